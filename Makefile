@@ -1,0 +1,37 @@
+.DEFAULT_GOAL := help
+.PHONY: help install demo test quality browser
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+help: ## Show the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+.venv/.installed: pyproject.toml constraints.txt $(wildcard osd/native/*.[ch])
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "osd needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+install: .venv/.installed ## Make .venv with everything in it
+
+demo: install ## Watch a drafter learn from live traffic; ARGS="--minutes 3 --report demo.json"
+	$(BIN)/osd demo $(ARGS)
+
+test: install browser ## Run all tests; ARGS="tests/unit -k config"
+	$(BIN)/python -m pytest $(ARGS)
+
+quality: install ## Run every check that is not a test of behaviour
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/unit/test_cli.py -k help
+
+# The dashboard's test looks at it in a real browser. Installed where that needs no question, named where it does.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+	  if ! command -v apt-get >/dev/null; then sudo=; elif [ "$$(id -u)" = 0 ]; then sudo=env; \
+	  elif sudo -n true 2>/dev/null; then sudo='sudo -n'; else sudo=; fi; \
+	  if [ -n "$$sudo" ]; then $$sudo apt-get update -q && $$sudo apt-get install -y -q --no-install-recommends chromium; \
+	  else echo "The browser tests need chromium: install your system's package of that name."; fi; }

