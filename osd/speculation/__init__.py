@@ -1,0 +1,1 @@
+"""Lossless speculation: how drafts grow, and what the target keeps of them."""

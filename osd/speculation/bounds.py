@@ -1,0 +1,105 @@
+"""How often any rule at all can accept one of n drafts.
+
+The best coupling of the target's token with n draft tokens accepts with probability
+
+    1 + min over sets H of tokens: p(H) - Q(H),
+
+where Q(H) is the probability that all n drafts lie in H. The minimum is reached by the tokens of largest q / p, so one
+sort and one pass over the sorted tokens find it. Hu et al., "Towards optimal multi-draft speculative decoding", ICLR
+2025.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from osd.speculation.tree import Draw
+
+# Trapezoids over log t, which converge like exp(-pi^2 / step) for these integrands and leave out less than 1e-15.
+_STEP, _FROM, _TO = 0.3, -18.0, 30.0
+
+
+def optimal_acceptance(p: Tensor, q: Tensor, drafts: int, draw: Draw) -> Tensor:
+    """The highest acceptance rate that any lossless rule reaches.
+
+    Args:
+        p: [R, V] the target's distributions.
+        q: [R, V] the drafter's.
+        drafts: number n of draft tokens, at least 1.
+        draw: IID or WITHOUT_REPLACEMENT.
+
+    Returns:
+        [R] float64.
+
+    Raises:
+        ValueError: no draft, or another way to draw.
+    """
+    if drafts < 1:
+        raise ValueError(f"drafts must be at least 1, not {drafts}")
+    if draw not in (Draw.IID, Draw.WITHOUT_REPLACEMENT):
+        raise ValueError(f"the optimum is known for drafts drawn iid or without_replacement, not {draw.value}")
+    p, q = p.double(), q.double()
+    order = (q / p).nan_to_num(nan=0.0, posinf=torch.inf).argsort(dim=-1, descending=True)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    if drafts == 1 or draw is Draw.IID:
+        inside = q.cumsum(-1) ** drafts
+    elif drafts == 2:
+        # The first draw i and the second in H without i: sum over i in H of q_i (q(H) - q_i) / (1 - q_i).
+        odds = (q / (1 - q)).nan_to_num(posinf=0.0)  # a certain first draw leaves nothing for a second
+        inside = q.cumsum(-1) * odds.cumsum(-1) - (q * odds).cumsum(-1)
+        inside = torch.where(_outside(q) > 0, inside, 1.0)
+    else:
+        inside = _all_inside(q, drafts)
+    return 1 + (p.cumsum(-1) - inside).amin(-1).clamp(max=0)
+
+
+def greedy_acceptance(p: Tensor, q: Tensor, drafts: int) -> Tensor:
+    """The acceptance rate of greedy multi-draft: the n - 1 most probable tokens and one drawn off them.
+
+    Args:
+        p: [R, V] the target's distributions.
+        q: [R, V] the drafter's, with at least n tokens of positive probability.
+        drafts: number n of draft tokens, at least 1.
+
+    Returns:
+        [R] float64.
+    """
+    p, q = p.double(), q.double()
+    fixed = q.topk(drafts - 1).indices
+    rest = q.scatter(-1, fixed, 0.0)
+    rest /= rest.sum(-1, keepdim=True)
+    return p.gather(-1, fixed).sum(-1) + torch.minimum(p, rest).sum(-1)
+
+
+def _outside(q: Tensor) -> Tensor:
+    """[R, V] the mass after each token, summed from the far end so that small masses are exact."""
+    return torch.nn.functional.pad(q.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1))
+
+
+def _all_inside(q: Tensor, drafts: int) -> Tensor:
+    """[R, V] the probability that n draws without replacement all lie among the first tokens, for each prefix of ``q``.
+
+    Let token i ring at an exponential time of rate q_i; the order of ringing is the order of drawing. The draws lie
+    in H when n tokens of H ring before any other, so with t the first time outside of H
+
+        1 - Q(H) = (1 - q(H)) sum over j < n of the integral of exp(-t) e_j(exp(q_i t) - 1, i in H) dt,
+
+    where e_j is the elementary symmetric polynomial, e_j of a prefix being a cumulated sum over that of e_(j-1). The
+    exponent is the same for all prefixes, so one grid of t serves them all. Sums run over logarithms.
+    """
+    integral = torch.ones_like(q)  # j = 0
+    previous = torch.full_like(q[..., :1], -torch.inf)
+    for step in range(math.ceil((_TO - _FROM) / _STEP)):
+        log_t = _FROM + _STEP * step
+        exponent = q * math.exp(log_t)
+        log_odds = exponent + torch.log(-torch.expm1(-exponent))  # of a token having rung by t
+        log_e = torch.zeros_like(q)
+        for j in range(1, drafts):
+            # e_j of the first k tokens sums odds_i e_(j-1)(tokens before i); no token comes before the first.
+            before = log_e if j == 1 else torch.cat([previous, log_e[..., :-1]], -1)
+            log_e = torch.logcumsumexp(log_odds + before, -1)
+            integral += _STEP * torch.exp(log_e + log_t - math.exp(log_t))
+    return 1 - (_outside(q) * integral).clamp(max=1)

@@ -1,0 +1,36 @@
+"""Which growth policies and verification rules go together without biasing the output."""
+
+from __future__ import annotations
+
+from osd.speculation.growth.base import Growth
+from osd.speculation.tree import Draw
+from osd.speculation.verification.base import Rule
+
+_DRAWN = {
+    Draw.IID: "draws siblings with replacement",
+    Draw.WITHOUT_REPLACEMENT: "draws siblings without replacement",
+    Draw.TOP_THEN_DRAWN: "draws only the last of siblings",
+    Draw.DETERMINISTIC: "chooses tokens without drawing them",
+}
+
+
+class IncompatibleError(ValueError):
+    """A growth policy and a verification rule would bias the output together; the message says why."""
+
+
+def compatible(growth: Growth, rule: Rule) -> None:
+    """Check that ``rule`` is lossless for the drafts that ``growth`` grows.
+
+    Raises:
+        IncompatibleError: it is not, with one sentence that names both and says why.
+    """
+    # A single child is an ordinary draw from q, whatever would have become of a second one.
+    if growth.draw not in rule.draws and not (growth.chains and growth.draw is not Draw.DETERMINISTIC):
+        reason = f"growth {growth.name} {_DRAWN[growth.draw]}"
+    elif rule.chains_only and not growth.chains:
+        reason = f"growth {growth.name} grows trees and this rule verifies chains"
+    elif rule.fixed_width and not growth.fixed_width:
+        reason = f"growth {growth.name} lets the tokens drawn at a node decide how many more are drawn there"
+    else:
+        return
+    raise IncompatibleError(f"verification {rule.name} would bias the output: {reason}")

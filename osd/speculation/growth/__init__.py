@@ -1,0 +1,19 @@
+"""Growth policies by name: which tokens to draft, where to go on, and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from osd.speculation.growth.base import Expander, Growth
+from osd.speculation.growth.chain import Chain
+from osd.speculation.growth.confidence import Confidence
+from osd.speculation.growth.dynamic_tree import DynamicTree
+from osd.speculation.growth.heuristic import Heuristic
+from osd.speculation.growth.static_tree import StaticTree
+from osd.speculation.growth.top_k_tree import TopKTree
+
+GROWTHS: dict[str, Callable[..., Growth]] = {
+    growth.name: growth for growth in (Chain, Confidence, Heuristic, DynamicTree, StaticTree, TopKTree)
+}
+
+__all__ = ["GROWTHS", "Expander", "Growth"]

@@ -1,0 +1,75 @@
+"""What every growth policy takes and gives."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
+from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
+
+
+class Expander(Protocol):
+    """A drafter as a growth policy sees it: next-token logits for nodes of the trees that are growing."""
+
+    @property
+    def support(self) -> Tensor | None:
+        """[Vd] target ids of the draft vocabulary, None when it is the whole vocabulary."""
+        ...
+
+    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """One forward of the drafter.
+
+        Args:
+            builder: the trees so far.
+            rows: [M] sequences.
+            nodes: [M] the nodes to continue, ROOT or a node whose parent was expanded by an earlier call.
+
+        Returns:
+            [M, Vd] logits of the token after each node.
+        """
+        ...
+
+
+class Growth(Protocol):
+    """A way to grow drafts.
+
+    It may look at tokens that were drawn and are kept, never at the token about to be drawn, and keeps every token that
+    it drew. ``draw`` is how it draws siblings, ``max_nodes`` the largest tree it grows, ``chains`` whether no node ever
+    gets a second child, and ``fixed_width`` whether the number of children of a node is settled before the first of
+    them is drawn.
+    """
+
+    name: ClassVar[str]
+    draw: Draw
+    max_nodes: int
+    chains: bool
+    fixed_width: bool
+
+    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
+        """Draw the drafts of one round.
+
+        Args:
+            expand: the drafter.
+            sampling: the settings that also make the target's p.
+            noise: of this round.
+            limits: [B] int64, the nodes that each sequence may have at most; 0 drafts nothing.
+        """
+        ...
+
+
+def expanded(
+    builder: TreeBuilder, expand: Expander, sampling: SamplingBatch, rows: Tensor, nodes: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ask the drafter about ``nodes`` [M] of sequences ``rows`` [M] and keep what it says.
+
+    Returns:
+        The places [M] of the distributions in the builder, the distributions [M, Vd] and the logits [M, Vd].
+    """
+    logits = expand(builder, rows, nodes)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    places, q = builder.new_rows(len(rows), logits.shape[-1], dtype)
+    return places, sampling.probabilities(logits, rows, out=q), logits

@@ -1,0 +1,109 @@
+"""Trees that grow where the drafter is most likely to be right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from osd.speculation.growth.base import Expander, expanded
+from osd.speculation.growth.urns import Urns
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
+from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder, repeats
+
+
+class DynamicTree:
+    """Spend each next token where it is most likely to be accepted, judged by the drafter's own probabilities.
+
+    The next child of a node is worth the probability of the path to the node times the mass that its earlier children
+    have left. With a budget alone, the most valuable place gets the next draw, until the budget is spent; the drafter
+    is asked about a node only when its first child is due. With a ``threshold``, a whole level is expanded in one
+    forward and every place worth the threshold or more is drawn, so that there are as many forwards as levels. Either
+    way a value is known before its token is drawn, and no drawn token is dropped, which keeps the draft lossless.
+
+    Xiong et al., "DySpec: faster speculative decoding with dynamic token tree structure", WWW 2025, algorithms 1 and 2.
+    """
+
+    name: ClassVar[str] = "dynamic_tree"
+    draw = Draw.WITHOUT_REPLACEMENT
+    chains = False
+    fixed_width = False
+
+    def __init__(self, budget: int, threshold: float | None = None) -> None:
+        """Draft at most ``budget`` tokens, and with ``threshold`` only places that are worth so much."""
+        if budget < 1:
+            raise ValueError(f"budget must be at least 1, not {budget}")
+        if threshold is not None and not 0 < threshold <= 1:
+            raise ValueError(f"threshold must be above 0 and at most 1, not {threshold}")
+        self.max_nodes = budget
+        self.threshold = threshold
+
+    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
+        """See ``Growth.grow``."""
+        limits = limits.clamp(max=self.max_nodes)
+        builder = TreeBuilder(len(limits), int(limits.max()), expand.support, limits.device)
+        urns, settings = Urns(builder, self.draw, sampling.temperature == 0), sampling.for_trees()
+
+        def opened(rows: Tensor, nodes: Tensor) -> Tensor:
+            places = expanded(builder, expand, settings, rows, nodes)[0]
+            urns.open(places)
+            return places
+
+        if self.threshold is None:
+            _by_value(builder, urns, opened, noise, limits)
+        else:
+            _by_level(builder, urns, opened, noise, limits, self.threshold)
+        return urns.finish()
+
+
+Opener = Callable[[Tensor, Tensor], Tensor]
+"""Asks the drafter about nodes of sequences, both [M], and returns the places of their urns."""
+
+
+def _by_value(builder: TreeBuilder, urns: Urns, opened: Opener, noise: Noise, limits: Tensor) -> None:
+    """Draw at the most valuable place of each sequence, one token of every sequence at a time."""
+    # Entry 0 is about the root and entry 1 + i about node i.
+    reach = torch.zeros(len(limits), builder.capacity + 1, dtype=torch.float64, device=limits.device)
+    reach[:, 0] = 1.0  # the drafter's probability of the path to a node
+    value = reach.clone()  # of the next child
+    kept = torch.full_like(builder.sizes[:, None].expand_as(value), -1)  # a node's urn, -1 before the drafter is asked
+    while len(rows := ((builder.sizes < limits) & (value.amax(-1) > 0)).nonzero().squeeze(-1)):
+        entry = value[rows].argmax(-1)
+        new = (kept[rows, entry] < 0).nonzero().squeeze(-1)
+        if len(new):
+            kept[rows[new], entry[new]] = opened(rows[new], entry[new] - 1)
+        urn = kept[rows, entry]
+        node = urns.take(rows, urn, entry - 1, noise)
+        share = urns.share[rows, node]
+        reach[rows, node + 1] = value[rows, node + 1] = reach[rows, entry] * share
+        rest = (value[rows, entry] - reach[rows, entry] * share).clamp(min=1e-300)  # rounding must not close a full urn
+        value[rows, entry] = rest.masked_fill(urns.left(urn) == 0, 0.0)
+
+
+def _by_level(builder: TreeBuilder, urns: Urns, opened: Opener, noise: Noise, limits: Tensor, threshold: float) -> None:
+    """Draw all children that are worth the threshold, level by level."""
+    rows = (limits > 0).nonzero().squeeze(-1)
+    nodes = torch.full_like(rows, ROOT)
+    reach = torch.ones(len(rows), dtype=torch.float64, device=limits.device)
+    while len(rows):
+        urn, value = opened(rows, nodes), reach.clone()
+        level: list[tuple[Tensor, Tensor, Tensor]] = []
+        while True:
+            m = ((value >= threshold) & (urns.left(urn) > 0)).nonzero().squeeze(-1)
+            # Of one sequence's places as many draw as it has room for, the first ones first.
+            m = m[builder.sizes[rows[m]] + repeats(rows[m]) < limits[rows[m]]]
+            if not len(m):
+                break
+            node = urns.take(rows[m], urn[m], nodes[m], noise)
+            child = reach[m] * urns.share[rows[m], node]
+            value[m] -= child
+            level.append((rows[m], node, child))
+        if not level:
+            break
+        rows, nodes, reach = (torch.cat(parts) for parts in zip(*level, strict=True))
+        # A level is worth a forward only where a child could be drawn.
+        m = ((reach >= threshold) & (builder.sizes[rows] < limits[rows])).nonzero().squeeze(-1)
+        rows, nodes, reach = rows[m], nodes[m], reach[m]

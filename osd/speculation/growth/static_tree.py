@@ -1,0 +1,95 @@
+"""Trees of one shape, whatever is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from osd.speculation.growth.base import Expander, expanded
+from osd.speculation.growth.tree_shape import best_shape, shape_of_paths
+from osd.speculation.growth.urns import Urns
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
+from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder
+
+
+class StaticTree:
+    """Fill a given shape, level by level, with one forward of the drafter for each level.
+
+    The shape is Sequoia's for measured acceptance by child rank (Chen et al., NeurIPS 2024) or a list of paths as
+    Medusa has it (Cai et al., ICML 2024). A node whose distribution runs out of tokens gets fewer children.
+    """
+
+    name: ClassVar[str] = "static_tree"
+    fixed_width = True
+
+    def __init__(
+        self,
+        paths: Sequence[Sequence[int]] | None = None,
+        draw: Draw | str = Draw.WITHOUT_REPLACEMENT,
+        acceptance: Sequence[float] | None = None,
+        nodes: int = 16,
+        depth: int = 8,
+    ) -> None:
+        """Choose a shape and a way to draw.
+
+        Args:
+            paths: child ranks from the root to each node; None to compute the best shape.
+            draw: how siblings are drawn.
+            acceptance: probability that the child of each rank is the one accepted, for the best shape.
+            nodes: draft tokens of the best shape.
+            depth: longest path of the best shape.
+        """
+        if (paths is None) == (acceptance is None):
+            raise ValueError("static_tree needs either paths or acceptance")
+        if acceptance is not None and (not len(acceptance) or nodes < 1 or depth < 1):
+            raise ValueError("static_tree needs at least one acceptance, node and level")
+        shape = shape_of_paths(paths) if paths is not None else best_shape(acceptance or (), nodes, depth)[0]
+        if not shape:
+            raise ValueError("static_tree needs at least one path")
+        self.draw = Draw(draw)
+        self.max_nodes = len(shape)
+        self.chains = len(set(shape)) == len(shape)
+        self._levels = _levels(shape)
+
+    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
+        """See ``Growth.grow``; a limit cuts the shape after so many nodes, level by level."""
+        device = limits.device
+        builder = TreeBuilder(len(limits), self.max_nodes, expand.support, device)
+        urns, settings = Urns(builder, self.draw, sampling.temperature == 0), sampling.for_trees()
+        # [B, 1 + shape] the node that stands at each place of the shape, the root first; -2 for none
+        standing = torch.full((len(limits), 1 + self.max_nodes), -2, device=device)
+        standing[:, 0] = ROOT
+        for parents, children in self._levels:
+            # [K] places with children, [K, ranks] their children's places, -1 past the last
+            above, below = torch.tensor(parents, device=device), torch.tensor(children, device=device)
+            rows, which = ((standing[:, above + 1] > -2) & (below[:, 0] < limits[:, None])).nonzero(as_tuple=True)
+            if not len(rows):
+                break
+            nodes, wanted = standing[rows, above[which] + 1], below[which]
+            places = expanded(builder, expand, settings, rows, nodes)[0]
+            urns.open(places)
+            width = ((wanted >= 0) & (wanted < limits[rows][:, None])).sum(-1)
+            for rank in range(int(width.max())):
+                left = urns.left(places)
+                m = ((width > rank) & (left > 0)).nonzero().squeeze(-1)
+                # The last token of an urn counts as drawn: it is drawn with certainty.
+                best = (width[m] - 1 > rank) & (left[m] > 1) if self.draw is Draw.TOP_THEN_DRAWN else None
+                standing[rows[m], wanted[m, rank] + 1] = urns.take(rows[m], places[m], nodes[m], noise, best)
+        return urns.finish()
+
+
+def _levels(shape: tuple[int, ...]) -> list[tuple[list[int], list[list[int]]]]:
+    """For each level, the places that have children and these children's places, as a rectangle padded with -1."""
+    children: dict[int, list[int]] = {}
+    for place, parent in enumerate(shape):
+        children.setdefault(parent, []).append(place)
+    levels, level = [], [ROOT]
+    while level := [place for place in level if place in children]:
+        width = max(len(children[place]) for place in level)
+        levels.append((level, [children[place] + [-1] * (width - len(children[place])) for place in level]))
+        level = [child for place in level for child in children[place]]
+    return levels

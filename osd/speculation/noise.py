@@ -1,0 +1,99 @@
+"""Keyed randomness: every draw is a pure function of (seed, request, step, purpose, index).
+
+No state is carried from one draw to the next, so the outcome of a request does not depend on which other requests share
+its batch, and no two decisions can ever read the same number by accident. Draft, acceptance and residual draws have
+purposes of their own because losslessness needs them independent.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from osd.speculation.sampling import draw
+
+
+class Purpose(IntEnum):
+    """What a number decides; the same index under two purposes gives independent numbers."""
+
+    DRAFT = 1
+    """A draft token; the index is its node."""
+    ACCEPT = 2
+    """Whether a draft token is kept; the index is its node."""
+    RESIDUAL = 3
+    """A token that a verification rule draws after rejections; the index is the row of p it stands on."""
+    BONUS = 4
+    """A token drawn from p itself; the index is the row of p."""
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+# splitmix64 (Steele, Lea and Flood, OOPSLA 2014): the increment and the two multipliers of the finaliser.
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX1 = _signed(0xBF58476D1CE4E5B9)
+_MIX2 = _signed(0x94D049BB133111EB)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch shifts int64 arithmetically, so the sign's copies are masked away."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Finalise splitmix64: a bijection of 64 bits in which each input bit flips each output bit half of the time."""
+    x = (x ^ _shift(x, 30)) * _MIX1
+    x = (x ^ _shift(x, 27)) * _MIX2
+    return x ^ _shift(x, 31)
+
+
+class Noise:
+    """The randomness of one round of B sequences.
+
+    Rules and growth policies draw through ``accept`` and ``pick`` only, which lets a test put an object in its place
+    that follows every outcome with its exact probability.
+    """
+
+    def __init__(self, seed: Tensor, request: Tensor, step: Tensor) -> None:
+        """Key the round.
+
+        Args:
+            seed: [B] int64, of the request's sampling settings.
+            request: [B] int64, a hash of the request's id.
+            step: [B] int64, number of the round within the request; never used twice.
+        """
+        self._base = _mix(_mix(_mix(seed + _GOLDEN) ^ request) + step * _GOLDEN)
+
+    def rows(self, index: Tensor) -> Noise:
+        """The noise of some of the sequences; ``index`` [M] may name one sequence several times."""
+        chosen = object.__new__(type(self))
+        chosen._base = self._base[index]
+        return chosen
+
+    def uniform(self, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
+        """Uniform numbers strictly between 0 and 1.
+
+        Args:
+            purpose: what they decide.
+            index: an int or [B] for one number per sequence, [B, k] or [1, k] for k numbers per sequence.
+
+        Returns:
+            [B] or [B, k] float64, the same on every device.
+        """
+        stream = _mix(self._base ^ _signed(purpose * 0xBF58476D1CE4E5B9 % (1 << 64)))
+        place = torch.as_tensor(index, device=stream.device) + 1
+        if place.dim() == 2:
+            stream = stream[:, None]
+        bits = _shift(_mix(stream + place * _GOLDEN), 12)  # 52 bits, so that adding one half is exact
+        return (bits.double() + 0.5) * 2.0**-52
+
+    def accept(self, probability: Tensor, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
+        """Events that happen with the given probabilities, [B] or [B, k]; 0 never and 1 always happens."""
+        return self.uniform(purpose, index) < probability
+
+    def pick(self, weights: Tensor, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
+        """One token per sequence, [B], drawn in proportion to ``weights`` [B, V], which need not sum to 1."""
+        return draw(weights, self.uniform(purpose, index))

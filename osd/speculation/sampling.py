@@ -1,0 +1,212 @@
+"""From logits to the distribution that tokens are drawn from, and the draw itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_BLOCK = 256  # tokens of one block of the two-level draw
+_HEAD = 1024  # most probable tokens that top-p looks at before it sorts a whole row
+
+
+class SamplingSettings(Protocol):
+    """What a sequence's request says about sampling."""
+
+    @property
+    def temperature(self) -> float:
+        """0 for greedy."""
+        ...
+
+    @property
+    def top_k(self) -> int:
+        """0 for no limit."""
+        ...
+
+    @property
+    def top_p(self) -> float:
+        """1 for no limit."""
+        ...
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The sampling settings of B sequences.
+
+    ``temperature`` [B] float32, 0 for greedy; ``top_k`` [B] int64, 0 for no limit; ``top_p`` [B] float32, 1 for no
+    limit.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    _greedy: tuple[bool, bool] = field(init=False, repr=False)  # any sequence, all sequences
+    _limited: tuple[bool, bool] = field(init=False, repr=False)
+    _nucleus: tuple[bool, bool] = field(init=False, repr=False)
+    _unit: bool = field(init=False, repr=False)  # all temperatures are 1
+
+    def __post_init__(self) -> None:
+        """Note on the host which of the steps any sequence needs, so that no round has to ask the device."""
+        for name, wanted in (
+            ("_greedy", self.temperature == 0),
+            ("_limited", (self.top_k > 0) & (self.temperature > 0)),
+            ("_nucleus", (self.top_p < 1) & (self.temperature > 0)),
+        ):
+            object.__setattr__(self, name, (bool(wanted.any()), bool(wanted.all())))
+        object.__setattr__(self, "_unit", bool((self.temperature == 1).all()))
+
+    @classmethod
+    def of(cls, settings: Iterable[SamplingSettings], device: torch.device | str = "cpu") -> SamplingBatch:
+        """Collect the settings of a batch of requests."""
+        chosen = list(settings)
+        return cls(
+            torch.tensor([s.temperature for s in chosen], dtype=torch.float32, device=device),
+            torch.tensor([s.top_k for s in chosen], dtype=torch.int64, device=device),
+            torch.tensor([s.top_p for s in chosen], dtype=torch.float32, device=device),
+        )
+
+    @property
+    def any_greedy(self) -> bool:
+        """Whether a sequence decodes greedily."""
+        return self._greedy[0]
+
+    def for_trees(self) -> SamplingBatch:
+        """The settings to draft trees with: greedy sequences at temperature 1 with no limits, the others as they are.
+
+        A one-hot q would leave nothing for second children; and when p is one-hot every rule keeps exactly its token,
+        whatever q is.
+        """
+        if not self.any_greedy:
+            return self
+        greedy = self.temperature == 0
+        return SamplingBatch(
+            self.temperature.masked_fill(greedy, 1.0),
+            self.top_k.masked_fill(greedy, 0),
+            self.top_p.masked_fill(greedy, 1.0),
+        )
+
+    def probabilities(self, logits: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """The distributions that these logits mean: temperature, then top-k, then top-p.
+
+        Temperature 0 puts all mass on the largest logit, the lowest id among equals. Top-k keeps every token that is
+        as likely as the k-th. Top-p keeps the most probable tokens up to the one that reaches the mass ``top_p``, the
+        lower ids first among equals, and always one. These are the rules of transformers' logits warpers, which
+        leave it open which of equals top-p keeps.
+
+        Args:
+            logits: [R, V].
+            rows: [R] the sequence of each row; None when row r belongs to sequence r.
+            out: [R, V] of the result's dtype, where to write it.
+
+        Returns:
+            [R, V] float32, or float64 for float64 logits.
+        """
+        temperature = self.temperature if rows is None else self.temperature[rows]
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        out = torch.empty(logits.shape, dtype=dtype, device=logits.device) if out is None else out
+        if self._greedy[1]:
+            return _one_hot(logits, out)
+        greedy = temperature == 0
+        scores = logits.to(dtype)
+        if not self._unit:
+            # ``out`` is free until the end, and new memory costs more than the division.
+            scores = torch.div(scores, torch.where(greedy, 1.0, temperature).to(dtype)[:, None], out=out)
+        if self._limited[0]:
+            scores = _top_k(scores, self.top_k if rows is None else self.top_k[rows])
+        if self._nucleus[0]:
+            scores = _top_p(scores, self.top_p if rows is None else self.top_p[rows])
+        torch.softmax(scores, -1, out=out)
+        if self._greedy[0]:
+            out[greedy] = _one_hot(logits[greedy], torch.empty_like(out[greedy]))
+        return out
+
+
+def _one_hot(logits: Tensor, out: Tensor) -> Tensor:
+    best = logits.argmax(-1, keepdim=True)  # the first of equals
+    return out.zero_().scatter_(-1, best, 1.0)
+
+
+def _top_k(scores: Tensor, top_k: Tensor) -> Tensor:
+    vocabulary = scores.shape[-1]
+    limit = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
+    affected = limit < vocabulary
+    if not affected.any():
+        return scores
+    part, limit = scores[affected], limit[affected]
+    best = part.topk(int(limit.max()), dim=-1).values  # [r, largest k]
+    least = best.gather(-1, limit[:, None] - 1)  # [r, 1]
+    scores = scores.clone()
+    scores[affected] = part.masked_fill(part < least, -torch.inf)
+    return scores
+
+
+def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
+    affected = (top_p < 1).nonzero().squeeze(-1)
+    if not len(affected):
+        return scores
+    part, mass = scores[affected], top_p[affected].double()[:, None]
+    p = part.softmax(-1)
+    head = min(_HEAD, part.shape[-1])
+    least, kept = _nucleus(part, p, mass, head)
+    if head < part.shape[-1]:
+        short = (kept == head).nonzero().squeeze(-1)  # the nucleus of these rows may reach past the head
+        if len(short):
+            least[short], kept[short] = _nucleus(part[short], p[short], mass[short], part.shape[-1])
+    inside = part >= least[:, None]
+    tied = (inside.sum(-1) > kept).nonzero().squeeze(-1)
+    if len(tied):  # of the tokens as likely as the last one kept, only the lowest ids belong
+        equal = part[tied] == least[tied, None]
+        wanted = kept[tied] - (inside[tied] & ~equal).sum(-1)
+        inside[tied] &= ~equal | (equal.cumsum(-1) <= wanted[:, None])
+    scores = scores.clone()
+    scores[affected] = part.masked_fill(~inside, -torch.inf)
+    return scores
+
+
+def _nucleus(scores: Tensor, p: Tensor, mass: Tensor, head: int) -> tuple[Tensor, Tensor]:
+    """The smallest score of the nucleus and how many tokens it has, [r] each, judged by the ``head`` best tokens."""
+    best, order = scores.topk(head, dim=-1)
+    sorted_p = p.gather(-1, order).double()
+    before = sorted_p.cumsum(-1) - sorted_p  # mass of all tokens that are more probable
+    kept = (before < mass).sum(-1).clamp(min=1)
+    return best.gather(-1, kept[:, None] - 1).squeeze(-1), kept
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """Draw one token per row by inversion of the distribution function.
+
+    A token of weight 0 is never drawn, whatever the rounding. Sums run over blocks first, then within one block, so
+    that a row of 50,000 tokens is read once and cumulated hardly at all.
+
+    Args:
+        weights: [R, V], not negative, with a positive sum in each row; the sum need not be 1.
+        u: [R] float64 in (0, 1).
+
+    Returns:
+        [R] int64.
+    """
+    count, vocabulary = weights.shape
+    if vocabulary <= 4 * _BLOCK:
+        return _invert(weights, u, None)[0]
+    whole = vocabulary // _BLOCK * _BLOCK
+    if whole < vocabulary:
+        weights = torch.nn.functional.pad(weights, (0, _BLOCK - vocabulary + whole))
+    blocks = weights.view(count, weights.shape[1] // _BLOCK, _BLOCK)
+    block, rest = _invert(blocks.sum(-1), u, None)
+    inner = blocks[torch.arange(count, device=weights.device), block]  # [R, block]
+    return block * _BLOCK + _invert(inner, u, rest)[0]
+
+
+def _invert(weights: Tensor, u: Tensor, rest: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The first place whose cumulated weight exceeds ``rest`` (u times the total when None), and what is left there."""
+    total = weights.double().cumsum(-1)  # [R, n]
+    last = total[:, -1]
+    place = u * last if rest is None else rest
+    # Rounding may push the place up to the total; just below it, the last token of positive weight is found.
+    place = torch.minimum(place, torch.nextafter(last, torch.zeros_like(last)))
+    found = torch.searchsorted(total, place[:, None], right=True)  # [R, 1]: total[found - 1] <= place < total[found]
+    below = total.gather(-1, (found - 1).clamp(min=0)).squeeze(-1) * (found.squeeze(-1) > 0)
+    return found.squeeze(-1), place - below

@@ -1,0 +1,72 @@
+"""What every verification rule takes and gives, and the arithmetic they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from osd.speculation.noise import Noise
+from osd.speculation.tree import DraftBatch, Draw
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target keeps of B drafts.
+
+    ``path`` [B, deepest] int64 the accepted nodes from the root on, then -1; ``accepted`` [B] int64 how many they are;
+    ``token`` [B] int64 the token that follows them, a correction after a rejection or a bonus after a whole path.
+    """
+
+    path: Tensor
+    accepted: Tensor
+    token: Tensor
+
+
+class Rule(Protocol):
+    """A lossless verification rule.
+
+    ``draws`` are the ways of drawing siblings that it may verify, ``chains_only`` says that every node must have at
+    most one child, ``fixed_width`` that the number of children of a node must not depend on the children drawn there.
+    """
+
+    name: ClassVar[str]
+    draws: ClassVar[frozenset[Draw]]
+    chains_only: ClassVar[bool]
+    fixed_width: ClassVar[bool]
+
+    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
+        """Decide which drafted tokens stay, so that the output is distributed as if drawn from the target alone.
+
+        Args:
+            draft: the drafts of B sequences; one without nodes is decoded plainly.
+            p: [B, N + 1, V] the target's distributions, row 0 after the root and row 1 + i after node i, processed by
+                the sampling settings; float32 or float64. Rows of padding are not read.
+            noise: of this round.
+        """
+        ...
+
+
+def residual(p: Tensor, q: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What p has left after a rejection: ``norm((weight p - q)+)`` and the mass before normalising.
+
+    The mass is 0 only where a rejection has probability 0; rounding may still lead there, and p itself is then what is
+    left.
+
+    Args:
+        p: [M, V], each row of mass 1.
+        q: [M, V].
+        weight: [M], 1 when None.
+
+    Returns:
+        [M, V] and [M].
+    """
+    left = (p - q if weight is None else torch.addcmul(-q, p, weight[:, None])).clamp_(min=0)
+    mass = left.sum(-1)
+    gone = mass <= 0
+    left /= torch.where(gone, 1.0, mass)[:, None]
+    if gone.any():
+        left[gone] = p[gone]
+    return left, mass

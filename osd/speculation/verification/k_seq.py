@@ -1,0 +1,78 @@
+"""K-sequential selection."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from osd.speculation.noise import Noise, Purpose
+from osd.speculation.tree import DraftBatch, Draw
+from osd.speculation.verification.base import Verdict
+
+_HALVINGS = 16
+
+
+class KSeq:
+    """Try k children drawn with replacement, each kept with probability min(1, p(x) / (rho q(x))).
+
+    With b = sum min(p / rho, q), one of them is kept with probability a = 1 - (1 - b)^k; rho in [1, k] solves
+    a = rho b. When none is kept, the token is drawn from p - min(p / rho, q) a / b, which is not
+    negative as long as a <= rho b.
+
+    Sun et al., "SpecTr: fast speculative decoding via optimal transport", NeurIPS 2023.
+    """
+
+    name: ClassVar[str] = "k_seq"
+    draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID})
+    chains_only: ClassVar[bool] = False
+    fixed_width: ClassVar[bool] = True
+
+    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
+        """See ``Rule.verify``; touches one row of p and of q for each token that it emits."""
+        batch, count = draft.tokens.shape
+        index = torch.arange(count, device=p.device)
+        path = torch.full((batch, int(draft.depths().max()) if count else 0), -1, device=p.device)
+        accepted = torch.zeros(batch, dtype=torch.int64, device=p.device)
+        after = p[:, 0].clone()
+        rows, here = torch.arange(batch, device=p.device), torch.zeros_like(accepted)
+        stand = torch.zeros_like(accepted)
+        while count and len(rows):
+            child = draft.valid[rows] & (draft.parents[rows] == here[:, None] - 1)  # [M, N]
+            inner = child.any(-1)
+            rows, here, child = rows[inner], here[inner], child[inner]
+            if not len(rows):
+                break
+            target = p[rows, here]
+            q = draft.spread(draft.q_at(rows, child.long().argmax(-1)), p.shape[-1])
+            rho, share, rest = _plan(target, q, child.sum(-1))
+
+            tokens = draft.tokens[rows].clamp(min=0)
+            chance = target.gather(-1, tokens) / (rho[:, None] * q.gather(-1, tokens))
+            keep = noise.rows(rows).accept(chance.masked_fill(~child, 0.0), Purpose.ACCEPT, index[None])  # [M, N]
+            node = torch.where(keep, index, count).amin(-1)
+            off = node == count
+            after[rows[off]] = (target - share[:, None] * rest).clamp_(min=0)[off]
+            rows, here = rows[~off], node[~off] + 1
+            path[rows, accepted[rows]] = here - 1
+            accepted[rows] += 1
+            stand[rows] = here
+            after[rows] = p[rows, here]
+        return Verdict(path, accepted, noise.pick(after, Purpose.RESIDUAL, stand))
+
+
+def _plan(p: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rho [M], a / b [M] and min(p / rho, q) [M, V] for p and q [M, V] and k [M] children.
+
+    Bisection ends at the upper end of its bracket, where a <= rho b holds: exact however few the halvings.
+    """
+    low, high = torch.ones_like(p[:, 0]), k.to(p.dtype)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        b = torch.minimum(p / middle[:, None], q).sum(-1)
+        more = 1 - (1 - b) ** k > middle * b
+        low, high = torch.where(more, middle, low), torch.where(more, high, middle)
+    kept = torch.minimum(p / high[:, None], q)
+    b = kept.sum(-1)
+    return high, (1 - (1 - b) ** k) / torch.where(b > 0, b, 1.0), kept

@@ -1,0 +1,72 @@
+"""Recursive rejection over siblings."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from osd.speculation.noise import Noise, Purpose
+from osd.speculation.tree import DraftBatch, Draw
+from osd.speculation.verification.base import Verdict, residual
+
+
+class Siblings:
+    """Try the children of a node in draw order, each against what the earlier rejections have left of p.
+
+    Child x is kept with probability min(1, r(x) / d(x)), where r starts as p and becomes norm((r - d)+) at each
+    rejection. Drawn with replacement (SpecInfer), d stays q. Drawn without (Sequoia, DySpec), x is taken out of d at
+    its rejection and d renormalised, which keeps more. When no child is kept, the token is drawn from r.
+
+    Miao et al., "SpecInfer", ASPLOS 2024; Chen et al., "Sequoia", NeurIPS 2024; Xiong et al., "DySpec", WWW 2025.
+    """
+
+    name: ClassVar[str] = "siblings"
+    draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID, Draw.WITHOUT_REPLACEMENT})
+    chains_only: ClassVar[bool] = False
+    fixed_width: ClassVar[bool] = False
+
+    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
+        """See ``Rule.verify``; touches whole rows of the vocabulary only at a rejection."""
+        batch, vocabulary = len(p), p.shape[-1]
+        first, following = draft.links()
+        sequences = torch.arange(batch, device=p.device)
+        here = torch.zeros(batch, dtype=torch.int64, device=p.device)  # the row of p that a sequence stands on
+        candidate = first[:, 0]
+        accepted = torch.zeros_like(here)
+        path = torch.full((batch, int(draft.depths().max()) if draft.tokens.numel() else 0), -1, device=p.device)
+        # r and d [B, V or Vd] are filled at a node's first rejection; until then they are p and q.
+        fresh = torch.ones(batch, dtype=torch.bool, device=p.device)
+        left = p.new_empty(batch, vocabulary)
+        drawn = draft.q.new_empty(batch, draft.q.shape[-1])
+
+        while len(rows := (candidate >= 0).nonzero().squeeze(-1)):
+            nodes, new = candidate[rows], fresh[rows]
+            tokens, columns = draft.tokens[rows, nodes], draft.columns[rows, nodes]
+            r = torch.where(new, p[rows, here[rows], tokens], left[rows, tokens])
+            d = torch.where(new, draft.q[draft.q_row[rows, nodes], columns], drawn[rows, columns])
+            keep = noise.rows(rows).accept(r / d, Purpose.ACCEPT, nodes)
+
+            on, node = rows[keep], nodes[keep]
+            path[on, accepted[on]] = node
+            accepted[on] += 1
+            here[on] = node + 1
+            candidate[on] = first[on, node + 1]
+            fresh[on] = True
+
+            off, node = rows[~keep], nodes[~keep]
+            if not len(off):
+                continue
+            start = off[new[~keep]]
+            left[start] = p[start, here[start]]
+            drawn[start] = draft.q_at(start, candidate[start])
+            fresh[start] = False
+            left[off] = residual(left[off], draft.spread(drawn[off], vocabulary))[0]
+            if draft.draw is Draw.WITHOUT_REPLACEMENT:
+                drawn[off, columns[~keep]] = 0.0
+                drawn[off] /= drawn[off].sum(-1, keepdim=True)  # a sibling follows only where some mass is left
+            candidate[off] = following[off, node]
+
+        after = torch.where(fresh[:, None], p[sequences, here], left)
+        return Verdict(path, accepted, noise.pick(after, Purpose.RESIDUAL, here))

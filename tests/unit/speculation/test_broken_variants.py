@@ -1,0 +1,141 @@
+"""What must not be done: each mistake biases the output, and the enumeration that the rules pass shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from osd.speculation import tree
+from osd.speculation.growth import GROWTHS, Growth
+from osd.speculation.noise import Purpose
+from osd.speculation.tree import DraftBatch, Draw
+from osd.speculation.verification import VERIFICATIONS, Verdict
+from tests.unit.speculation.enumeration import ForkingNoise, Toy, law_of, plain_sampling, round_of
+
+PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)])
+TOP_PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.DETERMINISTIC)
+CHAIN = GROWTHS["chain"](2)
+Spoil = Callable[[DraftBatch], DraftBatch]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "BLOCK", 2)
+
+
+def error(growth: Growth, rule: str, spoil: Spoil, worst_of: int = 4) -> float:
+    """The largest error of the output law over some toy models, when ``spoil`` comes between growth and rule."""
+    errors = []
+    for seed in range(worst_of):
+        toy = Toy.random(seed, 3, 3, agreement=0.2)
+
+        def run(noise: ForkingNoise, batch: int, toy: Toy = toy) -> tuple[DraftBatch, Verdict]:
+            limits = torch.full((batch,), growth.max_nodes)
+            draft = spoil(growth.grow(toy, plain_sampling(batch), noise, limits))
+            return draft, VERIFICATIONS[rule].verify(draft, toy.target(draft), noise)
+
+        errors.append(law_of(run, toy, 3).error)
+    print(f"{rule}: largest error {max(errors):.3g}")
+    return max(errors)
+
+
+def reorder(draft: DraftBatch, order: Tensor) -> DraftBatch:
+    return replace(draft, tokens=draft.tokens.gather(1, order), columns=draft.columns.gather(1, order))
+
+
+def keep(draft: DraftBatch, count: Tensor) -> DraftBatch:
+    return replace(draft, sizes=count)
+
+
+@pytest.mark.parametrize("rule", ["siblings", "traversal"])
+def test_siblings_as_drawn_pass(rule: str) -> None:
+    assert error(PAIR, rule, lambda draft: draft) < 1e-9
+
+
+@pytest.mark.parametrize("rule", ["siblings", "traversal"])
+def test_siblings_verified_in_reverse_order_are_caught(rule: str) -> None:
+    assert error(PAIR, rule, lambda draft: reorder(draft, torch.tensor([[1, 0]]).expand_as(draft.tokens))) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["siblings", "traversal"])
+def test_siblings_sorted_by_probability_are_caught(rule: str) -> None:
+    assert error(PAIR, rule, lambda draft: reorder(draft, draft.shares().argsort(1, descending=True))) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["siblings", "traversal", "k_seq"])
+def test_siblings_drawn_without_replacement_and_verified_with_q_as_it_was_are_caught(rule: str) -> None:
+    assert error(PAIR, rule, lambda draft: replace(draft, draw=Draw.IID)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["siblings", "traversal"])
+def test_the_most_probable_tokens_verified_as_if_they_had_been_drawn_are_caught(rule: str) -> None:
+    assert error(TOP_PAIR, rule, lambda draft: replace(draft, draw=Draw.WITHOUT_REPLACEMENT)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["siblings", "traversal"])
+def test_dropping_the_smaller_of_two_drawn_siblings_is_caught(rule: str) -> None:
+    def drop(draft: DraftBatch) -> DraftBatch:
+        return keep(reorder(draft, draft.shares().argsort(1, descending=True)), torch.ones_like(draft.sizes))
+
+    assert error(PAIR, rule, drop) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["chain", "block"])
+def test_dropping_a_last_token_of_low_confidence_is_caught_and_keeping_it_passes(rule: str) -> None:
+    assert error(CHAIN, rule, lambda draft: keep(draft, 1 + (draft.shares()[:, 1] > 0.4).long())) > 1e-3
+    assert error(GROWTHS["confidence"](eta=0.4, depth=2), rule, lambda draft: draft) < 1e-9
+
+
+def test_a_second_sibling_that_depends_on_the_first_is_caught_where_the_width_must_be_fixed() -> None:
+    twins = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.IID)
+
+    def adapt(draft: DraftBatch) -> DraftBatch:
+        return keep(draft, 1 + (draft.shares()[:, 0] < 0.4).long())
+
+    assert error(twins, "siblings", adapt) < 1e-9
+    assert error(twins, "k_seq", adapt) > 1e-3
+    assert error(PAIR, "siblings", adapt) < 1e-9
+    assert error(PAIR, "greedy_multidraft", adapt) > 1e-3
+
+
+def test_greedy_multidraft_with_a_last_child_that_was_not_drawn_is_caught() -> None:
+    assert error(TOP_PAIR, "greedy_multidraft", lambda draft: draft) > 1e-3
+
+
+class Shared(ForkingNoise):
+    """Noise that gives two purposes the same number."""
+
+    purposes: tuple[Purpose, Purpose]
+
+    def key(self, purpose: Purpose, index: int) -> tuple[int, int]:
+        return int(self.purposes[0] if purpose is self.purposes[1] else purpose), index
+
+
+@pytest.mark.parametrize("purposes", [
+    (Purpose.DRAFT, Purpose.ACCEPT), (Purpose.DRAFT, Purpose.RESIDUAL), (Purpose.ACCEPT, Purpose.RESIDUAL),
+])  # fmt: skip
+def test_a_key_that_two_purposes_share_is_caught(purposes: tuple[Purpose, Purpose]) -> None:
+    kind = type("SharedKey", (Shared,), {"purposes": purposes})
+    worst = 0.0
+    for seed in range(4):
+        toy = Toy.random(seed, 3, 2, agreement=0.2)
+        run = round_of(GROWTHS["chain"](1), VERIFICATIONS["chain"], toy)
+        worst = max(worst, law_of(run, toy, 2, kind).error)
+    print(f"{purposes}: largest error {worst:.3g}")
+    assert worst > 1e-3
+
+
+def test_a_bonus_token_drawn_from_the_drafter_is_caught() -> None:
+    toy = Toy.random(0, 3, 2, agreement=0.2)
+
+    def run(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
+        draft = GROWTHS["chain"](1).grow(toy, plain_sampling(batch), noise, torch.ones(batch, dtype=torch.int64))
+        p = toy.target(draft)
+        p[:, 1] = toy.q[toy.codes(draft.tokens, draft.parents)[:, 0]]
+        return draft, VERIFICATIONS["chain"].verify(draft, p, noise)
+
+    assert law_of(run, toy, 2).error > 1e-3

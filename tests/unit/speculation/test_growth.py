@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from osd.speculation.compatibility import IncompatibleError, compatible
+from osd.speculation.growth import GROWTHS, Growth
+from osd.speculation.growth.tree_shape import best_shape, shape_of_paths
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
+from osd.speculation.tree import ROOT, DraftBatch, TreeBuilder
+from osd.speculation.verification import VERIFICATIONS
+from tests.unit.speculation.enumeration import Toy, plain_sampling
+
+
+class Counting:
+    """A toy drafter that notes what it was asked, and checks that it is asked only what it can know."""
+
+    def __init__(self, toy: Toy) -> None:
+        self.toy, self.support, self.calls = toy, toy.support, 0
+        self.asked: set[tuple[int, int]] = set()
+
+    def __call__(self, builder: TreeBuilder, rows: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for row, node in zip(rows.tolist(), nodes.tolist(), strict=True):
+            assert node == ROOT or (row, int(builder.parents[row, node])) in self.asked
+            assert node < int(builder.sizes[row])
+            assert (row, node) not in self.asked
+            self.asked.add((row, node))
+        return self.toy(builder, rows, nodes)
+
+
+def grown(
+    growth: Growth, limits: list[int], seed: int = 1, temperature: float = 1.0
+) -> tuple[DraftBatch, Counting, Toy]:
+    toy, ids = Toy.random(seed, 4, 7), torch.arange(len(limits))
+    drafter = Counting(toy)
+    settings = SamplingBatch.of([SimpleNamespace(temperature=temperature, top_k=0, top_p=1.0)] * len(limits))
+    draft = growth.grow(drafter, settings, Noise(ids, ids, ids), torch.tensor(limits))
+    draft.check_integrity()
+    return draft, drafter, toy
+
+
+EVERY = [
+    GROWTHS["chain"](4), GROWTHS["confidence"](eta=0.3, depth=5), GROWTHS["heuristic"](start=2, depth=5),
+    GROWTHS["dynamic_tree"](budget=6), GROWTHS["dynamic_tree"](budget=6, threshold=0.05),
+    GROWTHS["static_tree"](paths=[(0,), (1,), (0, 0), (0, 1), (1, 0)]), GROWTHS["top_k_tree"](budget=6, top_k=2,
+    depth=3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("growth", EVERY, ids=lambda growth: growth.name)
+def test_limits_are_kept_and_the_drafter_is_asked_each_node_once_and_parents_first(growth: Growth) -> None:
+    draft, _, _ = grown(growth, [0, 1, 2, 3, 100])
+    assert all(size <= limit for size, limit in zip(draft.sizes.tolist(), [0, 1, 2, 3, growth.max_nodes], strict=True))
+    assert draft.sizes[1] == 1
+    assert draft.sizes[4] > 1
+
+
+@pytest.mark.parametrize("growth", EVERY, ids=lambda growth: growth.name)
+def test_no_room_at_all_gives_an_empty_draft(growth: Growth) -> None:
+    draft, drafter, _ = grown(growth, [0, 0])
+    assert draft.tokens.shape == (2, 0)
+    assert drafter.calls == 0
+
+
+@pytest.mark.parametrize("growth", EVERY, ids=lambda growth: growth.name)
+def test_the_kept_q_is_what_the_drafter_said(growth: Growth) -> None:
+    draft, _, toy = grown(growth, [100] * 8)
+    codes = toy.codes(draft.tokens, draft.parents)
+    for row, node in draft.valid.nonzero().tolist():
+        parent = int(draft.parents[row, node])
+        code = 0 if parent == ROOT else int(codes[row, parent])
+        assert torch.allclose(draft.q[draft.q_row[row, node]], toy.q[code])
+
+
+def test_confidence_stops_after_the_first_doubtful_token_and_keeps_it() -> None:
+    draft, _, toy = grown(GROWTHS["confidence"](eta=0.3, depth=5), [5] * 64)
+    codes = torch.cat([torch.zeros(64, 1, dtype=torch.int64), toy.codes(draft.tokens, draft.parents)], 1)
+    for row, size in enumerate(draft.sizes.tolist()):
+        own = [float(toy.q[codes[row, i], draft.tokens[row, i]]) for i in range(size)]
+        assert all(share >= 0.3 for share in own[:-1])
+        assert own[-1] < 0.3 or size == 5
+    assert len(set(draft.sizes.tolist())) > 2
+
+
+def test_heuristic_moves_up_two_and_down_one_within_bounds() -> None:
+    growth = GROWTHS["heuristic"](start=3, depth=6)
+    depths = torch.tensor([3, 3, 1, 6, 3])
+    moved = growth.adapt(depths, torch.tensor([3, 3, 1, 6, 0]), torch.tensor([3, 2, 0, 6, 0]))  # type: ignore[attr-defined]
+    assert moved.tolist() == [5, 2, 1, 6, 3]
+
+
+def path_probabilities(draft: DraftBatch, toy: Toy, row: int) -> tuple[list[float], dict[int, float]]:
+    """The probability of each node's path, and what the next child of each node would be worth."""
+    size = int(draft.sizes[row])
+    codes = toy.codes(draft.tokens, draft.parents)[row].tolist()
+    parents, tokens = draft.parents[row].tolist(), draft.tokens[row].tolist()
+    reach: list[float] = []
+    for node in range(size):
+        above, code = (1.0, 0) if parents[node] == ROOT else (reach[parents[node]], codes[parents[node]])
+        reach.append(above * float(toy.q[code, tokens[node]]))
+    worth = {}
+    for owner in range(ROOT, size):
+        children = [reach[node] for node in range(size) if parents[node] == owner]
+        worth[owner] = (1.0 if owner == ROOT else reach[owner]) - sum(children)
+    return reach, worth
+
+
+def test_a_budget_is_spent_on_the_most_valuable_places() -> None:
+    draft, _, toy = grown(GROWTHS["dynamic_tree"](budget=10), [10] * 16)
+    for row in range(16):
+        for size in range(1, 10):
+            before = DraftBatch(**{**vars(draft), "sizes": torch.full((16,), size)})
+            _, worth = path_probabilities(before, toy, row)
+            chosen = int(draft.parents[row, size])
+            assert worth[chosen] == pytest.approx(max(worth.values()))
+
+
+def test_a_threshold_draws_every_place_that_is_worth_it_in_one_call_per_level() -> None:
+    draft, drafter, toy = grown(GROWTHS["dynamic_tree"](budget=200, threshold=0.1), [200] * 16)
+    assert drafter.calls <= int(draft.depths().max()) + 1
+    for row in range(16):
+        _, worth = path_probabilities(draft, toy, row)
+        assert max(worth.values()) < 0.1
+
+
+def test_top_k_tree_holds_the_most_probable_paths() -> None:
+    draft, drafter, toy = grown(GROWTHS["top_k_tree"](budget=12, top_k=3, depth=2), [100])
+    assert drafter.calls == 2
+    assert int(draft.sizes[0]) == 12
+    reach, _ = path_probabilities(draft, toy, 0)
+    pairs = sorted((float(toy.q[0, a] * toy.q[1 + a, b]) for a in range(4) for b in range(4)), reverse=True)
+    assert max(reach[3:]) == pytest.approx(pairs[0])
+
+
+def test_paths_become_parents_level_by_level() -> None:
+    assert shape_of_paths([(1,), (0, 0), (0,), (1, 0)]) == (ROOT, ROOT, 0, 1)
+
+
+@pytest.mark.parametrize("paths", [[(0, 0)], [(1,)], [(0,), (0,)], [()], [(-1,)]])
+def test_paths_that_are_no_tree_are_refused(paths: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="tree path"):
+        shape_of_paths(paths)
+
+
+def expected_length(shape: tuple[int, ...], acceptance: list[float]) -> float:
+    value, ranks = [], []
+    for node, parent in enumerate(shape):
+        rank = sum(other == parent for other in shape[:node])
+        ranks.append(rank)
+        value.append((1.0 if parent == ROOT else value[parent]) * (acceptance[rank] if rank < len(acceptance) else 0.0))
+    return sum(value)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("acceptance", [[0.9], [0.6, 0.3], [0.4, 0.3, 0.2]])
+def test_the_best_shape_beats_every_other_of_its_size(acceptance: list[float], depth: int) -> None:
+    nodes = 4
+    shape, promised = best_shape(acceptance, nodes, depth)
+    best = 0.0
+    for parents in itertools.product(*(range(-1, i) for i in range(nodes))):
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        if max(depths) <= depth:
+            best = max(best, expected_length(parents, acceptance))
+    assert promised == pytest.approx(best)
+    assert expected_length(shape, acceptance) == pytest.approx(best)
+    assert len(shape) <= nodes
+
+
+@pytest.mark.parametrize(("growth", "rule", "why"), [
+    (GROWTHS["static_tree"](paths=[(0,), (1,)], draw="deterministic"), "siblings", "without drawing"),
+    (GROWTHS["top_k_tree"](budget=4), "traversal", "without drawing"),
+    (GROWTHS["static_tree"](paths=[(0,)], draw="deterministic"), "chain", "without drawing"),
+    (GROWTHS["dynamic_tree"](budget=4), "chain", "grows trees"),
+    (GROWTHS["dynamic_tree"](budget=4), "k_seq", "without replacement"),
+    (GROWTHS["dynamic_tree"](budget=4), "greedy_multidraft", "how many more"),
+    (GROWTHS["static_tree"](paths=[(0,), (1,)], draw="top_then_drawn"), "siblings", "only the last"),
+])  # fmt: skip
+def test_a_biased_combination_is_refused_with_the_reason(growth: Growth, rule: str, why: str) -> None:
+    with pytest.raises(IncompatibleError, match=why) as caught:
+        compatible(growth, VERIFICATIONS[rule])
+    assert growth.name in str(caught.value)
+    assert rule in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", list(VERIFICATIONS))
+def test_chains_fit_every_rule(rule: str) -> None:
+    for growth in (GROWTHS["chain"](2), GROWTHS["static_tree"](paths=[(0,), (0, 0)])):
+        compatible(growth, VERIFICATIONS[rule])
+
+
+def test_greedy_sequences_get_the_most_probable_children() -> None:
+    draft, _, toy = grown(GROWTHS["static_tree"](paths=[(0,), (1,)]), [2] * 5, temperature=0.0)
+    best = toy.q[0].topk(2).indices.tolist()
+    assert draft.tokens.tolist() == [best] * 5
+
+
+@pytest.mark.parametrize("build", [
+    lambda: GROWTHS["chain"](0), lambda: GROWTHS["confidence"](eta=2, depth=1), lambda: GROWTHS["heuristic"](start=3,
+    depth=2), lambda: GROWTHS["dynamic_tree"](budget=0), lambda: GROWTHS["dynamic_tree"](budget=1, threshold=0.0),
+    lambda: GROWTHS["top_k_tree"](budget=1, top_k=0), lambda: GROWTHS["static_tree"](),
+    lambda: GROWTHS["static_tree"](acceptance=[], nodes=2), lambda: GROWTHS["static_tree"](paths=[]),
+])  # fmt: skip
+def test_settings_out_of_range_are_refused(build) -> None:
+    with pytest.raises(ValueError, match=r"must be|needs"):
+        build()
+
+
+def test_plain_sampling_is_one_setting_per_sequence() -> None:
+    assert len(plain_sampling(3).temperature) == 3
