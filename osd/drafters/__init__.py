@@ -1,0 +1,59 @@
+"""Drafters by name, and the first version of each from a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from osd.config import DrafterSettings
+from osd.drafters.base import Drafter, DrafterError
+from osd.drafters.eagle import Eagle
+from osd.drafters.eagle_initial import eagle_from_config, eagle_from_target
+from osd.drafters.language_model import LanguageModel
+from osd.target.model import load_model
+
+DRAFTERS: dict[str, type[Drafter]] = {"eagle": Eagle, "language_model": LanguageModel}
+
+__all__ = ["DRAFTERS", "Drafter", "DrafterError", "from_config", "initial"]
+
+
+def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Drafter:
+    """Make the drafter that a domain starts with.
+
+    Raises:
+        DrafterError: the settings do not fit the target.
+    """
+    target = load_model(target_dir, "float32", "cpu")
+    if settings.kind == "eagle":
+        return eagle_from_target(target, settings.vocabulary)
+    if settings.source is None:
+        return LanguageModel.first_layers(target, settings.layers)
+    return _own_model(settings.source, target, home)
+
+
+def _own_model(source: str, target: nn.Module, home: Path) -> LanguageModel:
+    from osd.target.load import resolve
+
+    drafter = LanguageModel(load_model(resolve(source, home), "float32", "cpu"), shared=False)
+    mine, theirs = drafter.model.config.vocab_size, target.config.vocab_size  # type: ignore[union-attr]
+    if mine != theirs:
+        raise DrafterError(f"drafter.source has {mine} tokens, but the target has {theirs}; they must be the same")
+    return drafter
+
+
+def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:
+    """Make the module that a version's ``config.json`` describes; its weights come next.
+
+    Raises:
+        DrafterError: the kind is unknown or the configuration does not fit the target.
+    """
+    kind = config.get("kind")
+    if kind not in DRAFTERS:
+        raise DrafterError(f"drafter kind {kind!r} is not one of {', '.join(sorted(DRAFTERS))}")
+    target = load_model(target_dir, "float32", "cpu")
+    try:
+        return eagle_from_config(config, target) if kind == "eagle" else LanguageModel.build(config, target)
+    except (KeyError, TypeError) as error:
+        raise DrafterError(f"config.json does not describe a {kind} drafter: {error}") from None

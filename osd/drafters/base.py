@@ -1,0 +1,129 @@
+"""What a drafter is: a module that trains, and a session that drafts for running sequences."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from osd.speculation.tree import TreeBuilder
+
+
+class DrafterError(ValueError):
+    """Weights or a configuration do not make a drafter; the message is one line that says why."""
+
+
+class Batch(Protocol):
+    """The sequences that a drafter is unrolled on.
+
+    ``token_ids`` [B, L] and ``lengths`` [B]; ``hidden`` [B, L, taps * hidden] or None; the N places to
+    predict as ``sequence`` [N], the row, and ``place`` [N], the index in that row.
+    """
+
+    token_ids: Tensor
+    lengths: Tensor
+    hidden: Tensor | None
+    sequence: Tensor
+    place: Tensor
+
+
+class Session(Protocol):
+    """A drafter at work: KV slots beside those of the target. It is not trained; ``load`` swaps its weights.
+
+    A slot is told every committed token with the hidden state that the target had just before it;
+    ``expand`` then continues from there, and forgets on the next commit what it tried.
+    """
+
+    support: Tensor | None
+
+    def open(self, slot: int, token: int) -> None:
+        """Give a slot to a sequence that starts with ``token``."""
+        ...
+
+    def commit(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:
+        """Append committed tokens; ``hidden`` [len(tokens), taps * hidden] belongs to the token before each."""
+        ...
+
+    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """Logits [M, draft vocabulary] after ``nodes`` [M] of the trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """Take the slot back."""
+        ...
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Check a version's weights and lay them out for this session, off the decode thread.
+
+        Raises:
+            DrafterError: a name, shape or number is wrong.
+        """
+        ...
+
+    def load(self, staged: dict[str, Tensor]) -> None:
+        """Copy staged weights in place, between two rounds."""
+        ...
+
+
+class Drafter(nn.Module, ABC):
+    """A trainable drafter.
+
+    ``taps`` are the target layers whose outputs it reads (none: it reads tokens only) and
+    ``draft_ids`` [draft vocabulary] the target ids that it may draft, None for all of them.
+    """
+
+    kind: ClassVar[str]
+    taps: tuple[int, ...] = ()
+    draft_ids: Tensor | None = None
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """What ``config.json`` of a version says: all that is needed to build the same module."""
+
+    @abstractmethod
+    def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
+        """Logits [N, draft vocabulary] for each of ``depth`` steps on its own outputs, as a draft would run.
+
+        Entry d predicts ``place`` having seen the target's hidden states up to ``place - 2 - d`` only,
+        and every token before ``place``. Rows with ``place < d + 2`` mean nothing.
+        """
+
+    def adapt_vocabulary(self, counts: Tensor) -> None:  # noqa: B027  most drafters have no draft vocabulary
+        """Prefer the tokens that traffic uses, by their ``counts`` [target vocabulary], before training starts."""
+
+    @abstractmethod
+    def session(self, slots: int, context: int, scratch: int) -> Session:
+        """Start drafting with the weights as they are now, for ``slots`` sequences of ``context`` tokens."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors of a version: parameters and maps, without what is the target's own."""
+        return {name: value.detach() for name, value in self.state_dict().items()}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take over the weights of a version.
+
+        Raises:
+            DrafterError: a name, shape or number is wrong.
+        """
+        check(weights, self.weights())
+        self.load_state_dict(weights, strict=False)
+
+
+def check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Check names, shapes, dtype families and finiteness of ``weights`` against ``expected``.
+
+    Raises:
+        DrafterError: names the first tensor that is wrong, and how.
+    """
+    for name in sorted(expected.keys() ^ weights.keys()):
+        raise DrafterError(f"tensor {name!r} is {'missing' if name in expected else 'unknown'}")
+    for name, tensor in weights.items():
+        like = expected[name]
+        if tensor.shape != like.shape:
+            raise DrafterError(f"tensor {name!r} has shape {list(tensor.shape)} instead of {list(like.shape)}")
+        if tensor.is_floating_point() != like.is_floating_point():
+            raise DrafterError(f"tensor {name!r} is {tensor.dtype} instead of {like.dtype}")
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise DrafterError(f"tensor {name!r} has numbers that are not finite")

@@ -1,0 +1,225 @@
+"""EAGLE: one decoder layer that reads the target's hidden states.
+
+Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
+Test", NeurIPS 2025. The hidden states of three target layers are fused into one feature; the layer
+attends over [token embedding, feature] pairs and its output is both the source of the next token's
+logits and the feature of the next step. Only the most frequent target ids can be drafted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from osd.drafters.base import Batch, Drafter, DrafterError
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """Everything that fixes the tensors of an EAGLE drafter."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    target_vocabulary: int
+    vocabulary: int
+    taps: tuple[int, ...]
+    eps: float
+    rope_theta: float
+
+
+class Eagle(Drafter):
+    """One decoder layer over fused hidden states; the target's embedding is shared, not stored."""
+
+    kind: ClassVar[str] = "eagle"
+    t2d: Tensor
+    d2t: Tensor
+
+    def __init__(self, shape: EagleShape, embedding: Tensor, target_head: Tensor) -> None:
+        """Make the module.
+
+        Args:
+            shape: its sizes.
+            embedding: [target vocabulary, hidden] the target's own, frozen.
+            target_head: [target vocabulary, hidden] likewise; new draft ids start from it.
+        """
+        super().__init__()
+        if embedding.shape != (shape.target_vocabulary, shape.hidden):
+            raise DrafterError(f"the target's embedding is {list(embedding.shape)}, not the one this drafter was made for")
+        self.shape, self.taps = shape, shape.taps
+        h, wide = shape.hidden, shape.head_dim
+        self.tap_norm = nn.Parameter(torch.ones(len(shape.taps), h))
+        self.fuse = nn.Linear(len(shape.taps) * h, h, bias=False)
+        self.embedding_norm = nn.RMSNorm(h, shape.eps)
+        self.feature_norm = nn.RMSNorm(h, shape.eps)
+        self.q_proj = nn.Linear(2 * h, shape.heads * wide, bias=False)
+        self.k_proj = nn.Linear(2 * h, shape.kv_heads * wide, bias=False)
+        self.v_proj = nn.Linear(2 * h, shape.kv_heads * wide, bias=False)
+        self.o_proj = nn.Linear(shape.heads * wide, h, bias=False)
+        self.mlp_norm = nn.RMSNorm(h, shape.eps)
+        self.gate_proj = nn.Linear(h, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(h, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, h, bias=False)
+        self.norm = nn.RMSNorm(h, shape.eps)
+        self.head = nn.Linear(h, shape.vocabulary, bias=False)
+        self.register_buffer("t2d", torch.zeros(shape.target_vocabulary, dtype=torch.bool))
+        self.register_buffer("d2t", torch.zeros(shape.vocabulary, dtype=torch.int64))
+        self.embedding, self.target_head = embedding, target_head
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Draft only the target ids ``ids`` [vocabulary], ascending."""
+        self.t2d.zero_()
+        self.t2d[ids] = True
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+
+    def adapt_vocabulary(self, counts: Tensor) -> None:
+        """Draft the most frequent ids, by their ``counts`` [target vocabulary]; among equals the lower ones.
+
+        Ids that stay keep their head rows, new ones start from the target's.
+        """
+        ids = torch.sort(counts.float(), descending=True, stable=True).indices[: self.shape.vocabulary].sort().values
+        old = self.draft_ids
+        with torch.no_grad():
+            head = self.target_head[ids].to(self.head.weight.dtype)
+            stays = torch.isin(ids, old)
+            head[stays] = self.head.weight[torch.searchsorted(old, ids[stays])]
+            self.head.weight.copy_(head)
+        self.set_vocabulary(ids)
+
+    @property
+    def draft_ids(self) -> Tensor:  # type: ignore[override]
+        """[vocabulary] the target id of each draft id: ``d2t`` holds the differences, as EAGLE-3's files do."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def config(self) -> dict[str, Any]:
+        """See ``Drafter.config``."""
+        return {"kind": self.kind, **asdict(self.shape)}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """See ``Drafter.load_weights``; the two vocabulary maps must agree.
+
+        Raises:
+            DrafterError: a tensor is wrong, or the maps contradict each other.
+        """
+        check_maps(weights)
+        super().load_weights(weights)
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """Fuse tapped hidden states [..., taps * hidden] into features [..., hidden]."""
+        taps = hidden.unflatten(-1, (len(self.taps), self.shape.hidden))
+        taps = F.rms_norm(taps.float(), (self.shape.hidden,), None, self.shape.eps) * self.tap_norm
+        return self.fuse(taps.flatten(-2))
+
+    def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """What attention reads of (token, feature) pairs: [..., 2 * hidden]."""
+        embedded = self.embedding_norm(F.embedding(tokens, self.embedding).to(features.dtype))
+        return torch.cat([embedded, self.feature_norm(features)], -1)
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotated queries [..., heads, dim] of inputs ``x``."""
+        return rotate(self.q_proj(x).unflatten(-1, (-1, self.shape.head_dim)), *self.rotation(positions))
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of inputs ``x``, each key head repeated for its query heads: [..., heads, dim]."""
+        groups = self.shape.heads // self.shape.kv_heads
+        k, v = (layer(x).unflatten(-1, (-1, self.shape.head_dim)) for layer in (self.k_proj, self.v_proj))
+        return rotate(k, *self.rotation(positions)).repeat_interleave(groups, -2), v.repeat_interleave(groups, -2)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., 1, head_dim] of the rotary embedding at ``positions`` [...]."""
+        dim = self.shape.head_dim
+        inverse = self.shape.rope_theta ** -(torch.arange(0, dim, 2, device=positions.device).float() / dim)
+        angles = (positions.float()[..., None] * inverse).repeat(*([1] * positions.dim()), 2)
+        return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+
+    def finish(self, features: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer: features [..., hidden] and attention output [..., heads * dim] to the next features."""
+        x = features + self.o_proj(attended)
+        y = self.mlp_norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits [..., vocabulary] of the token that follows."""
+        return self.head(self.norm(features))
+
+    def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
+        """See ``Drafter.unroll``; EAGLE-3's training-time test.
+
+        Pair i of a row joins the feature of token i with token i + 1 and predicts token i + 2. At step d
+        the features are the layer's own output one place earlier, so a pair attends to the true pairs
+        up to i - d and to its own chain of guesses after that.
+        """
+        if batch.hidden is None:
+            raise DrafterError("eagle learns from hidden states, and the trace has none")
+        tokens = batch.token_ids[:, 1:]  # [B, P]
+        count, pairs = tokens.shape
+        row, pair = batch.sequence, batch.place - 2
+        # Keys are needed of every pair, queries only of a window: the asked pairs and the depth - 1 before them.
+        first = torch.full((count,), pairs, device=tokens.device).scatter_reduce(0, row, pair, "amin")
+        first = (first - (depth - 1)).clamp(min=0)
+        width = int((pair - first[row]).max()) + 1
+        window = (first[:, None] + torch.arange(width, device=tokens.device)).clamp(max=pairs - 1)  # [B, W]
+        positions = torch.arange(pairs, device=tokens.device)
+        features = self.features(batch.hidden[:, :-1])  # [B, P, hidden]
+        x = self.inputs(tokens, features)
+        keys, values = self.keys_values(x, positions.expand(count, -1))  # [B, P, heads, dim]
+        tokens = tokens.gather(1, window)
+        x = x.gather(1, window[..., None].expand(-1, -1, x.shape[-1]))
+        features = features.gather(1, window[..., None].expand(-1, -1, features.shape[-1]))  # [B, W, hidden]
+        guesses: list[tuple[Tensor, Tensor]] = []  # keys and values of each later step, where they are seen from
+        result = []
+        for step in range(depth):
+            if step:
+                features = _later(features)  # a pair reads the output of the pair before it
+                x = self.inputs(tokens, features)
+                guesses = [(_later(k), _later(v)) for k, v in guesses] + [self.keys_values(x, window)]
+            q = self.queries(x, window) * self.shape.head_dim**-0.5
+            unseen = positions[None, None] > window[..., None] - step  # [B, W, P]
+            scores = torch.einsum("bihd,bjhd->bhij", q, keys).masked_fill(unseen[:, None], NEVER)
+            own = [(q * k).sum(-1).transpose(1, 2)[..., None] for k, _ in guesses]  # [B, heads, W, 1] each
+            weight = torch.cat([scores, *own], -1).softmax(-1)
+            mixed = torch.einsum("bhij,bjhd->bihd", weight[..., :pairs], values)
+            for index, (_, v) in enumerate(guesses):
+                mixed = mixed + weight[..., pairs + index].transpose(1, 2)[..., None] * v
+            features = self.finish(features, mixed.flatten(-2))
+            result.append(self.logits(features[row, (pair - first[row]).clamp(min=0)]))
+        return result
+
+    def session(self, slots: int, context: int, scratch: int) -> Any:
+        """See ``Drafter.session``."""
+        from osd.drafters.eagle_session import EagleSession
+
+        return EagleSession(self, slots, context, scratch)
+
+
+NEVER = -1e30  # finite, so that a row which sees nothing true stays a number
+
+
+def _later(x: Tensor) -> Tensor:
+    """Move [B, W, ...] one place along W; the first place becomes 0."""
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding to [..., heads, dim]; the two halves of dim are the planes' axes."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def check_maps(weights: dict[str, Tensor]) -> None:
+    """Check that ``d2t`` and ``t2d`` describe the same ascending vocabulary.
+
+    Raises:
+        DrafterError: they do not.
+    """
+    if "d2t" not in weights or "t2d" not in weights:
+        return
+    ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    if not torch.equal(ids, weights["t2d"].nonzero().squeeze(-1)):
+        raise DrafterError("tensors 'd2t' and 't2d' do not describe the same draft vocabulary")

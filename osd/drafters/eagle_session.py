@@ -1,0 +1,142 @@
+"""EAGLE at work: its layer over KV slots, many sequences in one forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from osd.drafters.base import check
+from osd.drafters.eagle import Eagle, check_maps, rotate
+from osd.drafters.rows import TreeRows
+from osd.speculation.tree import TreeBuilder
+from osd.target.attention import attend
+from osd.target.kv_cache import KVCache
+from osd.target.linear import fused_dtype, make_linear
+
+
+
+class EagleSession:
+    """Drafts for the sequences of ``slots``; see ``osd.drafters.base.Session``.
+
+    Pair i of a slot joins the target's hidden state of token i with token i + 1. Pairs that were
+    committed since the last draft run together with the first step of the next one.
+    """
+
+    def __init__(self, drafter: Eagle, slots: int, context: int, scratch: int) -> None:
+        self.drafter, shape = drafter, drafter.shape
+        self.device = drafter.embedding.device
+        self.embedding = drafter.embedding
+        self.cache = KVCache(1, slots, shape.kv_heads, context + scratch, shape.head_dim, torch.float32, self.device)
+        self.features = torch.zeros(slots, 1 + scratch, shape.hidden, device=self.device)
+        self.pending: dict[int, tuple[list[int], list[Tensor]]] = {}
+        self._expected = drafter.weights()
+        laid_out = self._lay_out(self._expected)
+        self.linear = {name: make_linear(laid_out[name]) for name in _LINEAR}
+        self.vector = {name: laid_out[name].clone() for name in laid_out if name not in _LINEAR}
+        cos, sin = drafter.rotation(torch.arange(context + scratch, device=self.device))
+        self._cos, self._sin = cos, sin  # [places, 1, head_dim]
+
+    @property
+    def support(self) -> Tensor:
+        """[draft vocabulary] target ids."""
+        return self.vector["draft_ids"]
+
+    def open(self, slot: int, token: int) -> None:  # noqa: ARG002  EAGLE has nothing to say before the first hidden state
+        """See ``Session.open``."""
+        self.cache.length[slot] = 0
+        self.pending[slot] = ([], [])
+
+    def commit(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:
+        """See ``Session.commit``."""
+        assert hidden is not None  # noqa: S101  the engine taps the layers that this drafter names
+        self.pending[slot][0].extend(tokens)
+        self.pending[slot][1].append(hidden)
+
+    def close(self, slot: int) -> None:
+        """See ``Session.close``."""
+        self.pending.pop(slot, None)
+
+    @torch.inference_mode()
+    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """See ``Session.expand``."""
+        rows_list, nodes_list = rows.tolist(), nodes.tolist()
+        packed = TreeRows(builder, self.cache)
+        features, tokens = [], []
+        for row, node in zip(rows_list, nodes_list, strict=True):
+            slot = slots[row]
+            if node < 0:
+                new, hidden = self.pending[slot]
+                packed.commit(slot, len(new))
+                tokens.append(torch.tensor(new, device=self.device))
+                features.append(self._fuse(torch.cat(hidden).float()))
+                self.pending[slot] = ([], [])
+            else:
+                packed.node(slot, row, node)
+                tokens.append(builder.tokens[row, node : node + 1])
+                features.append(self.features[slot, 1 + int(builder.parents[row, node])][None])
+        output = self._layer(torch.cat(tokens), torch.cat(features), packed)[packed.last]
+        slot_ids = torch.tensor([slots[row] for row in rows_list], device=self.device)
+        self.features[slot_ids, 1 + nodes] = output
+        return self.linear["head"](self._norm(output, "norm")).float()
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See ``Session.stage``."""
+        check(weights, self._expected)
+        check_maps(weights)
+        laid_out = self._lay_out(weights)
+        return {name: self.linear[name].stage(value) if name in _LINEAR else value for name, value in laid_out.items()}
+
+    def load(self, staged: dict[str, Tensor]) -> None:
+        """See ``Session.load``."""
+        for name, value in staged.items():
+            if name in _LINEAR:
+                self.linear[name].load(value)
+            else:
+                self.vector[name].copy_(value)
+
+    def _lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Join projections that read the same input, and the rest as it is used."""
+        w = {name: value.to(self.device) for name, value in weights.items()}
+        dtype = fused_dtype(self.device)
+        laid_out = {
+            "fuse": w["fuse.weight"],
+            "qkv": torch.cat([w["q_proj.weight"], w["k_proj.weight"], w["v_proj.weight"]]),
+            "o": w["o_proj.weight"],
+            "gate_up": torch.cat([w["gate_proj.weight"], w["up_proj.weight"]]),
+            "down": w["down_proj.weight"],
+            "head": w["head.weight"],
+        }
+        laid_out = {name: value.to(dtype) for name, value in laid_out.items()}
+        for name in ("embedding_norm", "feature_norm", "mlp_norm", "norm"):
+            laid_out[name] = w[f"{name}.weight"].float()
+        laid_out["tap_norm"] = w["tap_norm"].float()
+        laid_out["draft_ids"] = w["d2t"] + torch.arange(len(w["d2t"]), device=self.device)
+        return laid_out
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.vector[name], self.drafter.shape.eps)
+
+    def _fuse(self, hidden: Tensor) -> Tensor:
+        shape = self.drafter.shape
+        taps = hidden.unflatten(-1, (len(shape.taps), shape.hidden))
+        taps = F.rms_norm(taps, (shape.hidden,), None, shape.eps) * self.vector["tap_norm"]
+        return self.linear["fuse"](taps.flatten(-2))
+
+    def _layer(self, tokens: Tensor, features: Tensor, packed: TreeRows) -> Tensor:
+        """The decoder layer on [R] tokens and [R, hidden] features of ``packed``; returns [R, hidden]."""
+        shape = self.drafter.shape
+        rows = packed.rows(tokens)
+        embedded = self._norm(self.embedding[tokens].float(), "embedding_norm")
+        x = torch.cat([embedded, self._norm(features, "feature_norm")], -1)
+        heads = self.linear["qkv"](x).unflatten(-1, (-1, shape.head_dim))
+        q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+        cos, sin = self._cos[rows.positions], self._sin[rows.positions]
+        keys, values = self.cache.keys[0], self.cache.values[0]
+        mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, keys, values, rows, scale=shape.head_dim**-0.5)
+        x = features + self.linear["o"](mixed.flatten(-2))
+        gate, up = self.linear["gate_up"](self._norm(x, "mlp_norm")).chunk(2, -1)
+        return x + self.linear["down"](F.silu(gate) * up)
+
+
+_LINEAR = ("fuse", "qkv", "o", "gate_up", "down", "head")

@@ -1,0 +1,148 @@
+"""A small language model as drafter.
+
+Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+Either a model of its own with the target's vocabulary, or the target's first layers under the
+target's own embedding and head, which then stay frozen and are not stored.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from osd.drafters.base import Batch, Drafter, DrafterError, check
+from osd.drafters.rows import TreeRows
+from osd.speculation.tree import TreeBuilder
+from osd.target.model import SlotModel
+
+
+class LanguageModel(Drafter):
+    """Any decoder-only model of transformers that has the target's vocabulary."""
+
+    kind: ClassVar[str] = "language_model"
+
+    def __init__(self, model: nn.Module, shared: bool) -> None:
+        """Wrap ``model``; ``shared`` says that its embedding and head are the target's own."""
+        super().__init__()
+        self.model, self.shared = model.float().train(False).requires_grad_(True), shared
+        if shared:
+            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
+                layer.requires_grad_(False)
+
+    @classmethod
+    def build(cls, config: dict[str, Any], target: nn.Module) -> LanguageModel:
+        """Make the module that ``config`` describes, with the embedding and head of ``target`` where they are shared."""
+        made = AutoConfig.for_model(**config["model"])
+        drafter = cls(AutoModelForCausalLM.from_config(made, attn_implementation="sdpa"), config["shared"])
+        if drafter.shared:
+            drafter._share(target)
+        return drafter
+
+    @classmethod
+    def first_layers(cls, target: nn.Module, layers: int) -> LanguageModel:
+        """The first ``layers`` layers of ``target``."""
+        config: PretrainedConfig = deepcopy(target.config)  # type: ignore[assignment]
+        if not 1 <= layers <= config.num_hidden_layers:
+            raise DrafterError(f"drafter.layers is {layers}, but the target has {config.num_hidden_layers} layers")
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model.load_state_dict({k: v.float() for k, v in target.state_dict().items()}, strict=False)
+        drafter = cls(model, shared=True)
+        drafter._share(target)
+        return drafter
+
+    def _share(self, target: nn.Module) -> None:
+        with torch.no_grad():
+            for name in ("get_input_embeddings", "get_output_embeddings"):
+                getattr(self.model, name)().weight.copy_(getattr(target, name)().weight)
+
+    def config(self) -> dict[str, Any]:
+        """See ``Drafter.config``."""
+        return {"kind": self.kind, "shared": self.shared, "model": self.model.config.to_dict()}  # type: ignore[union-attr, operator]
+
+    def weights(self) -> dict[str, Tensor]:
+        """See ``Drafter.weights``."""
+        left_out = set()
+        for get in ("get_input_embeddings", "get_output_embeddings"):
+            left_out |= {id(p) for p in getattr(self.model, get)().parameters()} if self.shared else set()
+        state = self.model.state_dict(keep_vars=True)
+        tied: dict[int, str] = {}  # a tied weight is stored once
+        for name, value in state.items():
+            if id(value) not in left_out:
+                tied.setdefault(id(value), name)
+        return {name: state[name].detach() for name in tied.values()}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """See ``Drafter.load_weights``."""
+        check(weights, self.weights())
+        self.model.load_state_dict(weights, strict=False)
+
+    def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
+        """See ``Drafter.unroll``; it reads tokens only, so every step is the same."""
+        length = batch.token_ids.shape[1]
+        mask = torch.arange(length, device=batch.token_ids.device) < batch.lengths[:, None]
+        decoder = self.model.get_decoder()  # type: ignore[operator]
+        hidden = decoder(input_ids=batch.token_ids, attention_mask=mask, use_cache=False).last_hidden_state
+        logits = self.model.get_output_embeddings()(hidden[batch.sequence, batch.place - 1])  # type: ignore[operator]
+        return [logits] * depth
+
+    def session(self, slots: int, context: int, scratch: int) -> LanguageModelSession:
+        """See ``Drafter.session``."""
+        return LanguageModelSession(self, slots, context, scratch)
+
+
+class LanguageModelSession:
+    """A small language model over KV slots; see ``osd.drafters.base.Session``."""
+
+    support: Tensor | None = None
+
+    def __init__(self, drafter: LanguageModel, slots: int, context: int, scratch: int) -> None:
+        self._expected = drafter.weights()
+        model = deepcopy(drafter.model).to(torch.bfloat16)
+        self.model = SlotModel(model, slots=slots, context=context, scratch=scratch)
+        self.pending: dict[int, list[int]] = {}
+
+    def open(self, slot: int, token: int) -> None:
+        """See ``Session.open``."""
+        self.model.cache.length[slot] = 0
+        self.pending[slot] = [token]
+
+    def commit(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:  # noqa: ARG002  it reads tokens only
+        """See ``Session.commit``."""
+        self.pending[slot].extend(tokens)
+
+    def close(self, slot: int) -> None:
+        """See ``Session.close``."""
+        self.pending.pop(slot, None)
+
+    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """See ``Session.expand``."""
+        packed = TreeRows(builder, self.model.cache)
+        tokens: list[int] = []
+        for row, node in zip(rows.tolist(), nodes.tolist(), strict=True):
+            slot = slots[row]
+            if node < 0:
+                packed.commit(slot, len(self.pending[slot]))
+                tokens += self.pending[slot]
+                self.pending[slot] = []
+            else:
+                packed.node(slot, row, node)
+                tokens.append(int(builder.tokens[row, node]))
+        ids = torch.tensor(tokens, device=self.model.device)
+        return self.model.forward(packed.rows(ids), packed.last).logits
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See ``Session.stage``."""
+        check(weights, self._expected)
+        return {name: self.model.stage(name, value) for name, value in weights.items()}
+
+    def load(self, staged: dict[str, Tensor]) -> None:
+        """See ``Session.load``."""
+        for name, value in staged.items():
+            self.model.load(name, value)

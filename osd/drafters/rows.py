@@ -1,0 +1,79 @@
+"""How the nodes of growing trees become rows of a drafter's forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from osd.speculation.tree import TreeBuilder, ancestors
+from osd.target.kv_cache import KVCache, PackedRows
+
+
+class TreeRows:
+    """Collects committed tokens and tree nodes of several slots into one ragged forward.
+
+    Committed tokens go to the places behind the slot's length; node i of a tree goes to the scratch
+    place i behind them and sees the committed places, its ancestors and itself.
+    """
+
+    def __init__(self, builder: TreeBuilder, cache: KVCache) -> None:
+        self.builder, self.cache = builder, cache
+        self._slots: list[int] = []
+        self._stores: list[int] = []
+        self._positions: list[int] = []
+        self._visible: list[int] = []
+        self._base: list[int] = []
+        self._trees: list[tuple[int, int, int]] = []  # (row of this forward, tree, node)
+        self._last: list[int] = []
+
+    def commit(self, slot: int, count: int) -> None:
+        """Append ``count`` committed tokens; the last of them is asked for what follows."""
+        start = self.cache.length[slot]
+        for place in range(start, start + count):
+            self._add(slot, place, place, place + 1, 0)
+        self.cache.length[slot] = start + count
+        self._last.append(len(self._slots) - 1)
+
+    def node(self, slot: int, tree: int, node: int) -> None:
+        """Append a node of ``tree``."""
+        base, depth = self.cache.length[slot], int(self.builder.depths[tree, node])
+        if depth == node + 1:  # every earlier node is an ancestor
+            self._add(slot, base + node, base + node, base + node + 1, base)
+        else:
+            self._trees.append((len(self._slots), tree, node))
+            self._add(slot, base + node, base + depth - 1, base, base)
+        self._last.append(len(self._slots) - 1)
+
+    def _add(self, slot: int, store: int, position: int, visible: int, base: int) -> None:
+        self._slots.append(slot)
+        self._stores.append(store)
+        self._positions.append(position)
+        self._visible.append(visible)
+        self._base.append(base)
+
+    @property
+    def last(self) -> Tensor:
+        """[M] the rows that were asked for, in order."""
+        return torch.tensor(self._last, device=self.cache.keys.device)
+
+    def rows(self, tokens: Tensor) -> PackedRows:
+        """All rows with their tokens [R]."""
+        device = self.cache.keys.device
+
+        def narrow(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        mask = None
+        if self._trees:
+            at, tree, node = torch.tensor(self._trees, device=device).T
+            mask = torch.zeros(len(self._slots), self.builder.capacity, dtype=torch.bool, device=device)
+            mask[at] = ancestors(self.builder.parents, self.builder.sizes)[tree, node]
+        return PackedRows(
+            token_ids=tokens,
+            positions=torch.tensor(self._positions, device=device),
+            slots=narrow(self._slots),
+            stores=narrow(self._stores),
+            visible=narrow(self._visible),
+            base=narrow(self._base) if mask is not None else None,
+            mask=mask,
+        )
