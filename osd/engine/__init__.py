@@ -1,0 +1,1 @@
+"""Continuous batching: requests go in, tokens and traces come out."""

@@ -1,0 +1,38 @@
+"""What an engine has done so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from osd.engine.request import SpeculationCounts
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Requests in the engine now: ``running`` hold a slot, ``waiting`` do not."""
+
+    running: int
+    waiting: int
+
+
+@dataclass
+class EngineCounters:
+    """Counts that only grow, the longest swap stall apart; seconds are wall-clock."""
+
+    requests: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    forwards: int = 0
+    busy_seconds: float = 0.0
+    swaps: int = 0
+    swap_stall_seconds_max: float = 0.0
+    by_version: dict[int, SpeculationCounts] = field(default_factory=dict)
+
+    def speculation(self) -> SpeculationCounts:
+        """The draft counts of all versions together."""
+        total = SpeculationCounts()
+        for counts in self.by_version.values():
+            total.add(counts)
+        return total

@@ -1,0 +1,266 @@
+"""Continuous batching: one thread that admits, drafts, verifies, commits and swaps drafters."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from osd.capture.trace import Trace
+from osd.config import Settings
+from osd.drafters.base import Drafter, Session
+from osd.engine import round as rounds
+from osd.engine.counters import EngineCounters, EngineLoad
+from osd.engine.request import Request, SpeculationCounts, Update
+from osd.engine.round import Piece
+from osd.engine.sequence import Sequence
+from osd.engine.tracing import TraceBuilder
+from osd.speculation.growth import GROWTHS
+from osd.speculation.verification import VERIFICATIONS
+from osd.target.model import SlotModel
+
+log = logging.getLogger(__name__)
+
+OnUpdate = Callable[[Update], None]
+TraceSink = Callable[[Trace], object]
+
+
+class Engine:
+    """Decodes requests on a target, speculatively when there is a drafter.
+
+    All work is done by one thread. ``submit``, ``cancel``, ``stage`` and the readers may be called from any
+    other; ``on_update`` and ``sink`` are called on the engine's thread and must not block.
+    """
+
+    def __init__(
+        self,
+        target: SlotModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: Settings,
+        drafter: Drafter | None = None,
+        version: int = 0,
+        sink: TraceSink | None = None,
+    ) -> None:
+        """Make an engine; ``version`` is the number of ``drafter``.
+
+        Args:
+            target: a model whose slots are all free, tapped at the layers that ``drafter`` reads.
+            tokenizer: the target's.
+            settings: ``engine``, ``growth``, ``verification`` and ``capture`` are read.
+            drafter: what to speculate with; None decodes plainly.
+            version: of the drafter.
+            sink: takes the traces of requests that allow it.
+        """
+        self.target, self.tokenizer, self.settings, self._sink = target, tokenizer, settings, sink
+        growth = settings.growth.model_dump(exclude={"kind"})
+        self._growth = GROWTHS[settings.growth.kind](**growth)
+        self._rule = VERIFICATIONS[settings.verification]
+        self._session: Session | None = None
+        if drafter is not None:
+            slots, scratch = settings.engine.slots, self._growth.max_nodes + 1
+            self._session = drafter.session(slots, settings.engine.context, scratch)
+        self.drafter_version = version
+        self._speculation = True
+        self._changed = threading.Condition()
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._free = list(range(settings.engine.slots))[::-1]
+        self._cancelled: set[str] = set()
+        self._staged: tuple[int, dict[str, Tensor]] | None = None
+        self._counters = EngineCounters()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="osd-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread; requests that are not finished end as cancelled."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def submit(self, request: Request, on_update: OnUpdate) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: the prompt is empty, or it and ``max_tokens`` do not fit the context.
+        """
+        prompt, context = len(request.prompt_ids), self.settings.engine.context
+        if prompt < 1 or request.max_tokens < 1:
+            raise ValueError("a request needs at least one prompt token and max_tokens of at least 1")
+        if prompt + request.max_tokens > context:
+            raise ValueError(
+                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, together at most {context}"
+            )
+        sequence = Sequence(request, on_update, self.tokenizer)
+        with self._changed:
+            if self._stopping:
+                raise ValueError("the engine is stopping")
+            self._counters.requests += 1
+            self._waiting.append(sequence)
+            self._changed.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request within a round; unknown ids are ignored."""
+        with self._changed:
+            self._cancelled.add(request_id)
+            self._changed.notify_all()
+
+    def stage(self, version: int, weights: dict[str, Tensor]) -> None:
+        """Check and lay out another version's weights here, to be swapped in between two rounds.
+
+        Raises:
+            DrafterError: the weights do not fit; the running version stays.
+        """
+        if self._session is None:
+            raise ValueError("this engine decodes without a drafter")
+        staged = self._session.stage(weights)
+        with self._changed:
+            self._staged = (version, staged)
+            self._changed.notify_all()
+
+    def set_speculation(self, enabled: bool) -> None:
+        """Speculate for requests that start from now on, or decode them plainly."""
+        self._speculation = enabled
+
+    def check_health(self) -> None:
+        """Raise RuntimeError unless the thread decodes."""
+        if self._thread is None or not self._thread.is_alive():
+            raise RuntimeError("the engine's thread does not run")
+
+    def load(self) -> EngineLoad:
+        """How many requests run and wait."""
+        with self._changed:
+            return EngineLoad(len(self._running), len(self._waiting))
+
+    def counters(self) -> EngineCounters:
+        """A copy of the counts so far."""
+        with self._changed:
+            return copy.deepcopy(self._counters)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self.settings.engine.threads or os.cpu_count() or 1)
+        while True:
+            with self._changed:
+                idle = not (self._waiting or self._running or self._staged or self._stopping)
+                if idle:
+                    self._cancelled.clear()
+                    self._changed.wait()
+                if self._stopping:
+                    self._end(self._running + list(self._waiting))
+                    return
+                self._swap()
+                self._drop_cancelled()
+                self._admit()
+            if self._running:
+                start = time.perf_counter()
+                try:
+                    self._round()
+                except Exception as error:
+                    log.exception("a round failed")
+                    self._fail(f"{type(error).__name__} while decoding")
+                self._counters.busy_seconds += time.perf_counter() - start
+
+    def _swap(self) -> None:
+        if self._staged is None or self._session is None:
+            return
+        start = time.perf_counter()
+        self.drafter_version, staged = self._staged
+        self._staged = None
+        with torch.inference_mode():
+            self._session.load(staged)
+        stall = time.perf_counter() - start
+        self._counters.swaps += 1
+        self._counters.swap_stall_seconds_max = max(self._counters.swap_stall_seconds_max, stall)
+        log.info("drafter %d swapped in within %.1f ms", self.drafter_version, stall * 1e3)
+
+    def _drop_cancelled(self) -> None:
+        gone = [s for s in [*self._running, *self._waiting] if s.request.id in self._cancelled]
+        self._cancelled.clear()
+        self._counters.cancelled += len(gone)
+        self._end(gone)
+
+    def _end(self, sequences: list[Sequence]) -> None:
+        for s in sequences:
+            s.finish = "cancelled"
+            s.report()
+            if s in self._waiting:
+                self._waiting.remove(s)
+            else:
+                self._release(s)
+
+    def _admit(self) -> None:
+        while self._waiting and self._free:
+            s = self._waiting.popleft()
+            s.slot = self._free.pop()
+            s.drafts = self._session is not None and self._speculation and s.request.speculate
+            if s.drafts and self._session is not None:
+                self._session.open(s.slot, s.tokens[0])
+            if self._sink is not None and s.request.capture and self.settings.capture.enabled:
+                s.trace = TraceBuilder(s.request, self.settings.target.source, self.settings.capture.piece)
+            self._counters.prompt_tokens += len(s.tokens)
+            self._running.append(s)
+
+    def _release(self, s: Sequence) -> None:
+        self._running.remove(s)
+        self._free.append(s.slot)
+        if s.drafts and self._session is not None:
+            self._session.close(s.slot)
+
+    def _round(self) -> None:
+        outcome = rounds.run(self.target, self._session, self._growth, self._rule, self._pieces())
+        report = rounds.commit(outcome, self.target, self._session, self.settings.capture.top_k)
+        with self._changed:
+            self._counters.forwards += 1
+            for drawn in report:
+                self._counters.completion_tokens += drawn.tokens
+                if drawn.drafted:
+                    version = self._counters.by_version.setdefault(self.drafter_version, SpeculationCounts())
+                    for counts in (drawn.sequence.counts, version):
+                        counts.count(drawn.drafted, drawn.accepted)
+        for drawn in report:
+            s = drawn.sequence
+            s.report()
+            self._emit(s)
+            if s.finish:
+                with self._changed:
+                    self._release(s)
+
+    def _pieces(self) -> list[Piece]:
+        """What each sequence feeds: its last token, or the next part of its prompt as far as the chunk reaches."""
+        budget = self.settings.engine.prefill_chunk
+        pieces = []
+        for s in self._running:
+            if s.decoding:
+                pieces.append(Piece(s, s.fed, 1))
+            elif budget > 0:
+                count = min(budget, len(s.tokens) - s.fed)
+                budget -= count
+                pieces.append(Piece(s, s.fed, count))
+        return pieces
+
+    def _emit(self, s: Sequence) -> None:
+        if s.trace is not None and self._sink is not None and (s.finish or s.trace.full()):
+            trace = s.trace.build(self.drafter_version)
+            if trace is not None:
+                self._sink(trace)
+
+    def _fail(self, message: str) -> None:
+        with self._changed:
+            self._counters.failed += len(self._running)
+            for s in list(self._running):
+                s.fail(message)
+                self._release(s)

@@ -1,0 +1,71 @@
+"""The state of one request while it is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+from osd.engine.request import FinishReason, Request, SpeculationCounts, Update
+from osd.engine.text import TextStream
+from osd.engine.tracing import TraceBuilder
+
+
+class Sequence:
+    """Tokens, text and counts of one request; ``slot`` is -1 until it gets one.
+
+    ``tokens`` are the prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all
+    but the last once the prompt is done.
+    """
+
+    def __init__(self, request: Request, on_update: Callable[[Update], None], tokenizer: PreTrainedTokenizerBase) -> None:
+        self.request, self._on_update = request, on_update
+        self.tokens = list(request.prompt_ids)
+        self.fed = 0
+        self.slot = -1
+        self.step = 0
+        self.drafts = False
+        self.finish: FinishReason | None = None
+        self.counts = SpeculationCounts()
+        self.trace: TraceBuilder | None = None
+        self._text = TextStream(tokenizer, request.stop)
+        self._new: list[int] = []
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the whole prompt but its last token has been fed."""
+        return self.fed == len(self.tokens) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.max_tokens - (len(self.tokens) - len(self.request.prompt_ids))
+
+    def append(self, tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
+        """Append generated tokens up to the one that ends the request; returns those that were kept."""
+        for count, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            self._new.append(token)
+            if token in eos_ids and not self.request.ignore_eos:
+                self.finish = "stop"
+            elif self._text.push(token):
+                self._text.close()
+                self.finish = "stop"
+            elif self.remaining == 0:
+                self.finish = "length"
+            if self.finish:
+                return tokens[:count]
+        return tokens
+
+    def report(self) -> None:
+        """Send what is new; the last report carries the counts."""
+        text = self._text.take(last=self.finish is not None)
+        if self._new or self.finish:
+            counts = self.counts if self.finish else None
+            self._on_update(Update(self.request.id, tuple(self._new), text, self.finish, counts))
+        self._new = []
+
+    def fail(self, message: str) -> None:
+        """End the request with an error."""
+        self.finish = "error"
+        self._on_update(Update(self.request.id, (), "", "error", self.counts, message))

@@ -1,0 +1,141 @@
+"""Collects what each verification computed into trace records."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
+from osd.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Top:
+    """The k most probable tokens of n distributions: ``ids``, ``logp`` [n, k], and ``tail`` [n], the rest's log-mass."""
+
+    ids: Tensor
+    logp: Tensor
+    tail: Tensor
+
+
+def top(logits: Tensor, k: int, support: Tensor | None = None) -> Top:
+    """Summarise raw logits [n, vocab]; ``support`` [vocab] maps their columns to target ids."""
+    values, columns = logits.topk(min(k, logits.shape[-1]), -1)
+    logp = values - logits.logsumexp(-1, keepdim=True)
+    rest = (1.0 - logp.double().exp().sum(-1)).clamp_min(1e-12).log()
+    return Top(columns if support is None else support[columns], logp, rest.float())
+
+
+@dataclass
+class _Place:
+    """One generated position."""
+
+    token: int
+    target: Top
+    draft: Top | None
+    drafted: int
+    verdict: int
+
+
+@dataclass
+class TraceBuilder:
+    """The growing record of one request; emits pieces of at most ``piece`` completion tokens.
+
+    A later piece carries the ``piece`` tokens before it as its prompt, so that a drafter has context.
+    """
+
+    request: Request
+    target: str
+    piece: int
+    number: int = 0
+    _context: list[int] = field(default_factory=list)
+    _hidden: list[Tensor] = field(default_factory=list)
+    _places: list[_Place] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Start with the prompt."""
+        self._context = list(self.request.prompt_ids)
+
+    def feed(self, hidden: Tensor | None) -> None:
+        """Keep the hidden states [n, taps * hidden] of tokens that were fed and stay."""
+        if hidden is not None:
+            self._hidden.append(hidden.to(torch.bfloat16))
+
+    def add(self, tokens: list[int], target: Top, draft: Top | None, drafted: list[int], accepted: int) -> None:
+        """Add the tokens of one round.
+
+        Args:
+            tokens: [n] generated.
+            target: of the n places.
+            draft: of the first places, as far as a drafted token was tested there.
+            drafted: those tokens; the first ``accepted`` were kept.
+            accepted: how many.
+        """
+        for i, token in enumerate(tokens):
+            mine = Top(target.ids[i], target.logp[i], target.tail[i])
+            if draft is None or i >= len(drafted):
+                self._places.append(_Place(token, mine, None, -1, NOT_DRAFTED))
+                continue
+            theirs = Top(draft.ids[i], draft.logp[i], draft.tail[i])
+            verdict = ACCEPTED if i < accepted else REJECTED
+            self._places.append(_Place(token, mine, theirs, drafted[i], verdict))
+
+    def full(self) -> bool:
+        """Whether a piece is complete."""
+        return len(self._places) >= self.piece
+
+    def build(self, drafter_version: int) -> Trace | None:
+        """The record of what was collected, or None when nothing was; the next piece starts after it."""
+        places = self._places
+        if not places:
+            return None
+        hidden = torch.cat(self._hidden) if self._hidden else None  # [P + C - 1 or more, taps * hidden]
+        needed = len(self._context) + len(places) - 1
+        width = len(places[0].target.ids)
+        drafts = [p.draft for p in places]
+        depth = next((len(d.ids) for d in drafts if d is not None), 0)
+        draft_ids = np.full((len(places), depth), -1, np.int32)
+        draft_logp = np.zeros((len(places), depth), np.float16)
+        draft_tail = np.zeros(len(places), np.float16)
+        for i, d in enumerate(drafts):
+            if d is not None:
+                draft_ids[i], draft_logp[i], draft_tail[i] = d.ids.numpy(), d.logp.half().numpy(), float(d.tail)
+        sampling = self.request.sampling
+        trace = Trace(
+            request_id=self.request.id,
+            piece=self.number,
+            domain=self.request.domain,
+            target=self.target,
+            drafter_version=drafter_version,
+            created=time.time(),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            prompt_ids=Array.of(np.array(self._context, np.int32)),
+            completion_ids=Array.of(np.array([p.token for p in places], np.int32)),
+            target_ids=Array.of(torch.stack([p.target.ids for p in places]).int().numpy().reshape(-1, width)),
+            target_logp=Array.of(torch.stack([p.target.logp for p in places]).half().numpy()),
+            target_tail=Array.of(torch.stack([p.target.tail for p in places]).half().numpy()),
+            draft_ids=Array.of(draft_ids),
+            draft_logp=Array.of(draft_logp),
+            draft_tail=Array.of(draft_tail),
+            drafted=Array.of(np.array([p.drafted for p in places], np.int32)),
+            verdict=Array.of(np.array([p.verdict for p in places], np.int8)),
+            hidden=None if hidden is None else Array.of(hidden[:needed].view(torch.uint16).numpy(), "bfloat16"),
+        )
+        self._next(hidden, needed)
+        return trace
+
+    def _next(self, hidden: Tensor | None, used: int) -> None:
+        self.number += 1
+        context = self._context + [p.token for p in self._places]
+        self._context, self._places = context[-self.piece :], []
+        if hidden is not None:
+            # The state of the last token is there only once it has been fed.
+            start = len(context) - len(self._context)
+            self._hidden = [hidden[start:]]
+            assert used >= start  # noqa: S101
