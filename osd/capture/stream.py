@@ -1,0 +1,353 @@
+"""Traces through a bounded Redis Stream: the writer beside the engine, the reader in the trainer.
+
+An entry has one field, ``t``: the msgpack bytes of the trace. Its id counts the entries, so that the lag of a reader
+can be told without reading what it has not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+
+from osd.capture.backoff import Backoff
+from osd.capture.trace import Trace, TraceError, decode, encode
+from osd.config import CaptureSettings
+from osd.redis_client import connect
+
+logger = logging.getLogger(__name__)
+
+FIELD = b"t"
+
+_READ_TIMEOUT = 5.0  # seconds
+_LONGEST_WAIT_MS = 2000
+_MANY = 10_000
+
+# The id is a counter that starts at the time in milliseconds: ids stay in order when the counter or the whole
+# database is lost, and when somebody adds entries with ids of the server's own.
+_ADD = """
+local function add(n)
+  return redis.pcall('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], string.format('%.0f-0', n), 't', ARGV[2])
+end
+local n = redis.call('INCR', KEYS[2])
+local id = n > 1 and add(n)
+if not id or (type(id) == 'table' and string.find(id.err, 'equal or smaller', 1, true)) then
+  local now = redis.call('TIME')
+  n = now[1] * 1000 + math.floor(now[2] / 1000) + 1
+  redis.call('SET', KEYS[2], string.format('%.0f', n))
+  id = add(n)
+end
+return id
+"""
+
+
+def counter_key(stream: str) -> str:
+    """The key that holds the number of the newest entry."""
+    return f"{stream}:count"
+
+
+class TraceWriter:
+    """Puts traces on the stream from a thread of its own; every trace offered is written or counted as dropped.
+
+    With Redis gone or out of memory records are dropped, not kept: the newest traffic is worth more than a backlog.
+    """
+
+    def __init__(self, url: str, settings: CaptureSettings) -> None:
+        self._settings = settings
+        self._client = connect(url, timeout=1.0)
+        self._add = self._client.register_script(_ADD)
+        self._queue: queue.Queue[Trace | None] = queue.Queue(settings.max_queue)
+        self._lock = threading.Lock()
+        self._written = 0
+        self._dropped = 0
+        self._closed = False
+        self._backoff = Backoff()
+        self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
+        self._thread.start()
+
+    def offer(self, trace: Trace) -> bool:
+        """Queue a trace without ever blocking; False when it was dropped because the queue is full or closed."""
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(queue.Full):
+                    self._queue.put_nowait(trace)
+                    return True
+            self._dropped += 1
+            return False
+
+    def counters(self) -> dict[str, int]:
+        """Records ``written`` to Redis and ``dropped``, since the start."""
+        with self._lock:
+            return {"written": self._written, "dropped": self._dropped}
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Write what is queued, for at most ``timeout`` seconds, and count the rest as dropped."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            self._queue.put(None, timeout=timeout)
+        except queue.Full:
+            pass
+        else:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if self._queue.get_nowait() is not None:
+                    with self._lock:
+                        self._dropped += 1
+        # A thread that is still in a call to Redis ends after that call.
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+
+    def _run(self) -> None:
+        while (trace := self._queue.get()) is not None:
+            written = not self._backoff.remaining and self._write(trace)
+            with self._lock:
+                if written:
+                    self._written += 1
+                else:
+                    self._dropped += 1
+        self._client.close()
+
+    def _write(self, trace: Trace) -> bool:
+        stream = self._settings.stream
+        try:
+            data = encode(trace)
+        except (TypeError, ValueError, OverflowError) as error:
+            logger.error("a trace cannot be encoded, dropped: %s", type(error).__name__)
+            return False
+        try:
+            self._add(keys=[stream, counter_key(stream)], args=[self._settings.max_records, data])
+        except RedisError as error:
+            if not self._backoff.failing:
+                logger.warning("traces are dropped, Redis does not take them: %s", error)
+            self._backoff.failed()
+            if _out_of_memory(error):
+                self._make_room()
+            return False
+        if self._backoff.failing:
+            logger.info("Redis takes traces again")
+        self._backoff.worked()
+        return True
+
+    def _make_room(self) -> None:
+        """Give up the oldest quarter of the stream: under noeviction nothing else would ever free memory."""
+        try:
+            kept = self._client.xlen(self._settings.stream) * 3 // 4
+            self._client.xtrim(self._settings.stream, maxlen=kept, approximate=False)
+        except RedisError as error:
+            logger.warning("the trace stream cannot be trimmed: %s", error)
+
+
+def _out_of_memory(error: RedisError) -> bool:
+    # From within a script the server's code for it is inside the message.
+    return isinstance(error, OutOfMemoryError) or "OOM command" in str(error)
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A trace with the id to acknowledge it by."""
+
+    id: str
+    trace: Trace
+
+
+class TraceReader:
+    """Reads traces as one consumer of a group, at least once each, for one thread.
+
+    A record that was delivered and not acknowledged comes again: to the same ``consumer`` name first after a restart,
+    else to whoever finds it idle for ``min_idle_ms``. With Redis gone ``read`` gives nothing and goes on when it is
+    back; a lost group is made again from the oldest record kept.
+    """
+
+    def __init__(
+        self, url: str, settings: CaptureSettings, group: str, consumer: str, min_idle_ms: int = 60_000
+    ) -> None:
+        self._stream = settings.stream
+        self._group = group
+        self._consumer = consumer
+        self._min_idle_ms = min_idle_ms
+        # Batches are large: traces with hidden states take about a megabyte each.
+        self._client = connect(url, timeout=_READ_TIMEOUT)
+        self._backoff = Backoff()
+        self._joined = False
+        self._claimed: deque[str] = deque()  # pending with us, but not yet given to the caller
+        self._in_flight: set[str] = set()  # given to the caller, not yet acknowledged
+        self._acks: list[str] = []  # acknowledged by the caller, not yet known to Redis
+        self._next_claim = 0.0
+        self._lag = 0
+        self._counts = {"read": 0, "reclaimed": 0, "undecodable": 0, "trimmed": 0}
+
+    def read(self, max_records: int, block_ms: int) -> list[Delivered]:
+        """Take up to ``max_records`` records, waiting at most ``block_ms`` milliseconds for the first.
+
+        Returns early with what is there; an empty list when nothing came or Redis is gone.
+        """
+        deadline = time.monotonic() + block_ms / 1000
+        while True:
+            left = deadline - time.monotonic()
+            if self._backoff.remaining > max(0.0, left):
+                time.sleep(max(0.0, left))
+                return []
+            time.sleep(self._backoff.remaining)
+            batch = self._try_read(max_records, deadline)
+            if batch or time.monotonic() >= deadline:
+                return batch
+
+    def ack(self, ids: Iterable[str]) -> None:
+        """Acknowledge records; while Redis is gone this is kept and sent later."""
+        known = [id for id in ids if id in self._in_flight]
+        self._in_flight.difference_update(known)
+        self._acks += known
+        if not self._backoff.remaining:
+            try:
+                self._send_acks()
+            except RedisError as error:
+                self._failed(error)
+
+    def lag(self) -> int:
+        """Records that are not acknowledged: never delivered (and not trimmed away), or pending.
+
+        While Redis is gone it is the figure last seen.
+        """
+        if self._backoff.remaining:
+            return self._lag
+        try:
+            with self._client.pipeline(transaction=True) as pipe:
+                pipe.xlen(self._stream)
+                pipe.get(counter_key(self._stream))
+                pipe.xinfo_groups(self._stream)
+                length, newest, groups = pipe.execute(raise_on_error=False)
+        except RedisError as error:
+            self._failed(error)
+            return self._lag
+        if isinstance(groups, ResponseError):  # no stream yet
+            groups = []
+        if isinstance(length, Exception) or isinstance(newest, Exception):
+            return self._lag
+        mine = next((group for group in groups if group["name"].decode() == self._group), None)
+        if mine is None:
+            self._lag = length
+        else:
+            delivered = int(mine["last-delivered-id"].partition(b"-")[0])
+            self._lag = min(length, max(0, int(newest or 0) - delivered)) + mine["pending"]
+        return self._lag
+
+    def counters(self) -> dict[str, int]:
+        """Records ``read``, of them ``reclaimed``; ``undecodable`` ones; ``trimmed`` before they were acknowledged."""
+        return dict(self._counts)
+
+    def close(self) -> None:
+        """Send what is acknowledged and close the connections."""
+        with contextlib.suppress(RedisError):
+            self._send_acks()
+        self._client.close()
+
+    def _try_read(self, max_records: int, deadline: float) -> list[Delivered]:
+        try:
+            if not self._joined:
+                self._join()
+            self._send_acks()
+            self._claim_idle()
+            entries = self._fetch_claimed(max_records)
+            if not entries:
+                # Redis takes 0 as for ever; a wait longer than the socket's would look like a dead server.
+                wait = min(int(1000 * (deadline - time.monotonic())), _LONGEST_WAIT_MS)
+                block = wait if wait > 0 else None
+                reply: Any = self._client.xreadgroup(
+                    self._group, self._consumer, {self._stream: ">"}, count=max_records, block=block
+                )
+                entries = reply[0][1] if reply else []
+            batch = self._decode(entries)
+        except RedisError as error:
+            self._failed(error)
+            return []
+        self._backoff.worked()
+        return batch
+
+    def _failed(self, error: RedisError) -> None:
+        if isinstance(error, ResponseError) and "NOGROUP" in str(error):
+            logger.warning("consumer group %s of %s is lost", self._group, self._stream)
+        elif not self._backoff.failing:
+            logger.warning("traces cannot be read from Redis, trying again: %s", error)
+        # Redis may come back as another, empty server: join again, which changes nothing where the group is there.
+        self._joined = False
+        self._backoff.failed()
+
+    def _join(self) -> None:
+        try:
+            self._client.xgroup_create(self._stream, self._group, id="0", mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+        else:
+            logger.info("consumer group %s of %s made, from the oldest record kept", self._group, self._stream)
+            self._in_flight.clear()
+            self._acks.clear()
+        mine: Any = self._client.xpending_range(
+            self._stream, self._group, min="-", max="+", count=_MANY, consumername=self._consumer
+        )
+        known = self._in_flight.union(self._acks)
+        self._claimed = deque(id for entry in mine if (id := entry["message_id"].decode()) not in known)
+        self._joined = True
+
+    def _send_acks(self) -> None:
+        if self._acks:
+            self._client.xack(self._stream, self._group, *self._acks)
+            self._acks.clear()
+
+    def _claim_idle(self) -> None:
+        """Take what dead consumers hold; taking our own records in flight marks them as alive."""
+        if time.monotonic() < self._next_claim:
+            return
+        ids: Any = self._client.xautoclaim(
+            self._stream, self._group, self._consumer, self._min_idle_ms, start_id="0-0", count=_MANY, justid=True
+        )
+        known = self._in_flight.union(self._claimed)
+        self._claimed.extend(id for raw in ids if (id := raw.decode()) not in known)
+        self._next_claim = time.monotonic() + self._min_idle_ms / 2000
+
+    def _fetch_claimed(self, max_records: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        if not self._claimed:
+            return []
+        ids = [self._claimed[i] for i in range(min(max_records, len(self._claimed)))]
+        with self._client.pipeline(transaction=False) as pipe:
+            for id in ids:
+                pipe.xrange(self._stream, min=id, max=id)
+            found = [entry for reply in pipe.execute() for entry in reply]
+        # Trimming takes an entry off the stream but leaves it pending.
+        trimmed = set(ids).difference(id.decode() for id, _ in found)
+        if trimmed:
+            self._client.xack(self._stream, self._group, *trimmed)
+            self._counts["trimmed"] += len(trimmed)
+        for _ in ids:
+            self._claimed.popleft()
+        self._counts["reclaimed"] += len(found)
+        return found
+
+    def _decode(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Delivered]:
+        batch, bad = [], []
+        for raw, fields in entries:
+            id, data = raw.decode(), fields.get(FIELD, b"")
+            try:
+                batch.append(Delivered(id, decode(data)))
+            except TraceError:
+                # Neither the bytes nor the error are logged: both may quote a user.
+                logger.warning("record %s of %s (%d bytes) is not a trace, skipped", id, self._stream, len(data))
+                bad.append(id)
+        self._in_flight.update(delivered.id for delivered in batch)
+        self._counts["read"] += len(batch)
+        self._counts["undecodable"] += len(bad)
+        self._acks += bad  # sent with the next call: a failure here must not lose the batch
+        return batch

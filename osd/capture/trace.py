@@ -1,0 +1,118 @@
+"""The trace: what one request's verification already computed, as it travels to the trainer.
+
+Ground floor: numpy and msgspec only. Logs are natural; arrays are little-endian.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+NOT_DRAFTED, ACCEPTED, REJECTED = 0, 1, 2
+"""Values of ``Trace.verdict``."""
+
+
+class TraceError(ValueError):
+    """A record is not a trace: wrong format, or arrays that do not fit each other."""
+
+
+class Array(msgspec.Struct, frozen=True, array_like=True):
+    """A dense array on the wire. ``bfloat16`` travels as its bits."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, values: np.ndarray, dtype: str | None = None) -> Array:
+        """Pack an array; ``dtype`` names what its bits mean when numpy has no name for it."""
+        values = np.ascontiguousarray(values)
+        return cls(dtype or values.dtype.name, values.shape, values.tobytes())
+
+    def numpy(self) -> np.ndarray:
+        """Unpack, read-only; ``bfloat16`` comes back as ``uint16`` bits.
+
+        Raises:
+            TraceError: the data does not fill the shape, or the dtype is unknown.
+        """
+        try:
+            kind = np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+            return np.frombuffer(self.data, kind).reshape(self.shape)
+        except (TypeError, ValueError) as error:
+            raise TraceError(f"array of {self.dtype} {self.shape}: {error}") from None
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished request, or one piece of a long one.
+
+    With P prompt and C completion tokens, K and D the kept log-probabilities of target and drafter:
+
+    * ``target_ids`` [C, K], ``target_logp`` [C, K], ``target_tail`` [C]: the K most probable tokens of
+      the target at the place of each completion token, before any sampling setting, and the log of
+      the mass of all others.
+    * ``draft_ids`` [C, D], ``draft_logp`` [C, D], ``draft_tail`` [C]: the same of the drafter, where it
+      was asked; elsewhere ids are -1.
+    * ``drafted`` [C]: the token that was drafted there, else -1; ``verdict`` [C]: NOT_DRAFTED,
+      ACCEPTED or REJECTED.
+    * ``hidden`` [P + C - 1, taps * hidden]: the tapped target layers side by side for every token that
+      was fed, when the drafter reads them.
+    """
+
+    request_id: str
+    piece: int
+    domain: str
+    target: str
+    drafter_version: int
+    created: float
+    temperature: float
+    top_k: int
+    top_p: float
+    prompt_ids: Array
+    completion_ids: Array
+    target_ids: Array
+    target_logp: Array
+    target_tail: Array
+    draft_ids: Array
+    draft_logp: Array
+    draft_tail: Array
+    drafted: Array
+    verdict: Array
+    hidden: Array | None = None
+
+    def check(self) -> None:
+        """Check that the arrays fit each other.
+
+        Raises:
+            TraceError: they do not.
+        """
+        prompt, completion = len(self.prompt_ids.numpy()), len(self.completion_ids.numpy())
+        for name in ("target_ids", "target_logp", "target_tail", "draft_ids", "draft_logp", "draft_tail",
+                     "drafted", "verdict"):
+            rows = getattr(self, name).numpy().shape[:1]
+            if rows != (completion,):
+                raise TraceError(f"{name} has {rows} rows for {completion} completion tokens")
+        if self.hidden is not None and self.hidden.numpy().shape[0] != prompt + completion - 1:
+            raise TraceError(f"hidden has {self.hidden.shape[0]} rows for {prompt + completion} tokens")
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Trace)
+
+
+def encode(trace: Trace) -> bytes:
+    """Serialise to msgpack."""
+    return _encoder.encode(trace)
+
+
+def decode(data: bytes) -> Trace:
+    """Read what ``encode`` wrote.
+
+    Raises:
+        TraceError: the bytes are not a trace.
+    """
+    try:
+        trace = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise TraceError(str(error)) from None
+    trace.check()
+    return trace

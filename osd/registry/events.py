@@ -1,0 +1,69 @@
+"""Events: what the loop did lately, for the dashboard and the command line."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal, get_args
+
+import msgspec
+from redis.exceptions import DataError
+
+from osd.redis_client import connect
+
+Kind = Literal["published", "rejected", "swapped", "rolled_back", "train_step"]
+
+MAX_EVENTS = 1000
+"""Events kept of each of the two lists."""
+
+_MILESTONES, _STEPS = "osd:events", "osd:events:train_step"
+
+
+class Events:
+    """Two bounded lists in Redis, so that the many training steps never push out a swap; one round trip a method.
+
+    Raises:
+        redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._client = connect(url)
+
+    def add(self, kind: Kind, domain: str, version: int | None = None, **figures: Any) -> None:
+        """Append an event with the time of now and any JSON figures.
+
+        Raises:
+            ValueError: unknown kind, or figures that are named like the event's own fields.
+        """
+        if kind not in get_args(Kind):
+            raise ValueError(f"event kind {kind!r}: must be one of {', '.join(get_args(Kind))}")
+        if "time" in figures:
+            raise ValueError("event figure 'time': the event has a time of its own")
+        event = {"time": time.time(), "kind": kind, "domain": domain, "version": version, **figures}
+        key = _STEPS if kind == "train_step" else _MILESTONES
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.lpush(key, msgspec.json.encode(event))
+            pipe.ltrim(key, 0, MAX_EVENTS - 1)
+            pipe.execute()
+
+    def recent(self, count: int = MAX_EVENTS, steps: bool = True) -> list[dict[str, Any]]:
+        """The last ``count`` events, oldest first, as ``{"time", "kind", "domain", "version", ...figures}``.
+
+        Args:
+            count: at most so many of the milestones and so many of the training steps.
+            steps: with False training steps are left out.
+        """
+        if count < 1:
+            return []
+        with self._client.pipeline(transaction=False) as pipe:
+            for key in (_MILESTONES, _STEPS) if steps else (_MILESTONES,):
+                pipe.lrange(key, 0, count - 1)
+            lists = pipe.execute()
+        try:
+            events = [msgspec.json.decode(data, type=dict[str, Any]) for part in lists for data in reversed(part)]
+            return sorted(events, key=lambda event: event["time"])
+        except (msgspec.MsgspecError, KeyError, TypeError) as error:
+            raise DataError(f"event list: {error}") from None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()

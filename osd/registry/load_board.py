@@ -1,0 +1,78 @@
+"""The load board: replicas say how busy they are, the trainer reads when to pause."""
+
+from __future__ import annotations
+
+import msgspec
+from redis.exceptions import DataError
+
+from osd.redis_client import connect
+
+EXPIRY_MS = 2000
+"""A replica that has not reported for so long is gone."""
+
+_KEY = "osd:load"
+
+# Reports carry the server's time: the clocks of replicas and trainer may differ.
+_REPORT = """
+local now = redis.call('TIME')
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f ', now[1] * 1000 + now[2] / 1000) .. ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+"""
+
+_READ = """
+local now = redis.call('TIME')
+local oldest = now[1] * 1000 + now[2] / 1000 - ARGV[1]
+local fields = redis.call('HGETALL', KEYS[1])
+local fresh = {}
+for i = 1, #fields, 2 do
+  local space = string.find(fields[i + 1], ' ', 1, true)
+  if tonumber(string.sub(fields[i + 1], 1, space - 1)) < oldest then
+    redis.call('HDEL', KEYS[1], fields[i])
+  else
+    fresh[#fresh + 1] = fields[i]
+    fresh[#fresh + 1] = string.sub(fields[i + 1], space + 1)
+  end
+end
+return fresh
+"""
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True):
+    """What a replica does now: requests running and waiting, its drafter version, completion tokens per second."""
+
+    running: int
+    waiting: int
+    drafter_version: int
+    tokens_per_second: float
+
+
+class LoadBoard:
+    """The loads of all replicas, in one Redis hash; each method is one round trip.
+
+    Raises:
+        redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._client = connect(url)
+        self._report = self._client.register_script(_REPORT)
+        self._read = self._client.register_script(_READ)
+
+    def report(self, replica_id: str, load: ReplicaLoad) -> None:
+        """Put up a replica's load; it stays for two seconds."""
+        self._report(keys=[_KEY], args=[replica_id, msgspec.json.encode(load), EXPIRY_MS])
+
+    def read(self) -> dict[str, ReplicaLoad]:
+        """The loads of the replicas that reported within the last two seconds."""
+        fields: list[bytes] = self._read(keys=[_KEY], args=[EXPIRY_MS])
+        try:
+            return {
+                name.decode(): msgspec.json.decode(data, type=ReplicaLoad)
+                for name, data in zip(fields[::2], fields[1::2], strict=True)
+            }
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise DataError(f"load board: {error}") from None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()

@@ -1,0 +1,95 @@
+"""The rollout pointer: which drafter version serves a domain."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+from redis.exceptions import DataError, RedisError
+
+from osd.redis_client import connect
+from osd.registry.names import check_domain
+
+logger = logging.getLogger(__name__)
+
+_Number = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """A domain's version in service, and the canary with its share of requests (0 to 1).
+
+    ``changed`` is the time of the change, in seconds since the epoch.
+    """
+
+    stable: _Number
+    canary: _Number | None
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    changed: float
+
+
+class Pointer:
+    """Reads and moves the rollout pointers in Redis, one round trip each.
+
+    Raises:
+        redis.exceptions.RedisError: from every method but ``watch``: Redis does not answer, or holds no rollout
+            under that name.
+        ValueError: the domain is not a valid name.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._client = connect(url)
+
+    def get(self, domain: str) -> Rollout | None:
+        """The domain's rollout, None when it has none yet."""
+        data = self._client.get(_key(domain))
+        if data is None:
+            return None
+        try:
+            return msgspec.json.decode(data, type=Rollout)
+        except msgspec.MsgspecError as error:
+            raise DataError(f"rollout pointer of {domain}: {error}") from None
+
+    def set(self, domain: str, rollout: Rollout) -> None:
+        """Move the domain's pointer.
+
+        Raises:
+            ValueError: a version below 1 or a share outside 0 to 1.
+        """
+        data = msgspec.json.encode(rollout)
+        try:
+            msgspec.json.decode(data, type=Rollout)  # a Struct checks its limits only when it is read
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"rollout of {domain}: {error}") from None
+        self._client.set(_key(domain), data)
+
+    def watch(self, domain: str, stop: threading.Event, interval: float = 0.5) -> Iterator[Rollout]:
+        """Yield the rollout and then each change of it, until ``stop`` is set.
+
+        Looks every ``interval`` seconds. While Redis is gone there is no change: whoever follows keeps what it has.
+        """
+        seen: Rollout | None = None
+        failing = False
+        while not stop.is_set():
+            try:
+                rollout = self.get(domain)
+            except RedisError as error:
+                if not failing:
+                    logger.warning("rollout pointer of %s cannot be read (%s), keeping what is there", domain, error)
+                failing = True
+            else:
+                failing = False
+                if rollout is not None and rollout != seen:
+                    seen = rollout
+                    yield rollout
+            stop.wait(interval)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+def _key(domain: str) -> str:
+    return f"osd:rollout:{check_domain(domain)}"

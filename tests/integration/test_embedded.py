@@ -1,0 +1,183 @@
+"""The whole loop on one machine: it comes up, it answers, and it leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+from typer.testing import CliRunner, Result
+
+from osd.cli.app import app
+
+ANSWER_SECONDS = 120
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all that it started."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@contextmanager
+def osd(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process group of its own, as a shell would start it; ended whatever the test does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from osd.cli import main; main()", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OSD_HOME": str(home), "OSD_TRAINER__MIN_RECORDS": "1000"},
+        process_group=0,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for member in family(process.pid):
+                member.kill()
+        process.communicate()
+
+
+def here(home: Path, *arguments: str) -> Result:
+    """The command in this process, for what ends before anything heavy starts."""
+    return CliRunner().invoke(app, list(arguments), env={"OSD_HOME": str(home)})
+
+
+def refusal(result: Result) -> str:
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def small(target: Path, port: int) -> list[str]:
+    settings = {
+        "target.source": target,
+        "target.dtype": "float32",
+        "engine.slots": 2,
+        "engine.context": 256,
+        "drafter.kind": "language_model",
+        "serving.port": port,
+    }
+    return [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
+
+
+def wait_until_it_answers(process: subprocess.Popen[str], port: int) -> None:
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        try:
+            if httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                return
+        except httpx2.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError("no answer")
+
+
+@pytest.fixture
+def loop(tiny_target: Path, tmp_path: Path) -> Iterator[tuple]:
+    """``osd up`` in service: its process, home and port."""
+    home, port = tmp_path / "home", free_port()
+    with osd(home, "up", *small(tiny_target, port)) as process:
+        wait_until_it_answers(process, port)
+        yield process, home, port
+
+
+@pytest.mark.timeout(240)
+def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_started(loop):
+    process, home, port = loop
+    deadline = time.monotonic() + 30
+    while not (home / "running.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
+    answer = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] > 0
+
+    listing = here(home, "drafters", "list")
+    assert listing.exit_code == 0
+    assert "general" in listing.stdout
+    assert "yes" in listing.stdout
+    assert "no such drafter version" in refusal(here(home, "drafters", "rollback", "7"))
+    assert "already runs" in refusal(here(home, "up", "--set", f"serving.port={free_port()}"))
+    in_use = refusal(here(home / "other", "up", "--set", f"serving.port={port}"))
+    assert f"serving.port {port} is in use" in in_use
+
+    processes = family(process.pid)
+    assert len(processes) > 5  # Redis, Ray's servers, the replica, the trainer
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert gone(processes)
+    assert not (home / "running.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("target.source=/nowhere/model", "there is no directory /nowhere/model"),
+        ("redis_url=redis://127.0.0.1:1/0", "redis_url"),
+        ("serving.host=203.0.113.1", "serving.host 203.0.113.1"),
+    ],
+)
+def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setting, reason):
+    before = psutil.Process().children(recursive=True)
+    result = here(tmp_path, "up", "--set", f"serving.port={free_port()}", "--set", setting)
+    assert reason in refusal(result)
+    assert psutil.Process().children(recursive=True) == before
+    assert not (tmp_path / "running.json").exists()
+
+
+@pytest.mark.timeout(120)
+def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path):
+    too_many = ["--set", "drafter.layers=99"]
+    with osd(tmp_path, "up", *small(tiny_target, free_port()), *too_many) as process:
+        seen: dict[int, psutil.Process] = {}
+        while process.poll() is None:
+            try:
+                seen.update({member.pid: member for member in family(process.pid)})
+            except psutil.NoSuchProcess:
+                break
+            time.sleep(0.05)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "layers" in errors
+    assert len(errors.strip().splitlines()) == 1
+    assert len(seen) > 3
+    assert gone(list(seen.values()))
+
+
+@pytest.mark.timeout(120)
+def test_the_second_signal_ends_every_process_at_once(tiny_target, tmp_path):
+    with osd(tmp_path, "up", *small(tiny_target, free_port())) as process:
+        deadline = time.monotonic() + 60
+        while len(family(process.pid)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        processes = family(process.pid)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+    assert gone(processes)

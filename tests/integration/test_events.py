@@ -1,0 +1,72 @@
+"""Events in a real Redis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from osd.registry import events as module
+from osd.registry.events import Events
+
+
+@pytest.fixture
+def events(redis_url: str) -> Iterator[Events]:
+    made = Events(redis_url)
+    yield made
+    made.close()
+
+
+def test_events_come_back_oldest_first_with_their_figures(events: Events):
+    before = time.time()
+    events.add("published", "code", 2, acceptance=0.5)
+    events.add("train_step", "code", loss=1.25)
+    events.add("swapped", "code", 2, replica="r1")
+    recent = events.recent()
+    times = [event.pop("time") for event in recent]
+    assert recent == [
+        {"kind": "published", "domain": "code", "version": 2, "acceptance": 0.5},
+        {"kind": "train_step", "domain": "code", "version": None, "loss": 1.25},
+        {"kind": "swapped", "domain": "code", "version": 2, "replica": "r1"},
+    ]
+    assert before <= times[0] <= times[1] <= times[2] <= time.time()
+
+
+def test_count_takes_the_last_ones_and_steps_can_be_left_out(events: Events):
+    for version in (1, 2, 3):
+        events.add("swapped", "code", version)
+        events.add("train_step", "code")
+    assert [event["version"] for event in events.recent(2, steps=False)] == [2, 3]
+    assert len(events.recent(2)) == 4
+    assert events.recent(0) == []
+
+
+def test_lists_are_bounded_and_steps_never_push_out_a_swap(
+    events: Events, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "MAX_EVENTS", 5)
+    events.add("swapped", "code", 7)
+    for number in range(20):
+        events.add("train_step", "code", step=number)
+    recent = events.recent()
+    assert [event["kind"] for event in recent] == ["swapped"] + 5 * ["train_step"]
+    assert recent[-1]["step"] == 19
+    assert sum(redis_client.llen(key) for key in redis_client.keys("osd:events*")) == 6
+
+
+def test_unknown_kind_is_refused_by_name(events: Events):
+    with pytest.raises(ValueError, match=r"^event kind 'exploded': must be one of published, rejected"):
+        events.add("exploded", "code")  # pyright: ignore[reportArgumentType]
+
+
+def test_event_keeps_its_own_time(events: Events):
+    with pytest.raises(ValueError, match=r"^event figure 'time'"):
+        events.add("swapped", "code", 1, time=3.0)
+
+
+def test_foreign_content_is_an_error_of_redis(events: Events, redis_client: redis.Redis):
+    redis_client.lpush("osd:events", b"{")
+    with pytest.raises(redis.RedisError, match=r"^event list: "):
+        events.recent()

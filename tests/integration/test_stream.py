@@ -1,0 +1,332 @@
+"""Traces through a real Redis Stream."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from osd.capture.server import RedisServer
+from osd.capture.stream import TraceReader, TraceWriter
+from osd.capture.trace import Trace
+from osd.config import CaptureSettings
+
+SETTINGS = CaptureSettings(max_records=20, max_queue=8)
+WIDE = CaptureSettings(max_records=10_000, max_queue=10_000)
+
+
+@pytest.fixture
+def writer(redis_url: str) -> Iterator[TraceWriter]:
+    made = TraceWriter(redis_url, WIDE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_reader(redis_url: str) -> Iterator[Callable[..., TraceReader]]:
+    made: list[TraceReader] = []
+
+    def make(consumer: str = "c", min_idle_ms: int = 60_000) -> TraceReader:
+        made.append(TraceReader(redis_url, WIDE, "trainer", consumer, min_idle_ms))
+        return made[-1]
+
+    yield make
+    for reader in made:
+        reader.close()
+
+
+@pytest.fixture
+def reader(make_reader: Callable[..., TraceReader]) -> TraceReader:
+    return make_reader()
+
+
+@pytest.fixture
+def put(writer: TraceWriter, make_trace: Callable[..., Trace], eventually: Callable[..., None]):
+    """Writes traces of these request ids and waits until they are on the stream."""
+
+    def write(*names: str) -> None:
+        goal = writer.counters()["written"] + len(names)
+        for name in names:
+            assert writer.offer(make_trace(name))
+        eventually(lambda: writer.counters()["written"] == goal)
+
+    return write
+
+
+def names(batch) -> list[str]:
+    return [delivered.trace.request_id for delivered in batch]
+
+
+def read_until(reader: TraceReader, count: int, seconds: float = 10.0) -> list[str]:
+    """Read and acknowledge until ``count`` records came."""
+    found: list[str] = []
+    deadline = time.monotonic() + seconds
+    while len(found) < count and time.monotonic() < deadline:
+        batch = reader.read(100, 100)
+        reader.ack([delivered.id for delivered in batch])
+        found += names(batch)
+    return found
+
+
+def test_what_was_offered_comes_out_equal_and_in_order(put, reader: TraceReader, make_trace):
+    put("a", "b", "c")
+    batch = reader.read(2, 100)
+    assert [delivered.trace for delivered in batch] == [make_trace("a"), make_trace("b")]
+    assert names(reader.read(2, 100)) == ["c"]
+    assert reader.read(2, 0) == []
+
+
+def test_read_waits_for_the_first_record_and_no_longer_than_asked(reader: TraceReader, put):
+    started = time.monotonic()
+    assert reader.read(1, 300) == []
+    assert 0.25 < time.monotonic() - started < 2.0
+
+
+def test_stream_length_is_bounded_and_keeps_the_newest(
+    redis_url: str, redis_client: redis.Redis, make_trace, make_reader
+):
+    writer = TraceWriter(redis_url, CaptureSettings(max_records=20, max_queue=2000))
+    for number in range(1000):
+        assert writer.offer(make_trace(str(number), padding=300))
+    writer.close()
+    assert writer.counters() == {"written": 1000, "dropped": 0}
+    length = redis_client.xlen(SETTINGS.stream)
+    assert 20 <= length < 120
+    assert read_until(make_reader(), length)[-1] == "999"
+
+
+def test_full_queue_drops_the_newest_counts_it_and_never_blocks(
+    redis_server: RedisServer, redis_url: str, make_trace, make_reader
+):
+    writer = TraceWriter(redis_url, SETTINGS)
+    assert redis_server.pid is not None
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    try:
+        longest, accepted = 0.0, 0
+        for number in range(30):
+            started = time.perf_counter()
+            accepted += writer.offer(make_trace(str(number)))
+            longest = max(longest, time.perf_counter() - started)
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+    # One may already be in the thread's hands.
+    assert accepted in (SETTINGS.max_queue, SETTINGS.max_queue + 1)
+    assert longest < 0.2
+    writer.close()
+    assert writer.counters() == {"written": accepted, "dropped": 30 - accepted}
+    assert read_until(make_reader(), accepted) == [str(number) for number in range(accepted)]
+
+
+def test_closed_writer_drops_and_counts(redis_url: str, make_trace):
+    writer = TraceWriter(redis_url, SETTINGS)
+    writer.close()
+    writer.close()
+    assert writer.offer(make_trace()) is False
+    assert writer.counters() == {"written": 0, "dropped": 1}
+
+
+def test_close_with_redis_hanging_returns_in_time_and_strands_no_record(
+    redis_server: RedisServer, redis_url: str, make_trace, eventually
+):
+    writer = TraceWriter(redis_url, SETTINGS)
+    assert redis_server.pid is not None
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    try:
+        for _ in range(5):
+            writer.offer(make_trace())
+        started = time.monotonic()
+        writer.close(timeout=0.3)
+        assert time.monotonic() - started < 1.0
+        eventually(lambda: sum(writer.counters().values()) == 5)
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+
+
+def test_capture_survives_redis_going_away_and_resumes(
+    redis_server: RedisServer, put, writer: TraceWriter, reader: TraceReader, make_trace, eventually
+):
+    put("before")
+    assert names(reader.read(1, 1000)) == ["before"]
+    redis_server.close()
+    for _ in range(10):
+        assert writer.offer(make_trace("lost"))
+    eventually(lambda: writer.counters() == {"written": 1, "dropped": 10})
+    started = time.monotonic()
+    assert reader.read(1, 200) == []
+    assert time.monotonic() - started < 2.0
+    assert reader.lag() >= 0
+    redis_server.start()
+
+    def written_again() -> bool:
+        writer.offer(make_trace("after"))
+        time.sleep(0.02)
+        return writer.counters()["written"] > 1
+
+    eventually(written_again)
+    assert read_until(reader, 1)[:1] == ["after"]
+
+
+def test_redis_out_of_memory_is_a_counted_drop_and_the_newest_traces_get_room(
+    redis_url: str, redis_client: redis.Redis, writer: TraceWriter, make_trace, eventually
+):
+    used = redis_client.info("memory")["used_memory"]
+    redis_client.config_set("maxmemory", used + (4 << 20))
+    for number in range(200):  # 48 KB each: about ten megabytes into four
+        writer.offer(make_trace(str(number), padding=2000))
+        eventually(lambda goal=number + 1: sum(writer.counters().values()) == goal)
+    assert writer.counters()["dropped"] > 0
+
+    def newest_is_kept() -> bool:
+        writer.offer(make_trace("newest", padding=2000))
+        time.sleep(0.02)
+        return any(b"newest" in entry[b"t"] for _, entry in redis_client.xrevrange(WIDE.stream, count=1))
+
+    eventually(newest_is_kept)
+
+
+def test_restarted_consumer_takes_back_what_it_had_not_acknowledged(put, make_reader):
+    put("a", "b", "c")
+    crashed = make_reader("worker")
+    first, *_ = crashed.read(2, 100)
+    crashed.ack([first.id])
+    again = make_reader("worker")
+    assert names(again.read(5, 100)) == ["b"]
+    assert names(again.read(5, 100)) == ["c"]
+    assert again.counters()["reclaimed"] == 1
+
+
+def test_records_of_a_dead_consumer_go_to_a_living_one(put, make_reader):
+    put("a", "b")
+    assert len(make_reader("dead").read(2, 100)) == 2
+    time.sleep(0.06)
+    assert sorted(read_until(make_reader("alive", min_idle_ms=50), 2)) == ["a", "b"]
+
+
+def test_records_of_a_busy_consumer_stay_with_it(put, make_reader):
+    put("a")
+    assert len(make_reader("busy").read(1, 100)) == 1
+    assert make_reader("other", min_idle_ms=60_000).read(1, 100) == []
+
+
+def test_record_in_training_is_not_given_twice_however_long_it_takes(put, make_reader):
+    put("a")
+    reader = make_reader(min_idle_ms=20)
+    (delivered,) = reader.read(1, 100)
+    time.sleep(0.05)
+    assert reader.read(1, 100) == []
+    reader.ack([delivered.id])
+    assert reader.lag() == 0
+
+
+def test_acknowledged_records_never_come_again(put, make_reader):
+    put("a", "b")
+    reader = make_reader("worker")
+    reader.ack([delivered.id for delivered in reader.read(2, 100)])
+    reader.close()
+    assert make_reader("worker", min_idle_ms=1).read(2, 100) == []
+
+
+def test_reader_started_late_begins_with_the_oldest_record(put, make_reader):
+    put("a", "b")
+    assert names(make_reader().read(5, 100)) == ["a", "b"]
+
+
+def test_lost_group_is_made_again_and_says_so(
+    put, reader: TraceReader, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
+):
+    put("a")
+    (old,) = reader.read(1, 100)
+    redis_client.flushall()
+    put("b", "c")
+    with caplog.at_level(logging.INFO, "osd.capture.stream"):
+        assert read_until(reader, 2) == ["b", "c"]
+    assert "consumer group trainer of osd:traces is lost" in caplog.text
+    assert "made, from the oldest record kept" in caplog.text
+    reader.ack([old.id])
+    assert reader.lag() == 0
+
+
+def test_acknowledgement_while_redis_is_away_is_sent_when_it_is_back(
+    put, make_reader, redis_client: redis.Redis, redis_url: str, eventually
+):
+    put("a")
+    reader = make_reader("worker")
+    (delivered,) = reader.read(1, 100)
+    # Away for the reader, with everything kept: it is thrown out and its password no longer opens.
+    redis_client.config_set("requirepass", "changed")
+    try:
+        redis_client.client_kill_filter(_type="normal", skipme=True)
+        reader.ack([delivered.id])
+        assert reader.read(1, 10) == []
+    finally:
+        redis_client.config_set("requirepass", redis_url.partition("//:")[2].partition("@")[0])
+    assert redis_client.xpending(WIDE.stream, "trainer")["pending"] == 1
+    eventually(lambda: reader.read(1, 50) == [] and redis_client.xpending(WIDE.stream, "trainer")["pending"] == 0)
+
+
+def test_undecodable_record_is_skipped_counted_and_not_quoted(
+    put, reader: TraceReader, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
+):
+    redis_client.xadd(WIDE.stream, {"t": b"my private text"})
+    redis_client.xadd(WIDE.stream, {"other": b"my private text"})
+    put("good")
+    assert read_until(reader, 1) == ["good"]
+    reader.read(1, 0)
+    assert reader.counters() == {"read": 1, "reclaimed": 0, "undecodable": 2, "trimmed": 0}
+    assert reader.lag() == 0
+    assert "is not a trace" in caplog.text
+    assert "private" not in caplog.text
+
+
+def test_pending_record_that_was_trimmed_is_forgotten(put, make_reader, redis_client: redis.Redis):
+    put("a", "b", "c")
+    make_reader("worker").read(3, 100)
+    redis_client.xtrim(WIDE.stream, maxlen=1, approximate=False)
+    again = make_reader("worker")
+    assert read_until(again, 1) == ["c"]
+    assert again.counters()["trimmed"] == 2
+    assert again.lag() == 0
+
+
+def test_trimmed_record_of_a_dead_consumer_is_forgotten(put, make_reader, redis_client: redis.Redis):
+    put("a", "b")
+    make_reader("dead").read(2, 100)
+    redis_client.xtrim(WIDE.stream, maxlen=1, approximate=False)
+    time.sleep(0.03)
+    alive = make_reader("alive", min_idle_ms=20)
+    assert read_until(alive, 1) == ["b"]
+    assert alive.lag() == 0
+
+
+def test_lag_counts_undelivered_and_pending_records(put, reader: TraceReader, redis_client: redis.Redis):
+    assert reader.lag() == 0
+    put(*"abcde")
+    assert reader.lag() == 5
+    batch = reader.read(2, 100)
+    assert reader.lag() == 5
+    reader.ack([batch[0].id])
+    assert reader.lag() == 4
+    redis_client.xtrim(WIDE.stream, maxlen=1, approximate=False)
+    assert reader.lag() == 1 + 1
+
+
+def test_stream_takes_several_writers_foreign_entries_and_a_lost_counter(
+    redis_url: str, put, reader, redis_client, make_trace
+):
+    put("a")
+    redis_client.xadd(WIDE.stream, {"t": b""}, id=f"{int(time.time() * 1000) + 3}-7")
+    time.sleep(0.01)
+    put("b")
+    redis_client.delete("osd:traces:count")
+    time.sleep(0.01)
+    other = TraceWriter(redis_url, WIDE)
+    other.offer(make_trace("c"))
+    other.close()
+    assert other.counters() == {"written": 1, "dropped": 0}
+    put("d")
+    assert read_until(reader, 4) == ["a", "b", "c", "d"]

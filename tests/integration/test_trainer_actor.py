@@ -1,0 +1,117 @@
+"""The trainer as an actor of a real Ray, on a real Redis, with a real drafter on a small target."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import ray
+
+from osd.capture.stream import TraceWriter
+from osd.config import Settings
+from osd.drafters import initial
+from osd.registry.events import Events
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from tests.unit.learning.toys import make_trace
+from trainer import app
+
+VOCABULARY, HIDDEN = 257, 32
+SHARP = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY)) * 3
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="trainer-tests", logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def settings(tiny_target, tmp_path, redis_url):
+    made = Settings(
+        home=tmp_path,
+        target={"source": str(tiny_target)},  # type: ignore[arg-type]
+        drafter={"kind": "eagle", "vocabulary": VOCABULARY},  # type: ignore[arg-type]
+        trainer={
+            "min_records": 8,
+            "held_out": 0.3,
+            "micro_batch_tokens": 96,
+            "update_tokens": 64,
+            "steps_per_candidate": 40,
+            "learning_rate": 0.01,
+        },  # type: ignore[arg-type]
+        capture={"max_queue": 1000, "max_records": 1000},  # type: ignore[arg-type]
+    )
+    drafter = initial(made.drafter, tiny_target, tmp_path)
+    number = Registry(made.registry_dir).publish(made.domain, drafter.weights(), drafter.config(), {})
+    pointer = Pointer(redis_url)
+    pointer.set(made.domain, Rollout(number, None, 0.0, time.time()))
+    pointer.close()
+    return made
+
+
+@pytest.fixture
+def send(settings, redis_url):
+    writer = TraceWriter(redis_url, settings.capture)
+
+    def write(first, count):
+        for n in range(first, first + count):
+            trace = make_trace(
+                f"request-{n}", prompt=6, completion=40, top_k=32, seed=n, logits=SHARP, width=3 * HIDDEN
+            )
+            assert writer.offer(trace)
+
+    yield write
+    writer.close()
+
+
+@pytest.fixture
+def trainer(ray_cluster, settings, redis_url):
+    handle = app.start(settings, redis_url)
+    yield handle
+    ray.get(handle.stop.remote())
+    ray.kill(handle)
+
+
+def status(handle):
+    return ray.get(handle.status.remote(), timeout=60)
+
+
+def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
+    trainer, settings, redis_url, redis_client, send, eventually
+):
+    send(0, 60)
+    named = ray.get_actor("osd-trainer")
+    eventually(lambda: status(named)["steps"] > 0, seconds=90)
+    assert ray.get(named.pause.remote())
+    steps = status(named)["steps"]
+    time.sleep(0.3)
+    assert status(named)["steps"] == steps
+    assert status(named)["state"] == "paused"
+    ray.get(named.resume.remote())
+    checkpoint = settings.home_dir / "trainer" / "general.safetensors"
+    eventually(lambda: status(trainer)["published"] >= 1 and checkpoint.exists(), seconds=90)
+    before = status(trainer)
+    pid = ray.get(trainer.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    send(60, 10)
+    eventually(lambda: status(trainer)["steps"] > 0, seconds=90)
+    after = status(trainer)
+    assert ray.get(trainer.__ray_call__.remote(lambda _: os.getpid())) != pid
+    # Not from the beginning: the checkpoint was written with the last candidate, 40 steps or more.
+    assert after["steps"] >= 40
+    assert after["published"] >= 1
+    assert after["version"] >= 2
+    eventually(lambda: "often enough" in status(trainer)["detail"], seconds=60)
+    assert ray.get(trainer.stop.remote())
+    # Whatever was delivered before the kill is trained on or kept by now, and acknowledged.
+    assert redis_client.xinfo_groups("osd:traces")[0]["pending"] == 0
+    manifest = Registry(settings.registry_dir).load("general", before["version"]).manifest
+    assert manifest["gate"]["acceptance"] > manifest["gate"]["baseline_acceptance"]
+    events = Events(redis_url)
+    assert next(event["version"] for event in events.recent() if event["kind"] == "published") == 2
+    events.close()

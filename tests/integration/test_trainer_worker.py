@@ -1,0 +1,329 @@
+"""The trainer's loop on a real Redis, a real registry, and a drafter that is small enough to learn in seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from osd.capture.stream import TraceWriter
+from osd.capture.trace import Array
+from osd.config import Settings
+from osd.registry.events import Events
+from osd.registry.load_board import LoadBoard, ReplicaLoad
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace, target_logits
+from trainer import worker as worker_module
+from trainer.worker import Worker, Workshop
+
+
+class Loop:
+    """A home, a registry, a writer of traces and workers on them."""
+
+    def __init__(self, url, home, **trainer):
+        defaults = {
+            "learning_rate": 0.03,
+            "steps_per_candidate": 25,
+            "min_records": 8,
+            "held_out": 0.3,
+            "micro_batch_tokens": 64,
+            "update_tokens": 1,
+        }
+        self.settings = Settings(
+            home=home,
+            target={"source": "toy"},  # type: ignore[arg-type]
+            trainer={**defaults, **trainer},  # type: ignore[arg-type]
+            capture={"max_records": 2000},  # type: ignore[arg-type]
+        )
+        self.url = url
+        self.registry, self.pointer, self.events = Registry(home / "registry"), Pointer(url), Events(url)
+        self.writer = TraceWriter(url, self.settings.capture.model_copy(update={"max_queue": 2000}))
+        self.worker: Worker | None = None
+        self.thread: threading.Thread | None = None
+        self.sent = 0
+
+    def first_version(self, drafter=None):
+        torch.manual_seed(0)
+        drafter = drafter or Toy()
+        number = self.registry.publish("general", drafter.weights(), drafter.config(), {})
+        self.point(number)
+        return number
+
+    def point(self, number):
+        self.pointer.set("general", Rollout(number, None, 0.0, time.time()))
+
+    def send(self, count, **changes):
+        for n in range(self.sent, self.sent + count):
+            assert self.writer.offer(make_trace(f"request-{n}", completion=30, seed=n, **changes))
+        self.sent += count
+        while sum(self.writer.counters().values()) < self.sent:
+            time.sleep(0.01)
+
+    def start(self):
+        self.worker = Worker(self.settings, self.url, Workshop(VOCABULARY, HIDDEN, lambda config: Toy()))
+        self.thread = threading.Thread(target=self.worker.run)
+        self.thread.start()
+        return self.worker
+
+    def stop(self):
+        if self.worker is not None and self.thread is not None:
+            self.worker.stop()
+            self.thread.join(10)
+            assert not self.thread.is_alive()
+            self.worker = None
+
+    def close(self):
+        self.stop()
+        self.writer.close()
+        for part in (self.pointer, self.events):
+            part.close()
+
+
+@pytest.fixture
+def make_loop(redis_url, tmp_path):
+    made = []
+
+    def make(**trainer):
+        made.append(Loop(redis_url, tmp_path, **trainer))
+        return made[-1]
+
+    yield make
+    for loop in made:
+        loop.close()
+
+
+def pending(client):
+    groups = client.xinfo_groups("osd:traces")
+    return groups[0]["pending"] if groups else None
+
+
+def test_a_better_drafter_is_learned_from_the_stream_and_put_in_service(make_loop, eventually):
+    loop = make_loop()
+    loop.first_version()
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["published"] >= 2)
+    loop.stop()
+    stable = loop.pointer.get("general").stable
+    assert stable >= 3
+    manifest = loop.registry.load("general", stable).manifest
+    assert manifest["parent"] == stable - 1
+    assert manifest["trained_on"]["records"] > 0
+    assert manifest["trained_on"]["steps"] >= 50
+    first, last = (loop.registry.load("general", number).manifest["gate"] for number in (2, stable))
+    assert first["baseline_acceptance"] < first["acceptance"] <= last["acceptance"] + 0.005
+    assert len(first["per_depth"]) == loop.settings.growth.depth
+    told = [event for event in loop.events.recent() if event["kind"] == "published"]
+    assert [event["version"] for event in told] == list(range(2, stable + 1))
+    assert told[0]["acceptance"] == first["acceptance"]
+    assert any(event["kind"] == "train_step" and event["loss"] > 0 for event in loop.events.recent())
+
+
+def test_without_a_first_version_it_waits_and_says_so(make_loop, eventually):
+    loop = make_loop()
+    worker = loop.start()
+    eventually(lambda: "no drafter version of general in service" in worker.status()["detail"])
+    assert worker.status()["state"] == "waiting"
+    loop.first_version()
+    eventually(lambda: worker.status()["version"] == 1)
+    eventually(lambda: worker.status()["detail"] == "0 of 8 records to begin with")
+
+
+def test_records_are_acknowledged_only_when_a_checkpoint_is_on_disk(make_loop, eventually, redis_client, monkeypatch):
+    monkeypatch.setattr(worker_module, "CHECKPOINT_SECONDS", 0.1)
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    blocker = loop.settings.home_dir / "trainer"
+    blocker.write_text("in the way of the checkpoint's directory")
+    loop.send(20)
+    worker = loop.start()
+    eventually(lambda: worker.status()["trained"] + worker.status()["held_out"] == 20)
+    time.sleep(0.5)
+    assert pending(redis_client) == 20
+    blocker.unlink()
+    eventually(lambda: pending(redis_client) == 0)
+    assert (blocker / "general.safetensors").is_file()
+
+
+def test_a_successor_goes_on_from_the_checkpoint(make_loop, eventually):
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(20)
+    worker = loop.start()
+    eventually(lambda: "often enough" in worker.status()["detail"])
+    loop.stop()
+    before = worker.status()
+    successor = loop.start()
+    eventually(lambda: "often enough" in successor.status()["detail"] or successor.status()["steps"] > 0)
+    assert successor.status()["steps"] == before["steps"] > 10
+    assert successor.status()["trained"] == before["trained"]
+    loop.send(5)
+    eventually(lambda: successor.status()["steps"] > before["steps"])
+
+
+@pytest.mark.parametrize("damage", ["cut", "other drafter", "other target", "nan"])
+def test_a_checkpoint_that_cannot_be_used_means_the_stable_version_and_one_line(make_loop, eventually, caplog, damage):
+    from trainer import checkpoint
+
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(20)
+    worker = loop.start()
+    eventually(lambda: worker.status()["steps"] > 5)
+    loop.stop()
+    path = loop.settings.home_dir / "trainer" / "general.safetensors"
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        tensors, state = checkpoint.load(path) or ({}, {})
+        state |= {"config": {"kind": "other"}} if damage == "other drafter" else {}
+        state |= {"target": "other"} if damage == "other target" else {}
+        tensors["drafter.read.bias"][0] = float("nan") if damage == "nan" else 0.0
+        checkpoint.save(path, tensors, state)
+    caplog.clear()
+    successor = loop.start()
+    eventually(lambda: successor.status()["version"] == 1)
+    assert successor.status()["steps"] == 0
+    lines = [
+        r.getMessage()
+        for r in caplog.records
+        if "training starts from version 1, not from the checkpoint" in r.getMessage()
+    ]
+    assert len(lines) == 1
+    loop.send(20)
+    eventually(lambda: successor.status()["steps"] > 5)
+
+
+def test_training_stands_still_while_requests_wait(make_loop, eventually):
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    board = LoadBoard(loop.url)
+    board.report("replica", ReplicaLoad(8, 3, 1, 100.0))
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["state"] == "yielding")
+    time.sleep(0.3)
+    assert worker.status()["steps"] == 0
+    board.report("replica", ReplicaLoad(8, 0, 1, 100.0))
+    eventually(lambda: worker.status()["steps"] > 5)
+    board.close()
+
+
+def test_pause_comes_to_rest_and_resume_goes_on(make_loop, eventually):
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(60)
+    worker = loop.start()
+    eventually(lambda: worker.status()["steps"] > 3)
+    assert worker.pause()
+    assert worker.status()["state"] == "paused"
+    steps = worker.status()["steps"]
+    time.sleep(0.3)
+    assert worker.status()["steps"] == steps
+    worker.resume()
+    eventually(lambda: worker.status()["steps"] > steps)
+
+
+def test_with_redis_gone_nothing_is_published_and_all_goes_on_when_it_is_back(make_loop, eventually, redis_server):
+    loop = make_loop(steps_per_candidate=40)
+    loop.first_version()
+    loop.send(60)
+    worker = loop.start()
+    eventually(lambda: worker.status()["steps"] >= 5)
+    redis_server.close()
+    try:
+        seen = worker.status()["steps"]
+        eventually(lambda: worker.status()["steps"] >= max(45, seen + 1))
+        assert worker.status()["published"] == 0 or seen >= 40
+        published = worker.status()["published"]
+        time.sleep(0.5)
+        assert worker.status()["published"] == published
+        assert len(loop.registry.list("general")) == 1 + published
+    finally:
+        redis_server.start()
+    # Redis is back and empty: stream, group and pointer are made again.
+    loop.send(60)
+    eventually(lambda: worker.status()["published"] > published, seconds=20)
+    assert loop.pointer.get("general").stable == 2 + published
+
+
+def test_too_little_held_out_waits_for_more(make_loop, eventually):
+    loop = make_loop(held_out=0.01)
+    loop.first_version()
+    loop.send(30)
+    worker = loop.start()
+    eventually(lambda: worker.status()["steps"] >= 30)
+    assert "not enough held-out records" in worker.status()["gate"]["reason"]
+    assert worker.status()["published"] == worker.status()["rejected"] == 0
+    assert [version.number for version in loop.registry.list("general")] == [1]
+
+
+def test_records_that_cannot_be_trained_on_are_refused_and_done_with(make_loop, eventually, redis_client, monkeypatch):
+    monkeypatch.setattr(worker_module, "CHECKPOINT_SECONDS", 0.1)
+    loop = make_loop()
+    loop.first_version()
+    bad = msgspec.structs.replace(make_trace("bad"), target_logp=Array.of(np.full((8, VOCABULARY), np.nan, np.float16)))
+    loop.writer.offer(bad)
+    loop.writer.offer(make_trace("other", domain="elsewhere"))
+    loop.writer.offer(make_trace("states", hidden=False))
+    worker = loop.start()
+    loop.writer.offer(make_trace("stranger", target="another"))
+    eventually(lambda: worker.status()["refused"] == 3)
+    eventually(lambda: pending(redis_client) == 0)
+    assert worker.status()["records"] == 0
+
+
+def perfect():
+    toy = Toy()
+    with torch.no_grad():
+        toy.table.weight.copy_(torch.tensor(target_logits()).float())
+        toy.read.weight.zero_()
+        toy.read.bias.zero_()
+    return toy
+
+
+def test_a_worse_candidate_is_rejected_and_training_goes_on_from_it(make_loop, eventually):
+    loop = make_loop(learning_rate=1.0)
+    loop.first_version(perfect())
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["rejected"] >= 2)
+    loop.stop()
+    assert loop.pointer.get("general").stable == 1
+    assert [version.number for version in loop.registry.list("general")] == [1]
+    told = [event for event in loop.events.recent() if event["kind"] == "rejected"]
+    assert told[0]["version"] == 1
+    assert "fell" in told[0]["reason"]
+    assert told[0]["baseline_acceptance"] > told[0]["acceptance"]
+    assert worker.status()["steps"] >= 50
+
+
+def test_a_candidate_is_compared_with_the_version_that_somebody_went_back_to(make_loop, eventually):
+    loop = make_loop()
+    loop.first_version()
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["published"] >= 1)
+    assert worker.pause()
+    published = worker.status()["published"]
+    newest = loop.pointer.get("general").stable
+    loop.point(1)
+    worker.resume()
+    loop.send(40)
+    eventually(lambda: worker.status()["published"] > published)
+    manifest = loop.registry.load("general", newest + 1).manifest
+    assert manifest["parent"] == 1
+
+
+def test_a_stable_version_that_is_damaged_falls_back_to_the_one_before(make_loop, eventually):
+    loop = make_loop()
+    loop.first_version()
+    loop.first_version()
+    (loop.settings.registry_dir / "general" / "2" / "model.safetensors").write_bytes(b"damaged")
+    worker = loop.start()
+    eventually(lambda: worker.status()["version"] == 1)
