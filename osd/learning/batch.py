@@ -1,0 +1,208 @@
+"""Traces as tensors: what one micro-step trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from osd.capture.trace import Array, Trace, TraceError
+
+PROMPT_SHARE = 8
+"""Prompt tokens that cost as much as one completion token."""
+
+_BY_POSITION = (
+    "target_ids", "target_logp", "target_tail", "draft_ids", "draft_logp", "draft_tail", "drafted", "verdict"
+)  # fmt: skip
+
+
+@dataclass
+class DistillBatch:
+    """B sequences and the N completion positions in them, flat.
+
+    Attributes:
+        token_ids: [B, L] prompt and completion, right padded with 0.
+        lengths: [B] tokens of each sequence.
+        hidden: [B, L, taps * hidden] float32 states of the tapped target layers, 0 where there is none (the last token
+            was never fed), or None when the drafter reads none.
+        sequence: [N] row of ``token_ids``.
+        place: [N] index in the sequence of the completion token whose distribution was captured. The drafter that
+            predicts it has seen ``token_ids[:place]`` and ``hidden[:place - 1]``.
+        target_ids: [N, K] most probable ids of the target there, -1 for none.
+        target_logp: [N, K] their log-probabilities, float32.
+        target_tail: [N] log-mass of all other ids, float32.
+        verdict: [N] NOT_DRAFTED, ACCEPTED or REJECTED.
+    """
+
+    token_ids: Tensor
+    lengths: Tensor
+    hidden: Tensor | None
+    sequence: Tensor
+    place: Tensor
+    target_ids: Tensor
+    target_logp: Tensor
+    target_tail: Tensor
+    verdict: Tensor
+
+    @property
+    def positions(self) -> int:
+        """N, the completion positions that are predicted."""
+        return len(self.place)
+
+    def rows_at(self, depth: int) -> Tensor:
+        """Which of the N positions a drafter can predict with ``depth`` of its own outputs fed back, [N] bool."""
+        return self.place - 1 - depth >= 1
+
+
+def length(trace: Trace) -> int:
+    """Tokens of a trace, prompt and completion."""
+    return trace.prompt_ids.shape[0] + trace.completion_ids.shape[0]
+
+
+def check(trace: Trace, vocabulary: int, width: int) -> None:
+    """Check that a record can be trained on.
+
+    Args:
+        trace: what came from the stream; its arrays fit each other already.
+        vocabulary: number of the target's ids.
+        width: taps * hidden of the drafter in training, 0 when it reads no hidden states.
+
+    Raises:
+        TraceError: ids, probabilities or hidden states are not what the drafter needs.
+    """
+    prompt, completion = trace.prompt_ids.numpy(), trace.completion_ids.numpy()
+    ids, logp, tail = trace.target_ids.numpy(), trace.target_logp.numpy(), trace.target_tail.numpy()
+    if not len(prompt) or not len(completion):
+        raise TraceError("the record has no prompt or no completion")
+    if logp.shape != ids.shape or logp.ndim != 2 or tail.ndim != 1:
+        raise TraceError(f"target_ids {ids.shape}, target_logp {logp.shape} and target_tail {tail.shape} do not fit")
+    for name, tokens, lowest in (("prompt_ids", prompt, 0), ("completion_ids", completion, 0), ("target_ids", ids, -1)):
+        if tokens.dtype.kind not in "iu" or tokens.min() < lowest or tokens.max() >= vocabulary:
+            raise TraceError(f"{name} has an id outside the target's vocabulary of {vocabulary}")
+    # A half-precision log is off by 2^-11 of its size at most; what misses by a tenth was never a distribution.
+    with np.errstate(invalid="ignore"):
+        mass = np.exp(logp.astype(np.float32)).sum(1) + np.exp(tail.astype(np.float32))
+    if not np.all(np.abs(mass - 1) < 0.1):
+        raise TraceError("target_logp and target_tail do not add up to one")
+    if width:
+        if trace.hidden is None or trace.hidden.numpy().ndim != 2 or trace.hidden.shape[1] != width:
+            found = "none" if trace.hidden is None else str(trace.hidden.shape)
+            raise TraceError(f"the drafter reads hidden states of width {width}, the record has {found}")
+        if not np.isfinite(_floats(trace.hidden)).all():
+            raise TraceError("hidden has a number that is not finite")
+
+
+def cost(trace: Trace) -> float:
+    """What training on a trace costs, in completion tokens: a prompt's token is only read, and counts an eighth."""
+    return trace.completion_ids.shape[0] + trace.prompt_ids.shape[0] / PROMPT_SHARE
+
+
+def cut(trace: Trace, tokens: int, first: int) -> Trace:
+    """A part of a trace that costs at most ``tokens``.
+
+    It predicts up to half of ``tokens`` completion positions from position ``first`` on; the tokens before them are
+    its prompt. What lies further back is out of the drafter's sight, though the hidden states have seen it.
+    """
+    prompt, completion = trace.prompt_ids.shape[0], trace.completion_ids.shape[0]
+    places = max(tokens // 2, 1)
+    stop = min(first + places, completion)
+    begin = max(prompt + first - places * PROMPT_SHARE, 0)
+    everything = np.concatenate([trace.prompt_ids.numpy(), trace.completion_ids.numpy()])
+    hidden = None
+    if trace.hidden is not None:
+        hidden = Array.of(trace.hidden.numpy()[begin : prompt + stop - 1], trace.hidden.dtype)
+    return msgspec.structs.replace(
+        trace,
+        prompt_ids=Array.of(everything[begin : prompt + first]),
+        completion_ids=Array.of(everything[prompt + first : prompt + stop]),
+        hidden=hidden,
+        **{name: Array.of(getattr(trace, name).numpy()[first:stop]) for name in _BY_POSITION},
+    )
+
+
+def windows(trace: Trace, tokens: int) -> Iterator[Trace]:
+    """Cut a trace into parts that cost at most ``tokens`` and predict each completion position once."""
+    if cost(trace) <= tokens:
+        yield trace
+        return
+    for first in range(0, trace.completion_ids.shape[0], max(tokens // 2, 1)):
+        yield cut(trace, tokens, first)
+
+
+def pack(traces: Iterable[Trace], tokens: int) -> Iterator[list[Trace]]:
+    """Group traces, in order, into micro-batches that cost at most ``tokens``, padding included.
+
+    What costs more alone is cut into windows first.
+    """
+    group: list[Trace] = []
+    widest = 0.0
+    for trace in traces:
+        for part in windows(trace, tokens):
+            widest = max(widest, cost(part))
+            if group and widest * (len(group) + 1) > tokens:
+                yield group
+                group, widest = [], cost(part)
+            group.append(part)
+    if group:
+        yield group
+
+
+def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillBatch:
+    """Pad traces into one batch.
+
+    The kept log-probabilities and the tail are renormalised together: half precision leaves them off by up to a
+    thousandth. ``hidden`` is kept only when every trace has it.
+    """
+    size, longest = len(traces), max(length(trace) for trace in traces)
+    kept = max(trace.target_ids.shape[1] for trace in traces)
+    rows = sum(trace.completion_ids.shape[0] for trace in traces)
+    token_ids = np.zeros((size, longest), np.int64)
+    target_ids = np.full((rows, kept), -1, np.int64)
+    target_logp = np.full((rows, kept), -np.inf, np.float32)
+    target_tail = np.empty(rows, np.float32)
+    sequence, place, verdict = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
+    hidden = None
+    if all(trace.hidden is not None for trace in traces):
+        width = traces[0].hidden.shape[1] if traces[0].hidden is not None else 0
+        hidden = np.zeros((size, longest, width), np.float32)
+    start = 0
+    for row, trace in enumerate(traces):
+        prompt, completion = trace.prompt_ids.shape[0], trace.completion_ids.shape[0]
+        here = slice(start, start + completion)
+        token_ids[row, :prompt] = trace.prompt_ids.numpy()
+        token_ids[row, prompt : prompt + completion] = trace.completion_ids.numpy()
+        sequence[here] = row
+        place[here] = prompt + np.arange(completion)
+        width = trace.target_ids.shape[1]
+        target_ids[here, :width] = trace.target_ids.numpy()
+        target_logp[here, :width] = trace.target_logp.numpy()
+        target_tail[here] = trace.target_tail.numpy()
+        verdict[here] = trace.verdict.numpy()
+        if hidden is not None and trace.hidden is not None:
+            hidden[row, : prompt + completion - 1] = _floats(trace.hidden)
+        start += completion
+    target_logp[target_ids < 0] = -np.inf
+    total = np.logaddexp(np.logaddexp.reduce(target_logp, axis=1), target_tail)
+    return DistillBatch(
+        token_ids=torch.from_numpy(token_ids).to(device),
+        lengths=torch.tensor([length(trace) for trace in traces], device=device),
+        hidden=None if hidden is None else torch.from_numpy(hidden).to(device),
+        sequence=torch.from_numpy(sequence).to(device),
+        place=torch.from_numpy(place).to(device),
+        target_ids=torch.from_numpy(target_ids).to(device),
+        target_logp=torch.from_numpy(target_logp - total[:, None]).to(device),
+        target_tail=torch.from_numpy(target_tail - total).to(device),
+        verdict=torch.from_numpy(verdict).to(device),
+    )
+
+
+def _floats(array: Array) -> np.ndarray:
+    """Any float array as float32; the 16 bits of a bfloat16 are the upper half of a float32."""
+    values = array.numpy()
+    if array.dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)

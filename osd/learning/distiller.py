@@ -1,0 +1,142 @@
+"""Distillation: the drafter learns the distributions that verification has already paid for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from osd.config import TrainerSettings
+from osd.drafters.base import Drafter
+from osd.learning import DIVERGENCES
+from osd.learning.batch import DistillBatch
+from osd.learning.divergences import draft_index, overlap
+
+_DECAY = 0.8
+"""Weight of each further unrolled step, as in EAGLE-3 (arXiv 2503.01840)."""
+
+_CLIP = 0.5
+"""Largest global norm of the gradient."""
+
+_WEIGHT, _MOMENT = "drafter.", "optimizer."
+
+
+class DistillerError(ValueError):
+    """A saved state does not fit this drafter."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One micro-step: its loss, and whether it was skipped."""
+
+    loss: float
+    skipped: bool
+
+
+class Distiller:
+    """Trains a drafter in micro-steps, each one forward and backward over one micro-batch.
+
+    The loss is sum_d 0.8^d times the mean divergence of the positions that exist at unrolled depth d. Gradients add up
+    over micro-steps until they cover ``trainer.update_tokens`` positions, and then make one update by AdamW: how short
+    a micro-step must be has nothing to do with how many positions make a good gradient. A step whose loss is not
+    finite, or that has no position to predict, is left out and counted; so is an update whose gradient is not finite.
+    """
+
+    def __init__(self, drafter: Drafter, settings: TrainerSettings) -> None:
+        self.drafter = drafter
+        self.steps = 0
+        self.skipped = 0
+        self._settings = settings
+        self._divergence = DIVERGENCES[settings.divergence]
+        self._index = draft_index(drafter.draft_ids)
+        self._trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
+        self._optimizer = torch.optim.AdamW(
+            self._trained.values(), lr=settings.learning_rate, betas=(0.9, 0.95), fused=True
+        )
+        self._gathered = 0
+
+    def step(self, batch: DistillBatch) -> Step:
+        """Do one micro-step."""
+        self.drafter.train()
+        loss = self._loss(batch)
+        value = float(loss.detach())
+        if not math.isfinite(value) or not loss.requires_grad:
+            self.skipped += 1
+            return Step(value, True)
+        (loss * batch.positions).backward()
+        self._gathered += batch.positions
+        self.steps += 1
+        if self._gathered >= self._settings.update_tokens and not self.update():
+            return Step(value, True)
+        return Step(value, False)
+
+    def update(self) -> bool:
+        """Apply the gradients gathered so far; False when they were not finite and are lost."""
+        gradients = [weight.grad for weight in self._trained.values() if weight.grad is not None]
+        if not self._gathered or not gradients:
+            return True
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / self._gathered
+        finite = math.isfinite(norm)
+        if finite:
+            torch._foreach_mul_(gradients, min(1.0, _CLIP / (norm + 1e-6)) / self._gathered)
+            self._optimizer.step()
+        else:
+            self.skipped += 1
+        self._optimizer.zero_grad(set_to_none=True)
+        self._gathered = 0
+        return finite
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Weights and optimizer moments as tensors, and the counters as JSON; gathered gradients are applied first."""
+        self.update()
+        tensors = {_WEIGHT + name: weight.detach() for name, weight in self.drafter.weights().items()}
+        for name, weight in self._trained.items():
+            for moment, value in self._optimizer.state.get(weight, {}).items():
+                tensors[f"{_MOMENT}{moment}.{name}"] = value
+        return tensors, {"steps": self.steps, "skipped": self.skipped}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], counters: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave.
+
+        Raises:
+            DistillerError: the moments or the counters are not this drafter's.
+            osd.drafters.base.DrafterError: the weights are not this drafter's.
+        """
+        state: dict[Tensor, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            if key.startswith(_MOMENT):
+                moment, _, name = key.removeprefix(_MOMENT).partition(".")
+                weight = self._trained.get(name)
+                if weight is None or (moment != "step" and value.shape != weight.shape) or not value.isfinite().all():
+                    raise DistillerError(f"{key} {tuple(value.shape)} does not belong to this drafter")
+                state.setdefault(weight, {})[moment] = value.clone()
+        if any(set(moments) != {"step", "exp_avg", "exp_avg_sq"} for moments in state.values()):
+            raise DistillerError("the optimizer state is not complete")
+        try:
+            steps, skipped = int(counters["steps"]), int(counters["skipped"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DistillerError(f"the counters cannot be read: {error!r}") from None
+        weights = {key.removeprefix(_WEIGHT): value for key, value in tensors.items() if key.startswith(_WEIGHT)}
+        self.drafter.load_weights(weights)
+        self._index = draft_index(self.drafter.draft_ids)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(state)
+        self.steps, self.skipped = steps, skipped
+
+    def _loss(self, batch: DistillBatch) -> Tensor:
+        loss = torch.zeros((), device=batch.target_logp.device)
+        before: Tensor | None = None
+        values = loss
+        for depth, logits in enumerate(self.drafter.unroll(batch, self._settings.unroll)):
+            rows = batch.rows_at(depth)
+            if not rows.any():
+                break
+            # A drafter that reads no hidden states predicts the same at every depth.
+            if logits is not before:
+                events = overlap(logits, batch.target_ids, batch.target_logp, batch.target_tail, self._index)
+                values, before = self._divergence(events), logits
+            loss = loss + _DECAY**depth * values[rows].mean()
+        return loss

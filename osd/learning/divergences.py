@@ -1,0 +1,115 @@
+"""How far a drafter is from the target, from the target's top-k log-probabilities and the log-mass of the rest.
+
+The rest is one lumped event: the target's mass of it was captured, the drafter's is one minus its mass of the kept ids.
+A softmax over the top-k alone would forget that event and pull the drafter towards distributions that are too sharp.
+With k the whole vocabulary both divergences are exact.
+
+A drafter with a small vocabulary cannot draft the other ids: its mass there is zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Stands for the log of zero where a true -inf would make the gradient of a sum NaN; exp() of it is exactly 0.
+_LOG_ZERO = -1e9
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Target and drafter over the same events, as probabilities of N places.
+
+    Attributes:
+        p: [N, K] the target's mass of each kept id, 0 where the drafter's vocabulary lacks the id.
+        log_q: [N, K] the drafter's log-probability of it.
+        p_tail: [N] the target's mass of all other ids that the drafter could draft.
+        log_q_tail: [N] the drafter's log-mass of all other ids.
+        lost: [N] the target's mass of kept ids outside the drafter's vocabulary, and of the tail when the kept ids
+            cover that vocabulary.
+    """
+
+    p: Tensor
+    log_q: Tensor
+    p_tail: Tensor
+    log_q_tail: Tensor
+    lost: Tensor
+
+    def accepted(self) -> Tensor:
+        """A lower bound of sum_v min(p, q), [N]: what the tail adds is unknown and counts as 0."""
+        return torch.minimum(self.p, self.log_q.exp()).sum(-1)
+
+
+def overlap(
+    logits: Tensor, target_ids: Tensor, target_logp: Tensor, target_tail: Tensor, index: Tensor | None
+) -> Overlap:
+    """Line the drafter up with what was kept of the target.
+
+    Args:
+        logits: [N, draft_vocab] of the drafter.
+        target_ids: [N, K] the kept ids, -1 for none.
+        target_logp: [N, K] their log-probabilities.
+        target_tail: [N] the log-mass of all other ids.
+        index: where each id is in the drafter's vocabulary, see ``draft_index``; None when the two are the same.
+    """
+    log_q = logits.float().log_softmax(-1)  # [N, draft_vocab]
+    size = log_q.shape[1]
+    known = target_ids >= 0
+    place = target_ids.clamp(min=0)  # [N, K]
+    if index is not None:
+        place = torch.where(place < len(index), index[place.clamp(max=len(index) - 1)], -1)
+    drafted = known & (place >= 0)
+    mass = torch.where(known, target_logp.exp(), 0.0)
+    p = torch.where(drafted, mass, 0.0)
+    # One more column takes the ids that the drafter lacks.
+    kept = torch.zeros(len(log_q), size + 1, dtype=torch.bool, device=log_q.device)
+    kept.scatter_(1, torch.where(drafted, place, size), True)
+    log_q_tail = log_q.masked_fill(kept[:, :size], _LOG_ZERO).logsumexp(-1)
+    covered = drafted.sum(-1) >= size
+    tail = target_tail.exp()
+    return Overlap(
+        p=p,
+        log_q=torch.where(drafted, log_q.gather(1, torch.where(drafted, place, 0)), _LOG_ZERO),
+        p_tail=torch.where(covered, 0.0, tail),
+        log_q_tail=log_q_tail,
+        lost=(mass - p).sum(-1) + torch.where(covered, tail, 0.0),
+    )
+
+
+def draft_index(draft_ids: Tensor | None) -> Tensor | None:
+    """Invert ``drafter.draft_ids``: for each target id its place in the draft vocabulary, -1 for none.
+
+    Ids beyond the end are in no draft vocabulary either.
+    """
+    if draft_ids is None:
+        return None
+    index = torch.full((int(draft_ids.max()) + 1,), -1, dtype=torch.int64, device=draft_ids.device)
+    index[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+    return index
+
+
+def forward_kl(events: Overlap) -> Tensor:
+    """KL(p || q) of each place in nats, [N]; zero only where the drafter equals the target on every event.
+
+    The target is renormalised on the drafter's vocabulary and the result is weighted by the target's mass there, as
+    EAGLE-3 (arXiv 2503.01840) masks places whose best token cannot be drafted. Mass of the tail counts as draftable.
+    """
+    p = torch.cat([events.p, events.p_tail[:, None]], 1)
+    log_q = torch.cat([events.log_q, events.log_q_tail[:, None]], 1)
+    mass = p.sum(-1, keepdim=True)
+    positive = p > 0
+    # mass * KL(p / mass || q) without dividing by it.
+    log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log() - mass.clamp(min=torch.finfo(p.dtype).tiny).log()
+    return torch.where(positive, p * (log_p - log_q), 0.0).sum(-1)
+
+
+def total_variation(events: Overlap) -> Tensor:
+    """Half the L1 distance of p and q at each place, [N]; one minus the expected acceptance.
+
+    Mass that the drafter cannot draft counts as lost. The tail is compared as one event, so with k below the
+    vocabulary this is a lower bound.
+    """
+    kept = (events.p - events.log_q.exp()).abs().sum(-1)
+    return 0.5 * (kept + (events.p_tail - events.log_q_tail.exp()).abs() + events.lost)

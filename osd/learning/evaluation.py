@@ -1,0 +1,110 @@
+"""What a drafter is worth on held-out positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from osd.drafters.base import Drafter
+from osd.learning import DIVERGENCES
+from osd.learning.batch import DistillBatch
+from osd.learning.divergences import draft_index, overlap
+
+
+@dataclass(frozen=True)
+class GateFigures:
+    """A drafter's figures over held-out positions.
+
+    Attributes:
+        positions: completion positions that were evaluated.
+        per_depth: expected acceptance at each depth of a chain: the mean over positions of sum_v min(p, q). Only the
+            kept ids count, so that it is a lower bound; a depth that no position reaches has 0.
+        divergence: mean divergence at depth 0, in nats or as total variation.
+        overlaps: [positions] the same acceptance of each position, averaged over the depths that it has.
+        groups: [positions] the sequence that each position belongs to.
+    """
+
+    positions: int
+    per_depth: tuple[float, ...]
+    divergence: float
+    overlaps: Tensor
+    groups: Tensor
+
+    @property
+    def accepted(self) -> float:
+        """Expected accepted tokens of a round that drafts a chain of all depths: sum_d prod_{i <= d} alpha_i."""
+        return sum(accumulate(self.per_depth, mul))
+
+    @property
+    def acceptance(self) -> float:
+        """Expected acceptance rate of that chain: accepted per drafted token."""
+        return self.accepted / len(self.per_depth)
+
+    @property
+    def expected_length(self) -> float:
+        """Expected acceptance length: tokens per round, the bonus token included."""
+        return 1.0 + self.accepted
+
+    def summary(self) -> dict[str, Any]:
+        """The figures as JSON, for manifests, events and logs."""
+        return {
+            "positions": self.positions,
+            "acceptance": round(self.acceptance, 4),
+            "expected_length": round(self.expected_length, 4),
+            "per_depth": [round(alpha, 4) for alpha in self.per_depth],
+            "divergence": round(self.divergence, 4),
+        }
+
+
+@torch.inference_mode()
+def evaluate(drafter: Drafter, batches: Iterable[DistillBatch], depth: int, divergence: str) -> GateFigures:
+    """Evaluate a drafter over a chain of ``depth`` tokens on the distributions that verification captured.
+
+    Args:
+        drafter: left as it is, its training mode included.
+        batches: held-out positions; the same batches in the same order make figures that can be paired.
+        depth: draft tokens of a round.
+        divergence: a name in ``DIVERGENCES``.
+    """
+    index = draft_index(drafter.draft_ids)
+    sums = torch.zeros(depth, dtype=torch.float64)
+    counts = torch.zeros(depth, dtype=torch.float64)
+    divergences, overlaps, groups = [], [], []
+    sequences = 0
+    training = drafter.training
+    drafter.eval()
+    try:
+        for batch in batches:
+            valid = torch.stack([batch.rows_at(d) for d in range(depth)], 1)  # [N, depth]
+            accepted = torch.zeros(valid.shape, dtype=torch.float64)
+            for d, logits in enumerate(drafter.unroll(batch, depth)):
+                events = overlap(logits, batch.target_ids, batch.target_logp, batch.target_tail, index)
+                if d == 0:
+                    divergences.append(DIVERGENCES[divergence](events)[valid[:, 0]].double())
+                accepted[:, d] = events.accepted().double()
+            accepted = torch.where(valid, accepted, 0.0)
+            sums += accepted.sum(0)
+            counts += valid.sum(0)
+            seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
+            overlaps.append((accepted.sum(1) / valid.sum(1).clamp(min=1))[seen])
+            groups.append((batch.sequence + sequences)[seen])
+            sequences += len(batch.lengths)
+    finally:
+        drafter.train(training)
+    if not overlaps:
+        return GateFigures(
+            0, (0.0,) * depth, 0.0, torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+        )
+    return GateFigures(
+        positions=int(counts[0]),
+        per_depth=tuple((sums / counts.clamp(min=1)).tolist()),
+        divergence=float(torch.cat(divergences).mean()) if counts[0] else 0.0,
+        overlaps=torch.cat(overlaps),
+        groups=torch.cat(groups),
+    )

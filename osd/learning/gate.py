@@ -1,0 +1,98 @@
+"""The gate: only a drafter that is not worse than the one in service may be published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from osd.drafters.base import Drafter
+from osd.learning.batch import DistillBatch
+from osd.learning.evaluation import GateFigures, evaluate
+
+_TOLERANCE = 0.005
+"""Largest drop of acceptance that is taken for noise, however large the standard error."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate decided.
+
+    Attributes:
+        passed: the candidate may be published.
+        waits: it was not judged, because too little was held out to judge by.
+        reason: one line for people.
+        candidate: its figures, None when it was not evaluated.
+        baseline: the figures of the version in service, None when it was not evaluated.
+    """
+
+    passed: bool
+    waits: bool
+    reason: str
+    candidate: GateFigures | None = None
+    baseline: GateFigures | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """Both sets of figures as JSON: the candidate's, and the baseline's named ``baseline_...``."""
+        figures = self.candidate.summary() if self.candidate else {}
+        if self.baseline:
+            figures |= {f"baseline_{name}": value for name, value in self.baseline.summary().items()}
+        return figures
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Compares a candidate with the version in service on the same held-out positions.
+
+    It passes when every weight is finite, its acceptance is not below (up to one standard error of the paired
+    difference over sequences, and never more than 0.005), and neither are its expected tokens per second. Both are of
+    the same kind and size, so that a round costs the same and tokens per second compare as tokens per round do.
+
+    Attributes:
+        depth: draft tokens of a round.
+        divergence: the figure reported beside the acceptance.
+        min_positions: held-out positions without which nothing is judged.
+    """
+
+    depth: int
+    divergence: str
+    min_positions: int = 256
+
+    def judge(self, candidate: Drafter, baseline: Drafter, batches: Callable[[], Iterable[DistillBatch]]) -> Verdict:
+        """Evaluate both and decide; ``batches`` gives the held-out positions anew at each call."""
+        for name, weight in candidate.weights().items():
+            if not torch.isfinite(weight).all():
+                return Verdict(False, False, f"weight {name} has a number that is not finite")
+        first = evaluate(candidate, batches(), self.depth, self.divergence)
+        if first.positions < self.min_positions:
+            reason = f"not enough held-out records: {first.positions} positions of {self.min_positions}"
+            return Verdict(False, True, reason, first)
+        return self.decide(first, evaluate(baseline, batches(), self.depth, self.divergence))
+
+    def decide(self, candidate: GateFigures, baseline: GateFigures) -> Verdict:
+        """Compare figures of the same positions."""
+        tolerance = min(_standard_error(candidate, baseline), _TOLERANCE)
+        difference = float((candidate.overlaps - baseline.overlaps).mean())
+        # Written so that a comparison with NaN fails.
+        if not difference >= -tolerance:
+            return Verdict(
+                False, False, f"held-out acceptance per position fell by {-difference:.4f}", candidate, baseline
+            )
+        if not candidate.expected_length >= baseline.expected_length - self.depth * tolerance:
+            reason = (
+                f"expected tokens per round fell from {baseline.expected_length:.3f} to {candidate.expected_length:.3f}"
+            )
+            return Verdict(False, False, reason, candidate, baseline)
+        reason = f"expected tokens per round {baseline.expected_length:.3f} -> {candidate.expected_length:.3f}"
+        return Verdict(True, False, reason, candidate, baseline)
+
+
+def _standard_error(candidate: GateFigures, baseline: GateFigures) -> float:
+    """Of the mean difference per position, with positions of one sequence as one draw (they are not independent)."""
+    difference = candidate.overlaps - baseline.overlaps
+    spread = difference - difference.mean()
+    sequences = int(candidate.groups.max()) + 1
+    per_sequence = torch.zeros(sequences, dtype=torch.float64).index_add_(0, candidate.groups, spread)
+    return float(per_sequence.square().sum().sqrt() / len(difference))

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from osd.capture.trace import Array, TraceError
+from osd.learning.batch import check, collate, cost, cut, pack
+from tests.unit.learning.toys import HIDDEN, VOCABULARY, make_trace, target_logits
+
+
+def test_each_row_holds_the_target_distribution_of_the_token_at_its_place():
+    traces = [make_trace("a", prompt=3, completion=5, seed=1), make_trace("b", prompt=6, completion=2, seed=2)]
+    batch = collate(traces)
+    log_p = torch.tensor(target_logits()).log_softmax(-1)
+    assert batch.place.tolist() == [3, 4, 5, 6, 7, 6, 7]
+    assert batch.sequence.tolist() == [0] * 5 + [1] * 2
+    for row in range(7):
+        before = batch.token_ids[batch.sequence[row], batch.place[row] - 1]
+        expected = log_p[before][batch.target_ids[row]]
+        assert torch.allclose(batch.target_logp[row].double(), expected, atol=4e-3)
+
+
+def test_padding_lengths_and_hidden_states():
+    traces = [make_trace("a", prompt=3, completion=5, seed=1), make_trace("b", prompt=2, completion=2, seed=2)]
+    batch = collate(traces)
+    assert batch.token_ids.shape == (2, 8)
+    assert batch.lengths.tolist() == [8, 4]
+    assert batch.positions == 7
+    assert batch.token_ids[1, 4:].eq(0).all()
+    assert batch.hidden is not None
+    assert batch.hidden.dtype == torch.float32
+    states = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    assert torch.equal(batch.hidden[0, :7], states)
+    assert batch.hidden[0, 7].eq(0).all()
+    assert batch.hidden[1, 3:].eq(0).all()
+    assert collate([traces[0], make_trace(hidden=False)]).hidden is None
+
+
+def test_half_precision_mass_is_renormalised():
+    batch = collate([make_trace(top_k=5, completion=40)])
+    mass = batch.target_logp.exp().sum(1) + batch.target_tail.exp()
+    assert torch.allclose(mass, torch.ones(40), atol=1e-6)
+
+
+def test_traces_with_fewer_kept_ids_are_filled_with_nothing():
+    batch = collate([make_trace(top_k=3), make_trace(top_k=7)])
+    assert batch.target_ids[0, 3:].eq(-1).all()
+    assert batch.target_logp[0, 3:].exp().eq(0).all()
+
+
+def test_only_positions_with_true_hidden_states_exist_at_a_depth():
+    batch = collate([make_trace(prompt=1, completion=4)])
+    assert batch.place.tolist() == [1, 2, 3, 4]
+    assert batch.rows_at(0).tolist() == [False, True, True, True]
+    assert batch.rows_at(2).tolist() == [False, False, False, True]
+
+
+def test_pack_stays_within_the_tokens_and_keeps_every_position_once():
+    traces = [make_trace(str(n), prompt=3 + n, completion=4 + 5 * n, seed=n) for n in range(9)]
+    groups = list(pack(traces, 32))
+    for group in groups:
+        assert len(group) * max(cost(trace) for trace in group) <= 32
+    parts = [part for group in groups for part in group]
+    for trace in traces:
+        pieces = [p.completion_ids.numpy() for p in parts if p.request_id == trace.request_id]
+        assert np.array_equal(np.concatenate(pieces), trace.completion_ids.numpy())
+    assert len(groups) < len(parts)
+
+
+def test_a_cut_keeps_the_tokens_just_before_its_positions():
+    trace = make_trace(prompt=60, completion=30)
+    part = cut(trace, 12, 9)
+    tokens = np.concatenate([trace.prompt_ids.numpy(), trace.completion_ids.numpy()])
+    assert np.array_equal(np.concatenate([part.prompt_ids.numpy(), part.completion_ids.numpy()]), tokens[21:75])
+    assert np.array_equal(part.completion_ids.numpy(), tokens[69:75])
+    assert np.array_equal(part.target_ids.numpy(), trace.target_ids.numpy()[9:15])
+    assert part.hidden is not None
+    assert trace.hidden is not None
+    assert np.array_equal(part.hidden.numpy(), trace.hidden.numpy()[21:74])
+    assert cost(part) == 12
+    part.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_logp": Array.of(np.full((8, VOCABULARY), np.nan, np.float16))}, "do not add up to one"),
+        ({"target_tail": Array.of(np.zeros(8, np.float16))}, "do not add up to one"),
+        ({"target_ids": Array.of(np.full((8, VOCABULARY), 99, np.int32))}, "target_ids has an id outside"),
+        ({"prompt_ids": Array.of(np.full(4, -1, np.int32))}, "prompt_ids has an id outside"),
+        ({"prompt_ids": Array.of(np.array([], np.int32))}, "no prompt"),
+        ({"target_logp": Array.of(np.zeros((8, 2), np.float16))}, "do not fit"),
+        ({"hidden": None}, "the record has none"),
+        ({"hidden": Array.of(np.zeros((11, 3), np.float16))}, r"the record has \(11, 3\)"),
+        ({"hidden": Array.of(np.full((11, HIDDEN), np.inf, np.float16))}, "not finite"),
+    ],
+)
+def test_a_record_that_cannot_be_trained_on_is_refused_with_the_reason(change, message):
+    trace = make_trace()
+    check(trace, VOCABULARY, HIDDEN)
+    with pytest.raises(TraceError, match=message):
+        check(msgspec.structs.replace(trace, **change), VOCABULARY, HIDDEN)
+
+
+def test_a_drafter_without_taps_needs_no_hidden_states():
+    check(make_trace(hidden=False), VOCABULARY, 0)

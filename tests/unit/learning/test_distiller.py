@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import pytest
+import safetensors.torch
+import torch
+
+from osd.config import TrainerSettings
+from osd.drafters.base import DrafterError
+from osd.learning.batch import collate
+from osd.learning.distiller import Distiller, DistillerError
+from osd.learning.evaluation import evaluate
+from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
+
+HELD_OUT = [collate([make_trace(f"h{n}", completion=30, seed=1000 + n)]) for n in range(4)]
+
+
+def settings(**changes):
+    return TrainerSettings(**{"learning_rate": 0.03, "update_tokens": 1, **changes})
+
+
+def batch(seed, completion=40, **changes):
+    return collate([make_trace(f"t{seed}", completion=completion, seed=seed, **changes)])
+
+
+def trained(steps, seed=0, start=0, distiller=None, **changes):
+    torch.manual_seed(seed)
+    distiller = distiller or Distiller(Toy(), settings(**changes))
+    for n in range(start, start + steps):
+        distiller.step(batch(n % 8, top_k=6))
+    return distiller
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "total_variation"])
+def test_training_on_traces_raises_held_out_acceptance(divergence):
+    before = evaluate(trained(0).drafter, HELD_OUT, 2, divergence)
+    after = evaluate(trained(150, divergence=divergence).drafter, HELD_OUT, 2, divergence)
+    print(before.summary(), after.summary())
+    assert after.acceptance > before.acceptance + 0.2
+    assert after.divergence < before.divergence / 2
+
+
+def test_a_step_minimises_the_weighted_sum_over_depths():
+    class Fixed(Toy):
+        """Perfect at depth 0, uniform and out of its own hands at depth 1."""
+
+        def unroll(self, batch, depth):
+            good = torch.zeros(len(batch.place), VOCABULARY).scatter(1, batch.target_ids, batch.target_logp)
+            return [good + 0 * self.read.weight.sum(), torch.zeros_like(good)]
+
+    data = batch(0, completion=20)
+    log_p = data.target_logp
+    uniform = (log_p.exp() * (log_p + torch.tensor(float(VOCABULARY)).log())).sum(1)
+    step = Distiller(Fixed(), settings(unroll=2)).step(data)
+    assert step.loss == pytest.approx(0.8 * uniform.mean().item(), rel=1e-3)
+
+
+def test_positions_that_do_not_exist_at_a_depth_are_left_out():
+    class Poisoned(Toy):
+        def unroll(self, batch, depth):
+            result = super().unroll(batch, depth)
+            return [torch.where(batch.rows_at(d)[:, None], x, 1e9 * torch.ones_like(x)) for d, x in enumerate(result)]
+
+    torch.manual_seed(0)
+    clean, poisoned = Distiller(Toy(), settings()), Distiller(Poisoned(), settings())
+    poisoned.drafter.load_weights(clean.drafter.weights())
+    short = batch(0, completion=6, prompt=1)
+    assert clean.step(short).loss == poisoned.step(short).loss
+    one, two = (evaluate(d.drafter, [short], 3, "forward_kl") for d in (clean, poisoned))
+    assert one.per_depth == two.per_depth
+    assert one.divergence == two.divergence
+    assert one.positions == 5
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
+    distiller = trained(3)
+    before = {name: weight.clone() for name, weight in distiller.drafter.weights().items()}
+    bad = batch(0)
+    assert bad.hidden is not None
+    bad.hidden[0, 5] = float("nan")
+    step = distiller.step(bad)
+    assert step.skipped
+    assert (distiller.steps, distiller.skipped) == (3, 1)
+    assert all(torch.equal(weight, before[name]) for name, weight in distiller.drafter.weights().items())
+    assert not distiller.step(batch(1)).skipped
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    class Steep(Toy):
+        def unroll(self, batch, depth):
+            # The value of sqrt(0) is finite, its gradient is not.
+            return [x + (self.read.bias * 0).sqrt().sum() for x in super().unroll(batch, depth)]
+
+    distiller = Distiller(Steep(), settings())
+    before = distiller.drafter.read.weight.clone()
+    assert distiller.step(batch(0)).skipped
+    assert torch.equal(distiller.drafter.read.weight, before)
+
+
+def test_gradients_of_short_micro_steps_add_up_to_those_of_a_long_one():
+    torch.manual_seed(0)
+    whole, parts = Distiller(Toy(), settings(unroll=1)), Distiller(Toy(), settings(unroll=1, update_tokens=60))
+    parts.drafter.load_weights(whole.drafter.weights())
+    traces = [make_trace(f"t{n}", completion=20, seed=n) for n in range(3)]
+    whole.step(collate(traces))
+    before = parts.drafter.read.weight.clone()
+    parts.step(collate(traces[:1]))
+    assert torch.equal(parts.drafter.read.weight, before)
+    parts.step(collate(traces[1:]))
+    for name, weight in whole.drafter.weights().items():
+        assert torch.allclose(parts.drafter.weights()[name], weight, atol=1e-5)
+    assert parts.steps == 2
+
+
+def test_a_saved_state_holds_all_that_was_trained_on():
+    distiller = Distiller(Toy(), settings(update_tokens=10_000))
+    before = distiller.drafter.read.weight.clone()
+    distiller.step(batch(0))
+    tensors, counters = distiller.state_dict()
+    assert not torch.equal(tensors["drafter.read.weight"], before)
+    assert counters["steps"] == 1
+
+
+def test_a_batch_without_a_position_to_predict_is_skipped():
+    assert trained(0).step(batch(0, prompt=1, completion=1)).skipped
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    distiller = trained(0, learning_rate=1e-3)
+    data = batch(0)
+    data.target_logp *= 1000
+    data.target_logp[:] = -1000.0
+    data.target_logp[:, 0] = 0.0
+    seen = []
+    step = distiller._optimizer.step
+    distiller._optimizer.step = lambda: seen.append([p.grad.clone() for p in distiller.drafter.parameters()]) or step()
+    distiller.step(data)
+    assert torch.stack([gradient.norm() for gradient in seen[0]]).norm().item() == pytest.approx(0.5, abs=1e-4)
+
+
+def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(tmp_path):
+    straight = trained(20)
+    half = trained(10)
+    tensors, counters = half.state_dict()
+    safetensors.torch.save_file(tensors, tmp_path / "state.safetensors")
+    resumed = Distiller(Toy(), settings())
+    resumed.load_state_dict(safetensors.torch.load_file(tmp_path / "state.safetensors"), counters)
+    resumed = trained(10, start=10, distiller=resumed)
+    assert resumed.steps == 20
+    for name, weight in straight.drafter.weights().items():
+        assert torch.equal(resumed.drafter.weights()[name], weight)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda t, c: t.update({"optimizer.exp_avg.other": torch.zeros(2)}), DistillerError),
+        (lambda t, c: t.update({"optimizer.exp_avg.read.weight": torch.zeros(2)}), DistillerError),
+        (lambda t, c: t["optimizer.exp_avg.read.weight"].fill_(float("nan")), DistillerError),
+        (lambda t, c: t.pop("optimizer.exp_avg.read.weight"), DistillerError),
+        (lambda t, c: c.pop("steps"), DistillerError),
+        (lambda t, c: t.pop("drafter.read.weight"), DrafterError),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, error):
+    tensors, counters = trained(2).state_dict()
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    spoil(tensors, counters)
+    distiller = Distiller(Toy(), settings())
+    before = distiller.drafter.read.weight.clone()
+    with pytest.raises(error):
+        distiller.load_state_dict(tensors, counters)
+    assert torch.equal(distiller.drafter.read.weight, before)
+    assert distiller.steps == 0
+
+
+def test_a_small_draft_vocabulary_is_trained_on_its_own_ids():
+    torch.manual_seed(0)
+    drafter = Toy(draft_ids=torch.tensor([1, 2, 5, 7, 8, 11]))
+    distiller = Distiller(drafter, settings())
+    before = evaluate(drafter, HELD_OUT, 1, "forward_kl")
+    for n in range(150):
+        distiller.step(batch(n % 8))
+    after = evaluate(drafter, HELD_OUT, 1, "forward_kl")
+    assert after.divergence < before.divergence / 3
+    assert after.acceptance > before.acceptance + 0.1

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from osd.learning import DIVERGENCES
+from osd.learning.divergences import draft_index, forward_kl, overlap, total_variation
+
+N, V = 5, 16
+
+
+def distributions(seed=0):
+    p, logits = torch.randn(2, N, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
+    return p.softmax(-1).float(), logits.float()
+
+
+def captured(p, k):
+    top = p.log().topk(k)
+    return top.indices, top.values, (1 - p.double().gather(1, top.indices).sum(1)).clamp(min=0).log().float()
+
+
+def lumped(p, q, k):
+    """Both as distributions over the kept ids and the rest."""
+    ids = p.topk(k).indices
+    parts = [torch.cat([x.gather(1, ids), 1 - x.gather(1, ids).sum(1, keepdim=True)], 1) for x in (p, q)]
+    return parts[0].double(), parts[1].double()
+
+
+def kl(p, q):
+    return (p * (p.clamp(min=1e-30).log() - q.log())).sum(-1)
+
+
+def test_both_are_exact_when_the_whole_vocabulary_is_kept():
+    p, logits = distributions()
+    ids, logp, _ = captured(p, V)
+    events = overlap(logits, ids, logp, torch.full((N,), -math.inf), None)
+    q = logits.softmax(-1)
+    assert torch.allclose(forward_kl(events), kl(p, q), atol=1e-5)
+    assert torch.allclose(total_variation(events), 0.5 * (p - q).abs().sum(-1), atol=1e-6)
+    assert torch.allclose(events.accepted(), torch.minimum(p, q).sum(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 4, V - 1])
+def test_the_rest_is_one_event(k):
+    p, logits = distributions()
+    events = overlap(logits, *captured(p, k), None)
+    a, b = lumped(p, logits.softmax(-1), k)
+    assert torch.allclose(forward_kl(events).double(), kl(a, b), atol=1e-5)
+    assert torch.allclose(total_variation(events).double(), 0.5 * (a - b).abs().sum(-1), atol=1e-6)
+
+
+def test_a_softmax_over_the_top_k_alone_gives_another_answer():
+    p, logits = distributions()
+    ids, logp, tail = captured(p, 4)
+    without = kl(logp.softmax(-1), logits.gather(1, ids).softmax(-1))
+    assert (forward_kl(overlap(logits, ids, logp, tail, None)) - without).abs().max() > 0.1
+
+
+def test_neither_is_above_what_the_whole_distributions_give():
+    p, logits = distributions(3)
+    q = logits.softmax(-1)
+    for k in range(1, V):
+        events = overlap(logits, *captured(p, k), None)
+        assert (forward_kl(events) <= kl(p, q) + 1e-5).all()
+        assert (total_variation(events) <= 0.5 * (p - q).abs().sum(-1) + 1e-6).all()
+        assert (events.accepted() <= torch.minimum(p, q).sum(-1) + 1e-6).all()
+
+
+def test_a_small_draft_vocabulary_renormalises_the_target_and_weights_by_what_is_left():
+    p, _ = distributions()
+    draft_ids = torch.tensor([1, 4, 5, 9, 15])
+    logits = torch.randn(N, len(draft_ids), generator=torch.Generator().manual_seed(1))
+    ids, logp, _ = captured(p, V)
+    events = overlap(logits, ids, logp, torch.full((N,), -math.inf), draft_index(draft_ids))
+    inside = p[:, draft_ids]
+    mass = inside.sum(1)
+    q = logits.softmax(-1)
+    assert torch.allclose(forward_kl(events), mass * kl(inside / mass[:, None], q), atol=1e-5)
+    whole = torch.zeros(N, V).index_copy(1, draft_ids, q)
+    assert torch.allclose(total_variation(events), 0.5 * (p - whole).abs().sum(-1), atol=1e-6)
+    assert torch.allclose(events.accepted(), torch.minimum(p, whole).sum(-1), atol=1e-6)
+
+
+def test_a_drafter_that_equals_the_target_on_its_vocabulary_has_no_divergence_left():
+    p, _ = distributions()
+    draft_ids = torch.tensor([0, 3, 7, 8])
+    ids, logp, _ = captured(p, V)
+    events = overlap(p[:, draft_ids].log(), ids, logp, torch.full((N,), -math.inf), draft_index(draft_ids))
+    assert forward_kl(events).abs().max() < 1e-6
+
+
+def test_a_tail_that_cannot_be_drafted_is_lost_and_stays_finite():
+    p, _ = distributions()
+    draft_ids = p[:1].topk(2).indices[0].sort().values
+    logits = torch.randn(1, 2, requires_grad=True)
+    events = overlap(logits, *captured(p[:1], 4), draft_index(draft_ids))
+    value = forward_kl(events) + total_variation(events)
+    value.sum().backward()
+    assert value.isfinite().all()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert events.lost.item() == pytest.approx(1 - p[0, draft_ids].sum().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(DIVERGENCES))
+def test_gradients_match_finite_differences(name):
+    p, _ = distributions(1)
+    draft_ids = torch.tensor([0, 2, 3, 6, 7, 8, 11, 12, 14])
+    start = torch.randn(N, len(draft_ids), generator=torch.Generator().manual_seed(2))
+    ids, logp, tail = captured(p, 6)
+
+    def value(logits):
+        return DIVERGENCES[name](overlap(logits, ids, logp, tail, draft_index(draft_ids))).double().sum()
+
+    logits = start.clone().requires_grad_()
+    value(logits).backward()
+    step = 1e-2
+    for row, column in [(0, 0), (1, 4), (3, 8), (4, 2)]:
+        delta = torch.zeros_like(start)
+        delta[row, column] = step
+        numerical = (value(start + delta) - value(start - delta)) / (2 * step)
+        assert logits.grad is not None
+        assert logits.grad[row, column].item() == pytest.approx(numerical.item(), abs=2e-3)
+
+
+def test_nearly_certain_drafters_stay_finite():
+    logits = torch.zeros(1, V)
+    logits[0, 3] = 200.0
+    logits.requires_grad_()
+    p = torch.full((1, V), 1 / V)
+    for divergence in DIVERGENCES.values():
+        value = divergence(overlap(logits, *captured(p, 4), None)).sum()
+        (gradient,) = torch.autograd.grad(value, logits)
+        assert value.isfinite()
+        assert gradient.isfinite().all()
+
+
+def test_ids_beyond_the_draft_vocabulary_are_not_in_it():
+    assert draft_index(None) is None
+    ids, p = torch.tensor([[0, 40, -1]]), torch.tensor([[0.5, 0.5, 0.0]])
+    index = draft_index(torch.tensor([0, 5]))
+    events = overlap(torch.zeros(1, 2), ids, p.log(), torch.tensor([-math.inf]), index)
+    assert events.p.tolist() == [[0.5, 0.0, 0.0]]
+    assert events.lost.tolist() == [0.5]

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from osd.learning.batch import collate
+from osd.learning.evaluation import GateFigures, evaluate
+from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
+
+
+class Known(Toy):
+    """The target itself at depth 0, uniform at depth 1."""
+
+    def unroll(self, batch, depth):
+        last = batch.token_ids[batch.sequence, batch.place - 1]
+        return [torch.tensor(target_logits()).float()[last], torch.zeros(len(last), VOCABULARY)][:depth]
+
+
+def test_acceptance_by_depth_is_the_mean_overlap_of_the_distributions():
+    batches = [collate([make_trace(f"{n}", completion=20, seed=n), make_trace(f"x{n}", seed=50 + n)]) for n in range(3)]
+    figures = evaluate(Known(), batches, 2, "forward_kl")
+    p = torch.cat([torch.tensor(target_logits()).softmax(-1)[b.token_ids[b.sequence, b.place - 1]] for b in batches])
+    uniform = torch.minimum(p, torch.tensor(1 / VOCABULARY)).sum(1).mean().item()
+    assert figures.positions == 84
+    assert figures.per_depth == pytest.approx((1.0, uniform), abs=2e-3)
+    assert figures.divergence == pytest.approx(0.0, abs=1e-3)
+    assert figures.overlaps.mean().item() == pytest.approx((1 + uniform) / 2, abs=2e-3)
+    assert figures.groups.max() == 5
+    assert figures.groups.bincount().tolist() == [20, 8] * 3
+
+
+def test_expected_length_is_the_sum_of_the_products_of_acceptances_and_the_bonus():
+    none = torch.empty(0)
+    figures = GateFigures(1, (0.8, 0.5, 0.5), 0.0, none, none)
+    assert figures.accepted == pytest.approx(0.8 + 0.4 + 0.2)
+    assert figures.acceptance == pytest.approx(1.4 / 3)
+    assert figures.expected_length == pytest.approx(2.4)
+    assert figures.summary()["per_depth"] == [0.8, 0.5, 0.5]
+
+
+def test_the_tail_counts_as_no_overlap():
+    figures = evaluate(Known(), [collate([make_trace(top_k=2, completion=50)])], 1, "forward_kl")
+    kept = collate([make_trace(top_k=2, completion=50)]).target_logp.exp().sum(1).mean().item()
+    assert kept < 0.95
+    assert figures.per_depth[0] == pytest.approx(kept, abs=2e-3)
+
+
+def test_nothing_to_evaluate_gives_zeros():
+    figures = evaluate(Known(), [], 2, "forward_kl")
+    assert figures.positions == 0
+    assert figures.expected_length == 1.0
+
+
+def test_the_drafter_is_left_in_its_training_mode():
+    drafter = Known().train()
+    evaluate(drafter, [], 1, "forward_kl")
+    assert drafter.training

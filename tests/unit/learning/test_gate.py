@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from osd.learning.batch import collate
+from osd.learning.evaluation import GateFigures
+from osd.learning.gate import Gate
+from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
+
+GATE = Gate(depth=2, divergence="forward_kl", min_positions=100)
+
+
+def drafter(share):
+    """Between uniform (0) and the target itself (1)."""
+    toy = Toy()
+    with torch.no_grad():
+        toy.table.weight.copy_(torch.tensor(target_logits()).float() * share)
+        toy.read.weight.zero_()
+        toy.read.bias.zero_()
+    return toy
+
+
+def held_out(records=8):
+    return [collate([make_trace(f"{n}", completion=30, seed=n)]) for n in range(records)]
+
+
+def test_a_better_drafter_passes_and_both_sets_of_figures_are_told():
+    verdict = GATE.judge(drafter(0.8), drafter(0.3), held_out)
+    assert verdict.passed
+    figures = verdict.figures()
+    assert figures["acceptance"] > figures["baseline_acceptance"] + 0.1
+    assert figures["expected_length"] > figures["baseline_expected_length"]
+    assert len(figures["per_depth"]) == len(figures["baseline_per_depth"]) == 2
+    assert figures["positions"] == 240
+
+
+def test_a_worse_drafter_is_rejected_with_the_reason():
+    verdict = GATE.judge(drafter(0.3), drafter(0.8), held_out)
+    assert not verdict.passed
+    assert not verdict.waits
+    assert "acceptance per position fell" in verdict.reason
+
+
+def test_the_same_drafter_passes():
+    assert GATE.judge(drafter(0.5), drafter(0.5), held_out).passed
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_one_number_that_is_not_finite_rejects(value):
+    bad = drafter(0.9)
+    with torch.no_grad():
+        bad.table.weight[VOCABULARY - 1, 0] = value
+    verdict = GATE.judge(bad, drafter(0.1), held_out)
+    assert not verdict.passed
+    assert "table.weight" in verdict.reason
+
+
+def test_too_few_held_out_positions_wait_instead_of_judging():
+    verdict = GATE.judge(drafter(0.9), drafter(0.1), lambda: held_out(3))
+    assert not verdict.passed
+    assert verdict.waits
+    assert verdict.reason == "not enough held-out records: 90 positions of 100"
+
+
+def figures(overlaps, per_depth, groups=None):
+    overlaps = torch.tensor(overlaps, dtype=torch.float64)
+    groups = torch.arange(len(overlaps)) if groups is None else groups
+    return GateFigures(len(overlaps), per_depth, 0.0, overlaps, groups)
+
+
+def test_noise_is_tolerated_up_to_one_standard_error_but_never_beyond_the_limit():
+    base = torch.full((400,), 0.5).tolist()
+    noise = torch.randn(400, generator=torch.Generator().manual_seed(0)).mul(0.04)
+    noise -= noise.mean()  # standard error 0.002
+    slightly = figures([b + n - 0.001 for b, n in zip(base, noise.tolist(), strict=True)], (0.5, 0.5))
+    clearly = figures([b + n - 0.004 for b, n in zip(base, noise.tolist(), strict=True)], (0.5, 0.5))
+    assert GATE.decide(slightly, figures(base, (0.5, 0.5))).passed
+    assert not GATE.decide(clearly, figures(base, (0.5, 0.5))).passed
+    wild = figures([b + 100 * n - 0.006 for b, n in zip(base, noise.tolist(), strict=True)], (0.5, 0.5))
+    assert not GATE.decide(wild, figures(base, (0.5, 0.5))).passed
+
+
+def test_positions_of_one_sequence_do_not_count_as_independent():
+    groups = torch.arange(400) // 100
+    base = figures([0.5] * 400, (0.5, 0.5), groups)
+    moved = [0.5 + (0.02, -0.02, 0.02, -0.028)[n // 100] for n in range(400)]
+    # The mean fell by 0.002: one standard error by sequence is 0.011, by position 0.0011.
+    assert GATE.decide(figures(moved, (0.5, 0.5), groups), base).passed
+    alone = torch.arange(400)
+    assert not GATE.decide(figures(moved, (0.5, 0.5), alone), figures([0.5] * 400, (0.5, 0.5), alone)).passed
+
+
+def test_a_drop_of_expected_tokens_per_round_rejects_even_when_the_mean_overlap_holds():
+    same = [0.5] * 200
+    verdict = GATE.decide(figures(same, (0.3, 0.7)), figures(same, (0.7, 0.3)))
+    assert not verdict.passed
+    assert "tokens per round fell from 1.910 to 1.510" in verdict.reason
+
+
+def test_figures_that_are_not_finite_never_pass():
+    nan = figures([float("nan")] * 200, (float("nan"), 0.5))
+    assert not GATE.decide(nan, figures([0.1] * 200, (0.1, 0.1))).passed

@@ -1,0 +1,98 @@
+"""A target small enough to know everything about it, traces of it, and a drafter that can learn it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from osd.capture.trace import NOT_DRAFTED, Array, Trace
+from osd.drafters.base import Drafter
+
+VOCABULARY, HIDDEN = 12, 12
+
+
+class Toy(Drafter):
+    """Predicts from the hidden state that it may see and from the last token."""
+
+    kind = "toy"
+    taps = (0,)
+
+    def __init__(self, draft_ids=None):
+        super().__init__()
+        self.draft_ids = draft_ids
+        size = VOCABULARY if draft_ids is None else len(draft_ids)
+        self.table = nn.Embedding(VOCABULARY, size)
+        self.read = nn.Linear(HIDDEN, size)
+        nn.init.zeros_(self.table.weight)
+
+    def config(self):
+        return {"kind": self.kind}
+
+    def unroll(self, batch, depth):
+        result = []
+        for d in range(depth):
+            seen = batch.hidden[batch.sequence, (batch.place - 2 - d).clamp(min=0)]
+            result.append(self.table(batch.token_ids[batch.sequence, batch.place - 1]) + self.read(seen))
+        return result
+
+    def session(self, slots, context, scratch):
+        raise NotImplementedError
+
+
+def target_logits(seed=0, sharpness=2.0):
+    """[vocabulary, vocabulary] logits of the next token after each token."""
+    return np.random.default_rng(seed).normal(size=(VOCABULARY, VOCABULARY)) * sharpness
+
+
+def make_trace(
+    request_id="r",
+    piece=0,
+    prompt=4,
+    completion=8,
+    top_k=VOCABULARY,
+    seed=0,
+    hidden=True,
+    domain="general",
+    logits=None,
+    width=HIDDEN,
+    target="toy",
+):
+    """A trace of the target, sampled from it; ``hidden`` states are noise."""
+    rng = np.random.default_rng(seed)
+    table = target_logits() if logits is None else logits
+    vocabulary = len(table)
+    log_p = table - np.log(np.exp(table).sum(1, keepdims=True))
+    tokens = [int(token) for token in rng.integers(vocabulary, size=prompt)]
+    while len(tokens) < prompt + completion:
+        tokens.append(int(rng.choice(vocabulary, p=np.exp(log_p[tokens[-1]]))))
+    rows = log_p[tokens[prompt - 1 : -1]]
+    ids = np.argsort(-rows, axis=1)[:, :top_k]
+    kept = np.take_along_axis(rows, ids, 1)
+    rest = np.exp(np.sort(rows, 1)[:, : vocabulary - top_k]).sum(1)
+    with np.errstate(divide="ignore"):
+        tail = np.log(rest)
+    states = torch.randn(prompt + completion - 1, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    none = np.full(completion, -1, np.int32)
+    return Trace(
+        request_id=request_id,
+        piece=piece,
+        domain=domain,
+        target=target,
+        drafter_version=1,
+        created=0.0,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        prompt_ids=Array.of(np.array(tokens[:prompt], np.int32)),
+        completion_ids=Array.of(np.array(tokens[prompt:], np.int32)),
+        target_ids=Array.of(ids.astype(np.int32)),
+        target_logp=Array.of(kept.astype(np.float16)),
+        target_tail=Array.of(tail.astype(np.float16)),
+        draft_ids=Array.of(none[:, None]),
+        draft_logp=Array.of(np.zeros((completion, 1), np.float16)),
+        draft_tail=Array.of(np.zeros(completion, np.float16)),
+        drafted=Array.of(none),
+        verdict=Array.of(np.full(completion, NOT_DRAFTED, np.int8)),
+        hidden=Array.of(states.view(torch.uint16).numpy(), "bfloat16") if hidden else None,
+    )

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from osd.config import TrainerSettings
+from osd.registry.load_board import ReplicaLoad
+from trainer.capacity import LONGEST_STEP, Capacity, lower_priority
+
+
+class Board:
+    """Says what the test wants."""
+
+    def __init__(self, *waiting):
+        self.waiting = list(waiting)
+        self.gone = False
+        self.reads = 0
+
+    def read(self):
+        self.reads += 1
+        if self.gone:
+            raise RedisConnectionError("gone")
+        return {f"r{n}": ReplicaLoad(1, waiting, 1, 10.0) for n, waiting in enumerate(self.waiting)}
+
+
+def capacity(board=None, **changes):
+    return Capacity(board or Board(), TrainerSettings(**{"micro_batch_tokens": 400, **changes}))
+
+
+def test_training_waits_while_any_replica_has_a_request_waiting():
+    board = Board(0, 1, 0)
+    it = capacity(board)
+    said: list[str] = []
+    threading.Timer(0.2, lambda: board.waiting.__setitem__(1, 0)).start()
+    began = time.monotonic()
+    assert it.wait(threading.Event(), threading.Event(), said.append)
+    assert 0.15 < time.monotonic() - began < 0.4
+    assert set(said) == {"yielding"}
+
+
+def test_running_requests_do_not_hold_training_up():
+    began = time.monotonic()
+    assert capacity(Board(0, 0)).wait(threading.Event(), threading.Event(), print)
+    assert time.monotonic() - began < 0.05
+
+
+def test_a_stop_ends_the_wait():
+    stop = threading.Event()
+    threading.Timer(0.1, stop.set).start()
+    assert not capacity(Board(5)).wait(stop, threading.Event(), lambda why: None)
+
+
+def test_an_unreadable_board_lets_training_go_on_and_is_not_asked_at_every_step():
+    board = Board(5)
+    board.gone = True
+    it = capacity(board)
+    assert [it.serving_waits() for _ in range(50)] == [False] * 50
+    assert board.reads == 1
+    assert not it.reachable
+
+
+def test_long_micro_steps_shrink_until_they_are_short():
+    it = capacity()
+    seconds_per_token = 0.001
+    for _ in range(20):
+        it.worked(it.tokens * seconds_per_token)
+    assert 0.5 * LONGEST_STEP < it.tokens * seconds_per_token < LONGEST_STEP
+
+
+def test_one_hiccup_costs_at_most_half_and_is_made_up_for():
+    it = capacity()
+    it.worked(5.0)
+    assert it.tokens == 200
+    for _ in range(10):
+        it.worked(0.01)
+    assert it.tokens == 400
+
+
+def test_micro_steps_never_shrink_to_nothing():
+    it = capacity()
+    for _ in range(50):
+        it.worked(10.0)
+    assert it.tokens == 32
+
+
+@pytest.mark.parametrize(("duty", "rest"), [(1.0, 0.0), (0.25, 0.3)])
+def test_duty_is_the_share_of_time_trained(duty, rest):
+    it = capacity(duty=duty)
+    it.worked(0.1)
+    began = time.monotonic()
+    assert it.wait(threading.Event(), threading.Event(), lambda why: None)
+    assert time.monotonic() - began == pytest.approx(rest, abs=0.05)
+
+
+def test_only_the_training_thread_gets_the_lowest_priority():
+    seen: list[int] = []
+
+    def train():
+        lower_priority(1)
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert seen == [19]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

@@ -1,0 +1,109 @@
+"""The trainer as a Ray actor: the loop in a thread, and the few calls that others make to it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from osd.config import Settings
+from trainer.status import Status
+from trainer.worker import Worker, Workshop
+
+if TYPE_CHECKING:
+    from ray.actor import ActorProxy
+
+logger = logging.getLogger(__name__)
+
+NAME = "osd-trainer"
+
+_LONGEST_BACKOFF = 30.0
+
+
+class Trainer:
+    """Runs a worker; after an error that nobody foresaw a new one takes up the checkpoint, later and later.
+
+    When the process dies Ray starts it again with the same arguments, and the worker takes up the checkpoint too.
+    """
+
+    def __init__(self, settings: Settings, redis_url: str) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        self._settings = settings
+        self._redis_url = redis_url
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+        self._paused = False
+        self._stop = threading.Event()
+        self._failure = ""
+        self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """The fields of ``trainer.status.Status``, and ``failure``: the last error that nobody foresaw, or ""."""
+        with self._lock:
+            status = self._worker.status() if self._worker else Status().__dict__
+            return {**status, "failure": self._failure}
+
+    def pause(self) -> bool:
+        """Stop training until ``resume``; True when the loop is at rest."""
+        with self._lock:
+            self._paused = True
+            worker = self._worker
+        return worker.pause() if worker else True
+
+    def resume(self) -> None:
+        """Undo ``pause``."""
+        with self._lock:
+            self._paused = False
+            if self._worker:
+                self._worker.resume()
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """End training with a checkpoint; False when that took longer than ``timeout`` seconds."""
+        self._stop.set()
+        with self._lock:
+            if self._worker:
+                self._worker.stop()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        backoff = 1.0
+        while not self._stop.is_set():
+            try:
+                worker = Worker(self._settings, self._redis_url, open_workshop(self._settings))
+                with self._lock:
+                    self._worker = worker
+                    if self._paused:
+                        worker.pause(timeout=0)
+                    if self._stop.is_set():
+                        worker.stop()
+                worker.run()
+            except Exception as error:
+                logger.exception("training failed, next try from the checkpoint in %.0f s", backoff)
+                self._failure = f"{type(error).__name__}: {error}"
+                self._stop.wait(backoff)
+                backoff = min(2 * backoff, _LONGEST_BACKOFF)
+
+
+def open_workshop(settings: Settings) -> Workshop:
+    """Resolve the target that the drafters of ``settings`` belong to."""
+    from transformers import AutoConfig
+
+    from osd.drafters import from_config
+    from osd.target.load import resolve
+
+    directory = resolve(settings.target.source, settings.home_dir)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+    return Workshop(config.vocab_size, config.hidden_size, lambda drafter: from_config(drafter, directory))
+
+
+def start(settings: Settings, redis_url: str) -> ActorProxy[Trainer]:
+    """Start the trainer of ``settings.domain`` under the name "osd-trainer" in the caller's Ray namespace.
+
+    It takes no core from Ray's books: it lives on what serving leaves over. Ray starts it again whenever it dies.
+    """
+    actor = ray.remote(Trainer).options(name=NAME, num_cpus=0, max_restarts=-1, max_task_retries=-1)
+    return actor.remote(settings, redis_url)

@@ -1,0 +1,31 @@
+"""What the trainer says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Status:
+    """What the trainer does and has done; counters are since the first start, checkpoints included.
+
+    ``records`` were taken from the stream for this domain and ``trained`` of them trained on at least once; ``tokens``
+    are completion tokens trained on, repeats included; ``lag`` records are not acknowledged.
+    """
+
+    state: str = "waiting"
+    detail: str = "starting"
+    records: int = 0
+    trained: int = 0
+    held_out: int = 0
+    refused: int = 0
+    tokens: int = 0
+    steps: int = 0
+    skipped: int = 0
+    published: int = 0
+    rejected: int = 0
+    version: int = 0
+    loss: float | None = None
+    gate: dict[str, Any] = field(default_factory=dict)
+    lag: int | None = None
