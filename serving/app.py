@@ -1,0 +1,126 @@
+"""The Ray Serve application. ``build`` makes it; the caller starts Ray and Serve and runs it under the route "/"."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import GetTimeoutError, RayError
+from ray.serve.config import DeploymentActorConfig
+from ray.serve.exceptions import RayServeException
+from starlette.types import ASGIApp
+
+from osd.config import Settings
+from serving.board import Board, History, Report, Totals
+
+logger = logging.getLogger(__name__)
+
+BOARD = "board"
+_ANSWER_SECONDS = 2.0
+
+
+class BoardLink:
+    """The shared board through Ray. With the cluster's head gone it answers None, and serving goes on."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._failing = False
+
+    def push(self, report: Report) -> None:
+        """Deliver a report, or give up after two seconds."""
+        try:
+            ray.get(self._actor().push.remote(report), timeout=_ANSWER_SECONDS)
+            self._failing = False
+        except (RayError, RayServeException, GetTimeoutError, ValueError) as error:
+            self._lost(error)
+
+    async def totals(self) -> Totals | None:
+        """Counters of all replicas."""
+        return await self._ask("totals", time.time())
+
+    async def history(self, seconds: int) -> History | None:
+        """The last ``seconds`` of all replicas."""
+        return await self._ask("history", time.time(), seconds)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            reference = getattr(self._actor(), method).remote(*arguments)
+            return await asyncio.wait_for(reference, _ANSWER_SECONDS)
+        except (RayError, RayServeException, TimeoutError, ValueError) as error:
+            self._lost(error)
+            return None
+
+    def _actor(self) -> Any:
+        # Serve may have replaced a board that died: after a failure it is looked up again.
+        if self._handle is None:
+            self._handle = serve.get_deployment_actor(BOARD)
+        return self._handle
+
+    def _lost(self, error: Exception) -> None:
+        self._handle = None
+        if not self._failing:
+            logger.warning("the board of all replicas cannot be reached: %s", type(error).__name__)
+        self._failing = True
+
+
+@serve.ingress()
+class Server:
+    """A Serve replica: HTTP in front, one engine inside."""
+
+    def __init__(self, settings: Settings, redis_url: str) -> None:
+        # The driver that builds the application needs neither torch nor the engine.
+        from serving.replica import Replica
+
+        name = serve.get_replica_context().replica_id.unique_id
+        self._replica = Replica(settings, redis_url, name, BoardLink())
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """The HTTP application, made when the replica is ready."""
+        from serving.routes import create_app
+
+        return create_app(self._replica)
+
+    def check_health(self) -> None:
+        """Called by Serve: raising makes it replace this replica."""
+        self._replica.check_health()
+
+    async def set_speculation(self, enabled: bool) -> None:
+        """Switch speculation in all replicas, through a handle: ``handle.set_speculation.remote(False)``."""
+        await asyncio.to_thread(self._replica.set_speculation, enabled)
+
+    def __del__(self) -> None:
+        # The constructor may have failed.
+        if replica := getattr(self, "_replica", None):
+            replica.close()
+
+
+def build(settings: Settings, redis_url: str) -> serve.Application:
+    """The application for ``serve.run(..., route_prefix="/")``.
+
+    Args:
+        settings: all of them; every replica gets the same.
+        redis_url: the Redis that carries pointer, traces and events; may hold a password.
+    """
+    board = DeploymentActorConfig(
+        name=BOARD, actor_class=ray.remote(Board), actor_options={"num_cpus": 0, "max_concurrency": 1}
+    )
+    deployment = serve.deployment(
+        Server,
+        name="osd",
+        num_replicas=settings.serving.replicas,
+        # Beyond the queue's limit, so that the replica itself says 429, and with room for all that is not decoding.
+        max_ongoing_requests=2 * settings.serving.max_queue + 64,
+        ray_actor_options={"num_cpus": 1, "num_gpus": 1 if settings.target.device == "cuda" else 0},
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+        # What cannot start now, such as a target that is gone, will not start at the twentieth try.
+        max_constructor_retry_count=3,
+        graceful_shutdown_wait_loop_s=1,
+        graceful_shutdown_timeout_s=20,
+        deployment_actors=[board],
+    )
+    return deployment.bind(settings, redis_url)

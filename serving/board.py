@@ -1,0 +1,156 @@
+"""Counters and history of all replicas, kept in one actor so that any replica can answer for all.
+
+A report carries a replica's counters since it started. The board adds what changed since the replica's last report
+to the totals and to the second in which it changed: a replica that dies leaves its counts behind, and a new one starts
+from zero without making any total go backwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+HISTORY_SECONDS = 3600
+ALIVE_SECONDS = 5.0
+_KNOWN_REPLICAS = 256
+_MARK_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one replica says once a second.
+
+    ``counters`` never decrease; keys are names, or (name, label value) for counters by position or by version.
+    """
+
+    replica: str
+    time: float
+    version: int
+    speculation: bool
+    running: int
+    waiting: int
+    swap_stall_seconds_max: float
+    counters: Mapping[str | tuple[str, int], float]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counters summed over every replica that ever reported, and the last report of each living one."""
+
+    counters: Mapping[str | tuple[str, int], float]
+    replicas: list[Report]
+
+    def by_label(self, name: str) -> dict[int, float]:
+        """The counter ``name`` by its label value, in order."""
+        found = {key[1]: value for key, value in self.counters.items() if isinstance(key, tuple) and key[0] == name}
+        return dict(sorted(found.items()))
+
+
+@dataclass
+class Second:
+    """What all replicas counted in one second, and how loaded they were at its end."""
+
+    time: int
+    counts: Counter[str | tuple[str, int]] = field(default_factory=Counter)
+    load: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class History:
+    """A window of the past: parallel lists, one entry a bin; None where nothing was drafted.
+
+    ``accepted_per_position`` and ``rounds`` sum over the window; ``swaps`` are (time, version).
+    """
+
+    time: list[float]
+    tokens_per_second: list[float]
+    acceptance_rate: list[float | None]
+    mean_acceptance_length: list[float | None]
+    running: list[float]
+    waiting: list[float]
+    rounds: float
+    accepted_per_position: list[float]
+    swaps: list[tuple[float, int]]
+
+
+class Board:
+    """Totals and the last hour, in memory."""
+
+    def __init__(self) -> None:
+        self._totals: Counter[str | tuple[str, int]] = Counter()
+        self._last: dict[str, Report] = {}
+        self._seconds: deque[Second] = deque(maxlen=HISTORY_SECONDS)
+        self._swaps: deque[tuple[float, int]] = deque(maxlen=200)
+
+    def push(self, report: Report) -> None:
+        """Take one report; reports of one replica come in order."""
+        before = self._last.get(report.replica)
+        delta = Counter(dict(report.counters))
+        if before is not None:
+            delta.subtract(dict(before.counters))
+            if before.version != report.version:
+                self._mark(report.time, report.version)
+        self._last[report.replica] = report
+        self._totals.update(delta)
+        second = self._second(int(report.time))
+        second.counts.update(+delta)
+        second.load[report.replica] = (report.running, report.waiting)
+        if len(self._last) > _KNOWN_REPLICAS:
+            del self._last[min(self._last, key=lambda name: self._last[name].time)]
+
+    def totals(self, now: float) -> Totals:
+        """Everything counted so far, and who is alive at ``now``."""
+        living = [report for report in self._last.values() if now - report.time < ALIVE_SECONDS]
+        return Totals(dict(self._totals), sorted(living, key=lambda report: report.replica))
+
+    def history(self, now: float, seconds: int, bins: int = 240) -> History:
+        """The last ``seconds`` in at most ``bins`` bins, oldest first; the running second is left out."""
+        width = max(1, -(-seconds // bins))
+        end = int(now) // width * width
+        start = end - seconds // width * width
+        first = self._seconds[0].time if self._seconds else end
+        edges = range(max(start, first // width * width), end, width)
+        merged = {edge: Second(edge) for edge in edges}
+        loads: dict[int, list[tuple[int, int]]] = {edge: [] for edge in edges}
+        for second in self._seconds:
+            edge = second.time // width * width
+            if edge in merged:
+                merged[edge].counts.update(second.counts)
+                running, waiting = zip(*second.load.values(), strict=True)
+                loads[edge].append((sum(running), sum(waiting)))
+        counts = [entry.counts for entry in merged.values()]
+        window: Counter[str | tuple[str, int]] = sum(counts, Counter())
+        # Of all time: a position that accepted nothing in this window is still one.
+        positions = Totals(self._totals, []).by_label("accepted_per_position")
+        return History(
+            time=[float(edge) for edge in edges],
+            tokens_per_second=[count["completion_tokens"] / width for count in counts],
+            acceptance_rate=[_ratio(count["accepted"], count["drafted"]) for count in counts],
+            mean_acceptance_length=[_ratio(count["accepted"] + count["rounds"], count["rounds"]) for count in counts],
+            running=[_mean([running for running, _ in load]) for load in loads.values()],
+            waiting=[_mean([waiting for _, waiting in load]) for load in loads.values()],
+            rounds=window["rounds"],
+            accepted_per_position=[window["accepted_per_position", place] for place in positions],
+            swaps=[mark for mark in self._swaps if mark[0] >= start],
+        )
+
+    def _second(self, time: int) -> Second:
+        # Clocks of replicas differ a little: a late report counts in the newest second.
+        if not self._seconds or self._seconds[-1].time < time:
+            self._seconds.append(Second(time))
+        return self._seconds[-1]
+
+    def _mark(self, time: float, version: int) -> None:
+        # Replicas swap one after the other; that is one mark.
+        recent = [mark for mark in self._swaps if time - mark[0] < _MARK_SECONDS and mark[1] == version]
+        if not recent:
+            self._swaps.append((time, version))
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _mean(values: list[int]) -> float:
+    return sum(values) / len(values) if values else 0.0

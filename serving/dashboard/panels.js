@@ -1,0 +1,166 @@
+// Everything that is not a chart. Text only ever goes in as text.
+
+import { clock, fixed, percent } from "./charts.js";
+
+const whole = (value) => (value == null ? "–" : Math.round(value).toLocaleString("en"));
+const put = (id, text) => {
+  document.getElementById(id).textContent = text;
+};
+
+function element(tag, text = "", className = "") {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  made.className = className;
+  return made;
+}
+
+// Mean of the known values of a list's end or start.
+function mean(values, from, to) {
+  const known = values.slice(from, to).filter((value) => value !== null);
+  return known.length ? known.reduce((a, b) => a + b) / known.length : null;
+}
+
+function trend(values, format) {
+  const part = Math.max(1, Math.floor(values.length / 6));
+  const [first, last] = [mean(values, 0, part), mean(values, -part)];
+  if (first === null || last === null || values.length < 12) return "";
+  return `${format(first)} at the left of the chart`;
+}
+
+export function tiles(data) {
+  const { history, replicas, totals } = data;
+  const recent = Math.max(3, Math.ceil(history.time.length / 40));
+  put("now-acceptance", percent(mean(history.acceptance_rate, -recent)));
+  put("note-acceptance", trend(history.acceptance_rate, percent));
+  put("now-length", fixed(2)(mean(history.mean_acceptance_length, -recent)));
+  put("note-length", trend(history.mean_acceptance_length, fixed(2)));
+  put("now-speed", fixed(0)(mean(history.tokens_per_second, -recent)));
+  put("note-speed", `${whole(totals.completion_tokens)} tokens since the start`);
+  const versions = [...new Set(replicas.map((replica) => replica.version))];
+  const plain = data.drafter === "none" || (replicas.length && replicas.every((replica) => !replica.speculation));
+  put("now-version", plain ? "off" : versions.map((version) => `v${version}`).join(", ") || "–");
+  put("note-version", plain ? "every request decodes plainly" : `${whole(totals.swaps)} swaps, ${data.drafter}`);
+  const sum = (name) => replicas.reduce((total, replica) => total + replica[name], 0);
+  put("now-load", `${sum("running")} / ${sum("waiting")}`);
+  put("note-load", `${whole(totals.requests)} so far, ${whole(totals.failed)} failed`);
+}
+
+export function positions({ history }) {
+  const box = document.getElementById("positions");
+  if (!history.rounds || !history.accepted_per_position.length) {
+    const text = history.rounds ? "No draft token was accepted yet." : "No round has drafted yet.";
+    box.replaceChildren(element("p", text, "empty"));
+    return;
+  }
+  box.replaceChildren(
+    ...history.accepted_per_position.map((accepted, index) => {
+      const row = element("div", "", "bar");
+      const share = accepted / history.rounds;
+      const track = element("div", "", "track");
+      track.appendChild(element("div", "", "fill")).style.width = `${100 * share}%`;
+      row.append(element("span", `${index + 1}`), track, element("b", percent(share)));
+      return row;
+    }),
+  );
+}
+
+export function stream({ stream, totals, capture }) {
+  const hint = !capture
+    ? "Capture is off: nothing is learned from requests."
+    : stream.redis
+      ? "Traces on their way to the trainer"
+      : "Redis does not answer: traces are dropped until it does.";
+  put("stream-hint", hint);
+  const facts = [
+    ["Traces written", whole(totals.traces_written)],
+    ["Traces dropped", whole(totals.traces_dropped), totals.traces_dropped ? "bad" : ""],
+    ["Not yet trained on", stream.lag === null ? "–" : `${whole(stream.lag)} of at most ${whole(stream.capacity)}`],
+    ["Versions refused by a replica", whole(totals.rejected_versions), totals.rejected_versions ? "bad" : ""],
+  ];
+  document
+    .getElementById("stream")
+    .replaceChildren(...facts.flatMap(([name, value, mood = ""]) => [element("dt", name), element("dd", value, mood)]));
+}
+
+export function replicas({ replicas }) {
+  const box = document.getElementById("replicas");
+  const list = element("dl", "", "facts");
+  for (const { name, version, running, waiting, swap_stall_seconds_max: stall } of replicas) {
+    const pause = stall ? `, longest swap ${fixed(1)(1000 * stall)} ms` : "";
+    list.append(element("dt", name), element("dd", `v${version} · ${running} / ${waiting}${pause}`));
+  }
+  box.replaceChildren(replicas.length ? list : element("p", "No replica has reported yet.", "empty"));
+}
+
+function figure(value, baseline, format) {
+  const cell = element("td", value === undefined ? "–" : format(value), "number");
+  if (value !== undefined && baseline !== undefined) {
+    const gain = value - baseline;
+    const text = `${gain < 0 ? "−" : "+"}${format(Math.abs(gain))}`;
+    cell.append(element("span", text, `delta ${gain < 0 ? "bad" : "good"}`));
+  }
+  return cell;
+}
+
+export function versions({ versions, stable }) {
+  const rows = [...versions].reverse().map(({ number, manifest, problem, in_service: serving, live }) => {
+    const row = element("tr");
+    row.dataset.version = number;
+    const gate = manifest.gate ?? {};
+    const state = problem
+      ? element("span", "damaged", "badge off")
+      : serving
+        ? element("span", "in service", "badge on")
+        : element("span", number === stable ? "next" : number > stable && stable !== null ? "set aside" : "earlier", "badge");
+    const last = element("td");
+    last.append(state);
+    row.append(
+      element("td", `v${number}`),
+      element("td", manifest.parent ? `v${manifest.parent}` : "–"),
+      element("td", manifest.created ? clock(manifest.created) : "–"),
+      element("td", whole(manifest.trained_on?.records), "number"),
+      figure(gate.acceptance, gate.baseline_acceptance, percent),
+      figure(gate.expected_length, gate.baseline_expected_length, fixed(2)),
+      element("td", live.drafted ? percent(live.accepted / live.drafted) : "–", "number"),
+      last,
+    );
+    return row;
+  });
+  document.querySelector("#versions tbody").replaceChildren(...rows);
+  document.getElementById("versions").hidden = !rows.length;
+  document.getElementById("versions-empty").hidden = rows.length > 0;
+}
+
+const kinds = {
+  published: ["published", "on"],
+  swapped: ["swapped", "on"],
+  rejected: ["rejected", "off"],
+  rolled_back: ["rolled back", "off"],
+};
+
+function story(event) {
+  if (event.kind === "published") {
+    return `v${event.version} passed the gate: expected length ${fixed(2)(event.expected_length ?? null)}, before ${fixed(2)(event.baseline_expected_length ?? null)}`;
+  }
+  if (event.kind === "swapped") return `v${event.version} is in service, before it v${event.previous}`;
+  if (event.kind === "rejected" && event.stage === "load") return `v${event.version} was refused by a replica: ${event.reason}`;
+  if (event.kind === "rejected") return `A candidate did not pass the gate: ${event.reason}`;
+  return `Back to v${event.version}${event.reason ? `: ${event.reason}` : ""}`;
+}
+
+export function events({ events }) {
+  // Each replica tells of the same swap or refusal: once is enough to read.
+  const told = events.filter((event) => event.kind in kinds).reverse();
+  const same = (a, b) => a && a.kind === b.kind && a.version === b.version && a.reason === b.reason;
+  const shown = told.filter((event, index) => !same(told[index - 1], event)).slice(0, 60);
+  const rows = shown.map((event) => {
+    const [name, mood] = kinds[event.kind];
+    const row = element("li");
+    const badge = element("div");
+    badge.append(element("span", name, `badge ${mood}`));
+    row.append(element("time", clock(event.time)), badge, element("div", story(event)));
+    return row;
+  });
+  document.getElementById("events").replaceChildren(...rows);
+  document.getElementById("events-empty").hidden = rows.length > 0;
+}

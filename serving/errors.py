@@ -1,0 +1,84 @@
+"""Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """A request is refused or failed; becomes the status and body of the response.
+
+    The message never holds text that the user sent, apart from names of fields.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def response(self) -> JSONResponse:
+        """The HTTP response that says so."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """Name the first field that is wrong, without repeating its value."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    kind = first["type"]
+    if kind == "json_invalid":
+        return ApiError(400, "The body is not valid JSON.", code="invalid_json")
+    param = first.get("ctx", {}).get("param") or _path(first["loc"])
+    if kind == "extra_forbidden":
+        return ApiError(400, f"'{param}' is not supported.", param=param, code="unsupported_parameter")
+    if kind == "unsupported":
+        return ApiError(400, first["msg"], param=param, code="unsupported_parameter")
+    if kind == "missing":
+        return ApiError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
+    if not param:
+        return ApiError(400, "The body must be a JSON object.", code="invalid_type")
+    text = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"'{param}': {text[:1].lower()}{text[1:]}.", param=param, code="invalid_value")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in location:
+        # A field name comes from the user: short and printable is all that is repeated.
+        path += f"[{part}]" if isinstance(part, int) else "." * bool(path) + ascii(part)[1:-1][:64]
+    return path
+
+
+def install(app: FastAPI) -> None:
+    """Give every failure of ``app`` OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def not_found(request: Request, error: HTTPException) -> JSONResponse:
+        messages = {404: "There is no such path.", 405: f"{request.method} is not allowed on this path."}
+        message = messages.get(error.status_code, "The request is refused.")
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        logger.error("request failed", exc_info=error)
+        return ApiError(500, "The server failed; its log says why.", kind="server_error").response()

@@ -1,0 +1,150 @@
+"""What a request may cost: the key, body bytes, prompt and completion tokens, places in the queue."""
+
+from __future__ import annotations
+
+import hmac
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, SecretStr, ValidationError
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving.errors import ApiError, from_validation
+
+OPEN_PATHS = frozenset({"/health"})
+"""Paths that answer without a key. The dashboard's own files are open too: they hold no data."""
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+def has_key(headers: Headers, key: SecretStr | None) -> bool:
+    """Whether no key is set, or ``Authorization: Bearer`` carries it; compared in constant time."""
+    if key is None:
+        return True
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), key.get_secret_value().encode())
+    return same and scheme.lower() == "bearer"
+
+
+class KeyGuard:
+    """ASGI middleware: 401 for every request without the key, unless its path is open."""
+
+    def __init__(self, app: ASGIApp, key: SecretStr, assets: frozenset[str]) -> None:
+        self.app, self.key, self.open = app, key, OPEN_PATHS | assets
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may go on."""
+        if scope["type"] != "http" or scope["path"] in self.open or has_key(Headers(scope=scope), self.key):
+            return await self.app(scope, receive, send)
+        error = ApiError(
+            401,
+            "This server needs its API key as 'Authorization: Bearer KEY'.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        return await error.response()(scope, receive, send)
+
+
+async def read_body(request: Request, schema: type[AnyBody], max_bytes: int) -> AnyBody:
+    """Read and check a JSON body, without ever holding more than ``max_bytes`` of it.
+
+    Raises:
+        ApiError: 413 when it is longer, 400 when it is not a valid ``schema``.
+    """
+    too_large = ApiError(413, f"The body is larger than {max_bytes} bytes.", code="request_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > max_bytes:
+            raise too_large
+    try:
+        return schema.model_validate_json(bytes(data))
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def check_prompt(ids: list[int], param: str, context: int, vocabulary: int) -> None:
+    """Refuse a prompt that the model cannot continue.
+
+    Raises:
+        ApiError: 400; it is empty, leaves no room for a completion, or holds unknown ids.
+    """
+    if not ids:
+        raise ApiError(400, f"'{param}' is empty: at least one token is needed.", param=param, code="invalid_value")
+    if len(ids) >= context:
+        raise ApiError(
+            400,
+            f"'{param}' has {len(ids)} tokens and the context is limited to {context}, completion included.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    if max(ids) >= vocabulary:
+        raise ApiError(
+            400,
+            f"'{param}' holds a token id that is not below the vocabulary's size, {vocabulary}.",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def completion_budget(asked: int | None, default: int, param: str, prompt: int, context: int, limit: int) -> int:
+    """How many tokens to decode at most; ``default`` is cut to what fits, ``asked`` never is.
+
+    Raises:
+        ApiError: 400; ``asked`` is over the server's limit or does not fit the context.
+    """
+    if asked is None:
+        return min(default, limit, context - prompt)
+    if asked > limit:
+        raise ApiError(
+            400,
+            f"'{param}' is {asked} and this server's limit is {limit}.",
+            param=param,
+            code="invalid_value",
+        )
+    if prompt + asked > context:
+        raise ApiError(
+            400,
+            f"The prompt has {prompt} tokens and '{param}' is {asked}, together more than the context of {context}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+class Queue:
+    """Counts the sequences of one replica, running or waiting; only used on its event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.taken = limit, 0
+
+    def enter(self, sequences: int) -> None:
+        """Take places.
+
+        Raises:
+            ApiError: 400 when the request alone is over the limit, 429 with Retry-After when there is no room now.
+        """
+        if sequences > self.limit:
+            raise ApiError(
+                400,
+                f"The request asks for {sequences} choices and this server's limit is {self.limit}.",
+                param="n",
+                code="invalid_value",
+            )
+        if self.taken + sequences > self.limit:
+            raise ApiError(
+                429,
+                f"The queue is full: {self.taken} of {self.limit} places are taken. Try again later.",
+                kind="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        self.taken += sequences
+
+    def leave(self, sequences: int) -> None:
+        """Give places back."""
+        self.taken -= sequences

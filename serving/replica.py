@@ -1,0 +1,187 @@
+"""One replica: the target, its drafter and the engine, and everything that keeps them current and observed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from osd.capture.stream import TraceWriter
+from osd.config import Settings
+from osd.engine.engine import Engine
+from osd.engine.request import Request, Update
+from osd.registry.events import Events
+from osd.registry.load_board import LoadBoard
+from osd.registry.pointer import Pointer
+from osd.registry.versions import Registry
+from osd.speculation.growth import GROWTHS
+from osd.target.load import load_tokenizer, resolve
+from osd.target.model import SlotModel, load_config, load_model
+from serving import view
+from serving.board import Board, History, Report, Totals
+from serving.control import Control, Switches
+from serving.reporter import Reporter
+from serving.service import ChatTemplateError, Model
+from serving.versions import Start, VersionWatcher, starting_drafter
+
+logger = logging.getLogger(__name__)
+
+
+class SharedBoard(Protocol):
+    """The board of all replicas; its methods return None when it cannot be reached."""
+
+    def push(self, report: Report) -> None:
+        """Deliver a report, or give up after a moment."""
+        ...
+
+    async def totals(self) -> Totals | None:
+        """Counters of all replicas."""
+        ...
+
+    async def history(self, seconds: int) -> History | None:
+        """The last ``seconds`` of all replicas."""
+        ...
+
+
+class Replica:
+    """Implements ``serving.service.Service`` over a real engine. ``close`` stops every thread that it started.
+
+    Raises:
+        osd.target.load.TargetError: the target cannot be had.
+    """
+
+    def __init__(self, settings: Settings, redis_url: str, name: str, shared: SharedBoard) -> None:
+        self.settings, self._shared, self._own = settings, shared, Board()
+        directory = resolve(settings.target.source, settings.home_dir)
+        self._tokenizer = load_tokenizer(directory)
+        registry = Registry(settings.registry_dir)
+        self._pointer, self._events, self._control = Pointer(redis_url), Events(redis_url), Control(redis_url)
+        self._load_board = LoadBoard(redis_url)
+        start: Start | None = None
+        if settings.drafter.kind != "none":
+            start = starting_drafter(settings, registry, self._pointer, directory)
+        self._writer = TraceWriter(redis_url, settings.capture) if settings.capture.enabled else None
+        self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer)
+        self._watcher: VersionWatcher | None = None
+        if start is not None:
+            self._watcher = VersionWatcher(settings, registry, self._pointer, self._events, self.engine, start)
+        self._feeds = view.Feeds(settings, redis_url, registry, self._events)
+        self._reporter = Reporter(
+            name, self.engine, self._writer, self._watcher, self._load_board, self._control, self._push
+        )
+        self.model = Model(
+            id=model_id(settings),
+            root=settings.target.source,
+            context=context_of(settings, directory),
+            vocabulary=self.engine.target.vocab_size,
+            created=int(time.time()),
+        )
+        self.engine.start()
+        if self._watcher:
+            self._watcher.start()
+        self._reporter.start()
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """See ``Service``."""
+        return self._tokenizer(text, add_special_tokens=special)["input_ids"]  # type: ignore[return-value]
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """See ``Service``."""
+        if self._tokenizer.chat_template is None:
+            raise ChatTemplateError("The model has no chat template; use /v1/completions.")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except TemplateError:
+            raise ChatTemplateError("The model's chat template does not take this order of messages.") from None
+        return self.encode(str(text), special=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """See ``Service``."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:
+        """See ``Service``."""
+        self.engine.submit(request, on_update)
+
+    def cancel(self, request_id: str) -> None:
+        """See ``Service``."""
+        self.engine.cancel(request_id)
+
+    def check_health(self) -> None:
+        """See ``Service``."""
+        self.engine.check_health()
+
+    async def totals(self) -> Totals:
+        """See ``Service``; with the shared board out of reach, the counters of this replica."""
+        return await self._shared.totals() or self._own.totals(time.time())
+
+    async def dashboard(self, seconds: int) -> dict[str, Any]:
+        """See ``Service``."""
+        totals = await self.totals()
+        history = await self._shared.history(seconds) or self._own.history(time.time(), seconds)
+        feeds = await asyncio.to_thread(self._feeds.read)
+        return view.compose(self.settings, self.model, totals, history, feeds)
+
+    def set_speculation(self, enabled: bool) -> None:
+        """Switch speculation in every replica: here at once, in the others within a second.
+
+        Raises:
+            redis.exceptions.RedisError: the others cannot be told, and nothing was switched.
+        """
+        self._control.set(Switches(speculation=enabled))
+        self._reporter.set_speculation(enabled)
+
+    def close(self) -> None:
+        """Stop everything; what decodes is cancelled."""
+        if self._watcher:
+            self._watcher.close()
+        self.engine.stop()
+        if self._writer:
+            self._writer.close()
+        self._reporter.close()
+        for connection in (self._feeds, self._load_board, self._control, self._events, self._pointer):
+            connection.close()
+
+    def _push(self, report: Report) -> None:
+        self._own.push(report)
+        self._shared.push(report)
+
+
+def make_engine(
+    settings: Settings,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    start: Start | None,
+    writer: TraceWriter | None,
+) -> Engine:
+    """Load the target from ``directory`` and put an engine around it; ``start`` None decodes plainly."""
+    growth = GROWTHS[settings.growth.kind](**settings.growth.model_dump(exclude={"kind"}))
+    target = SlotModel(
+        load_model(directory, settings.target.dtype, settings.target.device),
+        slots=settings.engine.slots,
+        context=settings.engine.context,
+        scratch=growth.max_nodes + 1,
+        taps=start.drafter.taps if start else (),
+    )
+    sink = writer.offer if writer else None
+    if start is None:
+        return Engine(target, tokenizer, settings, sink=sink)
+    return Engine(target, tokenizer, settings, start.drafter, start.version, sink)
+
+
+def context_of(settings: Settings, directory: Path) -> int:
+    """Tokens of prompt and completion: as configured, and no more than the model was made for."""
+    longest = getattr(load_config(directory), "max_position_embeddings", None)
+    return min(settings.engine.context, longest or settings.engine.context)
+
+
+def model_id(settings: Settings) -> str:
+    """The name that clients ask for: as configured, else the last part of the target's source."""
+    source = settings.target.source.removeprefix("pypi:").rstrip("/")
+    return settings.serving.model_name or source.rpartition("/")[2].removesuffix(".gguf")

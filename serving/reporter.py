@@ -1,0 +1,131 @@
+"""A replica's reports: its load to the load board, its counters to the board, the operator's switches back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from redis.exceptions import RedisError
+
+from osd.capture.stream import TraceWriter
+from osd.registry.load_board import LoadBoard, ReplicaLoad
+from serving.board import Report
+from serving.control import Control
+from serving.versions import VersionWatcher
+
+if TYPE_CHECKING:
+    from osd.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+LOAD_SECONDS = 0.2
+REPORT_SECONDS = 1.0
+
+
+class Reporter:
+    """Two threads, so that a Redis that hangs delays no counters.
+
+    ``push`` gets a report each second and may block for a moment, but must not raise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        writer: TraceWriter | None,
+        watcher: VersionWatcher | None,
+        load_board: LoadBoard,
+        control: Control,
+        push: Callable[[Report], None],
+    ) -> None:
+        self._name, self._engine, self._writer, self._watcher = name, engine, writer, watcher
+        self._load_board, self._control, self._push = load_board, control, push
+        self.speculation = True
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._tell_load, name="load-reporter", daemon=True),
+            threading.Thread(target=self._tell_counters, name="counter-reporter", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Begin to report."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Push the last counts and stop."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def set_speculation(self, enabled: bool) -> None:
+        """Apply the switch to this replica's engine."""
+        if enabled != self.speculation:
+            self.speculation = enabled
+            self._engine.set_speculation(enabled)
+
+    def report(self) -> Report:
+        """This replica now."""
+        counts, load = self._engine.counters(), self._engine.load()
+        drafts = counts.speculation()
+        counters: dict[str | tuple[str, int], float] = {
+            "requests": counts.requests,
+            "failed": counts.failed,
+            "cancelled": counts.cancelled,
+            "prompt_tokens": counts.prompt_tokens,
+            "completion_tokens": counts.completion_tokens,
+            "rounds": drafts.rounds,
+            "drafted": drafts.drafted,
+            "accepted": drafts.accepted,
+            "swaps": counts.swaps,
+            "busy_seconds": counts.busy_seconds,
+            "rejected_versions": self._watcher.rejected if self._watcher else 0,
+        }
+        for position, accepted in enumerate(drafts.accepted_per_position):
+            counters["accepted_per_position", position] = accepted
+        for version, of_version in counts.by_version.items():
+            counters["version_rounds", version] = of_version.rounds
+            counters["version_drafted", version] = of_version.drafted
+            counters["version_accepted", version] = of_version.accepted
+        if self._writer is not None:
+            for name, value in self._writer.counters().items():
+                counters[f"traces_{name}"] = value
+        return Report(
+            replica=self._name,
+            time=time.time(),
+            version=self._engine.drafter_version,
+            speculation=self.speculation,
+            running=load.running,
+            waiting=load.waiting,
+            swap_stall_seconds_max=counts.swap_stall_seconds_max,
+            counters=counters,
+        )
+
+    def _tell_load(self) -> None:
+        # The last second of (time, tokens): the difference of its ends is the speed.
+        window: deque[tuple[float, int]] = deque(maxlen=round(1 / LOAD_SECONDS) + 1)
+        failing = False
+        while not self._stop.wait(LOAD_SECONDS):
+            load = self._engine.load()
+            window.append((time.monotonic(), self._engine.counters().completion_tokens))
+            (then, before), (now, tokens) = window[0], window[-1]
+            speed = (tokens - before) / (now - then) if now > then else 0.0
+            try:
+                told = ReplicaLoad(load.running, load.waiting, self._engine.drafter_version, speed)
+                self._load_board.report(self._name, told)
+                self.set_speculation(self._control.get().speculation)
+            except RedisError as error:
+                if not failing:
+                    logger.warning("Redis does not answer, serving goes on without it: %s", error)
+                failing = True
+            else:
+                failing = False
+
+    def _tell_counters(self) -> None:
+        while not self._stop.wait(REPORT_SECONDS):
+            self._push(self.report())
+        self._push(self.report())

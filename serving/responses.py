@@ -1,0 +1,139 @@
+"""OpenAI's response shapes, whole and as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from osd.engine.request import FinishReason, SpeculationCounts, Update
+from serving.errors import ApiError
+from serving.generation import Disconnected, add_counts
+
+Updates = AsyncIterator[tuple[int, Update]]
+
+
+@dataclass
+class Answer:
+    """Gathers updates into what the client is told: ids, texts, usage."""
+
+    id: str
+    model: str
+    chat: bool
+    choices: int
+    prompt_tokens: int
+    created: int = field(default_factory=lambda: int(time.time()))
+    completion_tokens: int = 0
+    counts: list[SpeculationCounts] = field(default_factory=list)
+
+    def add(self, update: Update) -> None:
+        """Count an update."""
+        self.completion_tokens += len(update.token_ids)
+        if update.counts is not None:
+            self.counts.append(update.counts)
+
+    def usage(self) -> dict[str, int]:
+        """Tokens so far; the prompt counts once for all its choices."""
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": total,
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """How speculation did on this request, all choices together."""
+        counts = add_counts(self.counts)
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": counts.mean_acceptance_length,
+                "draft_acceptance_rate": counts.acceptance_rate,
+                "acceptance_histogram": counts.histogram,
+                "num_spec_steps": counts.rounds,
+                "num_accepted_draft_tokens": counts.accepted,
+                "num_draft_tokens": counts.drafted,
+            }
+        }
+
+    def envelope(self, choices: list[dict[str, Any]], streamed: bool) -> dict[str, Any]:
+        """The root of a response or of one event."""
+        kind = ("chat.completion.chunk" if streamed else "chat.completion") if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def choice(self, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
+        """A finished choice."""
+        content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+
+    def delta(self, index: int, text: str, reason: FinishReason | None, first: bool) -> dict[str, Any]:
+        """A choice's part of one event."""
+        if not self.chat:
+            return self.choice(index, text, reason)
+        role = {"role": "assistant"} if first else {}
+        return {"index": index, "delta": {**role, "content": text}, "logprobs": None, "finish_reason": reason}
+
+
+async def collect(answer: Answer, updates: Updates) -> dict[str, Any]:
+    """Wait for all choices and make the whole response."""
+    texts: list[list[str]] = [[] for _ in range(answer.choices)]
+    reasons: list[FinishReason | None] = [None] * answer.choices
+    async for index, update in updates:
+        answer.add(update)
+        texts[index].append(update.text)
+        reasons[index] = update.finish_reason
+    choices = [answer.choice(index, "".join(texts[index]), reasons[index]) for index in range(answer.choices)]
+    return {**answer.envelope(choices, streamed=False), "usage": answer.usage(), "metrics": answer.metrics()}
+
+
+async def events(answer: Answer, updates: Updates, usage: bool, continuous: bool) -> AsyncIterator[bytes]:
+    """One event per round, then usage if asked for, then ``[DONE]``; a late failure is an event too."""
+    begun: set[int] = set()
+    try:
+        async for index, update in updates:
+            answer.add(update)
+            delta = answer.delta(index, update.text, update.finish_reason, index not in begun)
+            begun.add(index)
+            event = answer.envelope([delta], streamed=True)
+            if usage or continuous:
+                event["usage"] = answer.usage() if continuous else None
+            yield _event(event)
+        if usage:
+            yield _event({**answer.envelope([], streamed=True), "usage": answer.usage(), "metrics": answer.metrics()})
+    except ApiError as error:
+        yield _event(error.body)
+    yield b"data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come and calls ``close`` in the end, however it ends.
+
+    Starlette's own streaming response would compete with the generation for the disconnect message.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, content: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        self.content, self.close = content, close
+        self.status_code, self.background = 200, None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything, or stop where the client left."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in self.content:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (Disconnected, OSError):
+            return
+        finally:
+            self.close()

@@ -1,0 +1,236 @@
+"""The HTTP application: OpenAI's paths, the tokenizer, health, metrics, and the dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from osd.engine.request import Request as Sequence
+from osd.engine.request import Sampling, Update
+from serving import dashboard, errors, metrics
+from serving.errors import ApiError
+from serving.generation import Disconnected, Generation, seed_of
+from serving.limits import KeyGuard, Queue, check_prompt, completion_budget, read_body
+from serving.responses import Answer, EventStream, collect, events
+from serving.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generate,
+    Message,
+    TokenizeRequest,
+)
+from serving.service import ChatTemplateError, Service
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of ``max_tokens`` for /v1/completions."""
+_COLDEST = 1e-4  # logits divided by less overflow float32; the distribution is greedy long before
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application in front of one replica."""
+    app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
+    errors.install(app)
+    app.include_router(Routes(service).router)
+    app.include_router(dashboard.router(service))
+    if service.settings.serving.api_key is not None:
+        app.add_middleware(KeyGuard, key=service.settings.serving.api_key, assets=dashboard.OPEN_PATHS)
+    return app
+
+
+class Routes:
+    """Handlers over one service; all state is the queue's count."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, self.limits = service, service.settings.serving
+        self.queue = Queue(self.limits.max_queue)
+        # One thread: a long prompt must not stall the event loop, and tokenizers are not promised to be thread-safe.
+        self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self.router = APIRouter()
+        add = self.router.add_api_route
+        add("/v1/chat/completions", self.chat, methods=["POST"])
+        add("/v1/completions", self.complete, methods=["POST"])
+        add("/v1/models", self.models, methods=["GET"])
+        add("/v1/models/{model:path}", self.model, methods=["GET"])
+        add("/tokenize", self.tokenize, methods=["POST"])
+        add("/detokenize", self.detokenize, methods=["POST"])
+        add("/health", self.health, methods=["GET"])
+        add("/metrics", self.metrics, methods=["GET"])
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        body = await read_body(request, ChatRequest, self.limits.max_body_bytes)
+        self._check_model(body.model)
+        ids = await self._encode_chat(body.messages)
+        asked = body.max_completion_tokens or body.max_tokens
+        name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+        return await self._generate(request, body, [ids], "messages", asked, self.limits.max_completion_tokens, name)
+
+    async def complete(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        body = await read_body(request, CompletionRequest, self.limits.max_body_bytes)
+        self._check_model(body.model)
+        prompts = [await self._encode(p, True) if isinstance(p, str) else p for p in body.prompt]
+        return await self._generate(request, body, prompts, "prompt", body.max_tokens, COMPLETION_TOKENS, "max_tokens")
+
+    async def models(self) -> Response:
+        """``GET /v1/models``."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, model: str) -> Response:
+        """``GET /v1/models/{id}``."""
+        self._check_model(model)
+        return JSONResponse(self._card())
+
+    async def tokenize(self, request: Request) -> Response:
+        """``POST /tokenize``."""
+        body = await read_body(request, TokenizeRequest, self.limits.max_body_bytes)
+        self._check_model(body.model)
+        if body.messages is not None:
+            ids = await self._encode_chat(body.messages)
+        else:
+            ids = await self._encode(body.prompt or "", body.add_special_tokens)
+        return JSONResponse({"count": len(ids), "max_model_len": self.service.model.context, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        """``POST /detokenize``."""
+        body = await read_body(request, DetokenizeRequest, self.limits.max_body_bytes)
+        self._check_model(body.model)
+        if max(body.tokens, default=0) >= self.service.model.vocabulary:
+            size = self.service.model.vocabulary
+            raise ApiError(400, f"'tokens' holds an id that is not below {size}.", param="tokens", code="invalid_value")
+        return JSONResponse({"prompt": await self._in_thread(self.service.decode, body.tokens)})
+
+    async def health(self) -> Response:
+        """``GET /health``: 200 while this replica can decode."""
+        try:
+            self.service.check_health()
+        except Exception as error:
+            raise ApiError(503, "The engine has stopped.", kind="server_error") from error
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        """``GET /metrics``: Prometheus text, summed over all replicas."""
+        settings, model = self.service.settings, self.service.model
+        text = metrics.render(await self.service.totals(), settings.domain, model.id)
+        return Response(text, media_type=metrics.CONTENT_TYPE)
+
+    async def _generate(
+        self,
+        request: Request,
+        body: Generate,
+        prompts: list[list[int]],
+        param: str,
+        asked: int | None,
+        default: int,
+        name: str,
+    ) -> Response:
+        model, serving = self.service.model, self.limits
+        response_id = f"{'chatcmpl' if param == 'messages' else 'cmpl'}-{uuid.uuid4().hex}"
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        sequences = []
+        for ids in prompts:
+            check_prompt(ids, param, model.context, model.vocabulary)
+            limit = serving.max_completion_tokens
+            budget = completion_budget(asked, default, name, len(ids), model.context, limit)
+            for choice in range(body.n or 1):
+                sequences.append(self._sequence(response_id, len(sequences), ids, budget, body, seed_of(seed, choice)))
+        answer = Answer(response_id, model.id, param == "messages", len(sequences), sum(map(len, prompts)))
+        generation = Generation(self.service, self.queue, sequences)
+        handed_over = False
+        try:
+            generation.start(request.receive)
+            updates = generation.updates()
+            if not body.stream:
+                return JSONResponse(await collect(answer, updates))
+            # Only after the first round is the status sent: until then a failure is an HTTP code.
+            updates = _again(await anext(updates), updates)
+            options = body.stream_options
+            usage = bool(options and options.include_usage)
+            continuous = bool(options and options.continuous_usage_stats)
+            handed_over = True
+            return EventStream(events(answer, updates, usage, continuous), generation.close)
+        except Disconnected:
+            return Response(status_code=499)
+        finally:
+            if not handed_over:
+                generation.close()
+
+    def _sequence(
+        self, response_id: str, index: int, ids: list[int], budget: int, body: Generate, seed: int
+    ) -> Sequence:
+        settings = self.service.settings
+        temperature = 1.0 if body.temperature is None else body.temperature
+        sampling = Sampling(
+            temperature=0.0 if temperature < _COLDEST else temperature,
+            top_k=max(body.top_k or 0, 0),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            seed=seed,
+        )
+        allowed = settings.serving.capture_default if body.store is None else body.store
+        return Sequence(
+            id=f"{response_id}-{index}",
+            prompt_ids=tuple(ids),
+            max_tokens=budget,
+            sampling=sampling,
+            stop=tuple(body.stop or ()),
+            ignore_eos=bool(body.ignore_eos),
+            capture=settings.capture.enabled and allowed,
+            domain=settings.domain,
+        )
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.service.model.id:
+            raise ApiError(
+                404,
+                f"The model does not exist; this server serves '{self.service.model.id}'.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _card(self) -> dict[str, Any]:
+        model = self.service.model
+        return {
+            "id": model.id,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "osd",
+            "root": model.root,
+            "parent": None,
+            "max_model_len": model.context,
+        }
+
+    async def _encode(self, text: str, special: bool) -> list[int]:
+        return await self._in_thread(self.service.encode, text, special)
+
+    async def _encode_chat(self, messages: list[Message]) -> list[int]:
+        if len(messages) > self.limits.max_messages:
+            raise ApiError(
+                400,
+                f"'messages' has {len(messages)} entries and this server's limit is {self.limits.max_messages}.",
+                param="messages",
+                code="invalid_value",
+            )
+        # Chat templates know the older name of the role.
+        turns = [{"role": m.role.replace("developer", "system"), "content": m.content} for m in messages]
+        try:
+            return await self._in_thread(self.service.encode_chat, turns)
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template") from error
+
+    async def _in_thread(self, call: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, partial(call, *arguments))
+
+
+async def _again(first: tuple[int, Update], rest: AsyncIterator[tuple[int, Update]]) -> AsyncIterator[Any]:
+    yield first
+    async for item in rest:
+        yield item

@@ -1,0 +1,192 @@
+"""Request bodies: what is accepted is used, what is not supported is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+_COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "metadata": (None,),
+}
+_CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **_COMMON_NEUTRAL,
+    "top_logprobs": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "reasoning_effort": (None, "none"),
+    "audio": (None,),
+    "prediction": (None,),
+}
+_COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **_COMMON_NEUTRAL,
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+}
+_MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    name: (None, []) for name in ("name", "refusal", "annotations", "audio", "function_call", "tool_calls")
+}
+
+
+def _equal(value: Any, neutral: Any) -> bool:
+    # In JSON 0 and false differ; in Python they do not.
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+class Body(BaseModel):
+    """A JSON object with known fields only. Fields in ``neutral`` may say what is done anyway."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, values in cls.neutral.items():
+            if name in data and not any(_equal(data[name], value) for value in values):
+                raise PydanticCustomError("unsupported", "'{param}' is not supported.", {"param": name})
+        return {name: value for name, value in data.items() if name not in cls.neutral}
+
+
+def _stops(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _text(value: Any) -> Any:
+    """Join a message's text parts; other kinds of parts are refused by name."""
+    if not isinstance(value, list):
+        return value
+    parts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            known = kind if kind in ("image_url", "input_audio", "file", "refusal") else "such"
+            raise ValueError(f"only text parts are supported, no {known} parts")
+        if extra := set(part) - {"type", "text"}:
+            raise ValueError(f"a text part has {len(extra)} more field(s) than type and text")
+        parts.append(part["text"])
+    return "".join(parts)
+
+
+def _prompts(value: Any) -> Any:
+    """One text, one list of token ids, or a list of either."""
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a text, a list of token ids, or a list of these that is not empty")
+    for prompt in value:
+        ids = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
+        if not (isinstance(prompt, str) or ids):
+            raise ValueError("must be a text, a list of token ids, or a list of these")
+    return value
+
+
+class StreamOptions(Body):
+    """What a stream reports beside text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Generate(Body):
+    """What chat and text completions share; ``None`` is the default of OpenAI.
+
+    ``top_k`` (0 and -1 are off) and ``ignore_eos`` are vLLM's extensions. ``user`` is taken as a label and not kept.
+    """
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=-1, le=2**31)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]] | None, BeforeValidator(_stops)] = Field(
+        None, max_length=4
+    )
+    n: int | None = Field(None, ge=1, le=8)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    store: bool | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> Generate:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "unsupported", "'{param}' is only supported with stream.", {"param": "stream_options"}
+            )
+        return self
+
+
+class Message(Body):
+    """One turn of a chat."""
+
+    neutral = _MESSAGE_NEUTRAL
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_text)]
+
+
+class ChatRequest(Generate):
+    """``POST /v1/chat/completions``."""
+
+    neutral = _CHAT_NEUTRAL
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatRequest:
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise PydanticCustomError(
+                "unsupported", "'{param}' differs from 'max_completion_tokens'.", {"param": "max_tokens"}
+            )
+        return self
+
+
+class CompletionRequest(Generate):
+    """``POST /v1/completions``; several prompts give ``n`` choices each."""
+
+    neutral = _COMPLETION_NEUTRAL
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+
+
+class TokenizeRequest(Body):
+    """``POST /tokenize``: the token ids of a text or of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one_of(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("unsupported", "Give either '{param}' or 'messages'.", {"param": "prompt"})
+        return self
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``: the text of token ids."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]

@@ -1,0 +1,69 @@
+"""What the routes need of a replica; the HTTP layer knows nothing of Ray or of the engine's insides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from osd.config import Settings
+from osd.engine.request import Request, Update
+from serving.board import Totals
+
+
+@dataclass(frozen=True)
+class Model:
+    """The served model: ``id`` is what clients ask for, ``root`` where it comes from; sizes in tokens."""
+
+    id: str
+    root: str
+    context: int
+    vocabulary: int
+    created: int
+
+
+class ChatTemplateError(ValueError):
+    """The model has no chat template, or its template refuses the messages."""
+
+
+class Service(Protocol):
+    """One replica, as HTTP sees it."""
+
+    settings: Settings
+    model: Model
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text, with the tokenizer's special tokens around it if ``special``."""
+        ...
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a chat that the assistant continues.
+
+        Raises:
+            ChatTemplateError: it cannot be rendered.
+        """
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, special tokens included."""
+        ...
+
+    def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:
+        """Queue a sequence; ``on_update`` is called on another thread, once a round, and must not block."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a sequence within a round; unknown ids are ignored."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise when this replica cannot decode any more."""
+        ...
+
+    async def totals(self) -> Totals:
+        """Counters summed over all replicas."""
+        ...
+
+    async def dashboard(self, seconds: int) -> dict[str, Any]:
+        """What the dashboard shows of the last ``seconds``, as JSON."""
+        ...

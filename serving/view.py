@@ -1,0 +1,107 @@
+"""What the dashboard shows: the board's history beside the registry, the events and the stream."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from osd.capture.stream import TraceReader
+from osd.config import Settings
+from osd.registry.events import Events
+from osd.registry.pointer import Pointer
+from osd.registry.versions import Registry, VersionInfo
+from serving.board import History, Totals
+from serving.service import Model
+
+_FRESH_SECONDS = 1.0
+_EVENTS = 240
+
+
+class Feeds:
+    """Registry and Redis as the dashboard needs them; read at most once a second however many pages are open."""
+
+    def __init__(self, settings: Settings, redis_url: str, registry: Registry, events: Events) -> None:
+        self._domain, self._registry, self._events = settings.domain, registry, events
+        self._pointer = Pointer(redis_url)
+        self._reader = TraceReader(
+            redis_url, settings.capture, group=f"trainer-{settings.domain}", consumer="dashboard"
+        )
+        self._lock = threading.Lock()
+        self._read_at = 0.0
+        self._latest: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        """``versions``, ``events``, ``stable`` and ``lag``, the last two None without Redis. Blocks for a moment."""
+        with self._lock:
+            if time.monotonic() - self._read_at > _FRESH_SECONDS:
+                self._latest = self._gather()
+                self._read_at = time.monotonic()
+            return self._latest
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._reader.close()
+        self._pointer.close()
+
+    def _gather(self) -> dict[str, Any]:
+        versions = [_version(info) for info in self._registry.list(self._domain)]
+        try:
+            rollout = self._pointer.get(self._domain)
+            events = [event for event in self._events.recent(_EVENTS) if event["domain"] == self._domain]
+            stable = rollout.stable if rollout else None
+            return {"redis": True, "versions": versions, "stable": stable, "events": events, "lag": self._reader.lag()}
+        except RedisError:
+            return {"redis": False, "versions": versions, "stable": None, "events": [], "lag": None}
+
+
+def _version(info: VersionInfo) -> dict[str, Any]:
+    return {"number": info.number, "problem": info.problem, "manifest": info.manifest}
+
+
+def compose(
+    settings: Settings, model: Model, totals: Totals, history: History, feeds: dict[str, Any]
+) -> dict[str, Any]:
+    """The JSON of ``/dashboard/data``."""
+    live = {name: totals.by_label(f"version_{name}") for name in ("rounds", "drafted", "accepted")}
+    running = {report.version for report in totals.replicas}
+    versions = []
+    for version in feeds["versions"]:
+        counts = {name: by_version.get(version["number"], 0) for name, by_version in live.items()}
+        versions.append({**version, "in_service": version["number"] in running, "live": counts})
+    names = (
+        "requests",
+        "failed",
+        "completion_tokens",
+        "swaps",
+        "rejected_versions",
+        "traces_written",
+        "traces_dropped",
+    )
+    return {
+        "time": time.time(),
+        "domain": settings.domain,
+        "model": asdict(model),
+        "drafter": settings.drafter.kind,
+        "capture": settings.capture.enabled,
+        "history": asdict(history),
+        "totals": {name: totals.counters.get(name, 0) for name in (*names, "traces_dropped")},
+        "replicas": [
+            {
+                "name": report.replica,
+                "version": report.version,
+                "speculation": report.speculation,
+                "running": report.running,
+                "waiting": report.waiting,
+                "swap_stall_seconds_max": report.swap_stall_seconds_max,
+            }
+            for report in totals.replicas
+        ],
+        "versions": versions,
+        "stable": feeds["stable"],
+        "events": feeds["events"],
+        "stream": {"redis": feeds["redis"], "lag": feeds["lag"], "capacity": settings.capture.max_records},
+    }

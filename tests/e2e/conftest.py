@@ -1,0 +1,139 @@
+"""One service for all end-to-end tests: real Redis, real Ray Serve, a real engine on a tiny target."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from deploy.first_version import ensure_version
+from osd.capture.server import RedisServer
+from osd.config import Settings
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from serving.app import build
+from tests.tiny import make_tiny
+
+REPLICAS = 2
+
+
+@dataclass
+class Service:
+    """The running service and what tests look at and turn."""
+
+    settings: Settings
+    redis: RedisServer
+    handle: Any
+    url: str
+    http: httpx.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    @property
+    def registry(self) -> Registry:
+        return Registry(self.settings.registry_dir)
+
+    def point_at(self, number: int) -> None:
+        pointer = Pointer(self.redis.url)
+        pointer.set(self.settings.domain, Rollout(number, None, 0.0, time.time()))
+        pointer.close()
+
+    def data(self) -> dict[str, Any]:
+        return self.http.get("/dashboard/data").raise_for_status().json()
+
+    def versions(self) -> list[int]:
+        """The drafter version of each replica."""
+        return [replica["version"] for replica in self.data()["replicas"]]
+
+    def metric(self, name: str) -> float:
+        """One sample of /metrics, summed over its labels."""
+        text = self.http.get("/metrics").raise_for_status().text
+        families = text_string_to_metric_families(text)
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+    def complete(self, prompt: str = "hello", **fields: Any) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, **fields}
+        return self.http.post("/v1/completions", json=body)
+
+    def publish(self, change: Callable[[dict[str, Any]], None] = lambda weights: None) -> int:
+        """Publish the newest version's weights again, changed."""
+        newest = self.registry.list(self.settings.domain)[0].number
+        version = self.registry.load(self.settings.domain, newest)
+        weights = {name: tensor.clone() for name, tensor in version.weights.items()}
+        change(weights)
+        gate = {
+            "acceptance": 0.61,
+            "baseline_acceptance": 0.52,
+            "expected_length": 2.4,
+            "baseline_expected_length": 2.1,
+        }
+        trained = {"records": 321, "tokens": 9999, "steps": 150}
+        manifest = {"parent": newest, "trained_on": trained, "gate": gate}
+        return self.registry.publish(self.settings.domain, weights, version.config, manifest)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    target = make_tiny(folder / "tiny")
+    settings = Settings(
+        home=folder / "home",
+        target={"source": str(target), "dtype": "float32"},
+        engine={"slots": 4, "context": 1024, "threads": 1},
+        drafter={"vocabulary": 128},
+        serving={"port": free_port(), "replicas": REPLICAS, "max_queue": 6},
+    )
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    with RedisServer(max_memory_mb=128) as redis:
+        ensure_version(settings, redis.url, target)
+        try:
+            ray.init(
+                address="local",
+                num_cpus=4,
+                include_dashboard=False,
+                object_store_memory=100 << 20,
+                namespace="osd-tests",
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                _node_ip_address="127.0.0.1",
+            )
+            serve.start(http_options={"host": "127.0.0.1", "port": settings.serving.port})
+            handle = serve.run(build(settings, redis.url), name="osd", route_prefix="/")
+            running = Service(settings, redis, handle, f"http://127.0.0.1:{settings.serving.port}")
+            yield running
+            running.http.close()
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Any]:
+    """Waits until a condition holds and returns its value; fails when it does not in time."""
+
+    def wait(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < deadline, "the condition did not come true in time"
+            time.sleep(0.05)
+        return value
+
+    return wait

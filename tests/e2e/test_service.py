@@ -1,0 +1,167 @@
+"""The HTTP contract against the real thing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2 as httpx
+import openai
+import pytest
+
+
+@pytest.fixture
+def client(service):
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_the_openai_client_chats(service, client):
+    model = client.models.list().data[0]
+    assert model.id == "tiny"
+    assert client.models.retrieve("tiny").id == "tiny"
+    answer = client.chat.completions.create(
+        model=model.id, messages=[{"role": "user", "content": "Hello"}], max_completion_tokens=20, temperature=0
+    )
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason in ("stop", "length")
+    assert answer.usage.completion_tokens == 20 or choice.finish_reason == "stop"
+    assert (
+        answer.usage.prompt_tokens
+        == service.http.post("/tokenize", json={"messages": [{"role": "user", "content": "Hello"}]}).json()["count"]
+    )
+    speculation = answer.model_extra["metrics"]["speculative_decoding"]
+    assert speculation["num_spec_steps"] > 0
+    assert speculation["num_draft_tokens"] >= speculation["num_accepted_draft_tokens"]
+    assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"]
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(client):
+    fields = {"model": "tiny", "prompt": "def f(x):", "max_tokens": 40, "temperature": 0.8, "seed": 3}
+    whole = client.completions.create(**fields)
+    chunks = list(client.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    rounds = len(chunks) - 1
+    assert rounds <= whole.usage.completion_tokens
+
+
+def test_the_output_does_not_depend_on_speculation(service, client, eventually):
+    prompts = ["a", "The quick brown fox", "1 2 3 4", "if x:"]
+
+    def greedy():
+        return [service.complete(prompt, max_tokens=60).json() for prompt in prompts]
+
+    with_drafts = greedy()
+    service.handle.set_speculation.remote(False).result()
+    try:
+        eventually(lambda: not any(replica["speculation"] for replica in service.data()["replicas"]))
+        plain = greedy()
+    finally:
+        service.handle.set_speculation.remote(True).result()
+    eventually(lambda: all(replica["speculation"] for replica in service.data()["replicas"]))
+    assert [answer["choices"] for answer in plain] == [answer["choices"] for answer in with_drafts]
+    assert all(answer["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0 for answer in plain)
+    assert all(answer["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0 for answer in with_drafts)
+
+
+def test_refusals_reach_the_openai_client_as_its_own_errors(client):
+    chat = client.chat.completions.create
+    hello = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(model="tiny", messages=hello, presence_penalty=1.0)
+    assert caught.value.param == "presence_penalty"
+    with pytest.raises(openai.NotFoundError):
+        chat(model="other", messages=hello)
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(model="tiny", messages=[{"role": "user", "content": "x" * 2000}], stream=True)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.APIStatusError) as status:
+        client.completions.create(model="tiny", prompt="x" * (2 << 20))
+    assert status.value.status_code == 413
+
+
+def test_a_stop_string_ends_the_text_before_it(service):
+    whole = service.complete("abc", max_tokens=40, ignore_eos=True).json()["choices"][0]["text"]
+    stop = whole[5:8]
+    choice = service.complete("abc", max_tokens=40, ignore_eos=True, stop=[stop]).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == whole[: whole.index(stop)]
+
+
+def running(service):
+    return service.metric("osd_running_requests") + service.metric("osd_waiting_requests")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_disconnects_frees_its_slots(service, eventually, stream):
+    eventually(lambda: running(service) == 0)
+    cancelled = service.metric("osd_cancelled_requests_total")
+    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "n": 6, "stream": stream}
+    with httpx.Client(base_url=service.url) as leaving:
+        if stream:
+            with leaving.stream("POST", "/v1/completions", json=body) as response:
+                assert response.status_code == 200
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.TimeoutException):
+                leaving.post("/v1/completions", json=body, timeout=0.5)
+    eventually(lambda: service.metric("osd_cancelled_requests_total") == cancelled + 6)
+    eventually(lambda: running(service) == 0)
+
+
+def test_a_full_queue_is_429_with_retry_after_and_recovers(service, eventually):
+    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "n": 6, "stream": True}
+    refused, lines = None, []
+    with contextlib.ExitStack() as held:
+        for _ in range(20):
+            response = held.enter_context(service.http.stream("POST", "/v1/completions", json=body))
+            if response.status_code == 429:
+                refused = response
+                break
+            assert response.status_code == 200
+            lines.append(response.iter_lines())  # kept: a dropped iterator would close its connection
+            next(lines[-1])
+        assert refused is not None
+        assert refused.headers["retry-after"] == "1"
+        assert json.loads(refused.read())["error"]["code"] == "queue_full"
+    eventually(lambda: running(service) == 0)
+    assert service.complete().status_code == 200
+
+
+def test_metrics_sum_over_all_replicas_whichever_answers(service, eventually):
+    eventually(lambda: running(service) == 0)
+    names = ("osd_requests_total", "osd_completion_tokens_total", "osd_prompt_tokens_total")
+    time.sleep(2.5)  # both replicas have reported everything before
+    before = {name: service.metric(name) for name in names}
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda i: service.complete(f"prompt {i % 10}").json(), range(24)))
+    tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    eventually(lambda: service.metric("osd_completion_tokens_total") - before["osd_completion_tokens_total"] == tokens)
+    assert service.metric("osd_requests_total") - before["osd_requests_total"] == 24
+    assert service.metric("osd_prompt_tokens_total") - before["osd_prompt_tokens_total"] == 8 * 24
+    assert len({service.metric("osd_requests_total") for _ in range(10)}) == 1
+    assert service.metric("vllm:spec_decode_num_drafts_total") > 0
+    loads = [replica["name"] for replica in service.data()["replicas"]]
+    assert len(loads) == 2
+
+
+def test_health_answers_while_decoding(service):
+    stop = threading.Event()
+    with ThreadPoolExecutor(4) as pool:
+        busy = [pool.submit(service.complete, "a", max_tokens=250, ignore_eos=True) for _ in range(4)]
+        slowest = 0.0
+        while not stop.is_set():
+            start = time.monotonic()
+            assert service.http.get("/health").json() == {"status": "ok"}
+            slowest = max(slowest, time.monotonic() - start)
+            if all(future.done() for future in busy):
+                stop.set()
+    assert slowest < 2.0
+    assert all(future.result().status_code == 200 for future in busy)

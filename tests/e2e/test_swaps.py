@@ -1,0 +1,121 @@
+"""Versions that come and go while requests are decoded, and Redis that goes and comes."""
+
+from __future__ import annotations
+
+import threading
+
+import httpx2 as httpx
+import redis
+import torch
+
+
+def shake(weights):
+    torch.manual_seed(1)
+    for tensor in weights.values():
+        if tensor.is_floating_point():
+            tensor += 0.05 * torch.randn_like(tensor)
+
+
+def test_a_published_version_is_swapped_in_under_load_and_changes_no_output(service, eventually):
+    first = service.complete("some text", max_tokens=200, ignore_eos=True).json()["choices"]
+    stop, texts, failures = threading.Event(), [], []
+
+    def traffic():
+        with httpx.Client(base_url=service.url, timeout=60) as http:
+            while not stop.is_set():
+                body = {"prompt": "some text", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+                response = http.post("/v1/completions", json=body)
+                (texts if response.status_code == 200 else failures).append(response.json().get("choices"))
+
+    threads = [threading.Thread(target=traffic) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        swaps = service.metric("osd_swaps_total")
+        for _ in range(3):
+            number = service.publish(shake)
+            service.point_at(number)
+            eventually(lambda number=number: service.versions() == [number] * 2)
+        eventually(lambda: service.metric("osd_swaps_total") == swaps + 6)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert len(texts) >= 4
+    assert all(choices == first for choices in texts)
+    marks = [event["version"] for event in service.data()["events"] if event["kind"] == "swapped"]
+    assert marks[-2:] == [number] * 2
+    stalls = [replica["swap_stall_seconds_max"] for replica in service.data()["replicas"]]
+    assert 0 < max(stalls) < 0.5
+
+
+def test_a_damaged_version_is_refused_and_the_running_one_stays(service, eventually):
+    good = service.versions()[0]
+    assert service.versions() == [good] * 2
+    rejected = service.metric("osd_rejected_versions_total")
+
+    number = service.publish()
+    weights = service.settings.registry_dir / service.settings.domain / str(number) / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.chmod(0o644)
+    weights.write_bytes(data)
+    service.point_at(number)
+    eventually(lambda: service.metric("osd_rejected_versions_total") == rejected + 2)
+
+    def reshape(weights):
+        name = next(name for name, tensor in weights.items() if tensor.dim() == 2)
+        weights[name] = weights[name][:-1].contiguous()
+
+    misfit = service.publish(reshape)
+    service.point_at(misfit)
+    eventually(lambda: service.metric("osd_rejected_versions_total") == rejected + 4)
+    service.point_at(misfit + 1000)
+    eventually(lambda: service.metric("osd_rejected_versions_total") == rejected + 6)
+
+    assert service.versions() == [good] * 2
+    assert service.complete().status_code == 200
+    reasons = [event["reason"] for event in service.data()["events"] if event["kind"] == "rejected"]
+    assert any("sha256" in reason or "hash" in reason for reason in reasons)
+    service.point_at(good)
+    next_one = service.publish(shake)
+    service.point_at(next_one)
+    eventually(lambda: service.versions() == [next_one] * 2)
+
+
+def test_what_may_be_learned_from_reaches_the_stream_and_nothing_else(service, eventually):
+    stream = service.settings.capture.stream
+    with redis.Redis.from_url(service.redis.url) as client:
+        before = service.metric("osd_traces_written_total")
+        length = client.xlen(stream)
+        for _ in range(3):
+            assert service.complete(store=False).status_code == 200
+            assert service.complete().status_code == 200
+        eventually(lambda: service.metric("osd_traces_written_total") == before + 3)
+        assert client.xlen(stream) == length + 3
+
+
+def test_without_redis_serving_goes_on_and_capture_resumes_when_it_is_back(service, eventually):
+    version = service.versions()[0]
+    dropped = service.metric("osd_traces_dropped_total")
+    service.redis.close()
+    try:
+        for _ in range(4):
+            assert service.complete().status_code == 200
+        eventually(lambda: service.metric("osd_traces_dropped_total") > dropped)
+        assert service.versions() == [version] * 2
+        assert service.data()["stream"] == {"redis": False, "lag": None, "capacity": 512}
+    finally:
+        service.redis.start()
+        service.point_at(version)
+    written = service.metric("osd_traces_written_total")
+
+    def resumed():
+        assert service.complete().status_code == 200
+        return service.metric("osd_traces_written_total") > written
+
+    eventually(resumed)
+    number = service.publish(shake)
+    service.point_at(number)
+    eventually(lambda: service.versions() == [number] * 2)

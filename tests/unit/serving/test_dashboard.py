@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from osd.config import Settings
+from serving import dashboard
+from serving.board import Board, Report
+from serving.routes import create_app
+from serving.service import Model
+from serving.view import compose
+
+FOLDER = Path(dashboard.__file__).parent
+
+
+def test_every_file_that_the_page_names_is_served_and_nothing_from_elsewhere(client):
+    page = client.get("/dashboard")
+    assert page.headers["content-security-policy"].startswith("default-src 'self'")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "http" not in page.text.replace("http-equiv", "")
+    paths = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(paths) >= 5
+    for path in paths:
+        assert path.startswith("/dashboard/")
+        assert client.get(path).status_code == 200
+
+
+def test_every_script_and_style_of_the_folder_is_reachable_and_nothing_else(client):
+    for path in FOLDER.rglob("*"):
+        if path.suffix in (".js", ".css", ".svg"):
+            assert client.get(f"/dashboard/{path.relative_to(FOLDER)}").content == path.read_bytes()
+    for path in ("__init__.py", "../app.py", "..%2fapp.py", "vendor/LICENSE", "vendor/", "index.html.bak"):
+        assert client.get(f"/dashboard/{path}").status_code == 404
+
+
+def test_the_page_is_also_found_with_a_slash(client):
+    assert client.get("/dashboard/").text == client.get("/dashboard").text
+
+
+def test_no_script_or_style_reaches_out_of_the_server():
+    for path in FOLDER.glob("*"):
+        if path.suffix in (".js", ".css"):
+            assert not re.search(r"https?:|//[a-z]+\.|@import", path.read_text()), path.name
+
+
+def test_the_key_guards_the_data_and_the_page_can_ask_for_it(make_service):
+    client = TestClient(create_app(make_service(api_key="right")))
+    page = client.get("/dashboard")
+    assert page.status_code == 401
+    assert 'id="login"' in page.text
+    assert client.get("/dashboard/app.js").status_code == 200
+    assert client.get("/dashboard/data").status_code == 401
+    assert client.get("/dashboard/data", headers={"Authorization": "Bearer right"}).status_code == 200
+
+
+@pytest.mark.parametrize("seconds", ["59", "3601", "-100", "x", "", "1e3"])
+def test_a_window_out_of_range_is_refused(client, seconds):
+    response = client.get("/dashboard/data", params={"seconds": seconds})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "seconds"
+
+
+def test_data_asks_for_the_window(client):
+    assert client.get("/dashboard/data", params={"seconds": "300"}).json() == {"seconds": 300}
+
+
+def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
+    board, now = Board(), time.time()
+    counters = {("version_drafted", 2): 40, ("version_accepted", 2): 30}
+    board.push(Report("r1", now, 2, True, 1, 0, 0.0, counters))
+    feeds = {
+        "redis": True,
+        "stable": 2,
+        "lag": 4,
+        "events": [],
+        "versions": [
+            {"number": 1, "problem": None, "manifest": {}},
+            {"number": 2, "problem": None, "manifest": {"parent": 1, "gate": {"acceptance": 0.5}}},
+        ],
+    }
+    model = Model("tiny", "root", 64, 10, 1)
+    data = compose(Settings(), model, board.totals(now), board.history(now, 60), feeds)
+    first, second = data["versions"]
+    assert (first["in_service"], second["in_service"]) == (False, True)
+    assert second["live"] == {"rounds": 0, "drafted": 40, "accepted": 30}
+    assert second["manifest"]["gate"]["acceptance"] == 0.5
+    assert data["replicas"][0]["version"] == 2
+    assert data["stream"] == {"redis": True, "lag": 4, "capacity": 512}

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from osd.engine.request import SpeculationCounts, Update
+from serving.routes import create_app
+
+
+class Browser:
+    """Speaks ASGI to the application, so that it can leave at any moment."""
+
+    def __init__(self, app, path, body):
+        self.incoming: asyncio.Queue = asyncio.Queue()
+        self.incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        self.sent: list = []
+        self.status = None
+        self.unblocked = asyncio.Event()
+        self.unblocked.set()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"host", b"test")],
+            "scheme": "http",
+            "server": ("test", 80),
+            "client": ("test", 1),
+        }
+        self.task = asyncio.ensure_future(app(scope, self.incoming.get, self.send))
+
+    async def send(self, message):
+        self.status = message.get("status", self.status)
+        self.sent.append(message)
+        await self.unblocked.wait()
+
+    def leave(self):
+        self.incoming.put_nowait({"type": "http.disconnect"})
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("how", ["disconnect", "cancel"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_sequences_and_its_places(service, stream, how):
+    async def scenario():
+        app = create_app(service)
+        service.script = lambda request: None
+        gone = Browser(app, "/v1/completions", {"prompt": "hi", "n": 2, "stream": stream})
+        await until(lambda: len(service.submitted) == 2)
+        if how == "disconnect":
+            gone.leave()
+        else:
+            gone.task.cancel()
+        await until(lambda: gone.task.done())
+        assert set(service.cancelled) == {request.id for request in service.submitted}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["disconnect", "cancel"])
+def test_a_client_that_leaves_in_the_middle_of_a_stream_is_noticed(service, how):
+    async def scenario():
+        app = create_app(service)
+        service.script = lambda request: [Update(request.id, (1,), "a")]
+        gone = Browser(app, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True})
+        await until(lambda: len(gone.sent) == 2)
+        assert service.cancelled == []
+        if how == "disconnect":
+            gone.leave()
+        else:
+            gone.task.cancel()
+        await until(lambda: gone.task.done())
+        assert service.cancelled[0] == service.submitted[0].id
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_blocks_does_not_delay_the_cancellation(service):
+    async def scenario():
+        app = create_app(service)
+        service.script = lambda request: [Update(request.id, (1,), "a")]
+        slow = Browser(app, "/v1/completions", {"prompt": "hi", "stream": True})
+        slow.unblocked.clear()
+        await until(lambda: slow.sent)
+        slow.leave()
+        await until(lambda: service.cancelled)
+        assert not slow.task.done()
+        slow.unblocked.set()
+        await until(lambda: slow.task.done())
+
+    asyncio.run(scenario())
+
+
+def test_a_finished_request_is_not_cancelled_and_leaves_no_task_behind(service):
+    async def scenario():
+        app = create_app(service)
+        for stream in (False, True):
+            done = Browser(app, "/v1/completions", {"prompt": "hi", "stream": stream})
+            await until(lambda task=done.task: task.done())
+            assert done.status == 200
+        assert service.cancelled == []
+        await asyncio.sleep(0.01)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_is_429_with_retry_after_until_somebody_leaves(make_service):
+    async def scenario():
+        service = make_service(max_queue=2)
+        app = create_app(service)
+        service.script = lambda request: None
+        first = Browser(app, "/v1/completions", {"prompt": "hi", "n": 2})
+        await until(lambda: len(service.submitted) == 2)
+        refused = Browser(app, "/v1/completions", {"prompt": "hi", "stream": True})
+        await until(lambda: refused.task.done())
+        assert refused.status == 429
+        assert (b"retry-after", b"1") in refused.sent[0]["headers"]
+        assert json.loads(refused.sent[1]["body"])["error"]["code"] == "queue_full"
+        assert len(service.submitted) == 2
+        first.leave()
+        await until(lambda: first.task.done())
+        service.script = lambda request: [Update(request.id, (1,), "a", "stop", SpeculationCounts())]
+        next_one = Browser(app, "/v1/completions", {"prompt": "hi", "n": 2})
+        await until(lambda: next_one.task.done())
+        assert next_one.status == 200
+        too_many = Browser(app, "/v1/completions", {"prompt": "hi", "n": 3})
+        await until(lambda: too_many.task.done())
+        assert too_many.status == 400
+
+    asyncio.run(scenario())

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from serving.errors import from_validation
+from serving.schemas import ChatRequest, CompletionRequest
+
+HI = [{"role": "user", "content": "SECRET"}]
+
+
+def refusal(schema, **body):
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate_json(json.dumps(body))
+    error = from_validation(caught.value)
+    assert error.status == 400
+    assert "SECRET" not in json.dumps(error.body)
+    return error.body["error"]
+
+
+def chat(**fields):
+    return ChatRequest.model_validate_json(json.dumps({"messages": HI, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("logprobs", True),
+        ("logprobs", 0),
+        ("top_logprobs", 3),
+        ("logit_bias", {"5": 10}),
+        ("response_format", {"type": "json_object"}),
+        ("metadata", {"a": "SECRET"}),
+        ("min_p", 0.1),
+        ("a_field_of_tomorrow", None),
+    ],
+)
+def test_a_field_that_is_not_supported_is_refused_by_name(field, value):
+    error = refusal(ChatRequest, messages=HI, **{field: value})
+    assert error["param"] == field
+    assert error["code"] == "unsupported_parameter"
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", []),
+        ("tools", None),
+        ("presence_penalty", 0),
+        ("frequency_penalty", 0.0),
+        ("repetition_penalty", 1.0),
+        ("logprobs", False),
+        ("logprobs", None),
+        ("logit_bias", {}),
+        ("response_format", {"type": "text"}),
+        ("metadata", None),
+        ("stop", None),
+        ("temperature", None),
+        ("user", "label"),
+    ],
+)
+def test_a_field_that_says_what_is_done_anyway_is_accepted(field, value):
+    chat(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 2.1),
+        ("temperature", -0.1),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("n", 0),
+        ("n", 9),
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("seed", 2**63),
+        ("stop", ["a", "b", "c", "d", "e"]),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stream", "yes"),
+        ("store", 1),
+        ("model", 5),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_name_of_its_field(field, value):
+    error = refusal(ChatRequest, messages=HI, **{field: value})
+    assert error["param"].startswith(field)
+    assert error["type"] == "invalid_request_error"
+
+
+def test_not_a_number_is_no_temperature():
+    with pytest.raises(ValidationError):
+        ChatRequest.model_validate_json('{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}')
+
+
+def test_text_parts_are_joined_and_other_parts_are_refused_by_name():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]})
+    assert body.messages[0].content == "ab"
+    image = [{"type": "image_url", "image_url": {"url": "SECRET"}}]
+    error = refusal(ChatRequest, messages=[*HI, {"role": "user", "content": image}])
+    assert error["param"] == "messages[1].content"
+    assert "image_url" in error["message"]
+
+
+def test_a_message_of_an_earlier_answer_is_accepted_as_the_client_sends_it_back():
+    turn = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "annotations": []}
+    assert ChatRequest.model_validate({"messages": [*HI, turn]}).messages[1].content == "a"
+    assert refusal(ChatRequest, messages=[{**turn, "tool_calls": [{"id": "SECRET"}]}])["param"] == "tool_calls"
+
+
+@pytest.mark.parametrize("messages", [None, [], "SECRET", [{"role": "tool", "content": "SECRET"}], [{"role": "user"}]])
+def test_messages_that_are_none_are_refused(messages):
+    assert refusal(ChatRequest, messages=messages)["param"].startswith("messages")
+    assert refusal(ChatRequest)["message"] == "'messages' is required."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2]], [[1], [2]]), (["a"], ["a"])],
+)
+def test_a_prompt_is_text_or_ids_or_a_list_of_either(prompt, prompts):
+    assert CompletionRequest.model_validate_json(json.dumps({"prompt": prompt})).prompt == prompts
+
+
+@pytest.mark.parametrize("prompt", [None, [], 5, [1, "a"], [-1], [[1, True]], {"a": "SECRET"}, [1.5], [None]])
+def test_any_other_prompt_is_refused(prompt):
+    assert refusal(CompletionRequest, prompt=prompt)["param"] == "prompt"
+
+
+def test_stream_options_need_a_stream():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    assert chat(stream=True, stream_options=options).stream_options.include_usage
+    assert refusal(ChatRequest, messages=HI, stream_options=options)["param"] == "stream_options"
+    unknown = refusal(ChatRequest, messages=HI, stream=True, stream_options={"more": 1})
+    assert unknown["param"] == "stream_options.more"
+
+
+def test_two_limits_must_agree():
+    assert chat(max_tokens=5, max_completion_tokens=5).max_tokens == 5
+    assert refusal(ChatRequest, messages=HI, max_tokens=5, max_completion_tokens=6)["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("body", ["", "{", "nonsense SECRET", '{"messages": "\\ud800"}'])
+def test_a_body_that_is_not_json_is_refused_without_being_quoted(body):
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate_json(body)
+    assert from_validation(caught.value).body["error"]["message"] == "The body is not valid JSON."
+
+
+@pytest.mark.parametrize("body", ["[]", "5", "null", '"SECRET"'])
+def test_a_body_that_is_no_object_is_refused(body):
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate_json(body)
+    assert from_validation(caught.value).body["error"]["message"] == "The body must be a JSON object."
+
+
+def test_a_field_name_that_is_a_text_is_not_repeated_at_length():
+    error = refusal(ChatRequest, messages=HI, **{"x" * 500: 1})
+    assert len(error["message"]) < 120

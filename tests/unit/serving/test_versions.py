@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from redis.exceptions import ConnectionError as RedisGone
+
+from osd import drafters
+from osd.config import Settings
+from osd.drafters.base import DrafterError
+from osd.registry.pointer import Rollout
+from osd.registry.versions import Registry
+from serving.versions import Start, VersionWatcher, starting_drafter
+
+
+class ScriptedPointer:
+    """Gives rollouts without Redis; ``None`` means that Redis does not answer."""
+
+    def __init__(self, *rollouts):
+        self.rollouts = rollouts
+
+    def get(self, domain):
+        if not self.rollouts or self.rollouts[0] is None:
+            raise RedisGone
+        return self.rollouts[0]
+
+    def watch(self, domain, stop, interval):
+        yield from self.rollouts
+        stop.wait()
+
+
+def at(number, changed=1.0):
+    return Rollout(number, None, 0.0, changed)
+
+
+@pytest.fixture(scope="module")
+def first(tiny_target, tmp_path_factory):
+    settings = Settings(home=tmp_path_factory.mktemp("home"), drafter={"kind": "language_model"})
+    return drafters.initial(settings.drafter, tiny_target, settings.home_dir)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return Settings(home=tmp_path, drafter={"kind": "language_model"})
+
+
+@pytest.fixture
+def registry(settings, first):
+    """Versions 1 to 3; the second is damaged."""
+    registry = Registry(settings.registry_dir)
+    for _ in range(3):
+        registry.publish(settings.domain, first.weights(), first.config(), {})
+    weights = settings.registry_dir / settings.domain / "2" / "model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    return registry
+
+
+@pytest.mark.parametrize(
+    ("rollout", "version", "refused"),
+    [(at(3), 3, set()), (at(2), 1, {2}), (at(1), 1, set()), (None, 3, set())],
+    ids=["as pointed", "damaged: the last good one before it", "not a newer one", "no Redis: the newest"],
+)
+def test_a_replica_starts_with_the_version_in_service_or_the_last_good_one(
+    settings, registry, tiny_target, rollout, version, refused
+):
+    start = starting_drafter(settings, registry, ScriptedPointer(rollout), tiny_target)
+    assert (start.version, start.refused) == (version, refused)
+
+
+def test_without_any_good_version_a_replica_starts_with_initial_weights(settings, tiny_target, first):
+    start = starting_drafter(settings, Registry(settings.registry_dir), ScriptedPointer(at(1)), tiny_target)
+    assert start.version == 0
+    assert all(torch.equal(weight, first.weights()[name]) for name, weight in start.drafter.weights().items())
+
+
+class ScriptedEngine:
+    """Takes every version but those in ``misfits``."""
+
+    drafter_version = 1
+
+    def __init__(self, misfits=()):
+        self.misfits, self.staged = misfits, []
+
+    def stage(self, number, weights):
+        self.staged.append(number)
+        if number in self.misfits:
+            raise DrafterError("a shape is wrong")
+        self.drafter_version = number
+
+
+class Told:
+    """Keeps events, or has no Redis for them."""
+
+    def __init__(self, gone=False):
+        self.gone, self.events = gone, []
+
+    def add(self, kind, domain, version, **figures):
+        if self.gone:
+            raise RedisGone
+        self.events.append((kind, version))
+
+
+def watch(settings, registry, engine, told, *rollouts, refused=frozenset()):
+    done = threading.Event()
+
+    class Pointer(ScriptedPointer):
+        def watch(self, domain, stop, interval):
+            yield from self.rollouts
+            done.set()
+            stop.wait()
+
+    watcher = VersionWatcher(settings, registry, Pointer(*rollouts), told, engine, Start(None, 1, set(refused)))
+    watcher.start()
+    assert done.wait(10)
+    watcher.close()
+    return watcher
+
+
+def test_a_new_version_is_staged_and_told(settings, registry):
+    engine, told = ScriptedEngine(), Told()
+    watcher = watch(settings, registry, engine, told, at(1), at(3))
+    assert engine.staged == [3]
+    assert told.events == [("swapped", 3)]
+    assert watcher.rejected == 0
+
+
+@pytest.mark.parametrize(("misfits", "number"), [((), 2), ((), 99), ((3,), 3)], ids=["damaged", "missing", "misfit"])
+def test_a_version_that_cannot_be_used_is_refused_counted_and_told(settings, registry, misfits, number):
+    engine, told = ScriptedEngine(misfits), Told()
+    watcher = watch(settings, registry, engine, told, at(number))
+    assert engine.drafter_version == 1
+    assert told.events == [("rejected", number)]
+    assert watcher.rejected == 1
+
+
+def test_after_a_refusal_the_next_version_is_followed(settings, registry):
+    engine, told = ScriptedEngine(), Told(gone=True)
+    watcher = watch(settings, registry, engine, told, at(2), at(3))
+    assert engine.drafter_version == 3
+    assert watcher.rejected == 1
+
+
+def test_an_error_that_nobody_foresaw_does_not_end_the_watch(settings, registry, monkeypatch):
+    engine, told = ScriptedEngine(), Told()
+    stage = engine.stage
+
+    def fail_once(number, weights):
+        monkeypatch.setattr(engine, "stage", stage)
+        raise RuntimeError
+
+    monkeypatch.setattr(engine, "stage", fail_once)
+    watch(settings, registry, engine, told, at(3), at(3, changed=2.0))
+    assert told.events == [("rejected", 3), ("swapped", 3)]
+
+
+def test_what_was_refused_at_the_start_is_counted_once_and_tried_when_pointed_at_again(settings, registry):
+    engine, told = ScriptedEngine(), Told()
+    watcher = watch(settings, registry, engine, told, at(3), at(3, changed=2.0), refused={3})
+    assert told.events == [("rejected", 3), ("swapped", 3)]
+    assert watcher.rejected == 1
+
+
+def test_closing_ends_the_thread_soon(settings, registry):
+    watcher = VersionWatcher(settings, registry, ScriptedPointer(at(1)), Told(), ScriptedEngine(), Start(None, 1))
+    watcher.start()
+    begun = time.monotonic()
+    watcher.close()
+    assert time.monotonic() - begun < 2
