@@ -1,0 +1,60 @@
+"""The same loop on an existing Ray cluster: the builder that ``serve deploy`` and KubeRay's RayService call."""
+
+from __future__ import annotations
+
+import time
+
+import ray
+from ray import serve
+
+import serving.app
+import trainer.app
+from deploy.first_version import ensure_version
+from osd.config import ConfigError, load_settings
+from osd.target.load import resolve
+
+_NAMESPACE = "osd"
+_GONE_SECONDS = 30.0
+
+
+def build(args: dict[str, str]) -> serve.Application:
+    """Prepare target and first drafter version, start the trainer, and return the application.
+
+    Every node must see the same ``home``. Deploying again replaces the trainer; it resumes from its checkpoint.
+
+    Args:
+        args: settings by their dotted keys, over those of the environment; ``redis_url`` must be among the two.
+
+    Raises:
+        ConfigError: a setting is refused, or there is no ``redis_url``.
+        osd.target.load.TargetError: the target cannot be had.
+    """
+    settings = load_settings(None, [f"{key}={value}" for key, value in args.items()])
+    if settings.redis_url is None:
+        raise ConfigError("redis_url must be set on a cluster: all nodes share one Redis")
+    directory = resolve(settings.target.source, settings.home_dir)
+    if settings.drafter.kind != "none":
+        ensure_version(settings, settings.redis_url, directory)
+        _end_trainer()
+        if settings.trainer.enabled:
+            actor = ray.remote(trainer.app.Trainer).options(
+                name=trainer.app.NAME,
+                namespace=_NAMESPACE,
+                lifetime="detached",
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=-1,
+            )
+            actor.remote(settings, settings.redis_url)
+    return serving.app.build(settings, settings.redis_url)
+
+
+def _end_trainer() -> None:
+    """End the trainer of an earlier deployment and wait until its name is free."""
+    deadline = time.monotonic() + _GONE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            ray.kill(ray.get_actor(trainer.app.NAME, _NAMESPACE))
+        except ValueError:
+            return
+        time.sleep(0.2)

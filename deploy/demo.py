@@ -1,0 +1,167 @@
+"""The demo: a fresh drafter learns from live traffic, and is then measured on prompts that were never sent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.live import Live
+
+from deploy import demo_report
+from deploy.demo_measure import measure
+from deploy.demo_report import Sample, Story
+from deploy.embedded import Embedded, StartError
+from osd.config import Settings
+from osd.registry.pointer import Pointer
+from osd.traffic import SOURCES, load
+from osd.traffic.prompt import Prompt, TrafficError, split
+from osd.traffic.replay import Load, replay
+
+_HELD_OUT = 0.1
+_SAMPLE_SECONDS = 2.0
+_LINE_SECONDS = 20.0
+_REPORT_SECONDS = 2.5  # replicas report their counters once a second
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which prompts to send (a source or file), for how long, and how many a second."""
+
+    source: str
+    minutes: float
+    rate: float
+    max_tokens: int = 96
+
+
+def run(settings: Settings, plan: Plan, report: Path | None) -> None:
+    """Run the whole demo and print what was measured; ``report`` gets the figures as JSON.
+
+    Raises:
+        TrafficError: the source cannot be used.
+        Exception: one of ``deploy.embedded.START_ERRORS``.
+    """
+    console = Console(highlight=False)
+    send, hold = split(load(plan.source), _HELD_OUT)
+    if not send or not hold:
+        raise TrafficError(f"{plan.source} holds too few prompts to keep some for the measurement")
+    # A domain of its own: whatever was learnt in earlier runs, this one starts from the first version.
+    name = plan.source if plan.source in SOURCES else "file"
+    settings = settings.model_copy(update={"domain": f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"})
+    story = Story(settings.target.source, plan.minutes * 60)
+    with _steps(console, "starting") as step:
+        service = Embedded(settings, step)
+        service.start()
+    try:
+        console.print(f"Dashboard   {service.url}/dashboard")
+        story.first = _stable(settings, service.redis_url)
+        story.begun = time.monotonic()
+        asyncio.run(_live(service, settings, plan, send, story, console))
+        story.last = _stable(settings, service.redis_url)
+    finally:
+        with _steps(console, "stopping the service"):
+            service.stop()
+    with _steps(console, "measuring") as step:
+        held_out = measure(settings, hold, story.first, story.last, plan.max_tokens, step)
+    demo_report.show(console, story, held_out)
+    if report is not None:
+        demo_report.write(report, story, held_out)
+        console.print(f"Report      {report}")
+
+
+async def _live(
+    service: Embedded, settings: Settings, plan: Plan, send: list[Prompt], story: Story, console: Console
+) -> None:
+    """Send traffic and watch what it does, then bring the trainer to rest."""
+    key = settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
+    traffic = Load(plan.rate, seconds=story.seconds, max_tokens=plan.max_tokens)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx2.AsyncClient(base_url=service.url, headers=headers) as client:
+        sending = asyncio.create_task(replay(send, service.url, traffic, story.tally, api_key=key))
+        with _display(story, console) as refresh:
+            while not sending.done():
+                await _sample(client, service, story)
+                refresh()
+                await asyncio.wait([sending], timeout=_SAMPLE_SECONDS)
+        await sending
+        await asyncio.to_thread(ray.get, service.trainer.pause.remote())
+        await asyncio.sleep(_REPORT_SECONDS)
+        await _sample(client, service, story)
+
+
+async def _sample(client: httpx2.AsyncClient, service: Embedded, story: Story) -> None:
+    """Read the service's counters as anyone can, and what the trainer says of itself."""
+    try:
+        response = await client.get("/metrics")
+    except httpx2.HTTPError:
+        return
+    if response.status_code != 200:
+        return
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(response.text):
+        for metric in family.samples:
+            combine = max if family.type == "gauge" else float.__add__
+            totals[metric.name] = combine(totals.get(metric.name, 0.0), float(metric.value))
+    story.trainer = await asyncio.to_thread(ray.get, service.trainer.status.remote())
+    story.samples.append(
+        Sample(
+            time=time.monotonic() - story.begun,
+            rounds=totals.get("vllm:spec_decode_num_drafts_total", 0),
+            drafted=totals.get("vllm:spec_decode_num_draft_tokens_total", 0),
+            accepted=totals.get("vllm:spec_decode_num_accepted_tokens_total", 0),
+            tokens=totals.get("osd_completion_tokens_total", 0),
+            version=int(totals.get("osd_drafter_version", 0)),
+            swaps=int(totals.get("osd_swaps_total", 0)),
+            stall=totals.get("osd_swap_stall_seconds_max", 0),
+            written=int(totals.get("osd_traces_written_total", 0)),
+            dropped=int(totals.get("osd_traces_dropped_total", 0)),
+        )
+    )
+
+
+@contextmanager
+def _steps(console: Console, first: str) -> Iterator[Callable[[str], None]]:
+    """Yield what to call with the step that begins: a spinner on a terminal, a line for each elsewhere."""
+    if console.is_terminal:
+        with console.status(f"{first} ...") as status:
+            yield lambda step: status.update(f"{step} ...")
+    else:
+        console.print(f"{first} ...")
+        yield lambda step: console.print(f"{step} ...")
+
+
+@contextmanager
+def _display(story: Story, console: Console) -> Iterator[Callable[[], None]]:
+    """Yield what to call when there is news: a live panel on a terminal, now and then a line elsewhere."""
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            yield lambda: live.update(demo_report.panel(story), refresh=True)
+        return
+    last = -_LINE_SECONDS
+
+    def line() -> None:
+        nonlocal last
+        now = time.monotonic() - story.begun
+        if now - last >= _LINE_SECONDS:
+            last = now
+            console.print(demo_report.line(story), soft_wrap=True)
+
+    yield line
+
+
+def _stable(settings: Settings, redis_url: str) -> int:
+    pointer = Pointer(redis_url)
+    try:
+        rollout = pointer.get(settings.domain)
+    finally:
+        pointer.close()
+    if rollout is None:
+        raise StartError(f"the rollout pointer of {settings.domain} is gone from Redis")
+    return rollout.stable

@@ -1,0 +1,159 @@
+"""What the demo shows while it runs and when it ends."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from deploy.chart import chart
+from deploy.demo_measure import HeldOut
+from osd.traffic.replay import Tally
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The service's counters at one moment, ``time`` seconds after the traffic began."""
+
+    time: float
+    rounds: float
+    drafted: float
+    accepted: float
+    tokens: float
+    version: int
+    swaps: int
+    stall: float
+    written: int
+    dropped: int
+
+
+_NOTHING = Sample(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@dataclass
+class Story:
+    """All that happened in the run; ``seconds`` of traffic were planned."""
+
+    target: str
+    seconds: float
+    tally: Tally = field(default_factory=Tally)
+    samples: list[Sample] = field(default_factory=list)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    begun: float = field(default_factory=time.monotonic)
+    first: int = 1
+    last: int = 1
+
+    @property
+    def now(self) -> Sample:
+        """The last sample."""
+        return self.samples[-1] if self.samples else _NOTHING
+
+    def acceptance(self, window: float = 10.0) -> list[tuple[float, float]]:
+        """(time, acceptance rate of the ``window`` seconds before), where anything was drafted."""
+        points = []
+        start = 0
+        for sample in self.samples:
+            while sample.time - self.samples[start].time > window:
+                start += 1
+            drafted = sample.drafted - self.samples[start].drafted
+            if drafted:
+                points.append((sample.time, (sample.accepted - self.samples[start].accepted) / drafted))
+        return points
+
+    def speed(self, window: float = 10.0) -> float:
+        """Tokens per second of the last ``window`` seconds."""
+        recent = [sample for sample in self.samples if self.now.time - sample.time <= window]
+        if len(recent) < 2:
+            return 0.0
+        return (recent[-1].tokens - recent[0].tokens) / (recent[-1].time - recent[0].time)
+
+    def swap_times(self) -> list[float]:
+        """When the version in service changed."""
+        return [two.time for one, two in itertools.pairwise(self.samples) if one.version and two.version != one.version]
+
+
+def panel(story: Story) -> RenderableType:
+    """The live view."""
+    left = max(0, story.seconds - story.now.time)
+    table = Table.grid(padding=(0, 2))
+    acceptance = story.acceptance()
+    rate = f"{acceptance[-1][1]:.3f}" if acceptance else "-"
+    tally, trainer = story.tally, story.trainer
+    loss = trainer.get("loss")
+    table.add_row("traffic", f"{tally.sent} sent, {tally.finished} finished, {tally.failed} failed")
+    table.add_row("decoding", f"acceptance {rate}, {story.speed():.0f} tokens/s, drafter version {story.now.version}")
+    table.add_row(
+        "trainer",
+        f"{trainer.get('state', 'starting')}, step {trainer.get('steps', 0)}"
+        + (f", loss {loss:.3f}" if loss is not None else "")
+        + f", {trainer.get('published', 0)} published, {trainer.get('rejected', 0)} rejected",
+    )
+    title = f"{int(left // 60)}:{int(left % 60):02d} left"
+    return Panel(Group(table, Text(plot(story, 66, 8))), title=title, width=80)
+
+
+def line(story: Story) -> str:
+    """The live view in one line."""
+    acceptance = story.acceptance()
+    rate = f"{acceptance[-1][1]:.3f}" if acceptance else "-"
+    return (
+        f"{story.now.time:5.0f} s  {story.tally.finished}/{story.tally.sent} requests  acceptance {rate}  "
+        f"{story.speed():.0f} tokens/s  version {story.now.version}  trainer {story.trainer.get('state', 'starting')}"
+    )
+
+
+def plot(story: Story, width: int, height: int) -> str:
+    """Acceptance over the time of the traffic."""
+    head = "     acceptance rate (^ a swap)"
+    return f"{head}\n{chart(story.acceptance(), story.swap_times(), story.seconds, width, height)}"
+
+
+def show(console: Console, story: Story, held_out: HeldOut) -> None:
+    """Print the plot and the table of what was measured."""
+    console.print(Text(plot(story, min(console.width, 100) - 8, 10)))
+    table = Table("held-out prompts", "tokens/s", "x plain", "acceptance rate", "mean acceptance length")
+    plain = held_out.plain
+    table.add_row("plain decoding", f"{plain:.1f}", "1.00", "", "")
+    for name, version, figures in (("first", story.first, held_out.first), ("last", story.last, held_out.last)):
+        speed = figures.tokens_per_second
+        row = [f"{name} drafter (version {version})", f"{speed:.1f}", f"{speed / plain:.2f}"]
+        table.add_row(*row, f"{figures.acceptance_rate:.3f}", f"{figures.mean_acceptance_length:.2f}")
+    console.print(table)
+    now, trainer = story.now, story.trainer
+    console.print(
+        f"{story.tally.sent} requests, {story.tally.failed} failed, {story.tally.tokens} tokens; "
+        f"{trainer.get('published', 0)} versions published, {trainer.get('rejected', 0)} rejected; "
+        f"{now.swaps} swaps, longest stall {now.stall * 1e3:.1f} ms; "
+        f"greedy output {'identical' if held_out.greedy_identical else 'NOT identical'} with and without speculation"
+    )
+
+
+def write(path: Path, story: Story, held_out: HeldOut) -> None:
+    """Write the figures as JSON."""
+    now = story.now
+    figures = {
+        "target": story.target,
+        "requests": story.tally.sent,
+        "failed": story.tally.failed,
+        "tokens": story.tally.tokens,
+        "versions_published": story.trainer.get("published", 0),
+        "versions_rejected": story.trainer.get("rejected", 0),
+        "swaps": now.swaps,
+        "swap_stall_ms_max": now.stall * 1e3,
+        "traces": {"written": now.written, "trained": story.trainer.get("trained", 0), "dropped": now.dropped},
+        "held_out": {
+            "plain": {"tokens_per_second": held_out.plain},
+            "first": {"version": story.first, **held_out.first.figures()},
+            "last": {"version": story.last, **held_out.last.figures()},
+            "greedy_identical": held_out.greedy_identical,
+        },
+    }
+    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

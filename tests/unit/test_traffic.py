@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from osd.traffic import SOURCES, load
+from osd.traffic.prompt import Prompt, TrafficError, split
+from osd.traffic.replay import Load, Tally, replay
+
+GOOD = {"id": "a", "domain": "math", "messages": [{"role": "user", "content": "1+1?"}]}
+
+
+@pytest.fixture(scope="module")
+def stdlib() -> list[Prompt]:
+    return load("stdlib")
+
+
+def test_the_standard_library_gives_at_least_1500_different_prompts(stdlib):
+    assert len({prompt.turns for prompt in stdlib}) >= 1500
+    assert len({prompt.id for prompt in stdlib}) == len(stdlib)
+    assert all("def " in prompt.turns[0] and len(prompt.turns[0]) < 800 for prompt in stdlib)
+
+
+def test_pydoc_topics_give_hundreds_of_different_prompts():
+    prompts = load("pydoc")
+    assert len({prompt.turns for prompt in prompts}) == len(prompts) >= 300
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_source_has_the_same_order_every_time(source):
+    assert load(source) == load(source)
+
+
+def test_neighbours_in_the_library_are_not_neighbours_in_time(stdlib):
+    modules = [prompt.id.split(".")[0] for prompt in stdlib]
+    repeats = sum(one == two for one, two in zip(modules, modules[1:], strict=False))
+    assert repeats < len(modules) / 5
+
+
+def test_held_out_prompts_are_never_sent_whatever_else_is_in_the_source(stdlib):
+    send, hold = split(stdlib, 0.1)
+    assert {prompt.turns for prompt in send}.isdisjoint(prompt.turns for prompt in hold)
+    assert len(send) + len(hold) == len(stdlib)
+    assert 0.07 < len(hold) / len(stdlib) < 0.13
+    again, _ = split(stdlib[::-3], 0.1)
+    assert {prompt.turns for prompt in again} <= {prompt.turns for prompt in send}
+
+
+def test_a_file_of_json_lines_is_read_in_order(tmp_path):
+    second = {"id": "b", "domain": "chat", "messages": [{"role": "system", "content": "Be brief."}]}
+    second["messages"] += [{"role": "user", "content": "one\u2028two"}, {"role": "user", "content": "and?"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in (GOOD, second)) + "\n\n")
+    assert load(str(file)) == [
+        Prompt("a", "math", ("1+1?",)),
+        Prompt("b", "chat", ("one\u2028two", "and?"), "Be brief."),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ("{", "not JSON"),
+        ("[]", "object"),
+        (json.dumps({**GOOD, "id": 3}), "field id"),
+        (json.dumps({**GOOD, "domain": ""}), "field domain"),
+        (json.dumps({**GOOD, "messages": []}), "field messages"),
+        (json.dumps({**GOOD, "messages": ["hello"]}), "messages[0]"),
+        (json.dumps({**GOOD, "messages": [{"role": "assistant", "content": "x"}]}), "messages[0].role"),
+        (json.dumps({**GOOD, "messages": [{"role": "user", "content": [1]}]}), "messages[0].content"),
+        (json.dumps({**GOOD, "messages": [{"role": "system", "content": "x"}]}), "no user message"),
+        (json.dumps({**GOOD, "messages": [*GOOD["messages"], {"role": "system", "content": "x"}]}), "messages[1]"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number_and_field(tmp_path, line, field):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f"{json.dumps(GOOD)}\n\n{line}\n")
+    with pytest.raises(TrafficError, match=re.escape(field)) as caught:
+        load(str(file))
+    assert "line 3" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_hold_no_prompts_are_refused(tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name, reason in (("empty", "no prompt"), ("binary", "UTF-8"), ("missing", "neither a file nor one of stdlib")):
+        with pytest.raises(TrafficError, match=reason):
+            load(str(tmp_path / name))
+
+
+Answer = Callable[[dict], Awaitable[str]]
+
+
+def stream(*events: dict | str) -> str:
+    body = "".join(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n" for event in events)
+    return f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n{body}"
+
+
+def chunk(text: str, finish: str | None = None) -> dict:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]}
+
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}
+
+
+@asynccontextmanager
+async def service(answer: Answer) -> AsyncIterator[str]:
+    """A socket that speaks just enough HTTP to answer each request with what ``answer`` says."""
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = re.search(r"content-length: (\d+)", head)
+        body = json.loads(await reader.readexactly(int(length[1]) if length else 0))
+        writer.write((await answer(body)).encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(connection, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def run(answer: Answer, prompts: list[Prompt], load: Load, **options) -> Tally:
+    async def session() -> Tally:
+        async with service(answer) as url:
+            return await asyncio.wait_for(replay(prompts, url, load, **options), 20)
+
+    return asyncio.run(session())
+
+
+PROMPTS = [Prompt(str(number), "test", (f"question {number}",)) for number in range(6)]
+
+
+def test_arrivals_do_not_wait_for_answers():
+    waiting: list[dict] = []
+
+    async def answer(body: dict) -> str:
+        waiting.append(body)
+        while len(waiting) < len(PROMPTS):  # a client that waits for an answer would wait for ever
+            await asyncio.sleep(0.01)
+        return stream(chunk("yes", "stop"), USAGE, "[DONE]")
+
+    seen: list[int] = []
+    tally = run(answer, PROMPTS, Load(rate=100), on_change=lambda tally: seen.append(tally.in_flight))
+    assert (tally.sent, tally.finished, tally.failed, tally.tokens) == (6, 6, 0, 42)
+    assert max(seen) == 6
+    assert seen[-1] == tally.in_flight == 0
+    assert len(tally.latency) == len(tally.first_token) == 6
+
+
+def test_arrivals_are_poisson_at_the_rate_that_was_asked_for():
+    times: list[float] = []
+
+    async def answer(body: dict) -> str:
+        times.append(time.monotonic())
+        return stream(chunk("yes", "stop"), USAGE)
+
+    tally = run(answer, PROMPTS, Load(rate=100, seconds=2.0, seed=1))
+    assert 150 <= tally.sent <= 250
+    gaps = sorted(two - one for one, two in zip(times, times[1:], strict=False))
+    # Exponential gaps: as long as the mean on average, but most are shorter; a fixed gap fails this.
+    assert gaps[len(gaps) // 2] < 0.85 * sum(gaps) / len(gaps)
+
+
+def test_each_turn_is_asked_after_the_answer_to_the_one_before():
+    bodies: list[dict] = []
+
+    async def answer(body: dict) -> str:
+        bodies.append(body)
+        return stream(chunk("4"), chunk("2", "stop"), USAGE)
+
+    tally = run(answer, [Prompt("x", "test", ("one", "two"), "Be brief.")], Load(rate=100, max_tokens=9))
+    assert tally.sent == tally.finished == 2
+    assert [message["content"] for message in bodies[1]["messages"]] == ["Be brief.", "one", "42", "two"]
+    assert bodies[0]["max_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", "HTTP 503"),
+        (stream(chunk("half")), "ended before"),
+        (stream(chunk("all", "stop")), "ended before"),
+        (stream({"error": {"message": "broken"}}), "broken"),
+        (stream("{"), "protocol"),
+    ],
+)
+def test_an_answer_that_is_not_whole_counts_as_failed(response, reason):
+    async def answer(body: dict) -> str:
+        return response
+
+    tally = run(answer, PROMPTS, Load(rate=1000, limit=2))
+    assert (tally.sent, tally.failed, tally.finished, tally.tokens) == (2, 2, 0, 0)
+    assert all(reason in error for error in tally.errors)
+
+
+def test_a_service_that_is_not_there_counts_as_failed():
+    tally = asyncio.run(replay(PROMPTS, "http://127.0.0.1:1", Load(rate=1000)))
+    assert (tally.sent, tally.failed) == (6, 6)
