@@ -17,6 +17,7 @@ from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling, SpeculationCounts, Update
 from osd.registry.versions import Registry, Version
 from osd.target.load import load_tokenizer, resolve
+from osd.target.threads import one_core
 from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
 from serving.versions import Start
@@ -78,6 +79,7 @@ def measure(
     rounding does not decide between tokens.
     """
     report("loading the engine for the measurement")
+    one_core()
     directory = resolve(settings.target.source, settings.home_dir)
     registry = Registry(settings.registry_dir)
     versions = {number: registry.load(settings.domain, number) for number in {first, last}}

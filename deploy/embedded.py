@@ -127,10 +127,6 @@ class Embedded:
     def _start_ray(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray would give each worker one thread for every core that its books say, and the lowest priority but four:
-        # replicas need all cores, and only the trainer is to stand back.
-        threads = self.settings.engine.threads or os.cpu_count() or 1
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         self._ends.callback(ray.shutdown)
         ray.init(
             address="local",
@@ -143,6 +139,7 @@ class Embedded:
             log_to_driver=False,
             configure_logging=True,
             _node_ip_address="127.0.0.1",
+            # Ray's default is the lowest priority but four, and only the trainer is to stand back.
             _system_config={"worker_niceness": 0},
         )
 

@@ -23,6 +23,7 @@ from osd.registry.versions import Registry
 from osd.speculation.growth import GROWTHS
 from osd.target.load import load_tokenizer, resolve
 from osd.target.model import SlotModel, load_config, load_model
+from osd.target.threads import one_core
 from serving import view
 from serving.board import Board, History, Report, Totals
 from serving.control import Control, Switches
@@ -58,6 +59,7 @@ class Replica:
 
     def __init__(self, settings: Settings, redis_url: str, name: str, shared: SharedBoard) -> None:
         self.settings, self._shared, self._own = settings, shared, Board()
+        one_core()
         directory = resolve(settings.target.source, settings.home_dir)
         self._tokenizer = load_tokenizer(directory)
         registry = Registry(settings.registry_dir)
@@ -161,6 +163,7 @@ def make_engine(
     writer: TraceWriter | None,
 ) -> Engine:
     """Load the target from ``directory`` and put an engine around it; ``start`` None decodes plainly."""
+    one_core()
     growth = GROWTHS[settings.growth.kind](**settings.growth.model_dump(exclude={"kind"}))
     target = SlotModel(
         load_model(directory, settings.target.dtype, settings.target.device),

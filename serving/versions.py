@@ -17,6 +17,7 @@ from osd.drafters.base import Drafter, DrafterError
 from osd.registry.events import Events, Kind
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionError
+from osd.target.threads import one_core
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine
@@ -87,6 +88,7 @@ class VersionWatcher:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
+        one_core()
         for number in sorted(self._known_bad):
             self._refuse(number, "refused when the replica started")
         for rollout in self._pointer.watch(self._domain, self._stop, POLL_SECONDS):

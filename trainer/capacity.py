@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
 from redis.exceptions import RedisError
 
 from osd.config import TrainerSettings
 from osd.registry.load_board import LoadBoard
+from osd.target.threads import several_cores
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def lower_priority(threads: int) -> None:
     """Give the calling thread, and every thread that it starts, the lowest priority and ``threads`` cores."""
     # On Linux the niceness belongs to the thread, so that status calls stay quick.
     os.nice(19)
-    torch.set_num_threads(threads)
+    several_cores(threads)
 
 
 class Capacity:

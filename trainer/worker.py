@@ -191,7 +191,8 @@ class Worker:
         """Whether there is something worth a micro-step; otherwise says what is missing."""
         wanted = self._settings.trainer.min_records
         if self._status.records < wanted or not self._intake.replay.train_records:
-            self._say("waiting", f"{self._status.records} of {wanted} records to begin with")
+            refused = f", {self._status.refused} were refused" if self._status.refused else ""
+            self._say("waiting", f"{self._status.records} of {wanted} records to begin with{refused}")
             return False
         if self._budget <= 0 and not self._intake.replay.fresh_records:
             self._say("waiting", "every record was trained on often enough, waiting for new ones")

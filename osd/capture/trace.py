@@ -86,8 +86,16 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
             TraceError: they do not.
         """
         prompt, completion = len(self.prompt_ids.numpy()), len(self.completion_ids.numpy())
-        for name in ("target_ids", "target_logp", "target_tail", "draft_ids", "draft_logp", "draft_tail",
-                     "drafted", "verdict"):
+        for name in (
+            "target_ids",
+            "target_logp",
+            "target_tail",
+            "draft_ids",
+            "draft_logp",
+            "draft_tail",
+            "drafted",
+            "verdict",
+        ):
             rows = getattr(self, name).numpy().shape[:1]
             if rows != (completion,):
                 raise TraceError(f"{name} has {rows} rows for {completion} completion tokens")

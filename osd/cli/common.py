@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -58,7 +58,13 @@ def stop_signals() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
+        raise typer.Exit(INTERRUPTED) from None  # the second signal keeps its meaning while the process ends
+    except BaseException:
+        _restore(before)
+        raise
+    _restore(before)
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    for name, handler in handlers.items():
+        signal.signal(name, handler)

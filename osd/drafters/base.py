@@ -47,7 +47,7 @@ class Session(Protocol):
         ...
 
     def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Logits [M, draft vocabulary] after ``nodes`` [M] of the trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
+        """Logits [M, draft vocabulary] after ``nodes`` [M] of trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
         ...
 
     def close(self, slot: int) -> None:
@@ -90,7 +90,7 @@ class Drafter(nn.Module, ABC):
         and every token before ``place``. Rows with ``place < d + 2`` mean nothing.
         """
 
-    def adapt_vocabulary(self, counts: Tensor) -> None:  # noqa: B027  most drafters have no draft vocabulary
+    def adapt_vocabulary(self, counts: Tensor) -> None:  # most drafters have no draft vocabulary
         """Prefer the tokens that traffic uses, by their ``counts`` [target vocabulary], before training starts."""
 
     @abstractmethod

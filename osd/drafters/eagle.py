@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
-from osd.drafters.base import Batch, Drafter, DrafterError
+from osd.drafters.base import Batch, Drafter, DrafterError, check
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Eagle(Drafter):
         """
         super().__init__()
         if embedding.shape != (shape.target_vocabulary, shape.hidden):
-            raise DrafterError(f"the target's embedding is {list(embedding.shape)}, not the one this drafter was made for")
+            raise DrafterError(f"the target's embedding is {list(embedding.shape)}, the drafter is for another target")
         self.shape, self.taps = shape, shape.taps
         h, wide = shape.hidden, shape.head_dim
         self.tap_norm = nn.Parameter(torch.ones(len(shape.taps), h))
@@ -107,6 +107,7 @@ class Eagle(Drafter):
         Raises:
             DrafterError: a tensor is wrong, or the maps contradict each other.
         """
+        check(weights, self.weights())
         check_maps(weights)
         super().load_weights(weights)
 
@@ -139,7 +140,7 @@ class Eagle(Drafter):
         return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
 
     def finish(self, features: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer: features [..., hidden] and attention output [..., heads * dim] to the next features."""
+        """The rest of the layer: features [..., hidden] and attention's output [..., heads * dim] to the next ones."""
         x = features + self.o_proj(attended)
         y = self.mlp_norm(x)
         return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))

@@ -101,7 +101,8 @@ def _head(target: nn.Module) -> Tensor:
 
 def _size_of_hidden(target: nn.Module, tap: int) -> float:
     """The median root mean square of the output of layer ``tap``, over some frequent tokens."""
-    ids = torch.arange(64, 64 + min(128, target.config.vocab_size - 64))[None]  # type: ignore[union-attr]
+    vocabulary: int = target.config.vocab_size  # type: ignore[union-attr, assignment]
+    ids = torch.arange(min(64, vocabulary // 2), min(192, vocabulary))[None]  # the first ids are often special ones
     hidden: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:

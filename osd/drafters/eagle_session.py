@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from osd.drafters.base import check
 from osd.drafters.eagle import Eagle, check_maps, rotate
@@ -13,7 +13,6 @@ from osd.speculation.tree import TreeBuilder
 from osd.target.attention import attend
 from osd.target.kv_cache import KVCache
 from osd.target.linear import fused_dtype, make_linear
-
 
 
 class EagleSession:
@@ -42,7 +41,7 @@ class EagleSession:
         """[draft vocabulary] target ids."""
         return self.vector["draft_ids"]
 
-    def open(self, slot: int, token: int) -> None:  # noqa: ARG002  EAGLE has nothing to say before the first hidden state
+    def open(self, slot: int, token: int) -> None:  # EAGLE is silent before the first hidden state
         """See ``Session.open``."""
         self.cache.length[slot] = 0
         self.pending[slot] = ([], [])

@@ -35,7 +35,7 @@ class LanguageModel(Drafter):
 
     @classmethod
     def build(cls, config: dict[str, Any], target: nn.Module) -> LanguageModel:
-        """Make the module that ``config`` describes, with the embedding and head of ``target`` where they are shared."""
+        """Make the module that ``config`` describes, with ``target``'s embedding and head where they are shared."""
         made = AutoConfig.for_model(**config["model"])
         drafter = cls(AutoModelForCausalLM.from_config(made, attn_implementation="sdpa"), config["shared"])
         if drafter.shared:
@@ -68,15 +68,20 @@ class LanguageModel(Drafter):
 
     def weights(self) -> dict[str, Tensor]:
         """See ``Drafter.weights``."""
+        state = self.model.state_dict()
+        return {name: state[name].detach() for name in self.names()}
+
+    def names(self) -> dict[str, list[str]]:
+        """The tensors of a version by name, each with all the names that the model has for it: tied ones have two."""
         left_out = set()
         for get in ("get_input_embeddings", "get_output_embeddings"):
             left_out |= {id(p) for p in getattr(self.model, get)().parameters()} if self.shared else set()
         state = self.model.state_dict(keep_vars=True)
-        tied: dict[int, str] = {}  # a tied weight is stored once
+        tied: dict[int, list[str]] = {}
         for name, value in state.items():
             if id(value) not in left_out:
-                tied.setdefault(id(value), name)
-        return {name: state[name].detach() for name in tied.values()}
+                tied.setdefault(id(value), []).append(name)
+        return {names[0]: names for names in tied.values()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """See ``Drafter.load_weights``."""
@@ -103,7 +108,7 @@ class LanguageModelSession:
     support: Tensor | None = None
 
     def __init__(self, drafter: LanguageModel, slots: int, context: int, scratch: int) -> None:
-        self._expected = drafter.weights()
+        self._expected, self._names = drafter.weights(), drafter.names()
         model = deepcopy(drafter.model).to(torch.bfloat16)
         self.model = SlotModel(model, slots=slots, context=context, scratch=scratch)
         self.pending: dict[int, list[int]] = {}
@@ -113,7 +118,7 @@ class LanguageModelSession:
         self.model.cache.length[slot] = 0
         self.pending[slot] = [token]
 
-    def commit(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:  # noqa: ARG002  it reads tokens only
+    def commit(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:  # it reads tokens only
         """See ``Session.commit``."""
         self.pending[slot].extend(tokens)
 
@@ -140,7 +145,8 @@ class LanguageModelSession:
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
         check(weights, self._expected)
-        return {name: self.model.stage(name, value) for name, value in weights.items()}
+        # Where the linear layers have a layout of their own, a tied weight is there twice.
+        return {alias: self.model.stage(alias, value) for name, value in weights.items() for alias in self._names[name]}
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from osd.engine.tracing import TraceBuilder
 from osd.speculation.growth import GROWTHS
 from osd.speculation.verification import VERIFICATIONS
 from osd.target.model import SlotModel
+from osd.target.threads import one_core, several_cores
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,7 @@ class Engine:
         """
         if self._session is None:
             raise ValueError("this engine decodes without a drafter")
+        one_core()
         staged = self._session.stage(weights)
         with self._changed:
             self._staged = (version, staged)
@@ -152,7 +153,7 @@ class Engine:
             return copy.deepcopy(self._counters)
 
     def _run(self) -> None:
-        torch.set_num_threads(self.settings.engine.threads or os.cpu_count() or 1)
+        several_cores(self.settings.engine.threads)
         while True:
             with self._changed:
                 idle = not (self._waiting or self._running or self._staged or self._stopping)
@@ -253,10 +254,11 @@ class Engine:
         return pieces
 
     def _emit(self, s: Sequence) -> None:
-        if s.trace is not None and self._sink is not None and (s.finish or s.trace.full()):
+        while s.trace is not None and self._sink is not None and (s.finish or s.trace.full()):
             trace = s.trace.build(self.drafter_version)
-            if trace is not None:
-                self._sink(trace)
+            if trace is None:
+                return
+            self._sink(trace)
 
     def _fail(self, message: str) -> None:
         with self._changed:

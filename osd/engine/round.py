@@ -84,9 +84,7 @@ class Drawn:
 
 
 @torch.inference_mode()
-def run(
-    target: SlotModel, session: Session | None, growth: Growth, rule: Rule, pieces: list[Piece]
-) -> Round:
+def run(target: SlotModel, session: Session | None, growth: Growth, rule: Rule, pieces: list[Piece]) -> Round:
     """Draft for the sequences that may, verify, and decide; nothing is committed yet."""
     drawing = [piece.sequence for piece in pieces if piece.ends]
     settings = SamplingBatch.of([s.request.sampling for s in drawing], target.device)
@@ -235,7 +233,7 @@ def commit(outcome: Round, target: SlotModel, session: Session | None, trace_top
 
 
 def _trace(s: Sequence, outcome: Round, tree: int, tokens: list[int], nodes: list[int], k: int) -> None:
-    """Add the round's distributions to the trace of ``s``: the target's everywhere, the drafter's where it was tested."""
+    """Add the round's distributions to the trace of ``s``: the target's, and the drafter's where it was tested."""
     assert s.trace is not None  # noqa: S101
     at = outcome.logits_row[tree]
     rows = [at] + [at + 1 + node for node in nodes]

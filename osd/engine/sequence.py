@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
@@ -9,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from osd.engine.request import FinishReason, Request, SpeculationCounts, Update
 from osd.engine.text import TextStream
 from osd.engine.tracing import TraceBuilder
+
+log = logging.getLogger(__name__)
 
 
 class Sequence:
@@ -18,7 +21,9 @@ class Sequence:
     but the last once the prompt is done.
     """
 
-    def __init__(self, request: Request, on_update: Callable[[Update], None], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, request: Request, on_update: Callable[[Update], None], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         self.request, self._on_update = request, on_update
         self.tokens = list(request.prompt_ids)
         self.fed = 0
@@ -62,10 +67,17 @@ class Sequence:
         text = self._text.take(last=self.finish is not None)
         if self._new or self.finish:
             counts = self.counts if self.finish else None
-            self._on_update(Update(self.request.id, tuple(self._new), text, self.finish, counts))
+            self._send(Update(self.request.id, tuple(self._new), text, self.finish, counts))
         self._new = []
 
     def fail(self, message: str) -> None:
         """End the request with an error."""
         self.finish = "error"
-        self._on_update(Update(self.request.id, (), "", "error", self.counts, message))
+        self._send(Update(self.request.id, (), "", "error", self.counts, message))
+
+    def _send(self, update: Update) -> None:
+        try:
+            self._on_update(update)
+        except Exception:  # a receiver that is gone ends its own request and nobody else's
+            log.exception("request %s cannot be updated", self.request.id)
+            self.finish = self.finish or "cancelled"

@@ -15,7 +15,7 @@ from osd.engine.request import Request
 
 @dataclass(frozen=True)
 class Top:
-    """The k most probable tokens of n distributions: ``ids``, ``logp`` [n, k], and ``tail`` [n], the rest's log-mass."""
+    """The k most probable tokens of n distributions: ``ids``, ``logp`` [n, k], and the rest's log-mass ``tail`` [n]."""
 
     ids: Tensor
     logp: Tensor
@@ -90,7 +90,7 @@ class TraceBuilder:
 
     def build(self, drafter_version: int) -> Trace | None:
         """The record of what was collected, or None when nothing was; the next piece starts after it."""
-        places = self._places
+        places = self._places[: self.piece]  # a round may have gone past the end of the piece
         if not places:
             return None
         hidden = torch.cat(self._hidden) if self._hidden else None  # [P + C - 1 or more, taps * hidden]
@@ -127,15 +127,13 @@ class TraceBuilder:
             verdict=Array.of(np.array([p.verdict for p in places], np.int8)),
             hidden=None if hidden is None else Array.of(hidden[:needed].view(torch.uint16).numpy(), "bfloat16"),
         )
-        self._next(hidden, needed)
+        self._next(hidden, places)
         return trace
 
-    def _next(self, hidden: Tensor | None, used: int) -> None:
+    def _next(self, hidden: Tensor | None, told: list[_Place]) -> None:
         self.number += 1
-        context = self._context + [p.token for p in self._places]
-        self._context, self._places = context[-self.piece :], []
+        context = self._context + [p.token for p in told]
+        self._context, self._places = context[-self.piece :], self._places[len(told) :]
         if hidden is not None:
             # The state of the last token is there only once it has been fed.
-            start = len(context) - len(self._context)
-            self._hidden = [hidden[start:]]
-            assert used >= start  # noqa: S101
+            self._hidden = [hidden[len(context) - len(self._context) :]]

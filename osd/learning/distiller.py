@@ -81,7 +81,9 @@ class Distiller:
         norm = float(torch.nn.utils.get_total_norm(gradients)) / self._gathered
         finite = math.isfinite(norm)
         if finite:
-            torch._foreach_mul_(gradients, min(1.0, _CLIP / (norm + 1e-6)) / self._gathered)
+            scale = min(1.0, _CLIP / (norm + 1e-6)) / self._gathered
+            for gradient in gradients:
+                gradient.mul_(scale)
             self._optimizer.step()
         else:
             self.skipped += 1

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-import torch  # noqa: F401  loads the OpenMP runtime that the kernels share
+import torch  # loads the OpenMP runtime that the kernels share
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[list[type], type]] = {

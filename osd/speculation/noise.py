@@ -66,12 +66,26 @@ class Noise:
             step: [B] int64, number of the round within the request; never used twice.
         """
         self._base = _mix(_mix(_mix(seed + _GOLDEN) ^ request) + step * _GOLDEN)
+        self._streams: dict[Purpose, Tensor] = {}
+        self._whole: tuple[Noise, Tensor] | None = None
 
     def rows(self, index: Tensor) -> Noise:
         """The noise of some of the sequences; ``index`` [M] may name one sequence several times."""
         chosen = object.__new__(type(self))
-        chosen._base = self._base[index]
+        chosen._streams = {}
+        chosen._whole = (self, index)
         return chosen
+
+    def _stream(self, purpose: Purpose) -> Tensor:
+        """[B] where the numbers of a purpose begin, made once a round: hashing is many small operations."""
+        if purpose not in self._streams:
+            if self._whole is None:
+                key = _signed(purpose * 0xBF58476D1CE4E5B9 % (1 << 64))
+                self._streams[purpose] = _mix(self._base ^ key)
+            else:
+                whole, index = self._whole
+                self._streams[purpose] = whole._stream(purpose)[index]
+        return self._streams[purpose]
 
     def uniform(self, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
         """Uniform numbers strictly between 0 and 1.
@@ -83,7 +97,7 @@ class Noise:
         Returns:
             [B] or [B, k] float64, the same on every device.
         """
-        stream = _mix(self._base ^ _signed(purpose * 0xBF58476D1CE4E5B9 % (1 << 64)))
+        stream = self._stream(purpose)
         place = torch.as_tensor(index, device=stream.device) + 1
         if place.dim() == 2:
             stream = stream[:, None]

@@ -104,7 +104,7 @@ def reference(
     slots, stores = rows.slots.long(), rows.stores.long()
     keys[slots, :, stores] = key.to(keys.dtype)
     values[slots, :, stores] = value.to(values.dtype)
-    count, heads, dim = query.shape
+    _, heads, dim = query.shape
     kv_heads = key.shape[1]
     out = torch.empty_like(query)
     for slot in torch.unique(slots).tolist():

@@ -21,22 +21,22 @@ FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM
 _POINTER = ctypes.c_void_p
 
 
+_WEIGHTS = ("input_norm", "post_norm", "q", "k", "v", "o", "gate", "up", "down")
+_BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "dim", "intermediate", "places")
+_CODES = ("weight_dtype", "norm_dtype", "cache_dtype", "threads")
+
+
 class _Layer(ctypes.Structure):
-    _fields_ = [
-        (name, _POINTER)
-        for name in (
-            "input_norm", "post_norm", "q", "k", "v", "o", "gate", "up", "down",
-            "q_bias", "k_bias", "v_bias", "o_bias", "keys", "values",
-        )  # fmt: skip
-    ]  # fmt: skip
+    _fields_ = [(name, _POINTER) for name in (*_WEIGHTS, *_BIASES, "keys", "values")]
 
 
 class _Shape(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "intermediate", "places")),
+        *((name, ctypes.c_int64) for name in _SIZES),
         ("eps", ctypes.c_float),
         ("scaling", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("weight_dtype", "norm_dtype", "cache_dtype", "threads")),
+        *((name, ctypes.c_int32) for name in _CODES),
     ]
 
 

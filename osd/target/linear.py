@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from osd.native import DTYPES, kernels
 
@@ -73,12 +73,21 @@ class OneDnnLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), max(CALIBRATION_ROWS))
+        self.packed = self.stage(weight)
         self.register_buffer("bias", None if bias is None else bias.detach().clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply; x has the weight's dtype."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    @staticmethod
+    def stage(weight: Tensor) -> Tensor:
+        """Lay out another weight for ``load``."""
+        return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), max(CALIBRATION_ROWS))
+
+    def load(self, staged: Tensor) -> None:
+        """Take over a staged weight; its layout is oneDNN's secret, so it is not copied."""
+        self.packed = staged
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -94,6 +103,9 @@ def pack(weight: Tensor) -> Tensor:
 
 class PlainLinear(nn.Module):
     """``y = x W^T + b`` as PyTorch multiplies it, on any device. [..., in] -> [..., out]."""
+
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()

@@ -106,16 +106,17 @@ class SlotModel:
 
     def stage(self, name: str, value: Tensor) -> Tensor:
         """Lay out a weight called ``name`` for ``load``, off the thread that runs forwards."""
-        owner = self.model.get_submodule(name.rpartition(".")[0])
+        path, _, attribute = name.rpartition(".")
+        owner = self.model.get_submodule(path)
         value = value.to(self.device, self.dtype if value.is_floating_point() else None)
-        stage = getattr(owner, "stage", None)
+        stage = getattr(owner, "stage", None) if attribute == "weight" else None
         return value if stage is None else stage(value)
 
     def load(self, name: str, staged: Tensor) -> None:
         """Copy a staged weight in place."""
         path, _, attribute = name.rpartition(".")
         owner = self.model.get_submodule(path)
-        load = getattr(owner, "load", None)
+        load = getattr(owner, "load", None) if attribute == "weight" else None
         if load is None:
             getattr(owner, attribute).data.copy_(staged)
         else:
@@ -127,7 +128,7 @@ def load_model(directory: Path, dtype: str, device: str) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=DTYPES[dtype], attn_implementation=attention.NAME, local_files_only=True
     )
-    return model.to(pick_device(device))
+    return model.to(pick_device(device))  # type: ignore[arg-type]
 
 
 def load_config(directory: Path) -> Any:
@@ -151,4 +152,4 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 def _eos_ids(model: nn.Module) -> frozenset[int]:
     eos = getattr(model.generation_config, "eos_token_id", None) or model.config.eos_token_id  # type: ignore[union-attr]
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])  # type: ignore[list-item]

@@ -76,6 +76,7 @@ def small(target: Path, port: int) -> list[str]:
         "target.dtype": "float32",
         "engine.slots": 2,
         "engine.context": 256,
+        "engine.threads": 1,
         "drafter.kind": "language_model",
         "serving.port": port,
     }
@@ -173,11 +174,12 @@ def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path)
 def test_the_second_signal_ends_every_process_at_once(tiny_target, tmp_path):
     with osd(tmp_path, "up", *small(tiny_target, free_port())) as process:
         deadline = time.monotonic() + 60
-        while len(family(process.pid)) < 4 and time.monotonic() < deadline:
+        while len(family(process.pid)) < 7 and time.monotonic() < deadline:
             time.sleep(0.05)
         processes = family(process.pid)
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        # The signal itself ends a Python that already takes itself down.
+        assert process.wait(10) in (130, -signal.SIGINT)
     assert gone(processes)

@@ -61,8 +61,9 @@ def send(settings, redis_url):
     def write(first, count):
         for n in range(first, first + count):
             trace = make_trace(
-                f"request-{n}", prompt=6, completion=40, top_k=32, seed=n, logits=SHARP, width=3 * HIDDEN
-            )
+                f"request-{n}", prompt=6, completion=40, top_k=32, seed=n, logits=SHARP, width=3 * HIDDEN,
+                target=settings.target.source,
+            )  # fmt: skip
             assert writer.offer(trace)
 
     yield write

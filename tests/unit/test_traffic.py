@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import time
@@ -39,7 +40,7 @@ def test_a_source_has_the_same_order_every_time(source):
 
 def test_neighbours_in_the_library_are_not_neighbours_in_time(stdlib):
     modules = [prompt.id.split(".")[0] for prompt in stdlib]
-    repeats = sum(one == two for one, two in zip(modules, modules[1:], strict=False))
+    repeats = sum(one == two for one, two in itertools.pairwise(modules))
     assert repeats < len(modules) / 5
 
 
@@ -166,7 +167,7 @@ def test_arrivals_are_poisson_at_the_rate_that_was_asked_for():
 
     tally = run(answer, PROMPTS, Load(rate=100, seconds=2.0, seed=1))
     assert 150 <= tally.sent <= 250
-    gaps = sorted(two - one for one, two in zip(times, times[1:], strict=False))
+    gaps = sorted(two - one for one, two in itertools.pairwise(times))
     # Exponential gaps: as long as the mean on average, but most are shorter; a fixed gap fails this.
     assert gaps[len(gaps) // 2] < 0.85 * sum(gaps) / len(gaps)
 

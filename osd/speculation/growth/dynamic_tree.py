@@ -80,7 +80,7 @@ def _by_value(builder: TreeBuilder, urns: Urns, opened: Opener, noise: Noise, li
         share = urns.share[rows, node]
         reach[rows, node + 1] = value[rows, node + 1] = reach[rows, entry] * share
         rest = (value[rows, entry] - reach[rows, entry] * share).clamp(min=1e-300)  # rounding must not close a full urn
-        value[rows, entry] = rest.masked_fill(urns.left(urn) == 0, 0.0)
+        value[rows, entry] = rest.masked_fill(urns.empty(urn), 0.0)
 
 
 def _by_level(builder: TreeBuilder, urns: Urns, opened: Opener, noise: Noise, limits: Tensor, threshold: float) -> None:
@@ -92,7 +92,7 @@ def _by_level(builder: TreeBuilder, urns: Urns, opened: Opener, noise: Noise, li
         urn, value = opened(rows, nodes), reach.clone()
         level: list[tuple[Tensor, Tensor, Tensor]] = []
         while True:
-            m = ((value >= threshold) & (urns.left(urn) > 0)).nonzero().squeeze(-1)
+            m = ((value >= threshold) & ~urns.empty(urn)).nonzero().squeeze(-1)
             # Of one sequence's places as many draw as it has room for, the first ones first.
             m = m[builder.sizes[rows[m]] + repeats(rows[m]) < limits[rows[m]]]
             if not len(m):

@@ -42,6 +42,10 @@ class Urns:
         start, end = int(places[0]), int(places[-1]) + 1
         self._sums[start:end] = weights[start:end].sum(-1)
 
+    def empty(self, places: Tensor) -> Tensor:
+        """[M] bool, whether the urns ``places`` [M] hold no token any more."""
+        return self._sums[places].sum(-1) == 0
+
     def left(self, places: Tensor) -> Tensor:
         """[M] how many tokens the urns ``places`` [M] still hold: 0, 1 or, for two or more, 2."""
         filled = self._sums[places] > 0  # [M, blocks]
@@ -68,14 +72,13 @@ class Urns:
         self._drawn[places] += 1
         mine = noise.rows(rows)
         best = self._best[rows] if best is None else self._best[rows] | best
-        some, all_drawn = (~best).nonzero().squeeze(-1), not best.any()
-        block, within = torch.empty_like(rows), torch.empty_like(rows)
-        block[some] = mine.rows(some).pick(sums[some], Purpose.DRAFT, index[some])
-        if not all_drawn:
+        chosen = bool(best.any())
+        block = mine.pick(sums, Purpose.DRAFT, index)
+        if chosen:
             block[best] = weights[places[best]].amax(-1).argmax(-1)
         inner = weights[places, block]  # [M, block]
-        within[some] = mine.rows(some).pick(inner[some], Purpose.DRAFT, index[some] + 1)
-        if not all_drawn:
+        within = mine.pick(inner, Purpose.DRAFT, index + 1)
+        if chosen:
             within[best] = inner[best].argmax(-1)
 
         nodes = self._builder.add(rows, parents, block * tree.BLOCK + within, places)

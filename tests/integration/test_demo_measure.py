@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy import demo_measure, demo_report
+from deploy.demo_measure import measure
+from deploy.demo_report import Sample, Story
+from osd import drafters
+from osd.config import Settings, load_settings
+from osd.engine.engine import Engine
+from osd.registry.versions import Registry
+from osd.traffic.prompt import Prompt
+
+PROMPTS = [Prompt(str(number), "test", (f"def f{number}():",)) for number in range(20)]
+
+
+@pytest.fixture
+def settings(tiny_target: Path, tmp_path: Path) -> Settings:
+    given = {"home": tmp_path, "target.source": tiny_target, "target.dtype": "float32", "engine.context": 128}
+    given |= {"drafter.kind": "language_model", "drafter.layers": 2, "engine.slots": 2, "engine.threads": 1}
+    settings = load_settings(None, [f"{key}={value}" for key, value in given.items()], {})
+    first = drafters.initial(settings.drafter, tiny_target, tmp_path)
+    registry = Registry(settings.registry_dir)
+    for _ in range(2):
+        registry.publish(settings.domain, first.weights(), first.config(), {})
+    return settings
+
+
+def test_every_way_of_decoding_is_measured_on_the_same_prompts(settings, monkeypatch):
+    asked: list[tuple[demo_measure.Ids, int | None]] = []
+    decode = demo_measure._decode
+
+    def recorded(engine: Engine, prompt, max_tokens, *, speculate):
+        asked.append((prompt, engine.drafter_version if speculate else None))
+        return decode(engine, prompt, max_tokens, speculate=speculate)
+
+    monkeypatch.setattr(demo_measure, "_decode", recorded)
+    steps: list[str] = []
+    held_out = measure(settings, PROMPTS, 1, 2, 8, steps.append)
+    assert held_out.greedy_identical
+    assert held_out.plain > 0
+    for run in (held_out.first, held_out.last):
+        assert len(run.speeds) == demo_measure._PROMPTS
+        assert run.counts.drafted > 0
+        assert run.mean_acceptance_length == 1 + run.counts.accepted / run.counts.rounds
+    by_way = {way: [prompt for prompt, asked_way in asked[:51] if asked_way == way] for way in (None, 1, 2)}
+    assert by_way[None] == by_way[1] == by_way[2]
+    assert len(by_way[None]) == demo_measure._PROMPTS + 1
+    assert len({way for _, way in asked[0:9:3]}) == 3  # each way begins in its turn
+    assert steps
+
+
+def test_an_output_that_speculation_changes_is_seen(settings, monkeypatch):
+    decode = demo_measure._decode
+
+    def wrong(engine: Engine, prompt, max_tokens, *, speculate):
+        ids, counts = decode(engine, prompt, max_tokens, speculate=speculate)
+        return (ids[:-1] if speculate else ids), counts
+
+    monkeypatch.setattr(demo_measure, "_decode", wrong)
+    assert not measure(settings, PROMPTS, 1, 2, 8, lambda step: None).greedy_identical
+
+
+def test_the_report_has_the_keys_that_are_promised(settings, tmp_path):
+    held_out = measure(settings, PROMPTS, 1, 2, 8, lambda step: None)
+    story = Story("the target", 60, first=1, last=2, trainer={"published": 1, "rejected": 2, "trained": 3})
+    story.samples.append(Sample(1, 2, 3, 4, 5, 6, 7, 0.008, 9, 10))
+    demo_report.write(tmp_path / "report.json", story, held_out)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report | {"held_out": None} == {
+        "target": "the target",
+        "requests": 0,
+        "failed": 0,
+        "tokens": 0,
+        "versions_published": 1,
+        "versions_rejected": 2,
+        "swaps": 7,
+        "swap_stall_ms_max": 8.0,
+        "traces": {"written": 9, "trained": 3, "dropped": 10},
+        "held_out": None,
+    }
+    assert set(report["held_out"]) == {"plain", "first", "last", "greedy_identical"}
+    assert set(report["held_out"]["plain"]) == {"tokens_per_second"}
+    for name, version in (("first", 1), ("last", 2)):
+        figures = report["held_out"][name]
+        assert figures.pop("version") == version
+        assert set(figures) == {"tokens_per_second", "acceptance_rate", "mean_acceptance_length"}
+
+
+def test_acceptance_is_that_of_the_last_seconds():
+    story = Story("t", 60)
+    story.samples += [
+        Sample(time, 0, 10 * time, 0 if time < 20 else 10 * (time - 20), 0, 1, 0, 0, 0, 0) for time in range(0, 41, 2)
+    ]
+    points = dict(story.acceptance(10))
+    assert points[18] == 0
+    assert points[40] == 1
+    assert points[24] == pytest.approx(0.4)

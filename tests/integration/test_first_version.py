@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.first_version import ensure_version, keep_pointer
+from osd.capture.server import RedisServer
+from osd.config import Settings, load_settings
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer(64) as server:
+        yield server
+
+
+@pytest.fixture
+def settings(tiny_target: Path, tmp_path: Path) -> Settings:
+    given = [f"home={tmp_path}", f"target.source={tiny_target}", "drafter.kind=language_model", "drafter.layers=1"]
+    return load_settings(None, given, {})
+
+
+def pointed(settings: Settings, url: str) -> int:
+    pointer = Pointer(url)
+    try:
+        rollout = pointer.get(settings.domain)
+    finally:
+        pointer.close()
+    assert rollout is not None
+    return rollout.stable
+
+
+def another(settings: Settings) -> int:
+    """Publish one more version like the first."""
+    registry = Registry(settings.registry_dir)
+    version = registry.load(settings.domain, 1)
+    return registry.publish(settings.domain, version.weights, version.config, {"parent": 1})
+
+
+def restarted(server: RedisServer) -> str:
+    server.close()
+    server.start()
+    return server.url
+
+
+def test_a_fresh_domain_gets_a_version_once(settings, server, tiny_target):
+    assert ensure_version(settings, server.url, tiny_target) == 1
+    assert pointed(settings, server.url) == 1
+    assert ensure_version(settings, server.url, tiny_target) == 1
+    assert len(Registry(settings.registry_dir).list(settings.domain)) == 1
+
+
+def test_a_pointer_that_is_there_is_left_alone(settings, server, tiny_target):
+    ensure_version(settings, server.url, tiny_target)
+    another(settings)
+    assert ensure_version(settings, server.url, tiny_target) == 1
+
+
+def test_with_an_empty_redis_the_newest_version_comes_back(settings, server, tiny_target):
+    ensure_version(settings, server.url, tiny_target)
+    assert another(settings) == 2
+    assert ensure_version(settings, restarted(server), tiny_target) == 2
+
+
+def test_a_rollback_outlives_a_clean_stop_but_holds_for_one_start_only(settings, server, tiny_target):
+    ensure_version(settings, server.url, tiny_target)
+    another(settings)
+    pointer = Pointer(server.url)
+    pointer.set(settings.domain, Rollout(stable=1, canary=None, share=0.0, changed=time.time()))
+    pointer.close()
+    keep_pointer(settings, server.url)
+    assert ensure_version(settings, restarted(server), tiny_target) == 1
+    assert ensure_version(settings, restarted(server), tiny_target) == 2
+
+
+def test_a_damaged_version_does_not_come_back(settings, server, tiny_target):
+    ensure_version(settings, server.url, tiny_target)
+    another(settings)
+    (settings.registry_dir / settings.domain / "2" / "model.safetensors").write_bytes(b"damaged")
+    assert ensure_version(settings, restarted(server), tiny_target) == 1
+
+
+def test_other_drafter_settings_start_a_version_of_their_own(settings, server, tiny_target):
+    ensure_version(settings, server.url, tiny_target)
+    wider = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": 2})})
+    assert ensure_version(wider, server.url, tiny_target) == 2
+    assert pointed(settings, server.url) == 2

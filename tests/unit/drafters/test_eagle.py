@@ -1,0 +1,219 @@
+"""EAGLE: serving and training see the same inputs, and a version's weights are checked before they are used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from osd.config import DrafterSettings
+from osd.drafters import DrafterError, from_config, initial
+from osd.drafters.eagle import Eagle
+from tests.tiny import make_tiny
+from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
+
+VOCABULARY, LENGTH, HIDDEN = 150, 30, 64
+
+
+@pytest.fixture
+def eagle(target_dir: Path) -> Eagle:
+    """Random weights that bfloat16 holds exactly, and a draft vocabulary with gaps."""
+    drafter = initial(DrafterSettings(kind="eagle", vocabulary=VOCABULARY), target_dir, target_dir)
+    assert isinstance(drafter, Eagle)
+    torch.manual_seed(3)
+    drafter.adapt_vocabulary(torch.rand(259))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+            parameter.copy_(parameter.bfloat16().float())
+    return drafter
+
+
+def sequences(eagle: Eagle, count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = eagle.draft_ids[torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)]
+    return tokens, torch.randn(count, LENGTH, 3 * HIDDEN, generator=generator)
+
+
+def close(got: Tensor, goal: Tensor) -> None:
+    assert float((got - goal).norm() / goal.norm()) < 1e-3
+    torch.testing.assert_close(got, goal, rtol=1e-3, atol=1e-3 * float(goal.abs().max()))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_serving_and_training_see_the_same_inputs(eagle: Eagle, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr("osd.target.linear.kernels", lambda: None)
+        monkeypatch.setattr("osd.target.attention.kernels", lambda: None)
+    depth, slots = 4, [2, 0, 3]
+    tokens, hidden = sequences(eagle, 3)
+    session = eagle.session(4, LENGTH, depth + 1)
+    for row, slot in enumerate(slots):
+        session.open(slot, int(tokens[row, 0]))
+    fed = [0, 0, 0]
+    for ends in ([5, 9, 2], [6, 13, 4], [9, 14, 5], [20, 20, 20]):  # committed tokens, round by round
+        for row, end in enumerate(ends):
+            session.commit(slots[row], tokens[row, fed[row] + 1 : end].tolist(), hidden[row, fed[row] : end - 1])
+            fed[row] = end - 1
+        drafted = torch.stack([tokens[row, end : end + depth - 1] for row, end in enumerate(ends)])
+        got = expand_chain(session, slots, drafted)
+        with torch.no_grad():
+            for d in range(depth):
+                batch = at_places(tokens, hidden, [(row, end + d) for row, end in enumerate(ends)])
+                close(got[d], eagle.unroll(batch, depth)[d])
+
+
+def test_hidden_states_that_training_does_not_name_change_nothing(eagle: Eagle) -> None:
+    tokens, hidden = sequences(eagle, 1)
+    batch = at_places(tokens, hidden, [(0, 12)])
+    with torch.no_grad():
+        before = eagle.unroll(batch, 3)
+        for depth in range(3):
+            unseen = hidden.clone()
+            unseen[:, 12 - 1 - depth :] = 9.0
+            assert torch.allclose(eagle.unroll(at_places(tokens, unseen, [(0, 12)]), 3)[depth], before[depth])
+            unseen[:, 12 - 2 - depth] = 9.0
+            assert not torch.allclose(eagle.unroll(at_places(tokens, unseen, [(0, 12)]), 3)[depth], before[depth])
+
+
+def test_a_tree_gives_what_each_of_its_paths_gives_alone(eagle: Eagle) -> None:
+    tokens, hidden = sequences(eagle, 1)
+    parents, drafted = [-1, -1, 0, 0, 1, 2], tokens[0, 20:26].tolist()
+    session = eagle.session(2, LENGTH, 7)
+    for slot in range(2):
+        session.open(slot, int(tokens[0, 0]))
+        session.commit(slot, tokens[0, 1:10].tolist(), hidden[0, :9])
+    tree = expand_tree(session, 1, drafted, parents)
+    alone = eagle.session(1, LENGTH, 7)
+    for node in range(len(drafted)):
+        path, above = [], node
+        while above >= 0:
+            path.insert(0, drafted[above])
+            above = parents[above]
+        alone.open(0, int(tokens[0, 0]))
+        alone.commit(0, tokens[0, 1:10].tolist(), hidden[0, :9])
+        chain = expand_chain(alone, [0], torch.tensor([path]))
+        close(tree[0], chain[0][0])
+        close(tree[1 + node], chain[-1][0])
+
+
+def test_a_version_comes_back_from_its_config_and_weights(eagle: Eagle, target_dir: Path) -> None:
+    config = json.loads(json.dumps(eagle.config()))
+    again = from_config(config, target_dir)
+    again.load_weights({name: value.clone() for name, value in eagle.weights().items()})
+    assert again.config() == eagle.config()
+    assert again.taps == eagle.taps
+    assert again.draft_ids is not None
+    assert torch.equal(again.draft_ids, eagle.draft_ids)
+    batch = at_places(*sequences(eagle, 2), [(0, 7), (1, 25)])
+    with torch.no_grad():
+        for mine, theirs in zip(again.unroll(batch, 3), eagle.unroll(batch, 3), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_the_targets_own_tensors_are_not_in_a_version(eagle: Eagle) -> None:
+    assert not [name for name, value in eagle.weights().items() if value.shape[:1] == (259,) and name != "t2d"]
+
+
+def test_loading_a_staged_version_changes_a_running_session_to_it(eagle: Eagle, target_dir: Path) -> None:
+    other = from_config(eagle.config(), target_dir)
+    torch.manual_seed(11)
+    weights = {
+        name: value if name in ("t2d", "d2t") else (torch.randn_like(value) * 0.1).bfloat16().float()
+        for name, value in eagle.weights().items()
+    }
+    other.load_weights(weights)
+    other.adapt_vocabulary(torch.rand(259))
+    tokens, hidden = sequences(eagle, 1)
+    session, fresh = eagle.session(1, LENGTH, 3), other.session(1, LENGTH, 3)
+    for s in (session, fresh):
+        s.open(0, int(tokens[0, 0]))
+        s.commit(0, tokens[0, 1:10].tolist(), hidden[0, :9])
+    session.load(session.stage(other.weights()))
+    assert torch.equal(session.support, other.draft_ids)
+    nothing = torch.empty(1, 0, dtype=torch.int64)
+    assert torch.equal(expand_chain(session, [0], nothing)[0], expand_chain(fresh, [0], nothing)[0])
+
+
+Spoil = Callable[[dict[str, Tensor]], object]
+SPOILT: dict[str, tuple[Spoil, str]] = {
+    "missing": (lambda w: w.pop("fuse.weight"), "'fuse.weight' is missing"),
+    "missing map": (lambda w: w.pop("t2d"), "'t2d' is missing"),
+    "unknown": (lambda w: w.update(surprise=torch.ones(2)), "'surprise' is unknown"),
+    "shape": (lambda w: w.update({"norm.weight": torch.ones(65)}), r"'norm.weight' has shape \[65\] instead of \[64\]"),
+    "scalar map": (lambda w: w.update(d2t=torch.tensor(0)), r"'d2t' has shape \[\]"),
+    "kind": (lambda w: w.update(d2t=w["d2t"].float()), "'d2t' is torch.float32 instead of torch.int64"),
+    "nan": (lambda w: w["head.weight"].view(-1)[-1:].fill_(float("nan")), "'head.weight' has numbers that are not"),
+    "inf": (lambda w: w["tap_norm"].view(-1)[:1].fill_(float("inf")), "'tap_norm' has numbers that are not finite"),
+    "maps": (lambda w: w["d2t"][-1:].add_(1), "'d2t' and 't2d' do not describe the same"),
+    "out of range": (lambda w: w["d2t"][-1:].add_(1000), "'d2t' and 't2d' do not describe the same"),
+    "two ids in one": (lambda w: w["t2d"].logical_not_(), "'d2t' and 't2d' do not describe the same"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_version_that_does_not_fit_is_refused_by_name(eagle: Eagle, name: str) -> None:
+    spoil, message = SPOILT[name]
+    session, before = eagle.session(1, LENGTH, 3), {k: v.clone() for k, v in eagle.weights().items()}
+    weights = {k: v.clone() for k, v in before.items()}
+    spoil(weights)
+    with pytest.raises(DrafterError, match=message):
+        session.stage(weights)
+    with pytest.raises(DrafterError, match=message):
+        eagle.load_weights(weights)
+    assert all(torch.equal(value, before[k]) for k, value in eagle.weights().items())
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"kind": "oracle"}, "drafter kind 'oracle' is not one of eagle, language_model"),
+    ({"surprise": 1}, "does not describe a eagle drafter.*surprise"),
+    ({"target_vocabulary": 260}, r"the target's embedding is \[259, 64\]"),
+])  # fmt: skip
+def test_a_config_that_does_not_fit_is_refused(
+    eagle: Eagle, target_dir: Path, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DrafterError, match=message):
+        from_config(eagle.config() | change, target_dir)
+
+
+def test_adapting_the_vocabulary_keeps_rows_and_maps_consistent(eagle: Eagle) -> None:
+    counts = torch.zeros(259)
+    counts[torch.arange(109, 259)] = torch.arange(150).float() + 1
+    old = dict(zip(eagle.draft_ids.tolist(), eagle.head.weight.detach().clone(), strict=True))
+    eagle.adapt_vocabulary(counts)
+    assert eagle.draft_ids.tolist() == list(range(109, 259))
+    assert torch.equal(eagle.t2d.nonzero().squeeze(1), eagle.draft_ids)
+    assert 0 < len(old.keys() & set(range(109, 259))) < VOCABULARY
+    for row, token in zip(eagle.head.weight, range(109, 259), strict=True):
+        assert torch.equal(row, old.get(token, eagle.target_head[token].float()))
+    eagle.load_weights(eagle.weights())
+
+
+def test_among_equally_frequent_ids_the_lower_ones_are_drafted(eagle: Eagle) -> None:
+    counts = torch.zeros(259)
+    counts[200] = 3
+    eagle.adapt_vocabulary(counts)
+    assert eagle.draft_ids.tolist() == [*range(VOCABULARY - 1), 200]
+
+
+def test_without_hidden_states_it_cannot_learn(eagle: Eagle) -> None:
+    with pytest.raises(DrafterError, match="eagle learns from hidden states, and the trace has none"):
+        eagle.unroll(at_places(sequences(eagle, 1)[0], None, [(0, 5)]), 1)
+
+
+def test_the_first_version_starts_from_the_target(target_dir: Path) -> None:
+    drafter = initial(DrafterSettings(kind="eagle", vocabulary=100_000), target_dir, target_dir)
+    assert isinstance(drafter, Eagle)
+    assert drafter.taps == (0, 2, 2)
+    assert drafter.draft_ids.tolist() == list(range(259))
+    assert torch.equal(drafter.head.weight, drafter.target_head.float())
+    assert all(bool(torch.isfinite(value).all()) for value in drafter.weights().values())
+
+
+def test_a_target_of_two_layers_is_too_small(tmp_path: Path) -> None:
+    with pytest.raises(DrafterError, match="needs a target of at least 3 layers, this one has 2"):
+        initial(DrafterSettings(kind="eagle"), make_tiny(tmp_path, layers=2), tmp_path)

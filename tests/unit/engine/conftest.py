@@ -1,0 +1,20 @@
+"""A small target for the engine, and what transformers makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_tiny
+from tests.unit.engine.harness import Oracle
+
+
+@pytest.fixture(scope="session")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def oracle(target_dir: Path) -> Oracle:
+    return Oracle(target_dir)

@@ -1,0 +1,130 @@
+"""An engine on a tiny target, and a client that collects what it sends."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from osd.capture.trace import Trace
+from osd.config import CaptureSettings, DrafterSettings, EngineSettings, GrowthSettings, Settings, TargetSettings
+from osd.drafters import Drafter, initial
+from osd.engine.engine import Engine
+from osd.engine.request import Request, Sampling, SpeculationCounts, Update
+from osd.target.model import SlotModel, load_model
+from tests.tiny import tokenizer
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass
+class Result:
+    """What a client saw of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    error: str | None = None
+    counts: SpeculationCounts | None = None
+    updates: int = 0
+
+
+class Client:
+    """Submits requests and waits for them; counts no request twice."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.results = engine, {}  # type: ignore[var-annotated]
+        self._updates: queue.Queue[Update] = queue.Queue()
+
+    def submit(
+        self, name: str, prompt: Sequence[int], max_tokens: int, sampling: Sampling = GREEDY, **more: Any
+    ) -> None:
+        self.results[name] = Result()
+        self.engine.submit(Request(name, tuple(prompt), max_tokens, sampling, **more), self._updates.put)
+
+    def next(self) -> Update:
+        update = self._updates.get(timeout=60)
+        result = self.results[update.request_id]
+        assert result.finish is None, "an update came after the last one"
+        result.tokens += update.token_ids
+        result.text += update.text
+        result.updates += 1
+        result.finish, result.counts, result.error = update.finish_reason, update.counts, update.error
+        return update
+
+    def wait(self) -> dict[str, Result]:
+        while any(result.finish is None for result in self.results.values()):
+            self.next()
+        return self.results
+
+
+def settings(directory: Path, *, slots: int = 4, depth: int = 3, chunk: int = 16, **capture: Any) -> Settings:
+    return Settings(
+        target=TargetSettings(source=str(directory), dtype="float32"),
+        engine=EngineSettings(slots=slots, context=128, prefill_chunk=chunk, threads=1),
+        growth=GrowthSettings(depth=depth),
+        capture=CaptureSettings(**capture),
+    )
+
+
+def make_drafter(kind: str, directory: Path) -> Drafter | None:
+    if kind == "none":
+        return None
+    drafter = DrafterSettings(kind=kind, vocabulary=200, layers=2)  # type: ignore[arg-type]
+    return initial(drafter, directory, directory)
+
+
+@contextmanager
+def running(
+    directory: Path,
+    kind: str = "none",
+    *,
+    drafter: Drafter | None = None,
+    traces: list[Trace] | None = None,
+    **more: Any,
+) -> Iterator[Client]:
+    chosen, drafter = settings(directory, **more), drafter or make_drafter(kind, directory)
+    target = SlotModel(
+        load_model(directory, "float32", "cpu"),
+        slots=chosen.engine.slots,
+        context=chosen.engine.context,
+        scratch=chosen.growth.depth + 1,
+        taps=drafter.taps if drafter else (),
+    )
+    engine = Engine(target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append)
+    engine.start()
+    try:
+        yield Client(engine)
+    finally:
+        engine.stop()
+
+
+def prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+
+
+class Oracle:
+    """transformers' own greedy decoding."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(directory)
+
+    def greedy(self, prompt: list[int], max_tokens: int, ignore_eos: bool = True) -> list[int]:
+        eos = {"eos_token_id": None} if ignore_eos else {}
+        mask = torch.ones(1, len(prompt), dtype=torch.int64)
+        out = self.model.generate(
+            torch.tensor([prompt]),
+            attention_mask=mask,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=258,
+            **eos,
+        )
+        return out[0, len(prompt) :].tolist()

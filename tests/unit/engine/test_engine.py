@@ -1,0 +1,265 @@
+"""What a client of the engine is promised."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from osd.drafters import DrafterError
+from osd.engine import round as rounds
+from osd.engine.request import Sampling, Update
+from tests.tiny import tokenizer
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
+
+KINDS = ["none", "eagle", "language_model"]
+LENGTHS = (1, 5, 17, 40, 33, 3, 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_greedy_output_is_that_of_transformers(target_dir: Path, oracle: Oracle, kind: str, chunk: int) -> None:
+    with running(target_dir, kind, slots=3, chunk=chunk) as client:
+        for index, prompt in enumerate(prompts(LENGTHS)):
+            client.submit(str(index), prompt, 20, ignore_eos=True)
+        results = client.wait()
+        for index, prompt in enumerate(prompts(LENGTHS)):
+            assert results[str(index)].tokens == oracle.greedy(prompt, 20), (kind, index)
+            assert results[str(index)].finish == "length"
+        counters = client.engine.counters()
+    assert (counters.requests, counters.failed, counters.cancelled) == (len(LENGTHS), 0, 0)
+    assert (counters.prompt_tokens, counters.completion_tokens) == (sum(LENGTHS), 20 * len(LENGTHS))
+    total = counters.speculation()
+    if kind == "none":
+        assert total.rounds == total.drafted == 0
+    else:
+        mine = [result.counts for result in results.values()]
+        assert total.drafted == sum(counts.drafted for counts in mine) > 0
+        assert total.accepted == sum(counts.accepted for counts in mine) == sum(total.accepted_per_position) > 0
+        assert sum(total.histogram) == total.rounds
+        assert sum(n * times for n, times in enumerate(total.histogram)) == total.accepted
+
+
+def greedy_run(client: Client, oracle: Oracle) -> tuple[list[int], list[int]]:
+    prompt = prompts([9], seed=4)[0]
+    return prompt, oracle.greedy(prompt, 24)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_end_token_stops_and_can_be_ignored(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    with running(target_dir, kind) as client:
+        prompt, goal = greedy_run(client, oracle)
+        client.engine.target.eos_ids = frozenset({goal[10]})
+        first = goal.index(goal[10])
+        client.submit("stops", prompt, 24)
+        client.submit("goes on", prompt, 24, ignore_eos=True)
+        results = client.wait()
+    assert results["stops"].tokens == goal[: first + 1]
+    assert results["stops"].finish == "stop"
+    assert results["goes on"].tokens == goal
+    assert results["goes on"].finish == "length"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 7])
+def test_never_more_than_max_tokens(target_dir: Path, oracle: Oracle, max_tokens: int) -> None:
+    with running(target_dir, "language_model") as client:
+        prompt, goal = greedy_run(client, oracle)
+        client.submit("r", prompt, max_tokens, ignore_eos=True)
+        result = client.wait()["r"]
+    assert result.tokens == goal[:max_tokens]
+    assert result.finish == "length"
+
+
+def test_a_stop_string_ends_the_text_before_it_with_the_true_reason(target_dir: Path) -> None:
+    with running(target_dir, "language_model") as client:
+        prompt = prompts([6], seed=2)[0]
+        client.submit("whole", prompt, 60, Sampling(temperature=1.0, seed=3), ignore_eos=True)
+        whole = client.wait()["whole"]
+        plain = [i for i in range(8, len(whole.text) - 3) if "\ufffd" not in whole.text[: i + 3][-3:]]
+        stop = whole.text[plain[0] : plain[0] + 3]
+        client.submit("cut", prompt, 60, Sampling(temperature=1.0, seed=3), stop=("never seen", stop), ignore_eos=True)
+        cut = client.wait()["cut"]
+    assert cut.finish == "stop"
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert len(cut.tokens) < len(whole.tokens)
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
+
+
+def test_text_is_the_decoded_tokens(target_dir: Path) -> None:
+    with running(target_dir, "eagle") as client:
+        for index, prompt in enumerate(prompts([4, 8, 12])):
+            client.submit(str(index), prompt, 40, Sampling(temperature=1.0, seed=index), ignore_eos=True)
+        for result in client.wait().values():
+            assert result.text == tokenizer().decode(result.tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_gives_the_same_text_whatever_shares_its_batch(target_dir: Path, kind: str) -> None:
+    prompt, sampling = prompts([21], seed=6)[0], Sampling(temperature=1.0, top_p=0.95, seed=77)
+    with running(target_dir, kind) as client:
+        client.submit("alone", prompt, 30, sampling, ignore_eos=True)
+        client.wait()
+        for index, other in enumerate(prompts([30, 2, 11, 7, 25])):
+            client.submit(f"other {index}", other, 10 + index, Sampling(temperature=0.5 * index, seed=index))
+            if index == 2:
+                client.submit("crowd", prompt, 30, sampling, ignore_eos=True)
+        client.submit("other seed", prompt, 30, Sampling(temperature=1.0, top_p=0.95, seed=78), ignore_eos=True)
+        results = client.wait()
+    assert results["alone"].tokens == results["crowd"].tokens != results["other seed"].tokens
+
+
+def test_cancelling_ends_running_and_waiting_requests_and_frees_the_slot(target_dir: Path, oracle: Oracle) -> None:
+    with running(target_dir, "eagle", slots=1) as client:
+        prompt, goal = greedy_run(client, oracle)
+        client.submit("running", prompt, 100, ignore_eos=True)
+        client.submit("waiting", prompt, 100, ignore_eos=True)
+        client.submit("after", prompt, 24, ignore_eos=True)
+        while client.results["running"].updates < 2:
+            client.next()
+        assert client.engine.load().running == 1
+        assert client.engine.load().waiting == 2
+        client.engine.cancel("waiting")
+        client.engine.cancel("running")
+        client.engine.cancel("never heard of")
+        results = client.wait()
+        assert results["running"].finish == results["waiting"].finish == "cancelled"
+        assert 0 < len(results["running"].tokens) < 100
+        assert results["waiting"].tokens == []
+        assert results["after"].tokens == goal, "the slot is as good as new"
+        assert client.engine.counters().cancelled == 2
+        assert (client.engine.load().running, client.engine.load().waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "language_model"])
+def test_a_swap_in_mid_request_changes_speed_and_not_the_output(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    other = make_drafter(kind, target_dir)
+    assert other is not None
+    torch.manual_seed(5)
+    weights = {k: v + torch.randn_like(v) if v.is_floating_point() else v for k, v in other.weights().items()}
+    prompt = prompts([9], seed=4)[0]
+    with running(target_dir, kind) as client:
+        client.submit("r", prompt, 90, ignore_eos=True)
+        while client.results["r"].updates < 4:
+            client.next()
+        client.engine.stage(2, weights)
+        result = client.wait()["r"]
+        counters = client.engine.counters()
+        assert client.engine.drafter_version == 2
+    assert result.tokens == oracle.greedy(prompt, 90)
+    assert counters.swaps == 1
+    assert counters.swap_stall_seconds_max > 0
+    assert set(counters.by_version) == {1, 2}
+    assert sum(counts.drafted for counts in counters.by_version.values()) == result.counts.drafted
+    assert counters.by_version[2].acceptance_rate < 0.1, "random weights agree by chance only"
+
+
+def test_a_version_that_does_not_fit_is_refused_and_the_old_one_stays(target_dir: Path) -> None:
+    with running(target_dir, "eagle") as client:
+        weights = dict(make_drafter("eagle", target_dir).weights())  # type: ignore[union-attr]
+        weights["head.weight"] = weights["head.weight"] * float("nan")
+        with pytest.raises(DrafterError, match=r"'head.weight' has numbers that are not finite"):
+            client.engine.stage(2, weights)
+        client.submit("r", [1, 2, 3], 10)
+        assert client.wait()["r"].error is None
+        assert client.engine.drafter_version == 1
+        assert client.engine.counters().swaps == 0
+
+
+def test_an_engine_without_a_drafter_takes_no_version(target_dir: Path) -> None:
+    with running(target_dir) as client, pytest.raises(ValueError, match="this engine decodes without a drafter"):
+        client.engine.stage(2, {})
+
+
+def test_a_version_is_swapped_in_while_nothing_runs(target_dir: Path) -> None:
+    with running(target_dir, "eagle") as client:
+        client.engine.stage(7, make_drafter("eagle", target_dir).weights())  # type: ignore[union-attr]
+        deadline = time.monotonic() + 30
+        while client.engine.drafter_version != 7 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert client.engine.drafter_version == 7
+
+
+def test_a_failing_round_fails_its_requests_with_a_message_and_the_engine_goes_on(
+    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(target_dir, "eagle", slots=2) as client:
+        prompt, goal = greedy_run(client, oracle)
+        healthy, calls = rounds.run, []
+
+        def fails_once(*arguments: object) -> object:
+            calls.append(1)
+            if len(calls) == 3:
+                raise MemoryError("no memory")
+            return healthy(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(rounds, "run", fails_once)
+        for name in ("a", "b", "c"):
+            client.submit(name, prompt, 24, ignore_eos=True)
+        results = client.wait()
+        client.engine.check_health()
+        failed = client.engine.counters().failed
+    assert results["a"].finish == "error"
+    assert results["a"].error == "MemoryError while decoding"
+    assert results["c"].finish == "length"
+    assert results["c"].tokens == goal
+    assert failed == sum(result.finish == "error" for result in results.values())
+
+
+def test_a_receiver_that_raises_ends_its_own_request_only(target_dir: Path, oracle: Oracle) -> None:
+    with running(target_dir, "eagle", slots=2) as client:
+        prompt, goal = greedy_run(client, oracle)
+
+        def broken(_update: Update) -> None:
+            raise RuntimeError("the connection is gone")
+
+        from osd.engine.request import Request
+
+        client.engine.submit(Request("broken", tuple(prompt), 100, ignore_eos=True), broken)
+        client.submit("r", prompt, 24, ignore_eos=True)
+        assert client.wait()["r"].tokens == goal
+        client.engine.check_health()
+        assert client.engine.load().running == 0
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "message"), [
+    (100, 29, "the prompt has 100 tokens and max_tokens is 29, together at most 128"),
+    (0, 5, "at least one prompt token"),
+    (5, 0, "max_tokens of at least 1"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_by_numbers(target_dir: Path, prompt: int, max_tokens: int, message: str) -> None:
+    with running(target_dir) as client, pytest.raises(ValueError, match=message):
+        client.submit("r", [1] * prompt, max_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_may_fill_the_context_to_the_last_token(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    prompt = prompts([100], seed=8)[0]
+    with running(target_dir, kind, depth=8) as client:
+        client.submit("r", prompt, 28, ignore_eos=True)
+        assert client.wait()["r"].tokens == oracle.greedy(prompt, 28)
+
+
+def test_requests_and_engines_can_decode_plainly_beside_others(target_dir: Path) -> None:
+    with running(target_dir, "eagle") as client:
+        client.submit("plain", [1, 2, 3], 20, speculate=False, ignore_eos=True)
+        client.submit("drafts", [1, 2, 3], 20, ignore_eos=True)
+        results = client.wait()
+        client.engine.set_speculation(False)
+        client.submit("later", [1, 2, 3], 20, ignore_eos=True)
+        client.wait()
+    assert results["plain"].tokens == results["drafts"].tokens == results["later"].tokens
+    assert results["plain"].counts.drafted == results["later"].counts.drafted == 0 < results["drafts"].counts.drafted
+
+
+def test_stopping_cancels_what_is_left_and_refuses_more(target_dir: Path) -> None:
+    with running(target_dir, "eagle", slots=1) as client:
+        for name in ("a", "b"):
+            client.submit(name, [1, 2, 3], 120, ignore_eos=True)
+        client.engine.stop()
+        assert {result.finish for result in client.wait().values()} == {"cancelled"}
+        with pytest.raises(ValueError, match="the engine is stopping"):
+            client.submit("c", [1], 1)
+        with pytest.raises(RuntimeError, match="thread does not run"):
+            client.engine.check_health()

@@ -1,0 +1,82 @@
+"""Text that streams out is certain, complete and ends before a stop string."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from osd.engine.text import TextStream
+from tests.tiny import tokenizer
+
+TOKENIZER = tokenizer()
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def stream(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    """The pieces, one a token, and whether a stop string ended them."""
+    text, pieces = TextStream(TOKENIZER, stop), []
+    for token in ids:
+        if text.push(token):
+            text.close()
+            return [*pieces, text.take(last=True)], True
+        pieces.append(text.take(last=False))
+    return [*pieces, text.take(last=True)], False
+
+
+def test_a_character_of_several_tokens_comes_when_it_is_whole() -> None:
+    assert stream(ids_of("aé€😀b"))[0] == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
+
+
+def test_an_unfinished_character_at_the_end_is_shown_as_what_it_is() -> None:
+    assert stream(ids_of("a€")[:-1])[0] == ["a", "", "", "\ufffd"]
+
+
+@pytest.mark.parametrize(("text", "stop", "shown"), [
+    ("one END two", ("END",), "one "),
+    ("one END", ("END",), "one "),
+    ("ENENEND", ("END",), "ENEN"),
+    ("aab", ("aac", "ab"), "a"),
+    ("a€b", ("€",), "a"),
+    ("both A and B", ("B", "A"), "both "),
+    ("abcd", ("cd", "bcd"), "a"),
+    ("END", ("END",), ""),
+])  # fmt: skip
+def test_text_ends_before_a_stop_string_however_it_is_cut(text: str, stop: tuple[str, ...], shown: str) -> None:
+    pieces, stopped = stream(ids_of(text), stop)
+    assert stopped
+    assert "".join(pieces) == shown
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
+    assert stream(ids_of("xENx"), ("END",)) == (["x", "", "", "ENx", ""], False)
+
+
+def test_the_beginning_of_a_stop_string_is_shown_at_the_end() -> None:
+    assert stream(ids_of("xEN"), ("END",)) == (["x", "", "", "EN"], False)
+
+
+def test_special_tokens_have_no_text() -> None:
+    assert "".join(stream([256, *ids_of("a"), 257, *ids_of("b"), 257])[0]) == "ab"
+
+
+@given(st.lists(st.integers(0, 258), max_size=40))
+def test_the_pieces_of_any_tokens_are_their_text(ids: list[int]) -> None:
+    assert "".join(stream(ids)[0]) == TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+@given(st.text("abé€", max_size=30), st.lists(st.text("abé€", min_size=1, max_size=4), max_size=3))
+def test_what_is_shown_is_the_text_before_the_first_stop_string(text: str, stop: list[str]) -> None:
+    pieces, stopped = stream(ids_of(text), tuple(stop))
+    ends = [text.find(s) + len(s) for s in stop if s in text]
+    assert stopped == bool(ends)
+    goal = text
+    if ends:  # the stop string that is complete first counts, and of several the one that begins first
+        seen = text[: min(ends)]
+        goal = seen[: min(seen.find(s) for s in stop if s in seen)]
+    assert "".join(pieces) == goal
+    for count in range(len(pieces)):
+        assert goal.startswith("".join(pieces[:count])), "text that was shown is never taken back"

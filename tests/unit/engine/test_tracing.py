@@ -1,0 +1,137 @@
+"""A trace holds what a forward of the target and an unrolled drafter would say, for every position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace, decode, encode
+from osd.drafters import Drafter
+from osd.engine.request import Sampling
+from osd.learning.batch import collate
+from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running
+
+K = 6
+
+
+def traces_of(
+    directory: Path, drafter: Drafter | None, sampling: Sampling, tokens: int = 30, **capture: Any
+) -> tuple[dict[str, list[Trace]], dict[str, Result]]:
+    """Decode three requests and group their records, each sent through its wire format."""
+    found: list[Trace] = []
+    with running(directory, drafter=drafter, traces=found, top_k=K, **capture) as client:
+        for index, prompt in enumerate(prompts([1, 9, 37])):
+            client.submit(str(index), prompt, tokens, sampling, ignore_eos=True, capture=True, domain="poems")
+        client.submit("private", [1, 2], tokens, sampling)
+        results = client.wait()
+    grouped: dict[str, list[Trace]] = {}
+    for trace in found:
+        grouped.setdefault(trace.request_id, []).append(decode(encode(trace)))
+    return grouped, results
+
+
+def floats(trace: Trace) -> Tensor:
+    assert trace.hidden is not None
+    assert trace.hidden.dtype == "bfloat16"
+    return torch.from_numpy((trace.hidden.numpy().astype(np.uint32) << 16).view(np.float32))
+
+
+def check_target(trace: Trace, oracle: Oracle, whole: list[int], start: int, taps: tuple[int, ...]) -> None:
+    """``trace`` predicts from token ``start`` of ``whole`` on."""
+    prompt, completion = trace.prompt_ids.numpy().tolist(), trace.completion_ids.numpy().tolist()
+    assert whole[start - len(prompt) : start + len(completion)] == prompt + completion
+    with torch.no_grad():
+        out = oracle.model(input_ids=torch.tensor([whole]), output_hidden_states=True)
+    logp = out.logits[0, start - 1 : start - 1 + len(completion)].log_softmax(-1)
+    values, _ = logp.topk(K, -1)
+    ids = torch.from_numpy(trace.target_ids.numpy().copy()).long()
+    got = torch.from_numpy(trace.target_logp.numpy().copy()).float()
+    torch.testing.assert_close(got, values, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(got, logp.gather(-1, ids), rtol=2e-3, atol=2e-3)
+    tail = torch.from_numpy(trace.target_tail.numpy().copy()).float()
+    torch.testing.assert_close(tail.exp(), 1 - values.exp().sum(-1), rtol=3e-3, atol=1e-5)
+    if taps:
+        goal = torch.cat([out.hidden_states[tap + 1][0] for tap in taps], -1)
+        goal = goal[start - len(prompt) : start + len(completion) - 1]
+        torch.testing.assert_close(floats(trace), goal, rtol=1e-2, atol=1e-3)
+
+
+def check_draft(trace: Trace, drafter: Drafter, first: bool) -> None:
+    """Each draft distribution is the drafter's, fed its own output as often as tokens were accepted just before."""
+    verdict, drafted, ids = trace.verdict.numpy(), trace.drafted.numpy(), trace.draft_ids.numpy()
+    completion = trace.completion_ids.numpy()
+    assert ((drafted >= 0) == (verdict != NOT_DRAFTED)).all()
+    assert (drafted[verdict == ACCEPTED] == completion[verdict == ACCEPTED]).all()
+    assert (drafted[verdict == REJECTED] != completion[verdict == REJECTED]).all()
+    assert (ids[verdict == NOT_DRAFTED] == -1).all()
+    if not first:  # the drafter had seen more than this record tells
+        return
+    batch = collate([trace])
+    with torch.no_grad():
+        unrolled = drafter.unroll(batch, 3)
+    depth = 0
+    for place in range(len(completion)):
+        if verdict[place] != NOT_DRAFTED:
+            logp = unrolled[depth][place].log_softmax(-1)
+            support = drafter.draft_ids if drafter.draft_ids is not None else torch.arange(len(logp))
+            columns = torch.searchsorted(support, torch.from_numpy(ids[place].copy()).long())
+            assert torch.equal(support[columns], torch.from_numpy(ids[place].copy()).long())
+            got = torch.from_numpy(trace.draft_logp.numpy()[place].copy()).float()
+            torch.testing.assert_close(got, logp[columns], rtol=0.05, atol=0.15)  # served in bfloat16
+            rest = 1 - got.exp().sum()
+            assert abs(float(np.exp(float(trace.draft_tail.numpy()[place])) - rest)) < 5e-3
+        depth = depth + 1 if verdict[place] == ACCEPTED else 0
+
+
+@pytest.mark.parametrize("kind", ["none", "eagle", "language_model"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.0), Sampling(0.8, top_k=50, top_p=0.9, seed=3)], ids=["greedy", "drawn"]
+)
+def test_a_record_is_what_the_models_say(target_dir: Path, oracle: Oracle, kind: str, sampling: Sampling) -> None:
+    drafter = make_drafter(kind, target_dir)
+    grouped, results = traces_of(target_dir, drafter, sampling)
+    assert set(grouped) == {"0", "1", "2"}, "what may not be captured is not"
+    for index, prompt in enumerate(prompts([1, 9, 37])):
+        (trace,), result = grouped[str(index)], results[str(index)]
+        assert trace.completion_ids.numpy().tolist() == result.tokens
+        assert trace.prompt_ids.numpy().tolist() == prompt
+        assert (trace.domain, trace.drafter_version, trace.piece) == ("poems", 1, 0)
+        assert (trace.temperature, trace.top_k, trace.top_p) == (sampling.temperature, sampling.top_k, sampling.top_p)
+        check_target(trace, oracle, prompt + result.tokens, len(prompt), drafter.taps if drafter else ())
+        verdict = trace.verdict.numpy()
+        assert verdict[0] == NOT_DRAFTED
+        assert int((verdict == ACCEPTED).sum()) == result.counts.accepted
+        assert (trace.hidden is None) == (kind != "eagle")
+        if drafter is not None:
+            assert (verdict != NOT_DRAFTED).any()
+            check_draft(trace, drafter, first=True)
+
+
+def test_a_long_request_travels_in_pieces_that_fit_together(target_dir: Path, oracle: Oracle) -> None:
+    drafter = make_drafter("eagle", target_dir)
+    assert drafter is not None
+    grouped, results = traces_of(target_dir, drafter, Sampling(1.0, seed=5), tokens=70, piece=16)
+    for index, prompt in enumerate(prompts([1, 9, 37])):
+        pieces, whole = grouped[str(index)], prompt + results[str(index)].tokens
+        assert [piece.piece for piece in pieces] == [0, 1, 2, 3, 4]
+        assert [piece.completion_ids.shape[0] for piece in pieces] == [16, 16, 16, 16, 6]
+        start = len(prompt)
+        for number, piece in enumerate(pieces):
+            assert piece.prompt_ids.shape[0] == (len(prompt) if number == 0 else min(16, start))
+            check_target(piece, oracle, whole, start, drafter.taps)
+            check_draft(piece, drafter, first=number == 0)
+            start += piece.completion_ids.shape[0]
+        assert start == len(whole)
+
+
+@pytest.mark.parametrize("kind", ["none", "eagle"])
+def test_nothing_is_captured_where_the_server_does_not_allow_it(target_dir: Path, kind: str) -> None:
+    drafter = make_drafter(kind, target_dir)
+    grouped, results = traces_of(target_dir, drafter, Sampling(0.0), tokens=5, enabled=False)
+    assert not grouped
+    assert all(result.finish for result in results.values())

@@ -1,0 +1,153 @@
+"""Attention over slots: the kernel, its reference, and an attention written down naively."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from osd.native import kernels
+from osd.target.attention import _native, reference, slot_attention
+from osd.target.kv_cache import PackedRows
+from tests.unit.target.rows import rows_of
+
+PARTS = [(2, 5, list(range(7))), (0, 0, list(range(4))), (1, 30, [9]), (3, 11, list(range(6)))]
+TREES = {0: [-1, -1, 0, 0, 1], 3: [-1, 0, 1, 0, -1]}
+RULES = [reference] + ([_native] if kernels() is not None else [])
+
+
+@dataclass
+class Case:
+    rows: PackedRows
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    keys: Tensor
+    values: Tensor
+    start: Tensor
+    scale: float = 0.3
+    softcap: float = 0.0
+
+    def run(self, rule=reference) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = self.keys.clone(), self.values.clone()
+        out = rule(self.query, self.key, self.value, keys, values, self.rows, self.start, self.scale, self.softcap)
+        return out, keys, values
+
+    def part(self, chosen: Tensor) -> Case:
+        r = self.rows
+        rows = PackedRows(
+            r.token_ids[chosen], r.positions[chosen], r.slots[chosen], r.stores[chosen], r.visible[chosen],
+            None if r.base is None else r.base[chosen], None if r.mask is None else r.mask[chosen],
+        )  # fmt: skip
+        return Case(
+            rows, self.query[chosen], self.key[chosen], self.value[chosen], self.keys, self.values,
+            self.start[chosen], self.scale, self.softcap,
+        )  # fmt: skip
+
+
+def make(
+    trees: dict[int, list[int]] | None = None, *, heads: int = 4, kv_heads: int = 2, window: int = 0,
+    softcap: float = 0.0, dtype: torch.dtype = torch.float32, dim: int = 16,
+) -> Case:  # fmt: skip
+    torch.manual_seed(0)
+    rows = rows_of(PARTS, trees)
+    count = len(rows.slots)
+    key, value = torch.randn(2, count, kv_heads, dim).to(dtype)
+    keys, values = torch.randn(2, 4, kv_heads, 48, dim).to(dtype)
+    start = torch.zeros(count, dtype=torch.int32)
+    if window:
+        start = (rows.positions.int() - (window - 1)).clamp(min=0)
+    return Case(rows, torch.randn(count, heads, dim).to(dtype), key, value, keys, values, start, softcap=softcap)
+
+
+def naive(case: Case) -> Tensor:
+    """One row and one head at a time, in float64."""
+    r, out = case.rows, torch.empty(case.query.shape, dtype=torch.float64)
+    keys, values = case.keys.double(), case.values.double()
+    for row in range(len(r.slots)):
+        keys[r.slots[row], :, r.stores[row]] = case.key[row].double()
+        values[r.slots[row], :, r.stores[row]] = case.value[row].double()
+    groups = case.query.shape[1] // case.key.shape[1]
+    for row in range(len(r.slots)):
+        places = list(range(int(case.start[row]), int(r.visible[row])))
+        if r.mask is not None and r.base is not None:
+            places += (int(r.base[row]) + r.mask[row].nonzero().squeeze(1)).tolist()
+        places = [place for place in places if place >= int(case.start[row]) or place >= int(r.visible[row])]
+        for head in range(case.query.shape[1]):
+            score = keys[r.slots[row], head // groups, places] @ case.query[row, head].double() * case.scale
+            if case.softcap:
+                score = case.softcap * torch.tanh(score / case.softcap)
+            out[row, head] = score.softmax(0) @ values[r.slots[row], head // groups, places]
+    return out
+
+
+CASES = {
+    "causal": {},
+    "tree": {"trees": TREES},
+    "window": {"window": 6},
+    "window and tree": {"window": 6, "trees": TREES},
+    "softcap": {"softcap": 2.0, "trees": TREES},
+    "one head each": {"kv_heads": 4},
+    "one head for all": {"kv_heads": 1, "trees": TREES},
+    "head of 64": {"dim": 64, "trees": TREES},
+    "head of 8": {"dim": 8},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_attends_as_written_down_naively(name: str, dtype: torch.dtype, rule) -> None:
+    case = make(**CASES[name], dtype=dtype)
+    out = case.run(rule)[0].double()
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out, naive(case), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_new_keys_and_values_go_to_their_places_and_nowhere_else(rule) -> None:
+    case = make(TREES)
+    _, keys, values = case.run(rule)
+    for new, cache, before in ((case.key, keys, case.keys), (case.value, values, case.values)):
+        untouched = torch.ones(4, 48, dtype=torch.bool)
+        for row, (slot, store) in enumerate(zip(case.rows.slots.long(), case.rows.stores.long(), strict=True)):
+            assert torch.equal(cache[slot, :, store], new[row])
+            untouched[slot, store] = False
+        assert torch.equal(cache.transpose(1, 2)[untouched], before.transpose(1, 2)[untouched])
+
+
+@pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("trees", [None, TREES])
+def test_the_bits_of_a_row_do_not_depend_on_other_sequences(trees: dict[int, list[int]] | None, threads: int) -> None:
+    case = make(trees, dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        together = case.run(_native)[0]
+        for slot in range(4):
+            mine = (case.rows.slots == slot).nonzero().squeeze(1)
+            assert torch.equal(case.part(mine).run(_native)[0], together[mine])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
+def test_the_bits_of_a_row_are_the_same_whether_a_chunk_comes_at_once_or_row_by_row() -> None:
+    case = make()
+    together = case.run(_native)[0]
+    keys, values = case.keys.clone(), case.values.clone()
+    for row in range(len(case.rows.slots)):
+        one = case.part(torch.tensor([row]))
+        one.keys, one.values = keys, values
+        out, keys, values = one.run(_native)
+        assert torch.equal(out[0], together[row])
+
+
+def test_a_model_that_keeps_its_keyword_arguments_to_itself_is_refused() -> None:
+    x = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(NotImplementedError, match="SimpleNamespace does not pass keyword arguments on"):
+        slot_attention(SimpleNamespace(layer_idx=0), x, x, x, None)  # type: ignore[arg-type]

@@ -1,0 +1,35 @@
+"""Slots of keys and values: what is kept of a draft stays, in order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from osd.target.kv_cache import KVCache
+
+
+@pytest.fixture
+def cache() -> KVCache:
+    cache = KVCache(2, 3, 2, 20, 4, torch.float32, torch.device("cpu"))
+    cache.keys.copy_(torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(0)))
+    cache.values.copy_(-cache.keys)
+    return cache
+
+
+@pytest.mark.parametrize("offsets", [[], [0], [0, 1, 2], [0, 2], [1, 2, 5], [3], [0, 1, 4, 6]])
+def test_keeping_a_path_moves_its_entries_behind_the_committed_ones(cache: KVCache, offsets: list[int]) -> None:
+    before = cache.keys.clone()
+    cache.keep(1, 7, offsets)
+    assert cache.length == [0, 7 + len(offsets), 0]
+    for index, offset in enumerate(offsets):
+        assert torch.equal(cache.keys[:, 1, :, 7 + index], before[:, 1, :, 7 + offset])
+        assert torch.equal(cache.values[:, 1, :, 7 + index], -before[:, 1, :, 7 + offset])
+    assert torch.equal(cache.keys[:, 1, :, :7], before[:, 1, :, :7])
+    assert torch.equal(cache.keys[:, [0, 2]], before[:, [0, 2]]), "other slots are not touched"
+
+
+def test_a_length_out_of_range_is_found(cache: KVCache) -> None:
+    cache.check_integrity()
+    cache.length[2] = 21
+    with pytest.raises(AssertionError):
+        cache.check_integrity()

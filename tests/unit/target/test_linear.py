@@ -1,0 +1,96 @@
+"""Our linear kernel against PyTorch's, and what continuous batching and swapping need of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from osd.native import kernels
+from osd.target.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate
+
+native = pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 100), (7, 5), (1, 1), (33, 16), (96, 259)])
+@pytest.mark.parametrize("rows", [1, 2, 13, 70])
+def test_packed_linear_is_a_linear_layer(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    x, weight, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype), torch.randn(outputs)
+    for b in (None, bias):
+        goal = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        got = PackedLinear(weight, b)(x)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), goal, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-4)
+
+
+@native
+def test_float_rows_times_a_bfloat16_weight_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(9, 40), torch.randn(50, 40).bfloat16()
+    torch.testing.assert_close(PackedLinear(weight)(x), F.linear(x, weight.float()), rtol=1e-5, atol=1e-5)
+
+
+@native
+def test_leading_dimensions_and_strides_of_the_input_do_not_matter() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 2, 3).permute(1, 2, 0), torch.randn(50, 40)
+    torch.testing.assert_close(PackedLinear(weight)(x), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+
+
+@native
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(dtype: torch.dtype, threads: int) -> None:
+    torch.manual_seed(0)
+    layer = PackedLinear(torch.randn(100, 72).to(dtype), torch.randn(100))
+    x = torch.randn(70, 72).to(dtype)
+    before = torch.get_num_threads()
+    alone = torch.cat([layer(row[None]) for row in x])
+    try:
+        torch.set_num_threads(threads)
+        for rows in range(1, 71):
+            assert torch.equal(layer(x[:rows]), alone[:rows]), rows
+            assert torch.equal(layer(x[70 - rows :]), alone[70 - rows :]), rows
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [PackedLinear, PlainLinear])
+def test_a_staged_weight_is_loaded_in_place(kind: type[PackedLinear | PlainLinear], dtype: torch.dtype) -> None:
+    if kind is PackedLinear and kernels() is None:
+        pytest.skip("the kernels were not built")
+    torch.manual_seed(0)
+    x, first, second = torch.randn(3, 64).to(dtype), torch.randn(100, 64).to(dtype), torch.randn(100, 64).to(dtype)
+    layer = kind(first)
+    address = next(layer.buffers()).data_ptr()
+    staged = layer.stage(second)
+    assert torch.equal(layer(x), kind(first)(x)), "staging alone changes nothing"
+    layer.load(staged)
+    assert next(layer.buffers()).data_ptr() == address
+    assert torch.equal(layer(x), kind(second)(x))
+
+
+def test_a_oneDNN_layer_takes_a_staged_weight() -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("PyTorch was built without oneDNN")
+    torch.manual_seed(0)
+    x, first, second = torch.randn(3, 64), torch.randn(100, 64), torch.randn(100, 64)
+    layer = OneDnnLinear(first)
+    layer.load(layer.stage(second))
+    torch.testing.assert_close(layer(x), F.linear(x, second), rtol=1e-5, atol=1e-4)
+
+
+def test_an_accelerated_model_computes_the_same() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 60), nn.SiLU(), nn.Sequential(nn.Linear(60, 24, bias=False)))
+    x = torch.randn(5, 40)
+    goal = model(x).detach()
+    accelerate(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), goal, rtol=1e-5, atol=1e-5)

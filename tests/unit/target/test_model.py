@@ -1,0 +1,175 @@
+"""A model over slots against transformers' own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from osd.target.attention import NAME
+from osd.target.model import SlotModel, decoder_layers
+from tests.unit.target.rows import rows_of
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama with biases": {"attention_bias": True},
+    "qwen2": {},
+    "qwen2 with tied embeddings": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+    "gemma2": {
+        "sliding_window": 5, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8,
+    },
+    "phi3": {"sliding_window": 5},
+    "gpt_neox": {"num_key_value_heads": None},
+    "olmo2": {},
+}  # fmt: skip
+
+
+def build(family: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    settings = {**SIZES, **FAMILIES[family]}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    config = AutoConfig.for_model(family.split()[0], **settings)
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.25)
+    return model
+
+
+def slotted(family: str, taps: tuple[int, ...] = (), *, slots: int = 4, seed: int = 0) -> SlotModel:
+    model = build(family, seed)
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    return SlotModel(model, slots=slots, context=64, scratch=8, taps=taps)
+
+
+@torch.inference_mode()
+def logits_of(model: nn.Module, tokens: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def everything(count: int) -> Tensor:
+    return torch.arange(count)
+
+
+def prompt(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 131, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def close(got: Tensor, goal: Tensor) -> None:
+    torch.testing.assert_close(got, goal, rtol=2e-4, atol=2e-4)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_logits_are_those_of_transformers_however_the_prompt_is_cut(family: str) -> None:
+    plain, model, tokens = build(family), slotted(family), prompt(23)
+    goal = logits_of(plain, tokens)
+    close(model.forward(rows_of([(1, 0, tokens)]), everything(23)).logits, goal)
+    pieces = [(0, 9), (9, 10), (10, 23)]
+    close(torch.cat([model.forward(rows_of([(2, a, tokens[a:b])]), everything(b - a)).logits for a, b in pieces]), goal)
+
+
+def test_several_slots_share_a_forward(family: str) -> None:
+    plain, model = build(family), slotted(family)
+    first, second, third = prompt(17, 1), prompt(6, 2), prompt(30, 3)
+    model.forward(rows_of([(3, 0, first[:9]), (0, 0, third[:29])]), everything(1))
+    got = model.forward(rows_of([(0, 29, third[29:]), (3, 9, first[9:]), (1, 0, second)]), everything(15)).logits
+    close(got, torch.cat([logits_of(plain, third)[29:], logits_of(plain, first)[9:], logits_of(plain, second)]))
+
+
+def test_a_tree_gives_what_each_of_its_paths_gives_alone(family: str) -> None:
+    plain, model, tokens = build(family), slotted(family), prompt(12)
+    parents, drafted = [-1, -1, 0, 2, 0, 1], prompt(6, 9)
+    model.forward(rows_of([(1, 0, tokens[:7])]), everything(1))
+    parts = [(0, 0, prompt(5, 4)), (1, 7, tokens[7:] + drafted)]
+    got = model.forward(rows_of(parts, {1: parents}), everything(16)).logits[5:]
+    close(got[:5], logits_of(plain, tokens)[7:])
+    for node in range(len(drafted)):
+        path, above = [], node
+        while above >= 0:
+            path.insert(0, drafted[above])
+            above = parents[above]
+        close(got[5 + node], logits_of(plain, tokens + path)[-1])
+
+
+def test_an_accepted_path_is_what_later_tokens_see(family: str) -> None:
+    plain, model, tokens, drafted = build(family), slotted(family), prompt(12), prompt(4, 9)
+    model.forward(rows_of([(1, 0, tokens + drafted)], {0: [-1, -1, 1, 0]}), everything(1))
+    model.cache.keep(1, 12, [1, 2])
+    after = prompt(3, 5)
+    got = model.forward(rows_of([(1, 14, after)]), everything(3)).logits
+    close(got, logits_of(plain, tokens + drafted[1:3] + after)[14:])
+
+
+def test_taps_are_the_outputs_of_the_named_layers(family: str) -> None:
+    plain, model, tokens = build(family), slotted(family, (0, -1, 1)), prompt(11)
+    seen: dict[int, Tensor] = {}
+
+    def keep(index: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            seen[index] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    for index, layer in enumerate(decoder_layers(plain)):
+        layer.register_forward_hook(keep(index))
+    logits_of(plain, tokens)
+    forward = model.forward(rows_of([(0, 0, tokens)]), torch.tensor([10]))
+    assert forward.hidden is not None
+    assert model.taps == (0, 2, 1)
+    close(forward.hidden, torch.cat([seen[0][0], seen[2][0], seen[1][0]], -1))
+
+
+def test_only_the_wanted_logits_are_computed(family: str) -> None:
+    model, tokens = slotted(family), prompt(9)
+    wanted = torch.tensor([8, 2])
+    forward = model.forward(rows_of([(0, 0, tokens)]), wanted)
+    assert forward.hidden is None
+    close(forward.logits, model.forward(rows_of([(1, 0, tokens)]), everything(9)).logits[wanted])
+    assert model.forward(rows_of([(0, 0, tokens)]), torch.empty(0, dtype=torch.int64)).logits.shape == (0, 131)
+
+
+def test_loading_staged_weights_makes_it_the_other_model(family: str) -> None:
+    model, tokens = slotted(family), prompt(9)
+    before = model.forward(rows_of([(0, 0, tokens)]), everything(9)).logits
+    other = build(family, seed=5)
+    staged = {name: model.stage(name, value.detach()) for name, value in other.state_dict().items()}
+    assert torch.equal(model.forward(rows_of([(1, 0, tokens)]), everything(9)).logits, before)
+    with torch.inference_mode():
+        for name, value in staged.items():
+            model.load(name, value)
+    close(model.forward(rows_of([(2, 0, tokens)]), everything(9)).logits, logits_of(other, tokens))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_the_bits_of_a_row_do_not_depend_on_what_shares_its_forward(family: str) -> None:
+    model, tokens = slotted(family), prompt(10)
+    alone = [model.forward(rows_of([(0, i, [token])]), everything(1)).logits[0] for i, token in enumerate(tokens)]
+    crowd = model.forward(rows_of([(2, 0, prompt(21, 3)), (1, 0, tokens), (3, 0, prompt(13, 4))]), everything(44))
+    if model._fused is None:
+        pytest.skip("only our kernels promise it")
+    assert torch.equal(torch.stack(alone), crowd.logits[21:31])
+
+
+def test_a_model_without_known_layers_is_refused_by_name() -> None:
+    class Odd(nn.Module):
+        def get_decoder(self) -> nn.Module:
+            return nn.Module()
+
+    with pytest.raises(NotImplementedError, match="Odd: cannot find its decoder layers"):
+        decoder_layers(Odd())
