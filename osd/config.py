@@ -42,7 +42,7 @@ class EngineSettings(Section):
 
     slots: int = Field(default=16, ge=1, le=1024, description="sequences decoded at the same time")
     context: int = Field(default=2048, ge=16, description="prompt and completion tokens of one sequence")
-    prefill_chunk: int = Field(default=256, ge=1, description="prompt tokens of all sequences in one round")
+    prefill_chunk: int = Field(default=64, ge=1, description="prompt tokens of all sequences in one round")
     threads: int = Field(default=0, ge=0, description="CPU threads of a replica, 0 for all cores")
 
 
@@ -50,7 +50,7 @@ class GrowthSettings(Section):
     """Which growth policy draws the draft, and how far."""
 
     kind: Literal["chain"] = "chain"
-    depth: int = Field(default=4, ge=1, le=32, description="draft tokens of one round")
+    depth: int = Field(default=3, ge=1, le=32, description="draft tokens of one round")
 
 
 class DrafterSettings(Section):
@@ -85,13 +85,13 @@ class TrainerSettings(Section):
     enabled: bool = True
     divergence: Literal["forward_kl", "total_variation"] = "forward_kl"
     learning_rate: float = Field(default=1e-3, gt=0)
-    unroll: int = Field(default=3, ge=1, le=8, description="steps that training feeds a drafter its own output")
-    micro_batch_tokens: int = Field(default=512, ge=32, description="tokens of one micro-step")
+    unroll: int = Field(default=2, ge=1, le=8, description="steps that training feeds a drafter its own output")
+    micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
     replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")
     held_out: float = Field(default=0.1, gt=0, lt=1, description="share of requests that is only evaluated")
     steps_per_candidate: int = Field(default=150, ge=1, description="micro-steps between two gates")
-    min_records: int = Field(default=16, ge=1, description="records before the first step")
+    min_records: int = Field(default=12, ge=1, description="records before the first step")
     threads: int = Field(default=1, ge=1)
     duty: float = Field(default=1.0, gt=0, le=1, description="share of time trained while nothing waits")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from redis.exceptions import RedisError
 
 from osd.config import Settings
@@ -204,6 +205,8 @@ class Worker:
         if distiller is None or not self._capacity.wait(self._stop, self._paused, self._rest):
             return
         self._say("training", "")
+        if not distiller.steps:
+            distiller.adapt_vocabulary(torch.from_numpy(self._intake.replay.token_counts(self._workshop.vocabulary)))
         sample = self._intake.replay.sample(self._capacity.tokens)
         began = time.monotonic()
         batch = collate(sample.traces)

@@ -67,7 +67,7 @@ class Eagle(Drafter):
         self.up_proj = nn.Linear(h, shape.intermediate, bias=False)
         self.down_proj = nn.Linear(shape.intermediate, h, bias=False)
         self.norm = nn.RMSNorm(h, shape.eps)
-        self.head = nn.Linear(h, shape.vocabulary, bias=False)
+        self.head = nn.Linear(h, shape.vocabulary, bias=False).requires_grad_(False)  # the target's own rows
         self.register_buffer("t2d", torch.zeros(shape.target_vocabulary, dtype=torch.bool))
         self.register_buffer("d2t", torch.zeros(shape.vocabulary, dtype=torch.int64))
         self.embedding, self.target_head = embedding, target_head
@@ -81,15 +81,11 @@ class Eagle(Drafter):
     def adapt_vocabulary(self, counts: Tensor) -> None:
         """Draft the most frequent ids, by their ``counts`` [target vocabulary]; among equals the lower ones.
 
-        Ids that stay keep their head rows, new ones start from the target's.
+        The head's rows are the target's.
         """
         ids = torch.sort(counts.float(), descending=True, stable=True).indices[: self.shape.vocabulary].sort().values
-        old = self.draft_ids
         with torch.no_grad():
-            head = self.target_head[ids].to(self.head.weight.dtype)
-            stays = torch.isin(ids, old)
-            head[stays] = self.head.weight[torch.searchsorted(old, ids[stays])]
-            self.head.weight.copy_(head)
+            self.head.weight.copy_(self.target_head[ids])
         self.set_vocabulary(ids)
 
     @property

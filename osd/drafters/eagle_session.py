@@ -8,11 +8,12 @@ from torch.nn import functional as F
 
 from osd.drafters.base import check
 from osd.drafters.eagle import Eagle, check_maps, rotate
+from osd.drafters.eagle_native import NativeEagle
 from osd.drafters.rows import TreeRows
 from osd.speculation.tree import TreeBuilder
 from osd.target.attention import attend
-from osd.target.kv_cache import KVCache
-from osd.target.linear import fused_dtype, make_linear
+from osd.target.kv_cache import KVCache, PackedRows
+from osd.target.linear import PackedLinear, fused_dtype, make_linear
 
 
 class EagleSession:
@@ -34,7 +35,11 @@ class EagleSession:
         self.linear = {name: make_linear(laid_out[name]) for name in _LINEAR}
         self.vector = {name: laid_out[name].clone() for name in laid_out if name not in _LINEAR}
         cos, sin = drafter.rotation(torch.arange(context + scratch, device=self.device))
-        self._cos, self._sin = cos, sin  # [places, 1, head_dim]
+        self._cos, self._sin = cos.squeeze(1), sin.squeeze(1)  # [places, head_dim]
+        self._native = None
+        if isinstance(self.linear["head"], PackedLinear) and shape.head_dim % 8 == 0:
+            tables = (self.embedding, self._cos, self._sin)
+            self._native = NativeEagle(shape, self.linear, self.vector, self.cache, tables)
 
     @property
     def support(self) -> Tensor:
@@ -74,10 +79,12 @@ class EagleSession:
                 packed.node(slot, row, node)
                 tokens.append(builder.tokens[row, node : node + 1])
                 features.append(self.features[slot, 1 + int(builder.parents[row, node])][None])
-        output = self._layer(torch.cat(tokens), torch.cat(features), packed)[packed.last]
+        features, ids = torch.cat(features), torch.cat(tokens)
+        step = self._step if self._native is None else self._native
+        output, logits = step(ids, features, packed.rows(ids), packed.last)
         slot_ids = torch.tensor([slots[row] for row in rows_list], device=self.device)
         self.features[slot_ids, 1 + nodes] = output
-        return self.linear["head"](self._norm(output, "norm")).float()
+        return logits
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
@@ -95,15 +102,12 @@ class EagleSession:
                 self.vector[name].copy_(value)
 
     def _lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Join projections that read the same input, and the rest as it is used."""
+        """Weights in the dtypes and under the names that the session uses."""
         w = {name: value.to(self.device) for name, value in weights.items()}
         dtype = fused_dtype(self.device)
         laid_out = {
             "fuse": w["fuse.weight"],
-            "qkv": torch.cat([w["q_proj.weight"], w["k_proj.weight"], w["v_proj.weight"]]),
-            "o": w["o_proj.weight"],
-            "gate_up": torch.cat([w["gate_proj.weight"], w["up_proj.weight"]]),
-            "down": w["down_proj.weight"],
+            **{name: w[f"{name}_proj.weight"] for name in _PROJECTIONS},
             "head": w["head.weight"],
         }
         laid_out = {name: value.to(dtype) for name, value in laid_out.items()}
@@ -122,20 +126,24 @@ class EagleSession:
         taps = F.rms_norm(taps, (shape.hidden,), None, shape.eps) * self.vector["tap_norm"]
         return self.linear["fuse"](taps.flatten(-2))
 
-    def _layer(self, tokens: Tensor, features: Tensor, packed: TreeRows) -> Tensor:
-        """The decoder layer on [R] tokens and [R, hidden] features of ``packed``; returns [R, hidden]."""
-        shape = self.drafter.shape
-        rows = packed.rows(tokens)
+    def _step(self, tokens: Tensor, features: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The decoder layer on [R] tokens and [R, hidden] features.
+
+        Returns:
+            The next features [M, hidden] and the logits [M, draft vocabulary] after the rows ``last`` [M].
+        """
+        shape, linear = self.drafter.shape, self.linear
         embedded = self._norm(self.embedding[tokens].float(), "embedding_norm")
         x = torch.cat([embedded, self._norm(features, "feature_norm")], -1)
-        heads = self.linear["qkv"](x).unflatten(-1, (-1, shape.head_dim))
-        q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
-        cos, sin = self._cos[rows.positions], self._sin[rows.positions]
+        q, k, v = (linear[name](x).unflatten(-1, (-1, shape.head_dim)) for name in "qkv")
+        cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)
         keys, values = self.cache.keys[0], self.cache.values[0]
         mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, keys, values, rows, scale=shape.head_dim**-0.5)
-        x = features + self.linear["o"](mixed.flatten(-2))
-        gate, up = self.linear["gate_up"](self._norm(x, "mlp_norm")).chunk(2, -1)
-        return x + self.linear["down"](F.silu(gate) * up)
+        x = features + linear["o"](mixed.flatten(-2))
+        y = self._norm(x, "mlp_norm")
+        x = (x + linear["down"](F.silu(linear["gate"](y)) * linear["up"](y)))[last]
+        return x, linear["head"](self._norm(x, "norm"))
 
 
-_LINEAR = ("fuse", "qkv", "o", "gate_up", "down", "head")
+_PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+_LINEAR = ("fuse", *_PROJECTIONS, "head")

@@ -58,6 +58,11 @@ class Distiller:
         )
         self._gathered = 0
 
+    def adapt_vocabulary(self, counts: Tensor) -> None:
+        """Let the drafter prefer the tokens of ``counts`` [target vocabulary]; only before the first step."""
+        self.drafter.adapt_vocabulary(counts)
+        self._index = draft_index(self.drafter.draft_ids)
+
     def step(self, batch: DistillBatch) -> Step:
         """Do one micro-step."""
         self.drafter.train()

@@ -88,6 +88,13 @@ class Replay:
             left.append(oldest)
         return Added(part, left)
 
+    def token_counts(self, vocabulary: int) -> np.ndarray:
+        """How often each target id is expected in the part to train on: the target's mass, summed; [vocabulary]."""
+        counts = np.zeros(vocabulary)
+        for trace in self._parts["train"].values():
+            np.add.at(counts, trace.target_ids.numpy(), np.exp(trace.target_logp.numpy().astype(np.float64)))
+        return counts
+
     def is_fresh(self, key: Key) -> bool:
         """Whether a record waits for its first training."""
         return key in self._fresh

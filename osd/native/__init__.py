@@ -18,7 +18,8 @@ _SIGNATURES: dict[str, tuple[list[type], type]] = {
         [_POINTER] * 6 + [_INT64] * 5 + [_POINTER] * 6 + [_INT64, _FLOAT, _FLOAT, _INT, _INT, _INT],
         _INT,
     ),
-    "osd_decoder": ([_POINTER] * 3 + [_INT64] + [_POINTER] * 8 + [_INT64, _POINTER, _INT64, _POINTER], _INT),
+    "osd_decoder": ([_POINTER] * 5 + [_INT64, _POINTER], _INT),
+    "osd_eagle": ([_POINTER] * 6 + [_INT64] + [_POINTER] * 3 + [_INT64, _POINTER], _INT),
 }
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of the kernels, by their code in ``common.h``."""

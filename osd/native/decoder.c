@@ -17,7 +17,9 @@ typedef struct {
   int32_t weight_dtype, norm_dtype, cache_dtype, threads;
 } Shape;
 
-static void rms_norm(const float *x, const void *weight, float *y, int64_t rows, int64_t width, float eps, int dtype) {
+/* y [rows, stride], of which the first `width` of each row are written, = norm(x [rows, width]) * weight. */
+static void rms_norm(const float *x, const void *weight, float *y, int64_t rows, int64_t width, int64_t stride,
+                     float eps, int dtype) {
   for (int64_t r = 0; r < rows; r++) {
     const float *row = x + r * width;
     __m256 sum = _mm256_setzero_ps();
@@ -29,7 +31,7 @@ static void rms_norm(const float *x, const void *weight, float *y, int64_t rows,
     float total = sum8(sum);
     for (; i < width; i++) total += row[i] * row[i];
     const float scale = 1.0f / sqrtf(total / (float)width + eps);
-    for (i = 0; i < width; i++) y[r * width + i] = row[i] * scale * read_element(weight, i, dtype);
+    for (i = 0; i < width; i++) y[r * stride + i] = row[i] * scale * read_element(weight, i, dtype);
   }
 }
 
@@ -65,47 +67,93 @@ static void add(float *x, const float *y, int64_t count) {
   for (int64_t i = 0; i < count; i++) x[i] += y[i];
 }
 
-/* Run x [rows, hidden] through all layers, in place.
- *
- * cosines and sines [rows, dim]; slots, stores, from, visible, base, mask as osd_attention takes them. The outputs of
- * the layers tap_layers[0..taps) go to tapped [rows, taps * hidden].
- */
-int osd_decoder(const Layer *layers, const Shape *shape, float *x, int64_t rows, const float *cosines,
-                const float *sines, const int32_t *slots, const int32_t *stores, const int32_t *from,
-                const int32_t *visible, const int32_t *base, const uint8_t *mask, int64_t mask_width,
-                const int32_t *tap_layers, int64_t taps, float *tapped) {
-  const int64_t h = shape->hidden, inner = shape->intermediate;
+/* The new tokens of a forward: their places in the KV slots and what each sees, as osd_attention takes them. */
+typedef struct {
+  const float *cosines, *sines; /* [rows, dim] */
+  const int32_t *slots, *stores, *from, *visible, *base;
+  const uint8_t *mask;
+  int64_t count, mask_width;
+} Rows;
+
+/* Scratch of one layer. */
+typedef struct {
+  float *all, *normed, *q, *mixed, *k, *v, *gate, *up;
+} Scratch;
+
+static int make_scratch(Scratch *s, const Shape *shape, int64_t rows, int64_t input) {
+  const int64_t q = shape->heads * shape->dim, kv = shape->kv_heads * shape->dim, inner = shape->intermediate;
+  int64_t widest = input > q ? input : q;
+  if (shape->hidden > widest) widest = shape->hidden;
+  s->all = malloc((size_t)(rows * (widest + 2 * q + 2 * kv + 2 * inner)) * 4);
+  if (!s->all) return 1;
+  s->normed = s->all;
+  s->q = s->normed + rows * widest;
+  s->mixed = s->q + rows * q;
+  s->k = s->mixed + rows * q;
+  s->v = s->k + rows * kv;
+  s->gate = s->v + rows * kv;
+  s->up = s->gate + rows * inner;
+  return 0;
+}
+
+/* One layer: x [rows, hidden] += attention(s->normed [rows, input]), then x += mlp(norm(x)). */
+static int run_layer(const Layer *layer, const Shape *shape, const Rows *r, Scratch *s, float *x, int64_t input) {
+  const int64_t h = shape->hidden, inner = shape->intermediate, rows = r->count;
   const int64_t q_width = shape->heads * shape->dim, kv_width = shape->kv_heads * shape->dim;
-  const int64_t widest = h > q_width ? h : q_width;
-  float *scratch = malloc((size_t)(rows * (widest + 2 * q_width + 2 * kv_width + 2 * inner)) * 4);
-  if (!scratch) return 1;
-  float *normed = scratch, *q = normed + rows * widest, *mixed = q + rows * q_width, *k = mixed + rows * q_width;
-  float *v = k + rows * kv_width, *gate = v + rows * kv_width, *up = gate + rows * inner;
   const int w = shape->weight_dtype, threads = shape->threads;
+  int failed = osd_linear(s->normed, layer->q, layer->q_bias, s->q, rows, input, q_width, FLOAT32, w, threads);
+  failed |= osd_linear(s->normed, layer->k, layer->k_bias, s->k, rows, input, kv_width, FLOAT32, w, threads);
+  failed |= osd_linear(s->normed, layer->v, layer->v_bias, s->v, rows, input, kv_width, FLOAT32, w, threads);
+  rotate(s->q, r->cosines, r->sines, rows, shape->heads, shape->dim);
+  rotate(s->k, r->cosines, r->sines, rows, shape->kv_heads, shape->dim);
+  failed |= osd_attention(s->q, s->k, s->v, layer->keys, layer->values, s->mixed, rows, shape->heads, shape->kv_heads,
+                          shape->dim, shape->places, r->slots, r->stores, r->from, r->visible, r->base, r->mask,
+                          r->mask_width, shape->scaling, 0.0f, FLOAT32, shape->cache_dtype, threads);
+  failed |= osd_linear(s->mixed, layer->o, layer->o_bias, s->normed, rows, q_width, h, FLOAT32, w, threads);
+  add(x, s->normed, rows * h);
+  rms_norm(x, layer->post_norm, s->normed, rows, h, h, shape->eps, shape->norm_dtype);
+  failed |= osd_linear(s->normed, layer->gate, NULL, s->gate, rows, h, inner, FLOAT32, w, threads);
+  failed |= osd_linear(s->normed, layer->up, NULL, s->up, rows, h, inner, FLOAT32, w, threads);
+  swiglu(s->gate, s->up, rows * inner, threads);
+  failed |= osd_linear(s->gate, layer->down, NULL, s->normed, rows, inner, h, FLOAT32, w, threads);
+  add(x, s->normed, rows * h);
+  return failed;
+}
+
+/* Run x [rows, hidden] through all layers, in place. The outputs of the layers tap_layers[0..taps) go to
+ * tapped [rows, taps * hidden]. */
+int osd_decoder(const Layer *layers, const Shape *shape, const Rows *r, float *x, const int32_t *tap_layers,
+                int64_t taps, float *tapped) {
+  const int64_t h = shape->hidden, rows = r->count;
+  Scratch s;
+  if (make_scratch(&s, shape, rows, h)) return 1;
   int failed = 0;
   for (int64_t l = 0; l < shape->layers && !failed; l++) {
-    const Layer *layer = layers + l;
-    rms_norm(x, layer->input_norm, normed, rows, h, shape->eps, shape->norm_dtype);
-    failed |= osd_linear(normed, layer->q, layer->q_bias, q, rows, h, q_width, FLOAT32, w, threads);
-    failed |= osd_linear(normed, layer->k, layer->k_bias, k, rows, h, kv_width, FLOAT32, w, threads);
-    failed |= osd_linear(normed, layer->v, layer->v_bias, v, rows, h, kv_width, FLOAT32, w, threads);
-    rotate(q, cosines, sines, rows, shape->heads, shape->dim);
-    rotate(k, cosines, sines, rows, shape->kv_heads, shape->dim);
-    failed |= osd_attention(q, k, v, layer->keys, layer->values, mixed, rows, shape->heads, shape->kv_heads, shape->dim,
-                            shape->places, slots, stores, from, visible, base, mask, mask_width, shape->scaling, 0.0f,
-                            FLOAT32, shape->cache_dtype, threads);
-    failed |= osd_linear(mixed, layer->o, layer->o_bias, normed, rows, q_width, h, FLOAT32, w, threads);
-    add(x, normed, rows * h);
-    rms_norm(x, layer->post_norm, normed, rows, h, shape->eps, shape->norm_dtype);
-    failed |= osd_linear(normed, layer->gate, NULL, gate, rows, h, inner, FLOAT32, w, threads);
-    failed |= osd_linear(normed, layer->up, NULL, up, rows, h, inner, FLOAT32, w, threads);
-    swiglu(gate, up, rows * inner, threads);
-    failed |= osd_linear(gate, layer->down, NULL, normed, rows, inner, h, FLOAT32, w, threads);
-    add(x, normed, rows * h);
+    rms_norm(x, layers[l].input_norm, s.normed, rows, h, h, shape->eps, shape->norm_dtype);
+    failed = run_layer(layers + l, shape, r, &s, x, h);
     for (int64_t t = 0; t < taps; t++)
       if (tap_layers[t] == l)
-        for (int64_t r = 0; r < rows; r++) memcpy(tapped + (r * taps + t) * h, x + r * h, (size_t)h * 4);
+        for (int64_t i = 0; i < rows; i++) memcpy(tapped + (i * taps + t) * h, x + i * h, (size_t)h * 4);
   }
-  free(scratch);
+  free(s.all);
+  return failed;
+}
+
+/* One step of an EAGLE layer, whose attention reads [norm(embedded), norm(features)] and whose input_norm is that of
+ * the features. features [rows, hidden] become the next ones in place; logits [asked, vocabulary] are those after the
+ * rows last[0..asked). */
+int osd_eagle(const Layer *layer, const Shape *shape, const Rows *r, const float *embedding_norm,
+              const float *final_norm, const void *head, int64_t vocabulary, const float *embedded, float *features,
+              const int64_t *last, int64_t asked, float *logits) {
+  const int64_t h = shape->hidden, rows = r->count;
+  Scratch s;
+  if (make_scratch(&s, shape, rows > asked ? rows : asked, 2 * h)) return 1;
+  rms_norm(embedded, embedding_norm, s.normed, rows, h, 2 * h, shape->eps, FLOAT32);
+  rms_norm(features, layer->input_norm, s.normed + h, rows, h, 2 * h, shape->eps, FLOAT32);
+  int failed = run_layer(layer, shape, r, &s, features, 2 * h);
+  for (int64_t i = 0; i < asked; i++)
+    rms_norm(features + last[i] * h, final_norm, s.normed + i * h, 1, h, h, shape->eps, FLOAT32);
+  failed |= osd_linear(s.normed, head, NULL, logits, asked, h, vocabulary, FLOAT32, shape->weight_dtype, shape->threads);
+  free(s.all);
   return failed;
 }

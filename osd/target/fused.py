@@ -14,30 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from osd.native import DTYPES, kernels
+from osd.native.structs import Layer, Rows, Shape
 from osd.target.kv_cache import KVCache, PackedRows
 from osd.target.linear import PackedLinear
 
 FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"})
-_POINTER = ctypes.c_void_p
-
-
-_WEIGHTS = ("input_norm", "post_norm", "q", "k", "v", "o", "gate", "up", "down")
-_BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "dim", "intermediate", "places")
-_CODES = ("weight_dtype", "norm_dtype", "cache_dtype", "threads")
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [(name, _POINTER) for name in (*_WEIGHTS, *_BIASES, "keys", "values")]
-
-
-class _Shape(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _SIZES),
-        ("eps", ctypes.c_float),
-        ("scaling", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in _CODES),
-    ]
 
 
 def fusable(model: nn.Module) -> bool:
@@ -62,7 +43,7 @@ class FusedDecoder:
     model: nn.Module
     cache: KVCache
     layers: Any
-    shape: _Shape
+    shape: Shape
     window: int | None
     taps: Tensor
 
@@ -71,7 +52,7 @@ class FusedDecoder:
         """Point at the weights of ``model`` and the slots of ``cache``; neither may be reallocated afterwards."""
         config: Any = model.config
         decoder: Any = model.get_decoder()  # type: ignore[operator]
-        layers = (_Layer * len(decoder.layers))()
+        layers = (Layer * len(decoder.layers))()
         for index, layer in enumerate(decoder.layers):
             parts: dict[str, PackedLinear] = {
                 "q": layer.self_attn.q_proj,
@@ -91,7 +72,7 @@ class FusedDecoder:
             layers[index].keys = cache.keys[index].data_ptr()
             layers[index].values = cache.values[index].data_ptr()
         dim = cache.keys.shape[-1]
-        shape = _Shape(
+        shape = Shape(
             len(layers), config.hidden_size, config.num_attention_heads, cache.keys.shape[2], dim,
             config.intermediate_size, cache.places, config.rms_norm_eps, dim**-0.5,
             DTYPES[decoder.layers[0].self_attn.q_proj.packed.dtype], DTYPES[decoder.norm.weight.dtype],
@@ -109,20 +90,21 @@ class FusedDecoder:
         assert library is not None  # noqa: S101
         decoder: Any = self.model.get_decoder()  # type: ignore[operator]
         x = decoder.embed_tokens(rows.token_ids).float()  # [R, hidden]
-        cos, sin = (part[0].contiguous() for part in decoder.rotary_emb(x, rows.positions[None]))
-        start = torch.zeros_like(rows.visible)
+        cos, sin = (part[0] for part in decoder.rotary_emb(x, rows.positions[None]))
+        start = None
         if self.window is not None:
             start = (rows.positions.to(torch.int32) - (self.window - 1)).clamp_min(0)
         tapped = x.new_empty(len(x), len(self.taps) * x.shape[1])
-        tree = rows.mask is not None and rows.base is not None
         self.shape.threads = torch.get_num_threads()
         failed = library.osd_decoder(
-            ctypes.byref(self.layers), ctypes.byref(self.shape), x.data_ptr(), len(x), cos.data_ptr(), sin.data_ptr(),
-            rows.slots.data_ptr(), rows.stores.data_ptr(), start.data_ptr(), rows.visible.data_ptr(),
-            rows.base.data_ptr() if tree else None, rows.mask.data_ptr() if tree else None,  # type: ignore[union-attr]
-            rows.mask.shape[1] if tree else 0,  # type: ignore[union-attr]
-            self.taps.data_ptr(), len(self.taps), tapped.data_ptr(),
-        )  # fmt: skip
+            ctypes.byref(self.layers),
+            ctypes.byref(self.shape),
+            ctypes.byref(Rows(rows, cos, sin, start)),
+            x.data_ptr(),
+            self.taps.data_ptr(),
+            len(self.taps),
+            tapped.data_ptr(),
+        )
         if failed:
             raise MemoryError("no memory for a forward's scratch space")
         last = nn.functional.rms_norm(x[wanted], x.shape[-1:], decoder.norm.weight.float(), self.shape.eps)

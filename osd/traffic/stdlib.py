@@ -16,7 +16,7 @@ from osd.traffic.prompt import Prompt, draw, shuffled
 
 _PACKAGES = ("asyncio", "collections", "concurrent", "email", "html", "http", "importlib", "json", "logging")
 _PACKAGES += ("multiprocessing", "sqlite3", "tomllib", "unittest", "urllib", "wsgiref", "xml", "zoneinfo")
-_MIN_LINES, _MAX_CHARACTERS = 3, 600
+_MIN_LINES, _MAX_CHARACTERS = 3, 300
 _QUESTIONS = (
     "Explain what this Python function does:",
     "Write a docstring for this Python function:",

@@ -166,7 +166,7 @@ def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path)
     assert process.returncode == 2
     assert "layers" in errors
     assert len(errors.strip().splitlines()) == 1
-    assert len(seen) > 3
+    assert len(seen) > 1
     assert gone(list(seen.values()))
 
 

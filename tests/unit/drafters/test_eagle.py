@@ -180,16 +180,13 @@ def test_a_config_that_does_not_fit_is_refused(
         from_config(eagle.config() | change, target_dir)
 
 
-def test_adapting_the_vocabulary_keeps_rows_and_maps_consistent(eagle: Eagle) -> None:
+def test_adapting_the_vocabulary_takes_the_targets_rows_and_keeps_the_maps_consistent(eagle: Eagle) -> None:
     counts = torch.zeros(259)
     counts[torch.arange(109, 259)] = torch.arange(150).float() + 1
-    old = dict(zip(eagle.draft_ids.tolist(), eagle.head.weight.detach().clone(), strict=True))
     eagle.adapt_vocabulary(counts)
     assert eagle.draft_ids.tolist() == list(range(109, 259))
     assert torch.equal(eagle.t2d.nonzero().squeeze(1), eagle.draft_ids)
-    assert 0 < len(old.keys() & set(range(109, 259))) < VOCABULARY
-    for row, token in zip(eagle.head.weight, range(109, 259), strict=True):
-        assert torch.equal(row, old.get(token, eagle.target_head[token].float()))
+    assert torch.equal(eagle.head.weight, eagle.target_head[109:259].float())
     eagle.load_weights(eagle.weights())
 
 
