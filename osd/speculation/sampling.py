@@ -73,6 +73,11 @@ class SamplingBatch:
         """Whether a sequence decodes greedily."""
         return self._greedy[0]
 
+    @property
+    def all_greedy(self) -> bool:
+        """Whether every sequence decodes greedily, so that nothing is left to chance."""
+        return self._greedy[1]
+
     def for_trees(self) -> SamplingBatch:
         """The settings to draft trees with: greedy sequences at temperature 1 with no limits, the others as they are.
 

@@ -39,7 +39,7 @@ class Chain:
         while len(rows):
             nodes = torch.full_like(rows, level - 1)
             places, q, logits = expanded(builder, expand, sampling, rows, nodes)
-            columns = noise.rows(rows).pick(q, Purpose.DRAFT, level)
+            columns = logits.argmax(-1) if sampling.all_greedy else noise.rows(rows).pick(q, Purpose.DRAFT, level)
             builder.add(rows, nodes, columns, places)
             level += 1
             rows = rows[self._goes_on(logits, columns) & (limits[rows] > level)]
