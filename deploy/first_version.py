@@ -20,8 +20,8 @@ def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:
     Where it does not, the version that was in service when osd last stopped comes back, else the newest that fits;
     a domain without any is given the drafter's initial weights as a version.
     """
-    registry, pointer = Registry(settings.registry_dir), Pointer(redis_url)
-    try:
+    registry = Registry(settings.registry_dir)
+    with Pointer(redis_url) as pointer:
         rollout = pointer.get(settings.domain) or _kept(settings)
         first = drafters.initial(settings.drafter, target, settings.home_dir)
         config = json.loads(json.dumps(first.config()))
@@ -34,17 +34,12 @@ def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:
             rollout = Rollout(stable=number, canary=None, share=0.0, changed=time.time())
         pointer.set(settings.domain, rollout)
         return rollout.stable
-    finally:
-        pointer.close()
 
 
 def keep_pointer(settings: Settings, redis_url: str) -> None:
     """Write the domain's pointer beside its versions, for the next start with an empty Redis."""
-    pointer = Pointer(redis_url)
-    try:
+    with Pointer(redis_url) as pointer:
         rollout = pointer.get(settings.domain)
-    finally:
-        pointer.close()
     if rollout is not None:
         _kept_file(settings).write_bytes(msgspec.json.encode(rollout))
 

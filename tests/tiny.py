@@ -8,15 +8,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+VOCABULARY, HIDDEN = 259, 64
 CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
 
 
 def make_tiny(directory: Path, *, seed: int = 0, layers: int = 4, sharpness: float = 4.0) -> Path:
-    """Write a Llama of ``layers`` layers, 259 tokens and width 64; ``sharpness`` scales its logits."""
+    """Write a Llama of ``layers`` layers; ``sharpness`` scales its logits."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=64,
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
         intermediate_size=96,
         num_hidden_layers=layers,
         num_attention_heads=4,

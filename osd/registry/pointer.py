@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 from redis.exceptions import DataError, RedisError
@@ -31,7 +31,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 class Pointer:
-    """Reads and moves the rollout pointers in Redis, one round trip each.
+    """Reads and moves the rollout pointers in Redis, one round trip each; leaving it as a context closes it.
 
     Raises:
         redis.exceptions.RedisError: from every method but ``watch``: Redis does not answer, or holds no rollout
@@ -41,6 +41,12 @@ class Pointer:
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def get(self, domain: str) -> Rollout | None:
         """The domain's rollout, None when it has none yet."""

@@ -45,9 +45,8 @@ class Service:
         return Registry(self.settings.registry_dir)
 
     def point_at(self, number: int) -> None:
-        pointer = Pointer(self.redis.url)
-        pointer.set(self.settings.domain, Rollout(number, None, 0.0, time.time()))
-        pointer.close()
+        with Pointer(self.redis.url) as pointer:
+            pointer.set(self.settings.domain, Rollout(number, None, 0.0, time.time()))
 
     def data(self) -> dict[str, Any]:
         return self.http.get("/dashboard/data").raise_for_status().json()

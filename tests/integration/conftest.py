@@ -1,16 +1,20 @@
-"""A real Redis for the tests, and traces to put on it."""
+"""A real Redis for the tests, traces to put on it, and a language that a drafter can learn."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import redis
+from safetensors.torch import load_file
 
 from osd.capture.server import RedisServer
 from osd.capture.trace import Array, Trace
+from tests.tiny import HIDDEN, VOCABULARY
+from tests.traces import small_trace
 
 
 @pytest.fixture(scope="session")
@@ -42,32 +46,17 @@ def make_trace() -> Callable[..., Trace]:
     """Makes a whole trace of 4 prompt and 3 completion tokens; ``padding`` floats of hidden state make it large."""
 
     def make(request_id: str = "r", padding: int = 2) -> Trace:
-        top = np.zeros((3, 2), np.int32), np.full((3, 2), -1.0, np.float16), np.full(3, -2.0, np.float16)
-        ids, logp, tail = (Array.of(values) for values in top)
-        return Trace(
-            request_id=request_id,
-            piece=0,
-            domain="general",
-            target="tiny",
-            drafter_version=1,
-            created=1.0,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            prompt_ids=Array.of(np.arange(4, dtype=np.int32)),
-            completion_ids=Array.of(np.arange(3, dtype=np.int32)),
-            target_ids=ids,
-            target_logp=logp,
-            target_tail=tail,
-            draft_ids=ids,
-            draft_logp=logp,
-            draft_tail=tail,
-            drafted=Array.of(np.array([-1, 1, 2], np.int32)),
-            verdict=Array.of(np.array([0, 1, 2], np.uint8)),
-            hidden=Array.of(np.zeros((6, padding), np.float32)),
-        )
+        return small_trace(request_id=request_id, hidden=Array.of(np.zeros((6, padding), np.float32)))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def next_token_logits(tiny_target: Path) -> np.ndarray:
+    """[V, V] logits of the next token after each token, such as the target's own head can give."""
+    head = load_file(tiny_target / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
+    logits = np.random.default_rng(0).normal(size=(VOCABULARY, HIDDEN)) @ head.T
+    return logits / logits.std() * 3
 
 
 @pytest.fixture

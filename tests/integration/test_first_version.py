@@ -26,11 +26,8 @@ def settings(tiny_target: Path, tmp_path: Path) -> Settings:
 
 
 def pointed(settings: Settings, url: str) -> int:
-    pointer = Pointer(url)
-    try:
+    with Pointer(url) as pointer:
         rollout = pointer.get(settings.domain)
-    finally:
-        pointer.close()
     assert rollout is not None
     return rollout.stable
 
@@ -70,9 +67,8 @@ def test_with_an_empty_redis_the_newest_version_comes_back(settings, server, tin
 def test_a_rollback_outlives_a_clean_stop_but_holds_for_one_start_only(settings, server, tiny_target):
     ensure_version(settings, server.url, tiny_target)
     another(settings)
-    pointer = Pointer(server.url)
-    pointer.set(settings.domain, Rollout(stable=1, canary=None, share=0.0, changed=time.time()))
-    pointer.close()
+    with Pointer(server.url) as pointer:
+        pointer.set(settings.domain, Rollout(stable=1, canary=None, share=0.0, changed=time.time()))
     keep_pointer(settings, server.url)
     assert ensure_version(settings, restarted(server), tiny_target) == 1
     assert ensure_version(settings, restarted(server), tiny_target) == 2

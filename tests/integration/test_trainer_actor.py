@@ -6,7 +6,6 @@ import os
 import signal
 import time
 
-import numpy as np
 import pytest
 import ray
 
@@ -16,11 +15,9 @@ from osd.drafters import initial
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
+from tests.tiny import HIDDEN, VOCABULARY
 from tests.unit.learning.toys import make_trace
 from trainer import app
-
-VOCABULARY, HIDDEN = 257, 32
-SHARP = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY)) * 3
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +45,19 @@ def settings(tiny_target, tmp_path, redis_url):
     )
     drafter = initial(made.drafter, tiny_target, tmp_path)
     number = Registry(made.registry_dir).publish(made.domain, drafter.weights(), drafter.config(), {})
-    pointer = Pointer(redis_url)
-    pointer.set(made.domain, Rollout(number, None, 0.0, time.time()))
-    pointer.close()
+    with Pointer(redis_url) as pointer:
+        pointer.set(made.domain, Rollout(number, None, 0.0, time.time()))
     return made
 
 
 @pytest.fixture
-def send(settings, redis_url):
+def send(settings, redis_url, next_token_logits):
     writer = TraceWriter(redis_url, settings.capture)
 
     def write(first, count):
         for n in range(first, first + count):
             trace = make_trace(
-                f"request-{n}", prompt=6, completion=40, top_k=32, seed=n, logits=SHARP, width=3 * HIDDEN,
+                f"request-{n}", prompt=6, completion=40, top_k=32, seed=n, logits=next_token_logits, width=3 * HIDDEN,
                 target=settings.target.source,
             )  # fmt: skip
             assert writer.offer(trace)

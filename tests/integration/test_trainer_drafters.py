@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,38 +14,34 @@ from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
 from osd.learning.gate import Gate
 from osd.registry.versions import Registry
+from tests.tiny import HIDDEN, VOCABULARY
 from tests.unit.learning.toys import make_trace
 from trainer import checkpoint
 
-VOCABULARY, HIDDEN = 257, 32
-SHARP = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY)) * 3
 TRAINING = TrainerSettings(learning_rate=0.01, update_tokens=1)
 
 
-def batch(seed, width):
-    traces = [
-        make_trace(f"{seed}-{n}", prompt=5 + n, completion=50, top_k=32, seed=seed + n, logits=SHARP, width=width or 1)
-        for n in range(2)
-    ]
+def batch(seed, width, logits):
+    given: dict[str, Any] = {"completion": 50, "top_k": 32, "logits": logits, "width": width or 1}
+    traces = [make_trace(f"{seed}-{n}", prompt=5 + n, seed=seed + n, **given) for n in range(2)]
     for trace in traces:
         check(trace, VOCABULARY, width)
     return collate(traces)
 
 
 @pytest.mark.parametrize("kind", sorted(DRAFTERS))
-def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, tmp_path):
+def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, next_token_logits, tmp_path):
     settings = DrafterSettings(kind=kind, vocabulary=VOCABULARY)
     first, drafter = (initial(settings, tiny_target, tmp_path) for _ in range(2))
     width = len(drafter.taps) * HIDDEN
     distiller = Distiller(drafter, TRAINING)
     for n in range(60):
-        assert not distiller.step(batch(1000 + n % 10, width)).skipped
+        assert not distiller.step(batch(1000 + n % 10, width, next_token_logits)).skipped
 
-    held_out = [batch(n, width) for n in range(4)]
+    held_out = [batch(n, width, next_token_logits) for n in range(4)]
     verdict = Gate(depth=3, divergence="forward_kl").judge(drafter, first, lambda: held_out)
-    print(kind, verdict.figures())
     assert verdict.passed
-    assert verdict.figures()["divergence"] < verdict.figures()["baseline_divergence"] - 0.04
+    assert verdict.figures()["divergence"] < verdict.figures()["baseline_divergence"] - 0.2
 
     checkpoint.save(tmp_path / "c", *distiller.state_dict())
     registry = Registry(tmp_path / "registry")
@@ -59,7 +56,7 @@ def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, tmp_path):
     resumed = Distiller(from_config(version.config, tiny_target), TRAINING)
     resumed.load_state_dict(*(checkpoint.load(tmp_path / "c") or ({}, {})))
     for n in range(3):
-        data = batch(5000 + n, width)
+        data = batch(5000 + n, width, next_token_logits)
         assert resumed.step(data).loss == distiller.step(data).loss
     for name, weight in drafter.weights().items():
         assert torch.equal(resumed.drafter.weights()[name], weight)

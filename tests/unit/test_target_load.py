@@ -180,8 +180,10 @@ def test_a_directory_is_used_where_it_is(tiny_target, tmp_path):
     assert resolve(str(tiny_target), tmp_path) == tiny_target
 
 
-def test_a_target_without_chat_template_gets_a_plain_one(tiny_target):
-    tokenizer = load_tokenizer(tiny_target)
+def test_a_target_without_chat_template_gets_a_plain_one(tiny_target, tmp_path):
+    copy = shutil.copytree(tiny_target, tmp_path / "copy")
+    (copy / "chat_template.jinja").unlink()
+    tokenizer = load_tokenizer(copy)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == "System: Be brief.\nUser: Hello\nAssistant:"

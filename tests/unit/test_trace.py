@@ -7,37 +7,14 @@ import numpy as np
 import pytest
 
 from osd.capture.trace import Array, Trace, TraceError, decode, encode
+from tests.traces import small_trace
 
 ROWS = ("target_ids", "target_logp", "target_tail", "draft_ids", "draft_logp", "draft_tail", "drafted", "verdict")
 
 
 @pytest.fixture
 def trace() -> Trace:
-    generator = np.random.default_rng(0)
-    ids = Array.of(generator.integers(0, 99, (3, 2), np.int32))
-    logp, tail = (Array.of(generator.normal(size=shape).astype(np.float16)) for shape in ((3, 2), (3,)))
-    return Trace(
-        request_id="r",
-        piece=0,
-        domain="general",
-        target="tiny",
-        drafter_version=4,
-        created=1.5,
-        temperature=0.5,
-        top_k=3,
-        top_p=0.9,
-        prompt_ids=Array.of(np.arange(4, dtype=np.int32)),
-        completion_ids=Array.of(np.arange(3, dtype=np.int32)),
-        target_ids=ids,
-        target_logp=logp,
-        target_tail=tail,
-        draft_ids=ids,
-        draft_logp=logp,
-        draft_tail=tail,
-        drafted=Array.of(np.array([-1, 1, 2], np.int32)),
-        verdict=Array.of(np.array([0, 1, 2], np.uint8)),
-        hidden=Array.of(generator.integers(0, 1 << 16, (6, 8)).astype(np.uint16), "bfloat16"),
-    )
+    return small_trace()
 
 
 def test_decoded_trace_equals_the_encoded_one(trace: Trace):
