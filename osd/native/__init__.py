@@ -11,7 +11,7 @@ import torch  # loads the OpenMP runtime that the kernels share
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[list[type], type]] = {
-    "osd_panels": ([_INT64], _INT64),
+    "osd_packed_bytes": ([_INT64, _INT64, _INT], _INT64),
     "osd_pack": ([_POINTER, _POINTER, _INT64, _INT64, _INT], type(None)),
     "osd_linear": ([_POINTER] * 4 + [_INT64] * 3 + [_INT] * 3, _INT),
     "osd_attention": (

@@ -1,28 +1,123 @@
-/* Attention of new tokens over KV slots, row by row: a row's numbers do not depend on its neighbours. */
+/* Attention of new tokens over KV slots: a row's numbers do not depend on its neighbours.
+ *
+ * A key and a value are converted once for all queries of a block. What a row sees is two ranges, the places
+ * [from, visible) and its ancestors in a tree, and its weights are summed as if these were one list.
+ */
 #include "common.h"
+#include "team.h"
 
-INLINE void attend(const float *query, const char *keys, const char *values, const int32_t *places, int64_t count,
-                   int64_t dim, float *scores, float *out, float softcap, const int dtype) {
-  const int64_t width = dtype == BFLOAT16 ? 2 : 4, row = dim * width;
-  float best = -INFINITY;
-  for (int64_t i = 0; i < count; i++) {
-    const char *key = keys + places[i] * row;
-    __m256 a = _mm256_setzero_ps(), b = _mm256_setzero_ps();
-    int64_t d = 0;
-    for (; d + 16 <= dim; d += 16) {
-      a = _mm256_fmadd_ps(_mm256_loadu_ps(query + d), load8(key + d * width, dtype), a);
-      b = _mm256_fmadd_ps(_mm256_loadu_ps(query + d + 8), load8(key + (d + 8) * width, dtype), b);
-    }
-    for (; d < dim; d += 8) a = _mm256_fmadd_ps(_mm256_loadu_ps(query + d), load8(key + d * width, dtype), a);
-    float score = sum8(_mm256_add_ps(a, b));
-    if (softcap > 0) score = softcap * tanhf(score / softcap);
-    scores[i] = score;
-    if (score > best) best = score;
+#define MAX_QUERIES 12
+#define TILE_PLACES 32
+#define MARGIN 8 /* a vector reads and writes beyond the end */
+
+/* Cut the rows into blocks for the threads. The caller frees plan->blocks. */
+int osd_plan(Plan *plan, const Rows *rows, const Attention *shape, int threads) {
+  const int64_t group = shape->heads / shape->kv_heads;
+  int64_t size = (rows->count * shape->heads + 2 * threads - 1) / (2 * threads);
+  if (size > MAX_QUERIES) size = MAX_QUERIES;
+  if (size < 1) size = 1;
+  plan->blocks = malloc(sizeof(Block) * (size_t)(rows->count * shape->heads + 1));
+  plan->count = 0;
+  plan->scratch = 4 * (MAX_QUERIES * (2 * shape->dim + shape->places + rows->mask_width + 4 * MARGIN) +
+                       shape->places + rows->mask_width + 4 * MARGIN + TILE_PLACES * shape->dim) + 64;
+  if (!plan->blocks) return 1;
+  for (int64_t row = 0, next; row < rows->count; row = next) {
+    for (next = row + 1; next < rows->count && rows->slots[next] == rows->slots[row];) next++;
+    const int64_t queries = (next - row) * group, pieces = (queries + size - 1) / size;
+    for (int64_t kv_head = 0; kv_head < shape->kv_heads; kv_head++)
+      for (int64_t piece = 0; piece < pieces; piece++) {
+        const int64_t first = queries * piece / pieces;
+        plan->blocks[plan->count++] = (Block){row, first, queries * (piece + 1) / pieces - first, kv_head};
+      }
   }
+  return 0;
+}
+
+/* out [count, dim] float32 = count rows of `dtype`, zeros up to `padded`. */
+INLINE void widen(const char *at, float *out, int64_t count, int64_t padded, int64_t dim, const int dtype) {
+  const int64_t width = dtype == BFLOAT16 ? 2 : 4;
+  for (int64_t i = 0; i < count * dim; i += 8) _mm256_storeu_ps(out + i, load8(at + i * width, dtype));
+  for (int64_t i = count * dim; i < padded * dim; i += 8) _mm256_storeu_ps(out + i, _mm256_setzero_ps());
+}
+
+/* The sum of each of eight vectors; all are summed in the same order. */
+INLINE __m256 sums_of_eight(const __m256 *v) {
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+/* scores [queries, stride] = queries [queries, dim] times `count` neighbouring keys. */
+static void score(const float *queries, int64_t count_queries, const char *keys, int64_t count, int64_t dim,
+                  float *scores, int64_t stride, float *wide, int dtype) {
+  const int64_t row = dim * (dtype == BFLOAT16 ? 2 : 4);
+  for (int64_t i = 0; i < count; i += 8) {
+    const int64_t live = count - i < 8 ? count - i : 8;
+    if (dtype == BFLOAT16)
+      widen(keys + i * row, wide, live, 8, dim, BFLOAT16);
+    else
+      widen(keys + i * row, wide, live, 8, dim, FLOAT32);
+    for (int64_t q = 0; q < count_queries; q++) {
+      __m256 sums[8];
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++) sums[j] = _mm256_setzero_ps();
+      for (int64_t d = 0; d < dim; d += 8) {
+        const __m256 query = _mm256_loadu_ps(queries + q * dim + d);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) sums[j] = _mm256_fmadd_ps(query, _mm256_loadu_ps(wide + j * dim + d), sums[j]);
+      }
+      _mm256_storeu_ps(scores + q * stride + i, sums_of_eight(sums));
+    }
+  }
+}
+
+/* out [dim] += weights [count] times values [count, dim], `lanes` vectors of the dim at a time. */
+INLINE void mix_lanes(const float *weights, const float *values, int64_t count, int64_t dim, float *out,
+                      const int lanes) {
+  __m256 sums[8];
+#pragma GCC unroll 8
+  for (int l = 0; l < lanes; l++) sums[l] = _mm256_loadu_ps(out + l * 8);
+  for (int64_t i = 0; i < count; i++) {
+    const __m256 weight = _mm256_broadcast_ss(weights + i);
+#pragma GCC unroll 8
+    for (int l = 0; l < lanes; l++)
+      sums[l] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(values + i * dim + l * 8), sums[l]);
+  }
+#pragma GCC unroll 8
+  for (int l = 0; l < lanes; l++) _mm256_storeu_ps(out + l * 8, sums[l]);
+}
+
+/* out [queries, dim] += weights [queries, stride] times `count` neighbouring values. */
+static void mix(const float *weights, int64_t stride, int64_t queries, const char *values, int64_t count, int64_t dim,
+                float *out, float *wide, int dtype) {
+  const int64_t row = dim * (dtype == BFLOAT16 ? 2 : 4);
+  for (int64_t i = 0; i < count; i += TILE_PLACES) {
+    const int64_t live = count - i < TILE_PLACES ? count - i : TILE_PLACES;
+    if (dtype == BFLOAT16)
+      widen(values + i * row, wide, live, live, dim, BFLOAT16);
+    else
+      widen(values + i * row, wide, live, live, dim, FLOAT32);
+    for (int64_t q = 0; q < queries; q++) {
+      int64_t d = 0;
+      for (; d + 64 <= dim; d += 64) mix_lanes(weights + q * stride + i, wide + d, live, dim, out + q * dim + d, 8);
+      for (; d < dim; d += 8) mix_lanes(weights + q * stride + i, wide + d, live, dim, out + q * dim + d, 1);
+    }
+  }
+}
+
+/* scores -> exp(score - best), in place; the sum of them. */
+static float soften(float *scores, int64_t count, float softcap) {
+  if (softcap > 0)
+    for (int64_t i = 0; i < count; i++) scores[i] = softcap * tanhf(scores[i] / softcap);
   const int64_t padded = (count + 7) / 8 * 8;
   for (int64_t i = count; i < padded; i++) scores[i] = -INFINITY;
-  const __m256 shift = _mm256_set1_ps(best);
-  __m256 total = _mm256_setzero_ps();
+  __m256 highest = _mm256_set1_ps(-INFINITY), total = _mm256_setzero_ps();
+  for (int64_t i = 0; i < padded; i += 8) highest = _mm256_max_ps(highest, _mm256_loadu_ps(scores + i));
+  float best[8];
+  _mm256_storeu_ps(best, highest);
+  for (int i = 1; i < 8; i++)
+    if (best[i] > best[0]) best[0] = best[i];
+  const __m256 shift = _mm256_set1_ps(best[0]);
   for (int64_t i = 0; i < padded; i += 8) {
     const __m256 delta = _mm256_sub_ps(_mm256_loadu_ps(scores + i), shift);
     const __m256 live = _mm256_cmp_ps(delta, _mm256_set1_ps(-87.0f), _CMP_GT_OQ);
@@ -30,19 +125,74 @@ INLINE void attend(const float *query, const char *keys, const char *values, con
     _mm256_storeu_ps(scores + i, weight);
     total = _mm256_add_ps(total, weight);
   }
-  const float scale = 1.0f / sum8(total);
-  for (int64_t d = 0; d < dim; d += 8) _mm256_storeu_ps(out + d, _mm256_setzero_ps());
-  for (int64_t d = 0; d < dim; d += 32) {
-    const int64_t lanes = dim - d < 32 ? (dim - d) / 8 : 4;
-    __m256 sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (int64_t i = 0; i < count; i++) {
-      const __m256 weight = _mm256_set1_ps(scores[i]);
-      const char *value = values + places[i] * row + d * width;
-      for (int64_t l = 0; l < lanes; l++)
-        sums[l] = _mm256_fmadd_ps(weight, load8(value + l * 8 * width, dtype), sums[l]);
+  return sum8(total);
+}
+
+/* Attention of one block; query and out are [rows, heads, dim]. The keys and values of its rows are stored already. */
+void osd_attention_block(const Attention *a, const Rows *rows, const Block *block, const void *query, void *out,
+                         char *scratch) {
+  const int64_t group = a->heads / a->kv_heads, dim = a->dim, queries = block->count;
+  const int64_t first_row = block->row + block->first / group;
+  const int64_t last_row = block->row + (block->first + queries - 1) / group;
+  int64_t low = INT64_MAX, high = 0, tree_low = INT64_MAX, tree_high = 0; /* the places that any row sees */
+  for (int64_t r = first_row; r <= last_row; r++) {
+    if (rows->from[r] < rows->visible[r]) {
+      if (rows->from[r] < low) low = rows->from[r];
+      if (rows->visible[r] > high) high = rows->visible[r];
     }
-    for (int64_t l = 0; l < lanes; l++)
-      _mm256_storeu_ps(out + d + l * 8, _mm256_mul_ps(sums[l], _mm256_set1_ps(scale)));
+    for (int64_t j = 0; rows->mask && j < rows->mask_width; j++)
+      if (rows->mask[r * rows->mask_width + j]) {
+        if (rows->base[r] + j < tree_low) tree_low = rows->base[r] + j;
+        if (rows->base[r] + j >= tree_high) tree_high = rows->base[r] + j + 1;
+      }
+  }
+  const int64_t flat = high > low ? high - low : 0, tree = tree_high > tree_low ? tree_high - tree_low : 0;
+  const int64_t tree_at = (flat + 7) / 8 * 8, stride = tree_at + (tree + 7) / 8 * 8 + MARGIN;
+
+  float *wide_query = (float *)(((uintptr_t)scratch + 63) / 64 * 64), *sums = wide_query + queries * dim;
+  float *wide = sums + queries * dim, *scores = wide + TILE_PLACES * dim, *seen = scores + queries * stride;
+  for (int64_t q = 0; q < queries; q++) {
+    const int64_t row = block->row + (block->first + q) / group;
+    const int64_t at = (row * a->heads + block->kv_head * group + (block->first + q) % group) * dim;
+    for (int64_t d = 0; d < dim; d++) {
+      wide_query[q * dim + d] = read_element(query, at + d, a->dtype) * a->scaling;
+      sums[q * dim + d] = 0;
+    }
+  }
+  const int64_t width = a->cache_dtype == BFLOAT16 ? 2 : 4, place = dim * width;
+  const int64_t offset = (rows->slots[block->row] * a->kv_heads + block->kv_head) * a->places * place;
+  const char *keys = (const char *)a->keys + offset, *values = (const char *)a->values + offset;
+  if (flat) score(wide_query, queries, keys + low * place, flat, dim, scores, stride, wide, a->cache_dtype);
+  if (tree)
+    score(wide_query, queries, keys + tree_low * place, tree, dim, scores + tree_at, stride, wide, a->cache_dtype);
+
+  float totals[MAX_QUERIES];
+  for (int64_t q = 0; q < queries; q++) {
+    const int64_t r = block->row + (block->first + q) / group;
+    const int64_t own = rows->visible[r] > rows->from[r] ? rows->visible[r] - rows->from[r] : 0;
+    const uint8_t *mask = tree ? rows->mask + r * rows->mask_width : NULL;
+    const int64_t shift = tree ? tree_at + rows->base[r] - tree_low : 0; /* of node 0 among the scores */
+    float *row = scores + q * stride;
+    int64_t count = own;
+    if (own) memcpy(seen, row + rows->from[r] - low, (size_t)own * 4);
+    for (int64_t j = 0; mask && j < rows->mask_width; j++)
+      if (mask[j]) seen[count++] = row[shift + j];
+    totals[q] = soften(seen, count, a->softcap);
+    memset(row, 0, (size_t)stride * 4);
+    if (own) memcpy(row + rows->from[r] - low, seen, (size_t)own * 4);
+    count = own;
+    for (int64_t j = 0; mask && j < rows->mask_width; j++)
+      if (mask[j]) row[shift + j] = seen[count++];
+  }
+  if (flat) mix(scores, stride, queries, values + low * place, flat, dim, sums, wide, a->cache_dtype);
+  if (tree)
+    mix(scores + tree_at, stride, queries, values + tree_low * place, tree, dim, sums, wide, a->cache_dtype);
+
+  for (int64_t q = 0; q < queries; q++) {
+    const int64_t row = block->row + (block->first + q) / group;
+    const int64_t at = (row * a->heads + block->kv_head * group + (block->first + q) % group) * dim;
+    const float scale = 1.0f / totals[q];
+    for (int64_t d = 0; d < dim; d++) write_element(out, at + d, sums[q * dim + d] * scale, a->dtype);
   }
 }
 
@@ -57,7 +207,16 @@ int osd_attention(const void *query, const void *key, const void *value, void *c
                   const int32_t *slots, const int32_t *stores, const int32_t *from, const int32_t *visible,
                   const int32_t *base, const uint8_t *mask, int64_t mask_width, float scaling, float softcap,
                   int dtype, int cache_dtype, int threads) {
-  const int64_t width = cache_dtype == BFLOAT16 ? 2 : 4, head_bytes = places_per_slot * dim * width;
+  const Rows all = {NULL, NULL, slots, stores, from, visible, base, mask, rows, mask_width};
+  const Attention a = {cache_keys, cache_values, heads,   kv_heads, dim,
+                       places_per_slot, scaling, softcap, dtype,    cache_dtype};
+  Plan plan;
+  if (osd_plan(&plan, &all, &a, threads)) return 1;
+  char *scratch = malloc((size_t)(plan.scratch * threads));
+  if (!scratch) {
+    free(plan.blocks);
+    return 1;
+  }
   for (int64_t r = 0; r < rows; r++)
     for (int64_t h = 0; h < kv_heads; h++) {
       const int64_t to = ((slots[r] * kv_heads + h) * places_per_slot + stores[r]) * dim;
@@ -67,32 +226,14 @@ int osd_attention(const void *query, const void *key, const void *value, void *c
         write_element(cache_values, to + d, read_element(value, at + d, dtype), cache_dtype);
       }
     }
-  const int64_t share = (places_per_slot + 8) * 8 + dim * 8;
-  char *scratch = malloc((size_t)(share * threads));
-  if (!scratch) return 1;
+  Team team = {0};
 #pragma omp parallel num_threads(threads)
   {
-    char *mine = scratch + share * omp_get_thread_num();
-    float *scores = (float *)mine, *wide = scores + places_per_slot + 8;
-    int32_t *places = (int32_t *)(wide + 2 * dim);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < rows * heads; item++) {
-      const int64_t r = item / heads, h = item % heads, kv = h / (heads / kv_heads);
-      int64_t count = 0;
-      for (int32_t place = from[r]; place < visible[r]; place++) places[count++] = place;
-      if (mask)
-        for (int64_t j = 0; j < mask_width; j++)
-          if (mask[r * mask_width + j]) places[count++] = base[r] + (int32_t)j;
-      for (int64_t d = 0; d < dim; d++) wide[d] = read_element(query, item * dim + d, dtype) * scaling;
-      const int64_t offset = (slots[r] * kv_heads + kv) * head_bytes;
-      const char *keys = (const char *)cache_keys + offset, *values = (const char *)cache_values + offset;
-      if (cache_dtype == BFLOAT16)
-        attend(wide, keys, values, places, count, dim, scores, wide + dim, softcap, BFLOAT16);
-      else
-        attend(wide, keys, values, places, count, dim, scores, wide + dim, softcap, FLOAT32);
-      for (int64_t d = 0; d < dim; d++) write_element(out, item * dim + d, wide[dim + d], dtype);
-    }
+    const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
+    for (int64_t item; (item = take(&m, plan.count)) >= 0;)
+      osd_attention_block(&a, &all, plan.blocks + item, query, out, scratch + m.me * plan.scratch);
   }
   free(scratch);
+  free(plan.blocks);
   return 0;
 }

@@ -68,13 +68,50 @@ INLINE __m256 load8(const char *at, int dtype) {
   return _mm256_loadu_ps((const float *)at);
 }
 
-int64_t osd_panels(int64_t outputs);
-int osd_linear(const void *x, const void *packed, const float *bias, void *y, int64_t rows, int64_t inputs,
-               int64_t outputs, int x_dtype, int dtype, int threads);
-int osd_attention(const void *query, const void *key, const void *value, void *cache_keys, void *cache_values,
-                  void *out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t places_per_slot,
-                  const int32_t *slots, const int32_t *stores, const int32_t *from, const int32_t *visible,
-                  const int32_t *base, const uint8_t *mask, int64_t mask_width, float scaling, float softcap,
-                  int dtype, int cache_dtype, int threads);
+/* What becomes of the products: they replace y, or are added to it (float32 only). */
+enum { REPLACE = 0, ADD = 1 };
+
+typedef struct {
+  const void *packed;
+  const float *bias; /* or null */
+  int64_t inputs, outputs;
+  int dtype;
+} Linear;
+
+/* Linear layers are computed in chunks of output channels, by whoever takes one: see linear.c. */
+int64_t osd_chunks(int64_t outputs, int64_t rows);
+void osd_linear_chunk(const Linear *layer, const float *x, void *y, int64_t rows, int64_t chunk, int how, int y_dtype);
+void osd_gated_chunk(const Linear *gate, const Linear *up, const float *x, float *y, int64_t rows, int64_t chunk);
+
+/* The new tokens of a forward: their places in the KV slots and what each sees, see attention.c. */
+typedef struct {
+  const float *cosines, *sines; /* [rows, dim] */
+  const int32_t *slots, *stores, *from, *visible, *base;
+  const uint8_t *mask;
+  int64_t count, mask_width;
+} Rows;
+
+/* The keys and values of one layer: [slots, kv_heads, places, dim]. */
+typedef struct {
+  void *keys, *values;
+  int64_t heads, kv_heads, dim, places;
+  float scaling, softcap;
+  int dtype, cache_dtype; /* of query and out, and of keys and values */
+} Attention;
+
+/* Some queries (row-major over rows and the heads that share a key head) of neighbouring rows of a slot. */
+typedef struct {
+  int64_t row, first, count, kv_head;
+} Block;
+
+/* Everything that a forward's attention needs beside its numbers, the same for all layers. */
+typedef struct {
+  Block *blocks;
+  int64_t count, scratch; /* bytes for each thread */
+} Plan;
+
+int osd_plan(Plan *plan, const Rows *rows, const Attention *shape, int threads);
+void osd_attention_block(const Attention *a, const Rows *rows, const Block *block, const void *query, void *out,
+                         char *scratch);
 
 #endif

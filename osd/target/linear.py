@@ -62,9 +62,14 @@ class PackedLinear(nn.Module):
         """Lay out another weight for ``load``."""
         return pack(weight)
 
+    @property
+    def place(self) -> Tensor:
+        """Where a staged weight is copied to."""
+        return self.packed
+
     def load(self, staged: Tensor) -> None:
         """Copy a staged weight in place."""
-        self.packed.copy_(staged)
+        self.place.copy_(staged)
 
 
 class OneDnnLinear(nn.Module):
@@ -91,13 +96,14 @@ class OneDnnLinear(nn.Module):
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Pack [out, in] into panels of 16 outputs, padded with zeros. float32 or bfloat16, on the CPU."""
+    """Pack [out, in] into panels of outputs, padded with zeros. float32 or bfloat16, on the CPU."""
     library = kernels()
     assert library is not None  # noqa: S101
     weight = weight.detach().contiguous()
     outputs, inputs = weight.shape
-    packed = weight.new_empty(library.osd_panels(outputs) * 16 * inputs)
-    library.osd_pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, DTYPES[weight.dtype])
+    dtype = DTYPES[weight.dtype]
+    packed = weight.new_empty(library.osd_packed_bytes(outputs, inputs, dtype) // weight.element_size())
+    library.osd_pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, dtype)
     return packed
 
 
@@ -121,9 +127,14 @@ class PlainLinear(nn.Module):
         """Lay out another weight for ``load``."""
         return weight
 
+    @property
+    def place(self) -> Tensor:
+        """Where a staged weight is copied to."""
+        return self.weight
+
     def load(self, staged: Tensor) -> None:
         """Copy a staged weight in place."""
-        self.weight.copy_(staged)
+        self.place.copy_(staged)
 
 
 LinearMaker = Callable[[Tensor, Tensor | None], nn.Module]
