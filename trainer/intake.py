@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from osd.capture.stream import TraceReader
 from osd.capture.trace import Trace, TraceError
 from osd.config import Settings
 from osd.learning.batch import check
-from osd.learning.replay import Key, Replay
+from osd.learning.replay import Replay
+from osd.learning.shelf import Key
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
 
 _READ_RECORDS = 16
+_DAY = 86_400.0
+_EXPIRE_SECONDS = 30.0
 
 
 class Intake:
@@ -22,10 +26,29 @@ class Intake:
 
     A record is finished once it was trained on, kept as held-out, refused, or pushed out of the replay buffer, and
     ``acknowledge`` tells the stream of all that are. Call it only when a checkpoint on disk contains that training.
+
+    Args:
+        settings: of the service.
+        redis_url: where the stream is.
+        vocabulary: number of the target's ids.
+        status: where records are counted.
+        observe: told of each new record, held out or not, in the order of arrival.
     """
 
-    def __init__(self, settings: Settings, redis_url: str, vocabulary: int, status: Status) -> None:
-        self.replay = Replay(settings.trainer.replay_tokens, settings.trainer.held_out)
+    def __init__(
+        self,
+        settings: Settings,
+        redis_url: str,
+        vocabulary: int,
+        status: Status,
+        observe: Callable[[Trace], None],
+    ) -> None:
+        trainer = settings.trainer
+        self.replay = Replay(trainer.replay_tokens, trainer.held_out, anchors=trainer.anchors)
+        self._oldest = None if trainer.replay_days is None else trainer.replay_days * _DAY
+        self._expire_at = 0.0
+        self._every_domain = trainer.domains == "all"
+        self._observe = observe
         self._domain = settings.domain
         self._target = settings.target.source
         self._vocabulary = vocabulary
@@ -46,7 +69,11 @@ class Intake:
             width: taps * hidden of the drafter in training.
             wait_ms: longest wait for a first record.
         """
-        return sum(self._take(d.id, d.trace, width) for d in self._reader.read(_READ_RECORDS, wait_ms))
+        tokens = sum(self._take(d.id, d.trace, width) for d in self._reader.read(_READ_RECORDS, wait_ms))
+        if self._oldest is not None and time.monotonic() >= self._expire_at:
+            self._expire_at = time.monotonic() + _EXPIRE_SECONDS
+            self.finish(self.replay.expire(time.time() - self._oldest))
+        return tokens
 
     def finish(self, keys: Iterable[Key]) -> None:
         """These records were trained on, or are no longer there."""
@@ -67,7 +94,8 @@ class Intake:
         self._reader.close()
 
     def _take(self, stream_id: str, trace: Trace, width: int) -> int:
-        if trace.domain != self._domain:
+        foreign = trace.domain != self._domain and not self._every_domain
+        if foreign or (self._oldest is not None and trace.created < time.time() - self._oldest):
             self._finished.append(stream_id)
             return 0
         try:
@@ -89,6 +117,7 @@ class Intake:
             return 0
         self._unfinished[key] = [stream_id]
         self._status.records += 1
+        self._observe(trace)
         self.finish(added.left)
         if added.part == "held_out":
             self._status.held_out += 1

@@ -1,4 +1,12 @@
-"""From a trained drafter to a version in service: the gate, the registry, the pointer, and what is told about it."""
+"""From a trained drafter to a version in service: the gate, the registry, the canary, the pointer.
+
+    candidate --gate--> version --canary--> stable       (with ``trainer.canary_share`` 0: version --> stable)
+        |                  '--> rolled back: worse, silently corrupt, or nobody could tell in time
+        '--> rejected: never leaves the trainer
+
+The pointer in Redis is the state, and the evidence is all that a restart loses: whoever takes over watches the canary
+that the pointer names until the same time limit. A pointer that somebody else moved is left as it is.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +18,15 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from osd.capture.trace import Trace
+from osd.config import TrainerSettings
 from osd.drafters.base import Drafter
 from osd.learning.batch import DistillBatch
 from osd.learning.gate import Gate, Verdict
 from osd.registry.events import Events, Kind
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version, VersionError
+from trainer.canary import Canary, Judgement, expected_rate
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +43,25 @@ class Outcome:
 
 
 class Publisher:
-    """Takes candidates of one domain through the gate, against the version that the rollout pointer names."""
+    """Takes candidates of one domain through gate and canary, against the version that the rollout pointer names.
+
+    Attributes:
+        stable: the version that candidates are compared with, 0 before the first look.
+        canary: the one under way, None when there is none.
+    """
 
     def __init__(
-        self, domain: str, registry: Registry, pointer: Pointer, events: Events, gate: Gate, build: Build
+        self,
+        domain: str,
+        settings: TrainerSettings,
+        registry: Registry,
+        pointer: Pointer,
+        events: Events,
+        gate: Gate,
+        build: Build,
     ) -> None:
         self._domain = domain
+        self._settings = settings
         self._registry = registry
         self._pointer = pointer
         self._events = events
@@ -45,9 +69,12 @@ class Publisher:
         self._build = build
         self._baseline: Drafter | None = None
         self.stable = 0
+        self.canary: Canary | None = None
 
     def in_service(self) -> Version | None:
         """The stable version, or the newest older one that can be read; None while there is none.
+
+        A canary that the pointer names is watched from now on.
 
         Raises:
             redis.exceptions.RedisError: the pointer cannot be read.
@@ -55,6 +82,7 @@ class Publisher:
         rollout = self._pointer.get(self._domain)
         if rollout is None:
             return None
+        self._follow(rollout)
         for number in range(rollout.stable, 0, -1):
             try:
                 version = self._registry.load(self._domain, number)
@@ -68,7 +96,7 @@ class Publisher:
     def propose(
         self, candidate: Drafter, batches: Callable[[], Iterable[DistillBatch]], trained_on: dict[str, int]
     ) -> Outcome:
-        """Judge a candidate and put it in service if it passes.
+        """Judge a candidate and put it in service, as a canary first where that is asked for, if it passes.
 
         Args:
             candidate: the drafter in training.
@@ -81,10 +109,14 @@ class Publisher:
             OSError: the disk does not take it.
         """
         before = self._pointer.get(self._domain)
+        if before is not None:
+            self._follow(before)
         if self._baseline is None or (before is not None and before.stable != self.stable):
             self.in_service()
         if self._baseline is None:
             return Outcome(Verdict(False, True, f"no drafter version of {self._domain} to compare with"), None)
+        if self.canary is not None:
+            return Outcome(Verdict(False, True, f"version {self.canary.version} is still a canary"), None)
         verdict = self._gate.judge(candidate, self._baseline, batches)
         if not verdict.passed:
             if not verdict.waits:
@@ -95,11 +127,55 @@ class Publisher:
             return Outcome(Verdict(False, True, "the rollout pointer moved during the evaluation"), None)
         manifest = {"parent": self.stable, "trained_on": trained_on, "gate": verdict.figures()}
         number = self._registry.publish(self._domain, candidate.weights(), candidate.config(), manifest)
+        share = self._settings.canary_share
+        if share:
+            rollout = Rollout(stable=self.stable, canary=number, share=share, changed=time.time())
+            self._pointer.set(self._domain, rollout)
+            self._follow(rollout)
+            self.tell("canary", number, parent=self.stable, share=share, **verdict.figures())
+            return Outcome(verdict, number)
         self._pointer.set(self._domain, Rollout(stable=number, canary=None, share=0.0, changed=time.time()))
         self._baseline.load_weights(candidate.weights())
         self.tell("published", number, parent=self.stable, trained_on=trained_on, **verdict.figures())
         self.stable = number
         return Outcome(verdict, number)
+
+    def observe(self, trace: Trace) -> None:
+        """Take in a live request, as evidence for or against the canary."""
+        if self.canary is not None:
+            self.canary.add(trace)
+
+    def decide(self, now: float) -> Judgement | None:
+        """Promote the canary or roll it back when it is time; None without a canary.
+
+        Args:
+            now: seconds since the epoch.
+
+        Raises:
+            redis.exceptions.RedisError: Redis is gone; nothing was decided.
+        """
+        canary = self.canary
+        if canary is None:
+            return None
+        judgement = canary.judge(now)
+        if judgement.action == "watch":
+            return judgement
+        rollout = self._pointer.get(self._domain)
+        if rollout is None or (rollout.stable, rollout.canary) != (canary.stable, canary.version):
+            logger.info("version %d is no canary any more: somebody moved the rollout pointer", canary.version)
+            self.canary = None
+            return Judgement("watch", "the rollout pointer was moved")
+        promoted = judgement.action == "promote"
+        number = canary.version if promoted else canary.stable
+        self._pointer.set(self._domain, Rollout(stable=number, canary=None, share=0.0, changed=now))
+        self.canary = None
+        if promoted:
+            self.in_service()
+            self.tell("promoted", number, parent=canary.stable, reason=judgement.reason, **canary.figures())
+        else:
+            self.tell("rolled_back", number, previous=canary.version, reason=judgement.reason, **canary.figures())
+        logger.info("version %d, %s: %s", canary.version, judgement.action, judgement.reason)
+        return judgement
 
     def tell(self, kind: Kind, version: int | None, **figures: Any) -> None:
         """Put an event on the list; without Redis it is only logged."""
@@ -112,3 +188,20 @@ class Publisher:
         baseline = self._build(version.config)
         baseline.load_weights(version.weights)
         self._baseline, self.stable = baseline, version.number
+
+    def _follow(self, rollout: Rollout) -> None:
+        """Watch the canary that the pointer names, if it is another one than before."""
+        if rollout.canary is None:
+            self.canary = None
+            return
+        if self.canary is not None and (self.canary.version, self.canary.stable) == (rollout.canary, rollout.stable):
+            return
+        try:
+            gate = self._registry.load(self._domain, rollout.canary).manifest.get("gate", {})
+        except VersionError as error:
+            logger.warning("%s", error)
+            gate = {}
+        self.canary = Canary(
+            rollout.canary, rollout.stable, expected_rate(gate.get("per_depth", [])), rollout.changed,
+            self._settings.canary_seconds,
+        )  # fmt: skip

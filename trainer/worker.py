@@ -5,41 +5,35 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from redis.exceptions import RedisError
 
+from osd.capture.trace import Trace
 from osd.config import Settings
 from osd.drafters.base import Drafter
-from osd.learning.batch import DistillBatch, collate, pack
+from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
+from osd.learning.drift import DriftWatch
 from osd.learning.gate import Gate
 from osd.registry.events import Events
 from osd.registry.load_board import LoadBoard
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry, Version
-from trainer import checkpoint
+from trainer.candidates import Candidates, StoppedError
 from trainer.capacity import Capacity, lower_priority
 from trainer.intake import Intake
+from trainer.pace import Pace
+from trainer.progress import Progress
 from trainer.rollout import Build, Publisher
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
 
-PASSES = 8
-"""How often the completion of a record is trained on before the trainer waits for new ones: more would overfit."""
-
 CHECKPOINT_SECONDS = 30.0
 """Training that a crash may lose, and how long a record that was trained on waits for its acknowledgement."""
-
-HELD_OUT_TOKENS = 4096
-"""Newest held-out tokens that the gate looks at: some twenty requests, judged in a few seconds."""
-
-EVALUATION_TOKENS = 128
-"""Micro-batch of the evaluation: short enough to yield, and always the same, so that both sides see the same."""
 
 _IDLE_MS = 200
 _TELL_SECONDS = 1.0
@@ -54,41 +48,33 @@ class Workshop:
     build: Build
 
 
-_SAVED = ("records", "trained", "held_out", "refused", "tokens", "published", "rejected")
-
-
-class _StoppedError(Exception):
-    """The loop was asked to end in the middle of an evaluation."""
-
-
 class Worker:
     """Trains the drafter of one domain.
 
     Records are acknowledged when a checkpoint that was written after they were trained on is on disk. Whoever takes
-    over reads the checkpoint and is given all others again. The replay buffer itself is not kept: it fills again from
-    the traffic.
+    over reads the checkpoint and is given all others again.
     """
 
     def __init__(self, settings: Settings, redis_url: str, workshop: Workshop) -> None:
         self._settings = settings
         self._domain = settings.domain
         self._workshop = workshop
-        self._path = settings.home_dir / "trainer" / f"{self._domain}.safetensors"
         self._status = Status()
-        self._intake = Intake(settings, redis_url, workshop.vocabulary, self._status)
+        self._intake = Intake(settings, redis_url, workshop.vocabulary, self._status, self._observe)
+        self._progress = Progress(settings, self._status, self._intake.replay)
         self._pointer, self._events, self._board = Pointer(redis_url), Events(redis_url), LoadBoard(redis_url)
         trainer = settings.trainer
         self._capacity = Capacity(self._board, trainer)
         gate = Gate(settings.growth.depth, trainer.divergence)
         registry = Registry(settings.registry_dir)
-        self._publisher = Publisher(self._domain, registry, self._pointer, self._events, gate, workshop.build)
+        self._publisher = Publisher(self._domain, trainer, registry, self._pointer, self._events, gate, workshop.build)
+        self._drift = DriftWatch(trainer.drift_fall, trainer.drift_records)
+        self._pace = Pace(trainer)
+        self._candidates = Candidates(
+            trainer, self._publisher, self._intake.replay, self._progress, self._pace, self._status, self._spare
+        )
         self._distiller: Distiller | None = None
         self._width = 0
-        self._budget = 0
-        self._next_gate = trainer.steps_per_candidate
-        self._gate_after = 0.0
-        self._saved_at = time.monotonic()
-        self._saved_steps = 0
         self._told_at = 0.0
         self._stop = threading.Event()
         self._paused = threading.Event()
@@ -107,10 +93,10 @@ class Worker:
                     continue
                 try:
                     self._turn()
-                except _StoppedError:
+                except StoppedError:
                     break
             if self._distiller is not None:
-                self._checkpoint()
+                self._checkpoint(self._distiller)
         finally:
             for connection in (self._intake, self._pointer, self._events, self._board):
                 connection.close()
@@ -143,7 +129,11 @@ class Worker:
         if version is None:
             self._say("waiting", f"the registry has no drafter version of {self._domain} in service yet")
             return False
-        self._distiller = self._resume(version) or Distiller(self._fresh(version), self._settings.trainer)
+        self._distiller = self._progress.resume(version, self._fresh(version))
+        if self._distiller is None:
+            self._distiller = Distiller(self._fresh(version), self._settings.trainer)
+        else:
+            self._pace.resumed()
         self._width = len(self._distiller.drafter.taps) * self._workshop.hidden_size
         self._note()
         return True
@@ -153,56 +143,39 @@ class Worker:
         drafter.load_weights(version.weights)
         return drafter
 
-    def _resume(self, version: Version) -> Distiller | None:
-        try:
-            found = checkpoint.load(self._path)
-            if found is None:
-                return None
-            tensors, state = found
-            if (state.get("config"), state.get("target")) != (version.config, self._settings.target.source):
-                raise checkpoint.CheckpointError(f"{self._path.name} is of another drafter or target")
-            distiller = Distiller(self._fresh(version), self._settings.trainer)
-            distiller.load_state_dict(tensors, state["distiller"])
-            counters = {name: int(state["counters"][name]) for name in _SAVED}
-            next_gate = int(state["next_gate"])
-            self._intake.replay.set_random_state(state["random"])
-        except (ValueError, KeyError, TypeError) as error:
-            logger.warning("training starts from version %d, not from the checkpoint: %s", version.number, error)
-            return None
-        for name, value in counters.items():
-            setattr(self._status, name, value)
-        # A smaller steps_per_candidate than last time counts at once.
-        self._next_gate = min(next_gate, distiller.steps + self._settings.trainer.steps_per_candidate)
-        self._saved_steps = distiller.steps
-        logger.info("training goes on from the checkpoint at step %d", distiller.steps)
-        return distiller
-
     def _turn(self) -> None:
         """One look at the stream and, if there is something to train on, one micro-step."""
+        distiller = self._distiller
+        if distiller is None:
+            return
         ready = self._ready()
-        self._budget += PASSES * self._intake.read(self._width, 1 if ready else _IDLE_MS)
+        self._pace.arrived(self._intake.read(self._width, 1 if ready else _IDLE_MS))
         if self._ready():
-            self._train()
-        self._consider()
-        unsaved = self._intake.finished or (self._distiller and self._distiller.steps != self._saved_steps)
-        if unsaved and time.monotonic() - self._saved_at > CHECKPOINT_SECONDS:
-            self._checkpoint()
+            self._train(distiller)
+        self._candidates.decide()
+        if self._candidates.due(distiller):
+            self._say("training", "evaluating a candidate")
+            if self._candidates.propose(distiller):
+                self._checkpoint(distiller)
+        self._note()
+        if self._progress.age(distiller, self._intake.finished) > CHECKPOINT_SECONDS:
+            self._checkpoint(distiller)
 
     def _ready(self) -> bool:
         """Whether there is something worth a micro-step; otherwise says what is missing."""
         wanted = self._settings.trainer.min_records
-        if self._status.records < wanted or not self._intake.replay.train_records:
+        replay = self._intake.replay
+        if self._status.records < wanted or not replay.train_records:
             refused = f", {self._status.refused} were refused" if self._status.refused else ""
             self._say("waiting", f"{self._status.records} of {wanted} records to begin with{refused}")
             return False
-        if self._budget <= 0 and not self._intake.replay.fresh_records:
+        if not self._pace.due(replay.fresh_records, time.monotonic()):
             self._say("waiting", "every record was trained on often enough, waiting for new ones")
             return False
         return True
 
-    def _train(self) -> None:
-        distiller = self._distiller
-        if distiller is None or not self._capacity.wait(self._stop, self._paused, self._rest):
+    def _train(self, distiller: Distiller) -> None:
+        if not self._spare():
             return
         self._say("training", "")
         if not distiller.steps:
@@ -215,7 +188,7 @@ class Worker:
         self._intake.finish(sample.fresh)
         self._status.trained += len(sample.fresh)
         self._status.tokens += batch.positions
-        self._budget = max(self._budget - batch.positions, 0)
+        self._pace.worked(batch.positions)
         if not step.skipped:
             self._status.loss = step.loss
         self._note()
@@ -224,68 +197,31 @@ class Worker:
             self._status.lag = self._intake.lag()
             self._publisher.tell(
                 "train_step", None, loss=self._status.loss, step=distiller.steps, tokens=self._status.tokens,
-                records=self._status.records, lag=self._status.lag,
+                records=self._status.records, lag=self._status.lag, skipped=distiller.skipped,
             )  # fmt: skip
 
-    def _consider(self) -> None:
-        """Propose the drafter to the gate when it is time; a rejected one is trained on from where it is."""
-        distiller, status = self._distiller, self._status
-        if distiller is None or distiller.steps < self._next_gate or time.monotonic() < self._gate_after:
+    def _observe(self, trace: Trace) -> None:
+        """Look at what a live request says of the drafter that served it."""
+        if trace.domain == self._domain:
+            self._publisher.observe(trace)
+        drift = self._drift.add(trace)
+        if drift is None:
             return
-        self._say("training", "evaluating a candidate")
-        distiller.update()
-        trained_on = {"records": status.trained, "tokens": status.tokens, "steps": distiller.steps}
-        try:
-            outcome = self._publisher.propose(distiller.drafter, self._held_out, trained_on)
-        except RedisError as error:
-            logger.warning("no candidate is published while Redis is gone: %s", error)
-            self._gate_after = time.monotonic() + 2.0
-            return
-        except (ValueError, OSError) as error:
-            logger.error("a candidate could not be published: %s", error)
-            self._gate_after = time.monotonic() + 10.0
-            return
-        verdict = outcome.verdict
-        logger.info("candidate at step %d: %s", distiller.steps, verdict.reason)
-        status.gate = {"passed": verdict.passed, "reason": verdict.reason, **verdict.figures()}
-        steps = self._settings.trainer.steps_per_candidate
-        self._next_gate = distiller.steps + (max(steps // 5, 1) if verdict.waits else steps)
-        if outcome.version is not None:
-            status.published += 1
-        elif not verdict.waits:
-            status.rejected += 1
-        self._note()
-        self._checkpoint()
+        logger.warning("acceptance of %s fell from %.3f to about %.3f", drift.domain, drift.before, drift.now)
+        self._status.drifts += 1
+        self._status.drift = asdict(drift)
+        self._pace.drifted()
+        figures = {"before": round(drift.before, 4), "now": round(drift.now, 4), "source": drift.domain}
+        self._publisher.tell("drift", drift.version, **figures)
 
-    def _held_out(self) -> Iterator[DistillBatch]:
-        """The held-out positions in micro-batches, each as soon as serving can spare it."""
-        for group in pack(self._intake.replay.held_out(HELD_OUT_TOKENS), EVALUATION_TOKENS):
-            if not self._capacity.wait(self._stop, self._paused, self._rest):
-                raise _StoppedError
-            yield collate(group)
+    def _spare(self) -> bool:
+        """Wait until serving leaves room for a micro-step; False when the loop shall end."""
+        return self._capacity.wait(self._stop, self._paused, self._rest)
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, distiller: Distiller) -> None:
         """Save, then acknowledge: in this order nothing is lost in between."""
-        distiller = self._distiller
-        if distiller is None:
-            return
-        self._saved_at = time.monotonic()
-        tensors, counters = distiller.state_dict()
-        state = {
-            "config": distiller.drafter.config(),
-            "target": self._settings.target.source,
-            "distiller": counters,
-            "counters": {name: getattr(self._status, name) for name in _SAVED},
-            "next_gate": self._next_gate,
-            "random": self._intake.replay.random_state(),
-        }
-        try:
-            checkpoint.save(self._path, tensors, state)
-        except OSError as error:
-            logger.error("the checkpoint cannot be written: %s", error)
-            return
-        self._saved_steps = distiller.steps
-        self._intake.acknowledge()
+        if self._progress.save(distiller):
+            self._intake.acknowledge()
 
     def _note(self) -> None:
         if self._distiller is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +13,22 @@ from torch import Tensor
 
 from osd.config import TrainerSettings
 from osd.drafters.base import Drafter
-from osd.learning import DIVERGENCES
+from osd.learning import objective
 from osd.learning.batch import DistillBatch
 from osd.learning.divergences import draft_index, overlap
+from osd.learning.positions import weigh
 
 _DECAY = 0.8
 """Weight of each further unrolled step, as in EAGLE-3 (arXiv 2503.01840)."""
 
 _CLIP = 0.5
-"""Largest global norm of the gradient."""
+"""Largest global norm of the gradient; a longer one is scaled down."""
+
+_SPIKE = 20.0
+"""A gradient that is longer than so many times the median of the last ones is no gradient of this traffic."""
+
+_NORMS = 64
+_FEWEST_NORMS = 16
 
 _WEIGHT, _MOMENT = "drafter.", "optimizer."
 
@@ -30,7 +39,7 @@ class DistillerError(ValueError):
 
 @dataclass(frozen=True)
 class Step:
-    """One micro-step: its loss, and whether it was skipped."""
+    """One micro-step: its loss, 0 without a position to learn from, and whether it taught the drafter nothing."""
 
     loss: float
     skipped: bool
@@ -39,10 +48,15 @@ class Step:
 class Distiller:
     """Trains a drafter in micro-steps, each one forward and backward over one micro-batch.
 
-    The loss is sum_d 0.8^d times the mean divergence of the positions that exist at unrolled depth d. Gradients add up
-    over micro-steps until they cover ``trainer.update_tokens`` positions, and then make one update by AdamW: how short
-    a micro-step must be has nothing to do with how many positions make a good gradient. A step whose loss is not
-    finite, or that has no position to predict, is left out and counted; so is an update whose gradient is not finite.
+    The loss is sum_d 0.8^d times the mean divergence of the positions that exist at unrolled depth d, weighted as
+    ``trainer.positions`` says. Gradients add up over micro-steps until they cover ``trainer.update_tokens`` positions
+    with a weight, and then make one update by AdamW: how short a micro-step must be has nothing to do with how many
+    positions make a good gradient.
+
+    ``skipped`` counts micro-steps whose loss is not finite, and updates whose gradient is not finite, or longer than
+    0.5 and 20 times the median of the last 64: none of them changes a weight. The median takes in the gradients that
+    were skipped as well, so that a lasting change of scale is followed after 32 of them. A micro-step without a
+    position to learn from is left out, and not counted: nothing was wrong with it.
     """
 
     def __init__(self, drafter: Drafter, settings: TrainerSettings) -> None:
@@ -50,13 +64,14 @@ class Distiller:
         self.steps = 0
         self.skipped = 0
         self._settings = settings
-        self._divergence = DIVERGENCES[settings.divergence]
+        self._divergence = objective(settings)
         self._index = draft_index(drafter.draft_ids)
         self._trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._trained.values(), lr=settings.learning_rate, betas=(0.9, 0.95), fused=True
         )
         self._gathered = 0
+        self._norms: deque[float] = deque(maxlen=_NORMS)
 
     def adapt_vocabulary(self, counts: Tensor) -> None:
         """Let the drafter prefer the tokens of ``counts`` [target vocabulary]; only before the first step."""
@@ -66,26 +81,30 @@ class Distiller:
     def step(self, batch: DistillBatch) -> Step:
         """Do one micro-step."""
         self.drafter.train()
-        loss = self._loss(batch)
+        weights = weigh(batch, self._settings)  # [N]
+        positions = int(weights.count_nonzero())
+        loss = self._loss(batch, weights)
         value = float(loss.detach())
-        if not math.isfinite(value) or not loss.requires_grad:
+        if not loss.requires_grad:
+            return Step(value, True)
+        if not math.isfinite(value):
             self.skipped += 1
             return Step(value, True)
-        (loss * batch.positions).backward()
-        self._gathered += batch.positions
+        (loss * positions).backward()
+        self._gathered += positions
         self.steps += 1
         if self._gathered >= self._settings.update_tokens and not self.update():
             return Step(value, True)
         return Step(value, False)
 
     def update(self) -> bool:
-        """Apply the gradients gathered so far; False when they were not finite and are lost."""
+        """Apply the gradients gathered so far; False when they were not finite or far too long, and are lost."""
         gradients = [weight.grad for weight in self._trained.values() if weight.grad is not None]
         if not self._gathered or not gradients:
             return True
         norm = float(torch.nn.utils.get_total_norm(gradients)) / self._gathered
-        finite = math.isfinite(norm)
-        if finite:
+        sound = math.isfinite(norm) and not self._is_spike(norm)
+        if sound:
             scale = min(1.0, _CLIP / (norm + 1e-6)) / self._gathered
             for gradient in gradients:
                 gradient.mul_(scale)
@@ -94,7 +113,7 @@ class Distiller:
             self.skipped += 1
         self._optimizer.zero_grad(set_to_none=True)
         self._gathered = 0
-        return finite
+        return sound
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights and optimizer moments as tensors, and the counters as JSON; gathered gradients are applied first."""
@@ -133,17 +152,24 @@ class Distiller:
         self._optimizer.state.update(state)
         self.steps, self.skipped = steps, skipped
 
-    def _loss(self, batch: DistillBatch) -> Tensor:
+    def _is_spike(self, norm: float) -> bool:
+        known = len(self._norms) >= _FEWEST_NORMS
+        spike = known and norm > max(_SPIKE * statistics.median(self._norms), _CLIP)
+        self._norms.append(norm)
+        return spike
+
+    def _loss(self, batch: DistillBatch, weights: Tensor) -> Tensor:
         loss = torch.zeros((), device=batch.target_logp.device)
         before: Tensor | None = None
         values = loss
         for depth, logits in enumerate(self.drafter.unroll(batch, self._settings.unroll)):
-            rows = batch.rows_at(depth)
+            rows = batch.rows_at(depth) & (weights > 0)
             if not rows.any():
                 break
             # A drafter that reads no hidden states predicts the same at every depth.
             if logits is not before:
                 events = overlap(logits, batch.target_ids, batch.target_logp, batch.target_tail, self._index)
                 values, before = self._divergence(events), logits
-            loss = loss + _DECAY**depth * values[rows].mean()
+            share = weights[rows] / weights[rows].mean()
+            loss = loss + _DECAY**depth * (values[rows] * share).mean()
         return loss

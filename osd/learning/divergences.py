@@ -2,13 +2,16 @@
 
 The rest is one lumped event: the target's mass of it was captured, the drafter's is one minus its mass of the kept ids.
 A softmax over the top-k alone would forget that event and pull the drafter towards distributions that are too sharp.
-With k the whole vocabulary both divergences are exact.
+With k the whole vocabulary every divergence is exact.
 
-A drafter with a small vocabulary cannot draft the other ids: its mass there is zero.
+A drafter with a small vocabulary cannot draft the other ids: its mass there is zero. The divergences that a missing id
+would make infinite compare the drafter with the target renormalised on its vocabulary, and weigh the place by the
+target's mass there. All values and gradients are finite, for distributions without any common mass too.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +19,9 @@ from torch import Tensor
 
 # Stands for the log of zero where a true -inf would make the gradient of a sum NaN; exp() of it is exactly 0.
 _LOG_ZERO = -1e9
+
+# Stands for a target mass of zero where its log is taken: below every probability that half precision can hold.
+_LEAST_MASS = 1e-30
 
 
 @dataclass(frozen=True)
@@ -113,3 +119,62 @@ def total_variation(events: Overlap) -> Tensor:
     """
     kept = (events.p - events.log_q.exp()).abs().sum(-1)
     return 0.5 * (kept + (events.p_tail - events.log_q_tail.exp()).abs() + events.lost)
+
+
+def reverse_kl(events: Overlap) -> Tensor:
+    """KL(q || p) of each place in nats, [N]: punishes a drafter for mass where the target has none.
+
+    Renormalised and weighted as ``forward_kl``. A target mass below 1e-30 counts as 1e-30.
+    """
+    log_p, log_q, mass = _renormalised(events)
+    return mass * (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def jensen_shannon(events: Overlap, beta: float = 0.5) -> Tensor:
+    """Generalised Jensen-Shannon divergence of each place in nats, [N]: beta KL(p || m) + (1 - beta) KL(q || m).
+
+    With m = beta p + (1 - beta) q and 0 < beta < 1; small beta weighs as reverse KL does, large beta as forward KL.
+    Renormalised and weighted as ``forward_kl``. GKD, arXiv 2306.13649.
+    """
+    log_p, log_q, mass = _renormalised(events)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    forward = (log_p.exp() * (log_p - log_m)).sum(-1)
+    backward = (log_q.exp() * (log_q - log_m)).sum(-1)
+    return mass * (beta * forward + (1 - beta) * backward)
+
+
+def acceptance(events: Overlap) -> Tensor:
+    """Minus the log of the expected acceptance sum_v min(p, q) of each place, [N]: trains what decoding measures.
+
+    Taken relative to the best that the drafter's vocabulary allows, and weighted by it, so that zero is a drafter
+    that loses nothing it could have. Unlike total variation it has a gradient where p and q share almost no mass. The
+    tail counts as one event, so with k below the vocabulary this is a lower bound.
+    """
+    log_p, log_q, mass = _events(events)
+    best = mass.clamp(min=_LEAST_MASS).log()
+    return mass * (best - torch.minimum(log_p, log_q).logsumexp(-1))
+
+
+def hybrid(events: Overlap) -> Tensor:
+    """Total variation plus forward KL of each place, [N].
+
+    The first is one minus the acceptance, but flat where the drafter knows nothing yet; the second leads it there.
+    """
+    return total_variation(events) + forward_kl(events)
+
+
+def _events(events: Overlap) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of target and drafter with the tail last, [N, K + 1] each, and the target's mass of them, [N].
+
+    What the drafter cannot draft is in none of them.
+    """
+    p = torch.cat([events.p, events.p_tail[:, None]], 1)
+    log_q = torch.cat([events.log_q, events.log_q_tail[:, None]], 1)
+    return p.clamp(min=_LEAST_MASS).log(), log_q, p.sum(-1)
+
+
+def _renormalised(events: Overlap) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the target scaled to a mass of one."""
+    log_p, log_q, mass = _events(events)
+    scaled = log_p - mass.clamp(min=_LEAST_MASS).log()[:, None]
+    return scaled, log_q, mass

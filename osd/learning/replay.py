@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ import numpy as np
 
 from osd.capture.trace import Trace
 from osd.learning.batch import cost, cut, length
-
-Key = tuple[str, int]
-"""A record: (request_id, piece)."""
+from osd.learning.shelf import Anchors, Key, Shelf, key_of, unit_hash
 
 
 @dataclass(frozen=True)
@@ -34,34 +31,39 @@ class Sample:
 
 
 class Replay:
-    """A bounded memory of traces, split into a part to train on and a held-out part.
+    """A bounded memory of traces: a part to train on, anchors, and a held-out part.
 
-    Each part drops its oldest records first. All pieces of one request are on the same side, by a hash of the request
-    id, so that nothing of a held-out request is ever trained on, after a restart either. A record that is there
-    already is left alone: delivering twice is harmless.
+    All pieces of one request are on the same side, by a hash of the request id, so that nothing of a held-out request
+    is ever trained on, after a restart either. A record that is there already is left alone: delivering twice is
+    harmless.
+
+    Each part has its room in tokens, and when that runs out the domain that holds the most drops its oldest record:
+    a domain within its equal share of the room never pays for another's flood. The anchors are a uniform sample of
+    everything that ever came to be trained on; what the training part drops stays as long as it is one of them. So
+    the buffer never holds the last flood only, be it one topic or poison.
 
     ``sample`` takes records that were never trained on first, oldest first, for up to half of what may be drawn.
     The rest is drawn with a density that grows linearly with age rank, from 1 for the oldest to 2 for the newest: new
     traffic counts more, old traffic is not forgotten. The same seed and the same calls give the same samples.
     """
 
-    def __init__(self, tokens: int, held_out: float, seed: int = 0) -> None:
+    def __init__(self, tokens: int, held_out: float, seed: int = 0, anchors: float = 0.0) -> None:
         self._share = held_out
-        self._room = {"train": tokens - math.ceil(tokens * held_out), "held_out": math.ceil(tokens * held_out)}
-        self._parts: dict[str, OrderedDict[Key, Trace]] = {"train": OrderedDict(), "held_out": OrderedDict()}
-        self._tokens = {"train": 0, "held_out": 0}
+        aside, kept = math.ceil(tokens * held_out), math.ceil(tokens * anchors)
+        self._train, self._held_out = Shelf(tokens - aside - kept), Shelf(aside)
+        self._anchors = Anchors(kept)
         self._fresh: OrderedDict[Key, None] = OrderedDict()
         self._random = np.random.Generator(np.random.PCG64(seed))
 
     @property
     def tokens(self) -> int:
-        """Tokens in both parts."""
-        return sum(self._tokens.values())
+        """Tokens in all parts; a record that is an anchor too counts once."""
+        return self._train.tokens + self._held_out.tokens + sum(length(trace) for trace in self._old().values())
 
     @property
     def train_records(self) -> int:
-        """Records to train on."""
-        return len(self._parts["train"])
+        """Records to train on, anchors included."""
+        return len(self._train.records) + len(self._old())
 
     @property
     def fresh_records(self) -> int:
@@ -70,28 +72,28 @@ class Replay:
 
     def add(self, trace: Trace) -> Added:
         """Keep a record."""
-        part: Literal["train", "held_out"] = "held_out" if is_held_out(trace.request_id, self._share) else "train"
-        key = (trace.request_id, trace.piece)
-        records = self._parts[part]
-        if key in records:
+        key = key_of(trace)
+        if is_held_out(trace.request_id, self._share):
+            if key in self._held_out.records:
+                return Added("duplicate", [])
+            return Added("held_out", self._held_out.add(trace))
+        if key in self._train.records or key in self._anchors.records:
             return Added("duplicate", [])
-        records[key] = trace
-        self._tokens[part] += length(trace)
-        if part == "train":
-            self._fresh[key] = None
-        left = []
-        # The newest stays even when it alone is larger than the room.
-        while self._tokens[part] > self._room[part] and len(records) > 1:
-            oldest, gone = records.popitem(last=False)
-            self._tokens[part] -= length(gone)
-            self._fresh.pop(oldest, None)
-            left.append(oldest)
-        return Added(part, left)
+        self._fresh[key] = None
+        self._anchors.offer(trace)
+        return Added("train", self._forget(self._train.add(trace)))
+
+    def expire(self, created: float) -> list[Key]:
+        """Drop every record, anchors and held-out ones too, that was made before ``created``; returns which."""
+        old = self._old()
+        expired = [key for part in (self._train, self._held_out) for key in part.expire(created)]
+        anchors = self._anchors.expire(created)
+        return self._forget([*expired, *(key for key in anchors if key in old)])
 
     def token_counts(self, vocabulary: int) -> np.ndarray:
         """How often each target id is expected in the part to train on: the target's mass, summed; [vocabulary]."""
         counts = np.zeros(vocabulary)
-        for trace in self._parts["train"].values():
+        for trace in self._train.records.values():
             np.add.at(counts, trace.target_ids.numpy(), np.exp(trace.target_logp.numpy().astype(np.float64)))
         return counts
 
@@ -104,7 +106,7 @@ class Replay:
 
         A trace that costs more alone is cut to a window at a random place. Empty when there is nothing to train on.
         """
-        records = self._parts["train"]
+        records = {**self._old(), **self._train.records}
         traces: list[Trace] = []
         fresh: list[Key] = []
         widest = 0.0
@@ -137,7 +139,7 @@ class Replay:
     def held_out(self, tokens: int) -> list[Trace]:
         """The newest held-out traces, oldest first, up to ``tokens`` tokens."""
         chosen: list[Trace] = []
-        for trace in reversed(self._parts["held_out"].values()):
+        for trace in reversed(self._held_out.records.values()):
             tokens -= length(trace)
             if tokens < 0 and chosen:
                 break
@@ -152,6 +154,15 @@ class Replay:
         """Go on from what ``random_state`` gave."""
         self._random.bit_generator.state = state
 
+    def _old(self) -> dict[Key, Trace]:
+        """Anchors that the training part no longer has."""
+        return {key: trace for key, trace in self._anchors.records.items() if key not in self._train.records}
+
+    def _forget(self, keys: list[Key]) -> list[Key]:
+        for key in keys:
+            self._fresh.pop(key, None)
+        return keys
+
     def _window(self, trace: Trace, tokens: int) -> Trace:
         if cost(trace) <= tokens:
             return trace
@@ -162,5 +173,4 @@ class Replay:
 
 def is_held_out(request_id: str, share: float) -> bool:
     """Whether a request is only evaluated: the same answer in every process, for ``share`` of all requests."""
-    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64 < share
+    return unit_hash(request_id.encode()) < share

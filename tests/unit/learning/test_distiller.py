@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
+from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.config import TrainerSettings
 from osd.drafters.base import DrafterError
+from osd.learning import DIVERGENCES
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller, DistillerError
+from osd.learning.divergences import overlap
 from osd.learning.evaluation import evaluate
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
 
@@ -30,7 +35,7 @@ def trained(steps, seed=0, start=0, distiller=None, **changes):
     return distiller
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "total_variation"])
+@pytest.mark.parametrize("divergence", sorted(DIVERGENCES))
 def test_training_on_traces_raises_held_out_acceptance(divergence):
     before = evaluate(trained(0).drafter, HELD_OUT, 2, divergence)
     after = evaluate(trained(150, divergence=divergence).drafter, HELD_OUT, 2, divergence)
@@ -122,6 +127,77 @@ def test_a_saved_state_holds_all_that_was_trained_on():
 
 def test_a_batch_without_a_position_to_predict_is_skipped():
     assert trained(0).step(batch(0, prompt=1, completion=1)).skipped
+
+
+class Scaled(Toy):
+    """Its gradients, not its predictions, are multiplied by ``factor``."""
+
+    factor = 1.0
+
+    def unroll(self, batch, depth):
+        return [x.detach() + self.factor * (x - x.detach()) for x in super().unroll(batch, depth)]
+
+
+def test_a_gradient_far_longer_than_the_ones_before_changes_nothing_and_is_counted():
+    torch.manual_seed(0)
+    distiller = Distiller(Scaled(), settings())
+    for n in range(30):
+        assert not distiller.step(batch(n)).skipped
+    before = distiller.drafter.read.weight.clone()
+    distiller.drafter.factor = 1000.0
+    assert distiller.step(batch(40)).skipped
+    assert distiller.skipped == 1
+    assert torch.equal(distiller.drafter.read.weight, before)
+    distiller.drafter.factor = 1.0
+    assert not distiller.step(batch(41)).skipped
+    assert not torch.equal(distiller.drafter.read.weight, before)
+
+
+def test_a_lasting_change_of_scale_is_followed():
+    torch.manual_seed(0)
+    distiller = Distiller(Scaled(), settings())
+    for n in range(64):
+        distiller.step(batch(n % 8))
+    distiller.drafter.factor = 1000.0
+    skipped = [distiller.step(batch(n % 8)).skipped for n in range(64)]
+    assert all(skipped[:30])
+    assert not any(skipped[40:])
+
+
+def rejecting(*positions, completion=10):
+    """A trace whose drafts were rejected at ``positions``."""
+    verdict = np.full(completion, ACCEPTED, np.int8)
+    verdict[list(positions)] = REJECTED
+    return msgspec.structs.replace(make_trace("t", completion=completion, seed=1), verdict=Array.of(verdict))
+
+
+def test_only_the_position_that_erred_is_trained_on():
+    torch.manual_seed(0)
+    drafter = Toy()
+    data = collate([rejecting(3, 7)])
+    logits = drafter.unroll(data, 1)[0]
+    each = DIVERGENCES["forward_kl"](overlap(logits, data.target_ids, data.target_logp, data.target_tail, None))
+    step = Distiller(drafter, settings(positions="rejected", unroll=1)).step(data)
+    assert step.loss == pytest.approx((each[3] + each[7]).item() / 2, rel=1e-5)
+    assert step.loss != pytest.approx((each[4] + each[8]).item() / 2, rel=1e-2)
+
+
+def test_rejected_positions_weigh_what_was_asked_for():
+    torch.manual_seed(0)
+    drafter = Toy()
+    data = collate([rejecting(3)])
+    logits = drafter.unroll(data, 1)[0]
+    each = DIVERGENCES["forward_kl"](overlap(logits, data.target_ids, data.target_logp, data.target_tail, None))
+    step = Distiller(drafter, settings(positions="weighted", rejected_weight=6.0, unroll=1)).step(data)
+    assert step.loss == pytest.approx((each.sum() + 5 * each[3]).item() / 15, rel=1e-5)
+
+
+def test_a_batch_without_a_rejection_teaches_nothing_where_only_rejections_count():
+    distiller = Distiller(Toy(), settings(positions="rejected"))
+    before = distiller.drafter.read.weight.clone()
+    assert distiller.step(collate([rejecting()])).skipped
+    assert (distiller.steps, distiller.skipped) == (0, 0)
+    assert torch.equal(distiller.drafter.read.weight, before)
 
 
 def test_gradients_are_clipped_by_their_global_norm():

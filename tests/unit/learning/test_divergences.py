@@ -5,8 +5,17 @@ import math
 import pytest
 import torch
 
-from osd.learning import DIVERGENCES
-from osd.learning.divergences import draft_index, forward_kl, overlap, total_variation
+from osd.config import TrainerSettings
+from osd.learning import DIVERGENCES, objective
+from osd.learning.divergences import (
+    acceptance,
+    draft_index,
+    forward_kl,
+    jensen_shannon,
+    overlap,
+    reverse_kl,
+    total_variation,
+)
 
 N, V = 5, 16
 
@@ -30,6 +39,94 @@ def lumped(p, q, k):
 
 def kl(p, q):
     return (p * (p.clamp(min=1e-30).log() - q.log())).sum(-1)
+
+
+def jsd(p, q, beta):
+    m = beta * p + (1 - beta) * q
+    return beta * kl(p, m) + (1 - beta) * kl(q, m)
+
+
+def reference(name, p, q):
+    """Every divergence as its paper writes it, in double precision."""
+    p, q = p.double(), q.double()
+    return {
+        "forward_kl": lambda: kl(p, q),
+        "reverse_kl": lambda: kl(q, p),
+        "jensen_shannon": lambda: jsd(p, q, 0.5),
+        "total_variation": lambda: 0.5 * (p - q).abs().sum(-1),
+        "acceptance": lambda: -torch.minimum(p, q).sum(-1).log(),
+        "hybrid": lambda: kl(p, q) + 0.5 * (p - q).abs().sum(-1),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", sorted(DIVERGENCES))
+@pytest.mark.parametrize("k", [1, 4, V - 1, V])
+def test_each_is_exact_over_the_kept_ids_and_the_rest(name, k):
+    p, logits = distributions(4)
+    ids, logp, tail = captured(p, k)
+    tail = torch.full((N,), -math.inf) if k == V else tail
+    found = DIVERGENCES[name](overlap(logits, ids, logp, tail, None)).double()
+    a, b = (p, logits.softmax(-1)) if k == V else lumped(p, logits.softmax(-1), k)
+    assert torch.allclose(found, reference(name, a, b), atol=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.9])
+def test_beta_weighs_the_two_sides_of_jensen_shannon(beta):
+    p, logits = distributions(5)
+    ids, logp, _ = captured(p, V)
+    events = overlap(logits, ids, logp, torch.full((N,), -math.inf), None)
+    expected = jsd(p.double(), logits.softmax(-1).double(), beta)
+    assert torch.allclose(jensen_shannon(events, beta).double(), expected, atol=1e-6)
+    settings = TrainerSettings(divergence="jensen_shannon", jensen_shannon_beta=beta)
+    assert torch.equal(objective(settings)(events), jensen_shannon(events, beta))
+    assert (objective(settings)(events) - DIVERGENCES["jensen_shannon"](events)).abs().max() > 1e-2
+
+
+def test_the_objective_is_the_one_that_was_asked_for():
+    for name, divergence in DIVERGENCES.items():
+        if name != "jensen_shannon":
+            assert objective(TrainerSettings(divergence=name)) is divergence
+
+
+@pytest.mark.parametrize("name", sorted(DIVERGENCES))
+def test_gradients_are_finite_where_target_and_drafter_share_nothing(name):
+    # One certain of an id that the target all but excludes; one whose whole target mass cannot be drafted at all.
+    logits = torch.zeros(2, 4)
+    logits[0, 2] = 300.0
+    logits.requires_grad_()
+    ids = torch.tensor([[0, 1, 2], [9, 10, 11]])
+    logp = torch.tensor([[0.0, -1e4, -math.inf], [0.5, 0.25, 0.25]])
+    logp[1] = logp[1].log()
+    index = draft_index(torch.arange(4))
+    value = DIVERGENCES[name](overlap(logits, ids, logp, torch.full((2,), -math.inf), index))
+    (gradient,) = torch.autograd.grad(value.sum(), logits)
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()
+    assert gradient[1].eq(0).all()
+
+
+def test_acceptance_has_a_gradient_where_total_variation_has_none():
+    logits = torch.zeros(1, V)
+    logits[0, 3] = 60.0
+    ids, logp = torch.tensor([[0]]), torch.tensor([[0.0]])
+    sizes = []
+    for divergence in (acceptance, total_variation):
+        leaf = logits.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(
+            divergence(overlap(leaf, ids, logp, torch.tensor([-math.inf]), None)).sum(), leaf
+        )
+        sizes.append(gradient.norm().item())
+    assert sizes[0] > 0.5
+    assert sizes[1] < 1e-6
+
+
+def test_acceptance_and_reverse_kl_of_a_small_vocabulary_vanish_at_the_best_that_can_be_drafted():
+    p, _ = distributions()
+    draft_ids = torch.tensor([0, 3, 7, 8])
+    ids, logp, _ = captured(p, V)
+    events = overlap(p[:, draft_ids].log(), ids, logp, torch.full((N,), -math.inf), draft_index(draft_ids))
+    for divergence in (acceptance, reverse_kl, jensen_shannon):
+        assert divergence(events).abs().max() < 1e-6
 
 
 def test_both_are_exact_when_the_whole_vocabulary_is_kept():

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
+from osd.config import ConfigError, load_settings
 from osd.learning.batch import cost, length
 from osd.learning.replay import Replay, is_held_out
 from tests.unit.learning.toys import make_trace
@@ -143,3 +145,94 @@ def test_room_is_divided_as_the_share_says(share):
         replay.add(make_trace(f"r{n}"))
     held = sum(length(trace) for trace in replay.held_out(10_000))
     assert held <= max(1200 * share + 1, 12)
+
+
+def kept(replay):
+    """Names of everything that is ever sampled."""
+    return {trace.request_id for _ in range(300) for trace in replay.sample(96).traces}
+
+
+def test_anchors_are_a_sample_of_everything_that_ever_came_and_outlive_the_newest():
+    names = [f"r{n}" for n in range(2000)]
+    train = [name for name in names if not is_held_out(name, 0.1)]
+    replay = Replay(1200, 0.1, anchors=0.3)  # room for 60 newest of 12 tokens, and 30 anchors
+    for name in names:
+        replay.add(make_trace(name))
+    found = kept(replay)
+    assert set(train[-60:]) <= found
+    old = sorted(train.index(name) for name in found - set(train[-60:]))
+    print("ranks of the anchors:", old)
+    assert 25 <= len(old) <= 30
+    # Uniform over the past: the mean rank of 28 or so is within three standard errors of the middle.
+    middle = len(train) / 2
+    assert abs(sum(old) / len(old) - middle) < 3 * len(train) / 12**0.5 / len(old) ** 0.5
+    assert replay.tokens <= 1200
+
+
+def test_the_same_anchors_are_kept_in_whatever_order_the_records_come():
+    one, two = Replay(1200, 0.1, anchors=0.3), Replay(1200, 0.1, anchors=0.3)
+    for name in TRAIN[:200]:
+        one.add(make_trace(name))
+    for name in TRAIN[199::-1]:
+        two.add(make_trace(name))
+    tail = [f"t{n}" for n in range(100) if not is_held_out(f"t{n}", 0.1)]
+    for name in tail:
+        one.add(make_trace(name))
+        two.add(make_trace(name))
+    assert kept(one) == kept(two)
+    assert kept(one) & set(TRAIN[:200])
+
+
+def test_an_anchor_delivered_again_is_a_duplicate():
+    replay = Replay(1200, 0.1, anchors=0.3)
+    for name in TRAIN:
+        replay.add(make_trace(name))
+    (anchor, *_) = kept(replay) - set(TRAIN[-60:])
+    assert replay.add(make_trace(anchor)).part == "duplicate"
+
+
+def test_until_something_had_to_leave_anchors_change_nothing():
+    plain, anchored = Replay(10_000, 0.1), Replay(10_000, 0.1, anchors=0.1)
+    for name in TRAIN[:20]:
+        plain.add(make_trace(name))
+        anchored.add(make_trace(name))
+    for _ in range(20):
+        assert [t.request_id for t in plain.sample(60).traces] == [t.request_id for t in anchored.sample(60).traces]
+    assert plain.tokens == anchored.tokens
+
+
+def test_a_flood_of_one_domain_takes_nothing_from_a_domain_within_its_share():
+    replay = Replay(400, 0.1)  # room for 30 records of 12 tokens
+    for name in TRAIN[:14]:
+        replay.add(make_trace(name, domain="quiet"))
+    left = [key for name in TRAIN[20:220] for key in replay.add(make_trace(name, domain="loud")).left]
+    assert len(left) == 184
+    assert not {name for name, _ in left} & set(TRAIN[:14])
+    assert set(TRAIN[:14]) <= kept(replay)
+
+
+def test_a_domain_beyond_its_share_gives_way_to_a_new_one():
+    replay = Replay(400, 0.1)
+    for name in TRAIN[:30]:
+        replay.add(make_trace(name, domain="loud"))
+    left = [key for name in TRAIN[30:60] for key in replay.add(make_trace(name, domain="new")).left]
+    assert [name for name, _ in left[:15]] == TRAIN[:15]
+    assert 14 <= len(kept(replay) & set(TRAIN[:30])) <= 16
+
+
+def test_records_leave_every_part_when_they_are_too_old():
+    replay = Replay(1200, 0.1, anchors=0.3)
+    for n, name in enumerate(TRAIN[:150] + HELD[:10]):
+        replay.add(msgspec.structs.replace(make_trace(name), created=float(n)))
+    gone = replay.expire(100.0)
+    assert {name for name, _ in gone} <= set(TRAIN[:100])
+    assert kept(replay) <= set(TRAIN[100:150])
+    assert len(replay.held_out(10_000)) == 10
+    replay.expire(1000.0)
+    assert replay.tokens == replay.train_records == replay.fresh_records == 0
+    assert replay.held_out(10_000) == replay.sample(96).traces == []
+
+
+def test_anchors_and_held_out_records_must_leave_room_for_training():
+    with pytest.raises(ConfigError, match=r"trainer.anchors .* trainer.held_out must add up to less than 1"):
+        load_settings(None, ["trainer.held_out=0.6", "trainer.anchors=0.4"], {})

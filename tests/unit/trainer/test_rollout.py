@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from osd.config import TrainerSettings
 from osd.learning.batch import collate
 from osd.learning.gate import Gate
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
 from tests.unit.learning.toys import Toy, make_trace
+from tests.unit.trainer.traffic import live
 from trainer.rollout import Publisher
 
 
@@ -21,6 +24,8 @@ class Redis:
         self.told = []
 
     def get(self, domain):
+        if self.moves:
+            return self.moves[-1]
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -38,24 +43,25 @@ STABLE = Rollout(1, None, 0.0, 1.0)
 
 @pytest.fixture
 def propose(tmp_path):
-    def run(redis):
+    def run(redis, share=0.0):
         torch.manual_seed(0)
         registry = Registry(tmp_path)
         if not registry.list("general"):
             registry.publish("general", Toy().weights(), Toy().config(), {})
         gate = Gate(depth=2, divergence="forward_kl", min_positions=10)
-        publisher = Publisher("general", registry, redis, redis, gate, lambda config: Toy())
+        settings = TrainerSettings(canary_share=share, canary_seconds=60)
+        publisher = Publisher("general", settings, registry, redis, redis, gate, lambda config: Toy())
         candidate = Toy()
         candidate.load_weights(registry.load("general", 1).weights)
         batches = [collate([make_trace(completion=30)])]
-        return publisher.propose(candidate, lambda: batches, {"steps": 1}), registry
+        return publisher.propose(candidate, lambda: batches, {"steps": 1}), registry, publisher
 
     return run
 
 
 def test_a_candidate_that_passes_is_published_and_put_in_service(propose):
     redis = Redis(STABLE)
-    outcome, registry = propose(redis)
+    outcome, registry, _ = propose(redis)
     assert outcome.version == 2
     assert [move.stable for move in redis.moves] == [2]
     assert registry.load("general", 2).manifest["parent"] == 1
@@ -64,7 +70,7 @@ def test_a_candidate_that_passes_is_published_and_put_in_service(propose):
 
 def test_a_pointer_that_somebody_moved_during_the_evaluation_is_left_alone(propose):
     redis = Redis(STABLE, STABLE, Rollout(1, None, 0.0, 2.0))
-    outcome, registry = propose(redis)
+    outcome, registry, _ = propose(redis)
     assert outcome.version is None
     assert outcome.verdict.waits
     assert redis.moves == []
@@ -80,6 +86,102 @@ def test_without_redis_nothing_is_published(propose, before):
 
 
 def test_without_any_version_in_service_a_candidate_waits(propose):
-    outcome, _ = propose(Redis(None))
+    outcome, _, _ = propose(Redis(None))
     assert outcome.verdict.waits
     assert "no drafter version of general to compare with" in outcome.verdict.reason
+
+
+@pytest.fixture
+def canary(propose):
+    """A publisher with version 2 on trial, its registry, and the pointer."""
+    redis = Redis(STABLE)
+    outcome, registry, publisher = propose(redis, share=0.2)
+    assert outcome.version == 2
+    return publisher, registry, redis
+
+
+def show(publisher, version, rate, requests=200):
+    rng = np.random.default_rng(version)
+    for _ in range(requests):
+        publisher.observe(live(rng, version, rate))
+
+
+def test_what_passes_the_gate_serves_a_share_of_requests_first(canary):
+    publisher, _, redis = canary
+    (move,) = redis.moves
+    assert (move.stable, move.canary, move.share) == (1, 2, 0.2)
+    assert redis.told == [("canary", 2)]
+    assert publisher.stable == 1
+    assert publisher.decide(move.changed + 1).action == "watch"
+    assert len(redis.moves) == 1
+
+
+def test_a_canary_that_is_better_becomes_the_stable_version_and_the_next_baseline(canary):
+    publisher, _, redis = canary
+    show(publisher, 1, 0.3)
+    show(publisher, 2, 0.5)
+    assert publisher.decide(redis.moves[0].changed + 1).action == "promote"
+    assert (redis.moves[-1].stable, redis.moves[-1].canary, redis.moves[-1].share) == (2, None, 0.0)
+    assert redis.told[-1] == ("promoted", 2)
+    assert publisher.stable == 2
+    assert publisher.decide(redis.moves[-1].changed) is None
+
+
+def test_a_canary_that_is_worse_is_rolled_back_by_itself(canary):
+    publisher, registry, redis = canary
+    show(publisher, 1, 0.6)
+    show(publisher, 2, 0.4)
+    assert publisher.decide(redis.moves[0].changed + 1).action == "roll_back"
+    assert (redis.moves[-1].stable, redis.moves[-1].canary) == (1, None)
+    assert redis.told[-1] == ("rolled_back", 1)
+    assert publisher.canary is None
+    assert [version.number for version in registry.list("general")] == [1, 2]
+
+
+def test_a_canary_without_requests_is_rolled_back_at_its_time_limit(canary):
+    publisher, _, redis = canary
+    began = redis.moves[0].changed
+    assert publisher.decide(began + 59).action == "watch"
+    assert publisher.decide(began + 60).action == "roll_back"
+    assert redis.moves[-1].stable == 1
+
+
+def test_a_decision_of_somebody_else_is_left_alone(canary):
+    publisher, _, redis = canary
+    redis.moves.append(Rollout(2, None, 0.0, 5.0))
+    show(publisher, 1, 0.6)
+    show(publisher, 2, 0.2)
+    assert publisher.decide(redis.moves[0].changed + 1).action == "watch"
+    assert redis.moves[-1] == Rollout(2, None, 0.0, 5.0)
+    assert publisher.canary is None
+
+
+def test_while_a_canary_is_on_trial_the_next_candidate_waits(canary):
+    publisher, registry, _ = canary
+    outcome = publisher.propose(Toy(), lambda: [], {"steps": 2})
+    assert outcome.verdict.waits
+    assert outcome.verdict.reason == "version 2 is still a canary"
+    assert len(registry.list("general")) == 2
+
+
+def test_a_successor_watches_the_canary_that_the_pointer_names_until_the_same_time_limit(canary):
+    _, registry, redis = canary
+    gate = Gate(depth=2, divergence="forward_kl", min_positions=10)
+    settings = TrainerSettings(canary_share=0.2, canary_seconds=60)
+    successor = Publisher("general", settings, registry, redis, redis, gate, lambda config: Toy())
+    version = successor.in_service()
+    assert version is not None
+    assert version.number == 1
+    assert successor.canary is not None
+    assert successor.canary.figures()["gate_acceptance"] > 0
+    assert successor.decide(redis.moves[0].changed + 60).action == "roll_back"
+
+
+def test_with_redis_gone_nothing_is_decided_until_it_is_back(canary):
+    publisher, _, redis = canary
+    late = redis.moves[0].changed + 60
+    moves, redis.moves, redis.answers = redis.moves, [], [RedisConnectionError("gone")]
+    with pytest.raises(RedisConnectionError):
+        publisher.decide(late)
+    redis.moves = moves
+    assert publisher.decide(late).action == "roll_back"

@@ -1,0 +1,104 @@
+"""Drift: when does acceptance fall below its own level, and not merely fluctuate?"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
+
+_WARM_RECORDS = 40
+"""Records that the level of a version in a domain is estimated from."""
+
+_WARM_TESTED = 200
+"""Tested draft tokens that they must have at least."""
+
+_KNOWN = 64
+"""Pairs of domain and version that are followed at the same time."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """An alarm: acceptance of ``version`` in ``domain`` was ``before`` and has fallen to about ``now``."""
+
+    domain: str
+    version: int
+    before: float
+    now: float
+
+
+class Cusum:
+    """A CUSUM test of the acceptance rate against a fall by ``fall`` (Page 1954).
+
+    The level p0 and the dispersion phi are estimated from the first records: draft tokens of one request are not
+    independent, and phi is how much more records differ than coin flips would (at least 1). Each further record, with
+    a of t tested tokens accepted, adds its log likelihood ratio of p1 = p0 - fall against p0, divided by phi, to a sum
+    that never falls below zero. An alarm is a sum above log(``records``): with a known level, the mean number of
+    records between two false alarms is then at least ``records`` (Lorden 1971). So that it holds with an estimated one
+    too, p0 is taken two standard errors below the estimate.
+    """
+
+    def __init__(self, fall: float, records: int) -> None:
+        self._fall = fall
+        self._threshold = math.log(records)
+        self._warm: list[tuple[int, int]] = []
+        self._gains: tuple[float, float] | None = None
+        self._sum = 0.0
+        self._since = (0, 0)  # accepted and tested since the sum was last zero
+        self.level = 0.0
+
+    def add(self, accepted: int, tested: int) -> float | None:
+        """Take in a record; after an alarm, the rate since the fall seems to have begun, else None."""
+        if not tested:
+            return None
+        if self._gains is None:
+            self._warm.append((accepted, tested))
+            if len(self._warm) >= _WARM_RECORDS and sum(t for _, t in self._warm) >= _WARM_TESTED:
+                self._settle()
+            return None
+        self._since = (self._since[0] + accepted, self._since[1] + tested)
+        self._sum += accepted * self._gains[0] + (tested - accepted) * self._gains[1]
+        if self._sum <= 0:
+            self._sum, self._since = 0.0, (0, 0)
+        return self._since[0] / self._since[1] if self._sum > self._threshold else None
+
+    def _settle(self) -> None:
+        accepted, tested = np.array(self._warm, float).T
+        rate = (accepted.sum() + 0.5) / (tested.sum() + 1.0)
+        chance = rate * (1 - rate)
+        # Pearson's statistic over its degrees of freedom.
+        phi = max(float(((accepted - rate * tested) ** 2 / (tested * chance)).sum() / (len(tested) - 1)), 1.0)
+        self.level = float(rate)
+        p0 = max(self.level - 2 * math.sqrt(phi * chance / tested.sum()), self.level / 2)
+        p1 = max(p0 - self._fall, p0 / 4)
+        self._gains = math.log(p1 / p0) / phi, math.log((1 - p1) / (1 - p0)) / phi
+
+
+class DriftWatch:
+    """A test for each domain and drafter version; a new version has a level of its own.
+
+    Args:
+        fall: the drop of the acceptance rate that shall be found quickly.
+        records: mean number of records between two false alarms, at least, for each domain.
+    """
+
+    def __init__(self, fall: float, records: int) -> None:
+        self._fall, self._records = fall, records
+        self._tests: OrderedDict[tuple[str, int], Cusum] = OrderedDict()
+
+    def add(self, trace: Trace) -> Drift | None:
+        """Take in a record as it arrives. After an alarm the level is estimated anew: a fall is told once."""
+        verdict = trace.verdict.numpy()
+        key = trace.domain, trace.drafter_version
+        test = self._tests.setdefault(key, Cusum(self._fall, self._records))
+        self._tests.move_to_end(key)
+        while len(self._tests) > _KNOWN:
+            self._tests.popitem(last=False)
+        now = test.add(int((verdict == ACCEPTED).sum()), int((verdict != NOT_DRAFTED).sum()))
+        if now is None:
+            return None
+        del self._tests[key]
+        return Drift(*key, before=test.level, now=now)

@@ -1,0 +1,106 @@
+"""The parts of the replay buffer: the newest records of each domain, and a sample of all there ever were."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import Counter, OrderedDict
+
+from osd.capture.trace import Trace
+from osd.learning.batch import length
+
+Key = tuple[str, int]
+"""A record: (request_id, piece)."""
+
+
+def key_of(trace: Trace) -> Key:
+    """The key of a trace."""
+    return trace.request_id, trace.piece
+
+
+def unit_hash(data: bytes, salt: bytes = b"") -> float:
+    """A number in [0, 1) that depends on ``data`` alone, the same in every process; another for each ``salt``."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, salt=salt).digest(), "big") / 2**64
+
+
+class Shelf:
+    """The newest records, oldest first, up to ``room`` tokens.
+
+    Attributes:
+        records: by key, in order of arrival.
+        tokens: of all of them.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.records: OrderedDict[Key, Trace] = OrderedDict()
+        self.tokens = 0
+        self._room = room
+        self._by_domain: Counter[str] = Counter()
+
+    def add(self, trace: Trace) -> list[Key]:
+        """Add a record and return those that had to leave for it.
+
+        The oldest record of the domain with the most tokens leaves first. The newest stays even when it alone is
+        larger than the room.
+        """
+        newest = key_of(trace)
+        self.records[newest] = trace
+        self._count(trace, 1)
+        left: list[Key] = []
+        while self.tokens > self._room and len(self.records) > 1:
+            largest = max(self._by_domain, key=lambda domain: self._by_domain[domain])
+            oldest = next((key for key, one in self.records.items() if one.domain == largest and key != newest), None)
+            # Only the newest is left of the largest domain: the others give way to it.
+            gone = oldest or next(key for key in self.records if key != newest)
+            self._remove(gone)
+            left.append(gone)
+        return left
+
+    def expire(self, created: float) -> list[Key]:
+        """Remove what was made before ``created``, in seconds since the epoch; returns which."""
+        expired = [key for key, trace in self.records.items() if trace.created < created]
+        for key in expired:
+            self._remove(key)
+        return expired
+
+    def _remove(self, key: Key) -> None:
+        self._count(self.records.pop(key), -1)
+
+    def _count(self, trace: Trace, sign: int) -> None:
+        self.tokens += sign * length(trace)
+        self._by_domain[trace.domain] += sign * length(trace)
+
+
+class Anchors:
+    """A uniform sample, without replacement, of every record that was ever offered, up to ``room`` tokens.
+
+    Kept are the records with the smallest hash of their key: no matter in which order they come, how often, or in
+    which process, the same are kept.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.records: dict[Key, Trace] = {}
+        self._room = room
+        self._tokens = 0
+        self._heap: list[tuple[float, Key]] = []  # the largest hash first
+
+    def offer(self, trace: Trace) -> None:
+        """Keep the record if it belongs to the sample; others leave for it."""
+        key = key_of(trace)
+        if length(trace) > self._room:
+            return
+        self.records[key] = trace
+        self._tokens += length(trace)
+        heapq.heappush(self._heap, (-unit_hash(f"{key[0]} {key[1]}".encode(), b"anchor"), key))
+        while self._tokens > self._room:
+            _, gone = heapq.heappop(self._heap)
+            self._tokens -= length(self.records.pop(gone))
+
+    def expire(self, created: float) -> list[Key]:
+        """Remove what was made before ``created``; returns which."""
+        expired = [key for key, trace in self.records.items() if trace.created < created]
+        for key in expired:
+            self._tokens -= length(self.records.pop(key))
+        self._heap = [entry for entry in self._heap if entry[1] in self.records]
+        heapq.heapify(self._heap)
+        return expired

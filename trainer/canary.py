@@ -1,0 +1,172 @@
+"""The judgement of a canary: is the new version, on live requests, not worse than the one in service?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
+
+FEWEST_RECORDS = 12
+"""Records of each version before anything is decided: a standard error of fewer is not to be trusted."""
+
+_EFFECT = 0.05
+"""Differences of about this size are what the confidence sequences are tightest for."""
+
+CORRUPT_SHARE = 0.5
+"""Live acceptance below this share of the gate's figure means that what is served is not what passed the gate."""
+
+
+@dataclass
+class Ratio:
+    """A rate over requests, sum of parts by sum of wholes, with the standard error of independent requests."""
+
+    records: int = 0
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    def add(self, part: int, whole: int) -> None:
+        """Take in a request with ``part`` of ``whole``."""
+        if whole:
+            self.records += 1
+            for i, value in enumerate((part, whole, part * part, part * whole, whole * whole)):
+                self._sums[i] += value
+
+    @property
+    def rate(self) -> float:
+        """Part of the whole, 0 when there is nothing."""
+        return self._sums[0] / self._sums[1] if self._sums[1] else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of the rate, infinite below two requests; never below that of independent tokens."""
+        part, whole, part2, cross, whole2 = self._sums
+        if self.records < 2:
+            return math.inf
+        rate = self.rate
+        spread = max(part2 - 2 * rate * cross + rate * rate * whole2, 0.0) * self.records / (self.records - 1)
+        smoothed = (part + 0.5) / (whole + 1)
+        return math.sqrt(max(spread / whole**2, smoothed * (1 - smoothed) / whole))
+
+
+@dataclass
+class Arm:
+    """What live requests show of one version.
+
+    ``tested`` is accepted by tested draft tokens. ``speed`` is accepted by all tokens, which is one minus rounds per
+    token: with a drafter of the same kind and size a round costs the same, and tokens per second compare as it does.
+    """
+
+    tested: Ratio = field(default_factory=Ratio)
+    speed: Ratio = field(default_factory=Ratio)
+
+    def add(self, trace: Trace) -> None:
+        """Take in a request; one without any draft says nothing."""
+        verdict = trace.verdict.numpy()
+        accepted, tested = int((verdict == ACCEPTED).sum()), int((verdict != NOT_DRAFTED).sum())
+        if tested:
+            self.tested.add(accepted, tested)
+            self.speed.add(accepted, len(verdict))
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What to do with the canary now, and why, in one line."""
+
+    action: Literal["watch", "promote", "roll_back"]
+    reason: str
+
+
+class Canary:
+    """Compares a canary with the stable version by tests that may be looked at after every request.
+
+    Differences are bounded by confidence sequences: with probability of at least 1 - ``risk`` each bound holds at all
+    times at once (Robbins' normal mixture, 1970), so that looking often does not make errors likelier. The canary is
+
+    * rolled back when its acceptance, or its accepted tokens per token, is certainly below the stable version's;
+    * rolled back when its acceptance is certainly below half of what the gate found: silent corruption;
+    * promoted when both are certainly not lower by more than ``margin``;
+    * rolled back when none of this is clear after ``seconds``.
+
+    Args:
+        version: the canary's number.
+        stable: the number of the version that it would replace.
+        expected: its acceptance per tested token at the gate, see ``expected_rate``.
+        began: when the canary began to serve, seconds since the epoch.
+        seconds: time limit.
+        margin: largest drop that does not count as worse.
+        risk: probability of each wrong decision, at most.
+    """
+
+    def __init__(
+        self, version: int, stable: int, expected: float, began: float, seconds: float, margin: float = 0.02,
+        risk: float = 0.05,
+    ) -> None:  # fmt: skip
+        self.version, self.stable = version, stable
+        self._expected, self._ends = expected, began + seconds
+        self._margin, self._risk = margin, risk
+        self._arms = {version: Arm(), stable: Arm()}
+
+    def add(self, trace: Trace) -> None:
+        """Take in a request; those of other versions are none of its business."""
+        arm = self._arms.get(trace.drafter_version)
+        if arm is not None:
+            arm.add(trace)
+
+    def judge(self, now: float) -> Judgement:
+        """What the requests so far say at the time ``now``, in seconds since the epoch."""
+        new, old = self._arms[self.version], self._arms[self.stable]
+        late = now >= self._ends
+        if new.tested.records >= FEWEST_RECORDS:
+            width = self._width(new.tested.error)
+            if new.tested.rate + width < CORRUPT_SHARE * self._expected:
+                reason = f"live acceptance {new.tested.rate:.3f} is far below the gate's {self._expected:.3f}"
+                return Judgement("roll_back", reason)
+        if min(new.tested.records, old.tested.records) >= FEWEST_RECORDS:
+            bounds = []
+            for name, one, other in (("acceptance", new.tested, old.tested), ("speed", new.speed, old.speed)):
+                difference = one.rate - other.rate
+                width = self._width(math.hypot(one.error, other.error))
+                bounds.append(difference - width)
+                if difference + width < 0:
+                    return Judgement("roll_back", f"live {name} fell from {other.rate:.3f} to {one.rate:.3f}")
+            if min(bounds) > -self._margin:
+                reason = f"live acceptance {old.tested.rate:.3f} -> {new.tested.rate:.3f}"
+                return Judgement("promote", reason)
+        if late:
+            return Judgement("roll_back", f"undecided at its time limit, after {new.tested.records} requests")
+        return Judgement("watch", "not clear yet")
+
+    def figures(self) -> dict[str, Any]:
+        """What is known so far as JSON, for the status and for events."""
+        new, old = self._arms[self.version], self._arms[self.stable]
+        return {
+            "canary": self.version,
+            "requests": new.tested.records,
+            "acceptance": round(new.tested.rate, 4),
+            "gate_acceptance": round(self._expected, 4),
+            "baseline_requests": old.tested.records,
+            "baseline_acceptance": round(old.tested.rate, 4),
+        }
+
+    def _width(self, error: float) -> float:
+        """Half the width of a confidence sequence for a mean that is known up to ``error`` now."""
+        if not math.isfinite(error):
+            return math.inf
+        # One half of the risk for each of the two rates that are compared.
+        prior, variance = _EFFECT**2, error**2
+        log_term = 2 * math.log(2 / self._risk) + math.log1p(prior / variance)
+        return math.sqrt(variance * (1 + variance / prior) * log_term)
+
+
+def expected_rate(per_depth: list[float]) -> float:
+    """Accepted per tested token of a full chain, from the gate's acceptance at each depth, 0 without any depth.
+
+    A token is tested when all before it were accepted: live traffic has fewer deep tests than shallow ones.
+    """
+    reached, accepted, tested = 1.0, 0.0, 0.0
+    for alpha in per_depth:
+        tested += reached
+        reached *= alpha
+        accepted += reached
+    return accepted / tested if tested else 0.0
