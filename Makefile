@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quality browser
+.PHONY: help install demo test soak quality browser
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -20,6 +20,9 @@ demo: install ## Watch a drafter learn from live traffic; ARGS="--minutes 3 --re
 
 test: install browser ## Run all tests; ARGS="tests/unit -k config"
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: install ## Run the tests that take long: laws of the output over a hundred thousand runs
+	$(BIN)/python -m pytest -m soak $(ARGS)
 
 quality: install ## Run every check that is not a test of behaviour
 	$(BIN)/ruff check .

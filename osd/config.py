@@ -10,10 +10,20 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 
 class ConfigError(ValueError):
@@ -44,13 +54,54 @@ class EngineSettings(Section):
     context: int = Field(default=2048, ge=16, description="prompt and completion tokens of one sequence")
     prefill_chunk: int = Field(default=64, ge=1, description="prompt tokens of all sequences in one round")
     threads: int = Field(default=0, ge=0, description="CPU threads of a replica, 0 for all cores")
+    max_draft: int = Field(default=64, ge=1, le=1024, description="tokens of a draft that a request may ask for")
+
+
+Verification = Literal["chain", "block", "siblings", "traversal", "naive", "greedy_multidraft", "k_seq"]
+"""The verification rules, by name."""
 
 
 class GrowthSettings(Section):
-    """Which growth policy draws the draft, and how far."""
+    """Which growth policy draws the draft, and how far; ``PARAMETERS`` says which of the settings each kind reads."""
 
-    kind: Literal["chain"] = "chain"
-    depth: int = Field(default=3, ge=1, le=32, description="draft tokens of one round")
+    PARAMETERS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "chain": ("depth",),
+        "confidence": ("depth", "eta"),
+        "heuristic": ("depth", "start"),
+        "dynamic_tree": ("budget", "threshold"),
+        "static_tree": ("budget", "depth", "acceptance", "draw"),
+        "top_k_tree": ("budget", "depth", "top_k"),
+    }
+
+    kind: Literal["chain", "confidence", "heuristic", "dynamic_tree", "static_tree", "top_k_tree"] = "confidence"
+    depth: int = Field(default=4, ge=1, le=32, description="tokens of the longest path of a draft")
+    budget: int = Field(default=16, ge=1, le=256, description="tokens of a draft tree at most")
+    eta: float = Field(default=0.35, ge=0, le=1, description="confidence below which a chain ends")
+    start: int = Field(default=2, ge=1, le=32, description="tokens of the first draft of a request")
+    threshold: float | None = Field(default=None, gt=0, le=1, description="worth below which a tree does not grow")
+    top_k: int = Field(default=4, ge=1, le=32, description="tokens of one level of a tree")
+    acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+        default=(0.6, 0.15, 0.06, 0.03), min_length=1, description="how often the child of each rank is accepted"
+    )
+    draw: Literal["without_replacement", "iid", "top_then_drawn"] = Field(
+        default="without_replacement", description="how siblings of a static tree are drawn"
+    )
+    governed: bool = Field(default=True, description="draft only as much as raises tokens per second")
+
+    @model_validator(mode="after")
+    def _only_what_is_read(self) -> Self:
+        read = self.PARAMETERS[self.kind]
+        for name, info in type(self).model_fields.items():
+            if name not in ("kind", "governed", *read) and getattr(self, name) != info.default:
+                refused = f"{name} is not read by kind {self.kind}, which has {', '.join(read)}"
+                raise PydanticCustomError("not_used", refused)  # type: ignore[arg-type]
+        if self.kind == "heuristic" and self.start > self.depth:
+            raise PydanticCustomError("too_large", f"start must be at most depth {self.depth}")  # type: ignore[arg-type]
+        return self
+
+    def parameters(self) -> dict[str, Any]:
+        """What the kind reads."""
+        return {name: getattr(self, name) for name in self.PARAMETERS[self.kind]}
 
 
 class DrafterSettings(Section):
@@ -83,17 +134,51 @@ class TrainerSettings(Section):
     """Online distillation."""
 
     enabled: bool = True
-    divergence: Literal["forward_kl", "total_variation"] = "forward_kl"
+    divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "hybrid"] = (
+        "forward_kl"
+    )
+    jensen_shannon_beta: float = Field(default=0.5, gt=0, lt=1, description="weight of the target in the mixture")
+    positions: Literal["all", "rejected", "weighted"] = "all"
+    rejected_weight: float = Field(default=4.0, gt=0, description="with weighted positions; the others weigh 1")
     learning_rate: float = Field(default=1e-3, gt=0)
-    unroll: int = Field(default=2, ge=1, le=8, description="steps that training feeds a drafter its own output")
+    unroll: int = Field(default=3, ge=1, le=8, description="steps that training feeds a drafter its own output")
     micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
     replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")
     held_out: float = Field(default=0.1, gt=0, lt=1, description="share of requests that is only evaluated")
+    anchors: float = Field(
+        default=0.1, ge=0, lt=1, validate_default=True, description="share of the replay that samples all time"
+    )
+    replay_days: float | None = Field(default=None, gt=0, description="age at which a record is forgotten")
+    domains: Literal["own", "all"] = Field(default="own", description="whose traffic this domain's drafter learns from")
+    trigger_records: int = Field(default=1, ge=1, description="new records that start an update")
+    trigger_seconds: float = Field(default=60.0, ge=0, description="longest wait of a new record for its update")
+    drift_fall: float = Field(default=0.1, gt=0, lt=1, description="drop of the acceptance rate that starts an update")
+    drift_records: int = Field(default=1000, ge=10, description="records between two false alarms, on average")
+    canary_share: float = Field(default=0.0, ge=0, le=0.5, description="requests that try a new version, 0 for none")
+    canary_seconds: float = Field(default=600.0, gt=0, description="a canary undecided for so long is rolled back")
     steps_per_candidate: int = Field(default=150, ge=1, description="micro-steps between two gates")
     min_records: int = Field(default=12, ge=1, description="records before the first step")
     threads: int = Field(default=1, ge=1)
     duty: float = Field(default=1.0, gt=0, le=1, description="share of time trained while nothing waits")
+
+    @field_validator("anchors")
+    @classmethod
+    def _leaves_room(cls, value: float, info: ValidationInfo) -> float:
+        if value + info.data.get("held_out", 0.0) >= 1:
+            raise PydanticCustomError("no_room", "and trainer.held_out must add up to less than 1")
+        return value
+
+    @field_validator("jensen_shannon_beta", "rejected_weight")
+    @classmethod
+    def _is_used(cls, value: float, info: ValidationInfo) -> float:
+        key, needed = {
+            "jensen_shannon_beta": ("divergence", "jensen_shannon"),
+            "rejected_weight": ("positions", "weighted"),
+        }[info.field_name or ""]
+        if value != cls.model_fields[info.field_name or ""].default and info.data.get(key) != needed:
+            raise PydanticCustomError("not_used", f"counts only with trainer.{key}={needed}")  # type: ignore[arg-type]
+        return value
 
 
 class ServingSettings(Section):
@@ -121,7 +206,7 @@ class Settings(Section):
     home: Path = Field(default=Path("~/.cache/osd"), description="models, registry and checkpoints")
     redis_url: str | None = Field(default=None, description="an existing Redis; osd starts one otherwise")
     domain: str = Field(default="general", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
-    verification: Literal["chain"] = "chain"
+    verification: Verification = "chain"
     target: TargetSettings = TargetSettings()
     engine: EngineSettings = EngineSettings()
     drafter: DrafterSettings = DrafterSettings()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import TypeVar
 
 from fastapi import Request
@@ -10,7 +12,10 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from osd.config import GrowthSettings, Settings
+from osd.engine.policy import Policy
 from serving.errors import ApiError, from_validation
+from serving.schemas import Speculation
 
 OPEN_PATHS = frozenset({"/health"})
 """Paths that answer without a key. The dashboard's own files are open too: they hold no data."""
@@ -89,6 +94,47 @@ def check_prompt(ids: list[int], param: str, context: int, vocabulary: int) -> N
             param=param,
             code="invalid_value",
         )
+
+
+def check_bias(bias: Iterable[tuple[int, float]], vocabulary: int) -> None:
+    """Refuse a ``logit_bias`` of tokens that the model does not have.
+
+    Raises:
+        ApiError: 400; an id is not below ``vocabulary``.
+    """
+    if any(token >= vocabulary for token, _ in bias):
+        raise ApiError(
+            400,
+            f"'logit_bias' holds a token id that is not below the vocabulary's size, {vocabulary}.",
+            param="logit_bias",
+            code="invalid_value",
+        )
+
+
+@lru_cache(64)
+def _policy(growth: str, verification: str) -> Policy:
+    # Sequences draft together when their policy is the same object.
+    return Policy.of(GrowthSettings.model_validate_json(growth), verification)
+
+
+def policy_of(speculation: Speculation | None, settings: Settings) -> Policy | None:
+    """How a request wants to speculate, None for as the server does.
+
+    Raises:
+        ApiError: 400; growth and verification would bias the output together, or the draft is too large.
+    """
+    if speculation is None or (speculation.growth is None and speculation.verification is None):
+        return None
+    growth = speculation.growth or settings.growth
+    try:
+        policy = _policy(growth.model_dump_json(), speculation.verification or settings.verification)
+    except ValueError as error:
+        raise ApiError(400, f"'osd': {error}.", param="osd", code="invalid_value") from None
+    largest, limit = policy.growth.max_nodes, settings.engine.max_draft
+    if largest > limit:
+        message = f"'osd.growth' drafts up to {largest} tokens and this server's limit is {limit}."
+        raise ApiError(400, message, param="osd.growth", code="invalid_value")
+    return policy
 
 
 def completion_budget(asked: int | None, default: int, param: str, prompt: int, context: int, limit: int) -> int:

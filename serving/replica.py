@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,6 @@ from osd.registry.events import Events
 from osd.registry.load_board import LoadBoard
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
-from osd.speculation.growth import GROWTHS
 from osd.target.load import load_tokenizer, resolve
 from osd.target.model import SlotModel, load_config, load_model
 from osd.target.threads import one_core
@@ -32,6 +32,8 @@ from serving.service import ChatTemplateError, Model
 from serving.versions import Start, VersionWatcher, starting_drafter
 
 logger = logging.getLogger(__name__)
+
+_SWITCH_SECONDS = 0.0005
 
 
 class SharedBoard(Protocol):
@@ -59,6 +61,8 @@ class Replica:
 
     def __init__(self, settings: Settings, redis_url: str, name: str, shared: SharedBoard) -> None:
         self.settings, self._shared, self._own = settings, shared, Board()
+        # The engine's thread gives up the interpreter's lock at each operator: let it have it back soon.
+        sys.setswitchinterval(_SWITCH_SECONDS)
         one_core()
         directory = resolve(settings.target.source, settings.home_dir)
         self._tokenizer = load_tokenizer(directory)
@@ -164,12 +168,11 @@ def make_engine(
 ) -> Engine:
     """Load the target from ``directory`` and put an engine around it; ``start`` None decodes plainly."""
     one_core()
-    growth = GROWTHS[settings.growth.kind](**settings.growth.model_dump(exclude={"kind"}))
     target = SlotModel(
         load_model(directory, settings.target.dtype, settings.target.device),
         slots=settings.engine.slots,
         context=settings.engine.context,
-        scratch=growth.max_nodes + 1,
+        scratch=settings.engine.max_draft + 1,
         taps=start.drafter.taps if start else (),
     )
     sink = writer.offer if writer else None

@@ -11,9 +11,10 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from osd.engine.request import FinishReason, SpeculationCounts, Update
+from osd.engine.request import FinishReason, SpeculationCounts, TokenLogprobs, Update
 from serving.errors import ApiError
 from serving.generation import Disconnected, add_counts
+from serving.logprobs import Logprobs
 
 Updates = AsyncIterator[tuple[int, Update]]
 
@@ -27,6 +28,7 @@ class Answer:
     chat: bool
     choices: int
     prompt_tokens: int
+    logprobs: Logprobs
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = 0
     counts: list[SpeculationCounts] = field(default_factory=list)
@@ -65,28 +67,37 @@ class Answer:
         kind = ("chat.completion.chunk" if streamed else "chat.completion") if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def choice(self, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, reason: FinishReason | None, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """A finished choice."""
         content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    def delta(self, index: int, text: str, reason: FinishReason | None, first: bool) -> dict[str, Any]:
+    def delta(
+        self, index: int, text: str, reason: FinishReason | None, logprobs: dict[str, Any] | None, first: bool
+    ) -> dict[str, Any]:
         """A choice's part of one event."""
         if not self.chat:
-            return self.choice(index, text, reason)
+            return self.choice(index, text, reason, logprobs)
         role = {"role": "assistant"} if first else {}
-        return {"index": index, "delta": {**role, "content": text}, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "delta": {**role, "content": text}, "logprobs": logprobs, "finish_reason": reason}
 
 
 async def collect(answer: Answer, updates: Updates) -> dict[str, Any]:
     """Wait for all choices and make the whole response."""
     texts: list[list[str]] = [[] for _ in range(answer.choices)]
     reasons: list[FinishReason | None] = [None] * answer.choices
+    logprobs: list[list[TokenLogprobs]] = [[] for _ in range(answer.choices)]
     async for index, update in updates:
         answer.add(update)
         texts[index].append(update.text)
         reasons[index] = update.finish_reason
-    choices = [answer.choice(index, "".join(texts[index]), reasons[index]) for index in range(answer.choices)]
+        logprobs[index] += update.logprobs
+    choices = [
+        answer.choice(index, "".join(texts[index]), reasons[index], await answer.logprobs.render(index, places))
+        for index, places in enumerate(logprobs)
+    ]
     return {**answer.envelope(choices, streamed=False), "usage": answer.usage(), "metrics": answer.metrics()}
 
 
@@ -96,7 +107,8 @@ async def events(answer: Answer, updates: Updates, usage: bool, continuous: bool
     try:
         async for index, update in updates:
             answer.add(update)
-            delta = answer.delta(index, update.text, update.finish_reason, index not in begun)
+            logprobs = await answer.logprobs.render(index, update.logprobs)
+            delta = answer.delta(index, update.text, update.finish_reason, logprobs, index not in begun)
             begun.add(index)
             event = answer.envelope([delta], streamed=True)
             if usage or continuous:

@@ -7,6 +7,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from osd.engine.request import Sampling, Update
 from serving import dashboard, errors, metrics
 from serving.errors import ApiError
 from serving.generation import Disconnected, Generation, seed_of
-from serving.limits import KeyGuard, Queue, check_prompt, completion_budget, read_body
+from serving.limits import KeyGuard, Queue, check_bias, check_prompt, completion_budget, policy_of, read_body
+from serving.logprobs import Logprobs
 from serving.responses import Answer, EventStream, collect, events
 from serving.schemas import (
     ChatRequest,
@@ -134,16 +136,21 @@ class Routes:
         name: str,
     ) -> Response:
         model, serving = self.service.model, self.limits
+        check_bias(body.logit_bias or (), model.vocabulary)
         response_id = f"{'chatcmpl' if param == 'messages' else 'cmpl'}-{uuid.uuid4().hex}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
+        policy = policy_of(body.osd, self.service.settings)
         sequences = []
         for ids in prompts:
             check_prompt(ids, param, model.context, model.vocabulary)
             limit = serving.max_completion_tokens
             budget = completion_budget(asked, default, name, len(ids), model.context, limit)
             for choice in range(body.n or 1):
-                sequences.append(self._sequence(response_id, len(sequences), ids, budget, body, seed_of(seed, choice)))
-        answer = Answer(response_id, model.id, param == "messages", len(sequences), sum(map(len, prompts)))
+                sequence = self._sequence(response_id, len(sequences), ids, budget, body, seed_of(seed, choice))
+                sequences.append(replace(sequence, policy=policy))
+        chat = param == "messages"
+        logprobs = Logprobs(chat, partial(self._in_thread, self._texts))
+        answer = Answer(response_id, model.id, chat, len(sequences), sum(map(len, prompts)), logprobs)
         generation = Generation(self.service, self.queue, sequences)
         handed_over = False
         try:
@@ -173,7 +180,13 @@ class Routes:
             temperature=0.0 if temperature < _COLDEST else temperature,
             top_k=max(body.top_k or 0, 0),
             top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            logit_bias=tuple(body.logit_bias or ()),
             seed=seed,
+            repeatable=body.seed is not None,
         )
         allowed = settings.serving.capture_default if body.store is None else body.store
         return Sequence(
@@ -185,6 +198,7 @@ class Routes:
             ignore_eos=bool(body.ignore_eos),
             capture=settings.capture.enabled and allowed,
             domain=settings.domain,
+            logprobs=body.top,
         )
 
     def _check_model(self, name: str | None) -> None:
@@ -225,6 +239,9 @@ class Routes:
             return await self._in_thread(self.service.encode_chat, turns)
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template") from error
+
+    def _texts(self, ids: list[int]) -> list[str]:
+        return [self.service.decode([token]) for token in ids]
 
     async def _in_thread(self, call: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, partial(call, *arguments))

@@ -7,20 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from osd.config import GrowthSettings, Verification
+
+MOST_BIASES = 1024
+"""Entries of ``logit_bias`` at most."""
+
 _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
     "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
     "service_tier": (None, "auto", "default"),
     "metadata": (None,),
 }
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **_COMMON_NEUTRAL,
-    "top_logprobs": (None, 0),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "tools": (None, []),
@@ -84,6 +82,24 @@ def _text(value: Any) -> Any:
     return "".join(parts)
 
 
+def _biases(value: Any) -> Any:
+    """A JSON object from token ids to numbers, as pairs."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("must be an object from token ids to numbers")
+    if len(value) > MOST_BIASES:
+        raise ValueError(f"has {len(value)} entries and the limit is {MOST_BIASES}")
+    pairs = []
+    for token, bias in value.items():
+        if not (isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise ValueError("each key must be a token id in decimal digits")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError("each value must be a number between -100 and 100")
+        pairs.append((int(token), float(bias)))
+    return pairs
+
+
 def _prompts(value: Any) -> Any:
     """One text, one list of token ids, or a list of either."""
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
@@ -104,10 +120,19 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class Speculation(Body):
+    """How this request speculates; what is left out is as the server has it. It changes speed and nothing else."""
+
+    growth: GrowthSettings | None = None
+    verification: Verification | None = None
+
+
 class Generate(Body):
     """What chat and text completions share; ``None`` is the default of OpenAI.
 
-    ``top_k`` (0 and -1 are off) and ``ignore_eos`` are vLLM's extensions. ``user`` is taken as a label and not kept.
+    ``top_k`` (0 and -1 are off), ``min_p``, ``repetition_penalty`` and ``ignore_eos`` are vLLM's extensions. ``user``
+    is taken as a label and not kept. With ``seed`` the text depends on prompt, settings and seed alone, and not on what
+    was drafted.
     """
 
     model: str | None = None
@@ -115,6 +140,11 @@ class Generate(Body):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, le=2**31)
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
+    logit_bias: Annotated[list[tuple[int, float]] | None, BeforeValidator(_biases)] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[Annotated[str, Field(min_length=1)]] | None, BeforeValidator(_stops)] = Field(
         None, max_length=4
@@ -125,6 +155,12 @@ class Generate(Body):
     ignore_eos: bool | None = None
     store: bool | None = None
     user: str | None = None
+    osd: Speculation | None = None
+
+    @property
+    def top(self) -> int | None:
+        """How many most probable tokens to report beside each token; None to report no log-probabilities."""
+        return None
 
     @model_validator(mode="after")
     def _streams(self) -> Generate:
@@ -151,6 +187,21 @@ class ChatRequest(Generate):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def top(self) -> int | None:
+        """See ``Generate``."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError(
+                "unsupported", "'{param}' is only supported with logprobs.", {"param": "top_logprobs"}
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
@@ -168,6 +219,12 @@ class CompletionRequest(Generate):
     neutral = _COMPLETION_NEUTRAL
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def top(self) -> int | None:
+        """See ``Generate``."""
+        return self.logprobs
 
 
 class TokenizeRequest(Body):

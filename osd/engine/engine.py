@@ -17,13 +17,14 @@ from osd.capture.trace import Trace
 from osd.config import Settings
 from osd.drafters.base import Drafter, Session
 from osd.engine import round as rounds
+from osd.engine.calibration import forward_seconds
 from osd.engine.counters import EngineCounters, EngineLoad
+from osd.engine.piece import Piece
+from osd.engine.policy import Policy
 from osd.engine.request import Request, SpeculationCounts, Update
-from osd.engine.round import Piece
 from osd.engine.sequence import Sequence
 from osd.engine.tracing import TraceBuilder
-from osd.speculation.growth import GROWTHS
-from osd.speculation.verification import VERIFICATIONS
+from osd.speculation.governor import Drafted, Governor
 from osd.target.model import SlotModel
 from osd.target.threads import one_core, several_cores
 
@@ -60,15 +61,14 @@ class Engine:
             sink: takes the traces of requests that allow it.
         """
         self.target, self.tokenizer, self.settings, self._sink = target, tokenizer, settings, sink
-        growth = settings.growth.model_dump(exclude={"kind"})
-        self._growth = GROWTHS[settings.growth.kind](**growth)
-        self._rule = VERIFICATIONS[settings.verification]
+        self._policy = Policy.of(settings.growth, settings.verification)
         self._session: Session | None = None
         if drafter is not None:
-            slots, scratch = settings.engine.slots, self._growth.max_nodes + 1
+            slots, scratch = settings.engine.slots, settings.engine.max_draft + 1
             self._session = drafter.session(slots, settings.engine.context, scratch)
         self.drafter_version = version
         self._speculation = True
+        self._governor: Governor | None = None
         self._changed = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -105,7 +105,7 @@ class Engine:
             raise ValueError(
                 f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, together at most {context}"
             )
-        sequence = Sequence(request, on_update, self.tokenizer)
+        sequence = Sequence(request, request.policy or self._policy, on_update, self.tokenizer)
         with self._changed:
             if self._stopping:
                 raise ValueError("the engine is stopping")
@@ -134,7 +134,7 @@ class Engine:
             self._changed.notify_all()
 
     def set_speculation(self, enabled: bool) -> None:
-        """Speculate for requests that start from now on, or decode them plainly."""
+        """Speculate from the next round on, or decode plainly."""
         self._speculation = enabled
 
     def check_health(self) -> None:
@@ -154,6 +154,9 @@ class Engine:
 
     def _run(self) -> None:
         several_cores(self.settings.engine.threads)
+        if self._session is not None and self.settings.growth.governed:
+            nodes = self._policy.growth.max_nodes
+            self._governor = Governor(nodes, forward_seconds(self.target, self.settings.engine.slots * (1 + nodes)))
         while True:
             with self._changed:
                 idle = not (self._waiting or self._running or self._staged or self._stopping)
@@ -163,17 +166,16 @@ class Engine:
                 if self._stopping:
                     self._end(self._running + list(self._waiting))
                     return
-                self._swap()
-                self._drop_cancelled()
-                self._admit()
-            if self._running:
-                start = time.perf_counter()
-                try:
+            try:
+                with self._changed:
+                    self._swap()
+                    self._drop_cancelled()
+                    self._admit()
+                if self._running:
                     self._round()
-                except Exception as error:
-                    log.exception("a round failed")
-                    self._fail(f"{type(error).__name__} while decoding")
-                self._counters.busy_seconds += time.perf_counter() - start
+            except Exception as error:
+                log.exception("a round failed")
+                self._fail(f"{type(error).__name__} while decoding")
 
     def _swap(self) -> None:
         if self._staged is None or self._session is None:
@@ -183,6 +185,8 @@ class Engine:
         self._staged = None
         with torch.inference_mode():
             self._session.load(staged)
+        if self._governor is not None:
+            self._governor.renew()
         stall = time.perf_counter() - start
         self._counters.swaps += 1
         self._counters.swap_stall_seconds_max = max(self._counters.swap_stall_seconds_max, stall)
@@ -207,7 +211,7 @@ class Engine:
         while self._waiting and self._free:
             s = self._waiting.popleft()
             s.slot = self._free.pop()
-            s.drafts = self._session is not None and self._speculation and s.request.speculate
+            s.drafts = self._session is not None and s.request.speculate
             if s.drafts and self._session is not None:
                 self._session.open(s.slot, s.tokens[0])
             if self._sink is not None and s.request.capture and self.settings.capture.enabled:
@@ -222,7 +226,10 @@ class Engine:
             self._session.close(s.slot)
 
     def _round(self) -> None:
-        outcome = rounds.run(self.target, self._session, self._growth, self._rule, self._pieces())
+        start = time.perf_counter()
+        pieces = self._pieces()
+        self._plan(pieces)
+        outcome = rounds.run(self.target, self._session, pieces)
         report = rounds.commit(outcome, self.target, self._session, self.settings.capture.top_k)
         with self._changed:
             self._counters.forwards += 1
@@ -234,11 +241,33 @@ class Engine:
                         counts.count(drawn.drafted, drawn.accepted)
         for drawn in report:
             s = drawn.sequence
+            s.limit = s.policy.next_limit(s.limit, drawn.drafted, len(drawn.path))
             s.report()
             self._emit(s)
             if s.finish:
                 with self._changed:
                     self._release(s)
+        seconds = time.perf_counter() - start
+        self._counters.busy_seconds += seconds
+        if self._governor is not None:
+            mine = [drawn for drawn in report if drawn.drafted and drawn.sequence.policy is self._policy]
+            drafts = [Drafted(drawn.drafted, drawn.path) for drawn in mine]
+            self._governor.observe(outcome.rows, seconds, outcome.draft_seconds, drafts)
+
+    def _plan(self, pieces: list[Piece]) -> None:
+        """Set how many nodes each piece may draft: what a request asks for itself is not governed."""
+        if not self._speculation:
+            return
+        for piece in pieces:
+            if piece.may_draft:
+                s = piece.sequence
+                piece.limit = min(s.limit, s.remaining - 1, self.target.context - len(s.tokens))
+        if self._governor is not None:
+            mine = [piece for piece in pieces if piece.limit and piece.sequence.policy is self._policy]
+            others = sum(piece.ends for piece in pieces) - len(mine)
+            rows = sum(piece.count + piece.limit for piece in pieces) - sum(piece.limit for piece in mine)
+            for piece, nodes in zip(mine, self._governor.plan(len(mine), others, rows), strict=True):
+                piece.limit = min(piece.limit, nodes)
 
     def _pieces(self) -> list[Piece]:
         """What each sequence feeds: its last token, or the next part of its prompt as far as the chunk reaches."""
@@ -258,7 +287,11 @@ class Engine:
             trace = s.trace.build(self.drafter_version)
             if trace is None:
                 return
-            self._sink(trace)
+            try:
+                self._sink(trace)
+            except Exception:  # what cannot be captured costs nobody an answer
+                log.exception("the trace of request %s is lost", s.request.id)
+                s.trace = None
 
     def _fail(self, message: str) -> None:
         with self._changed:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from osd.engine.policy import Policy
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -12,13 +14,23 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Sampling:
     """How tokens are drawn from the target; together they make ``p``.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 keep every token.
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token. ``logit_bias`` holds pairs
+    of a token id and what is added to its logit; penalties of 0, and a ``repetition_penalty`` of 1, change nothing.
+    ``osd.speculation.penalties`` and ``osd.speculation.sampling`` say what each does and in which order.
+
+    ``repeatable`` makes the output a function of ``p`` and ``seed`` alone, whatever is drafted.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+    repeatable: bool = False
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,9 @@ class Request:
     """One sequence to decode.
 
     ``stop`` strings end the text before they appear; ``ignore_eos`` decodes on to ``max_tokens``;
-    ``capture`` allows the trainer to learn from it; ``speculate`` False decodes it plainly.
+    ``capture`` allows the trainer to learn from it; ``speculate`` False decodes it plainly; ``policy`` is
+    how it speculates, None as the engine does. ``logprobs`` reports each
+    token's log-probability and those of so many most probable tokens; None reports none.
     """
 
     id: str
@@ -38,6 +52,21 @@ class Request:
     capture: bool = False
     speculate: bool = True
     domain: str = "general"
+    policy: Policy | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at the place of one generated token: of the token, and of the most probable ones.
+
+    They are the log-softmax of the target's logits before any sampling setting, as OpenAI and vLLM report them.
+    ``top`` are pairs of token id and log-probability, the most probable first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass
@@ -98,7 +127,8 @@ class Update:
     """What one round added to a request; the last one carries ``finish_reason``.
 
     ``token_ids`` are new since the last update, ``text`` is their text as far as it can be shown.
-    ``error`` is set when ``finish_reason`` is "error"; ``counts`` on the last update.
+    ``error`` is set when ``finish_reason`` is "error"; ``counts`` on the last update. ``logprobs`` are those of
+    ``token_ids`` when the request asks for them.
     """
 
     request_id: str
@@ -107,3 +137,4 @@ class Update:
     finish_reason: FinishReason | None = None
     counts: SpeculationCounts | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from osd.engine.request import FinishReason, Request, SpeculationCounts, Update
+from osd.engine.policy import Policy
+from osd.engine.request import FinishReason, Request, SpeculationCounts, TokenLogprobs, Update
 from osd.engine.text import TextStream
 from osd.engine.tracing import TraceBuilder
 
@@ -22,9 +23,14 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Request, on_update: Callable[[Update], None], tokenizer: PreTrainedTokenizerBase
+        self,
+        request: Request,
+        policy: Policy,
+        on_update: Callable[[Update], None],
+        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self.request, self._on_update = request, on_update
+        self.request, self.policy, self._on_update = request, policy, on_update
+        self.limit = policy.first_limit
         self.tokens = list(request.prompt_ids)
         self.fed = 0
         self.slot = -1
@@ -35,6 +41,7 @@ class Sequence:
         self.trace: TraceBuilder | None = None
         self._text = TextStream(tokenizer, request.stop)
         self._new: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
 
     @property
     def decoding(self) -> bool:
@@ -62,13 +69,18 @@ class Sequence:
                 return tokens[:count]
         return tokens
 
+    def tell(self, logprobs: list[TokenLogprobs]) -> None:
+        """Report these with the tokens that were appended."""
+        self._logprobs += logprobs
+
     def report(self) -> None:
         """Send what is new; the last report carries the counts."""
         text = self._text.take(last=self.finish is not None)
         if self._new or self.finish:
             counts = self.counts if self.finish else None
-            self._send(Update(self.request.id, tuple(self._new), text, self.finish, counts))
-        self._new = []
+            logprobs = tuple(self._logprobs)
+            self._send(Update(self.request.id, tuple(self._new), text, self.finish, counts, logprobs=logprobs))
+        self._new, self._logprobs = [], []
 
     def fail(self, message: str) -> None:
         """End the request with an error."""

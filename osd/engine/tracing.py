@@ -21,6 +21,10 @@ class Top:
     logp: Tensor
     tail: Tensor
 
+    def part(self, start: int, stop: int) -> Top:
+        """The distributions ``start`` to ``stop``."""
+        return Top(self.ids[start:stop], self.logp[start:stop], self.tail[start:stop])
+
 
 def top(logits: Tensor, k: int, support: Tensor | None = None) -> Top:
     """Summarise raw logits [n, vocab]; ``support`` [vocab] maps their columns to target ids."""

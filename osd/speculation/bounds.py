@@ -18,8 +18,11 @@ from torch import Tensor
 
 from osd.speculation.tree import Draw
 
-# Trapezoids over log t, which converge like exp(-pi^2 / step) for these integrands and leave out less than 1e-15.
-_STEP, _FROM, _TO = 0.3, -18.0, 30.0
+# Trapezoids over log t, which converge like exp(-pi^2 / step) for these integrands and leave out less than 1e-10.
+_STEP, _FROM = 0.4, -12.0
+_RANGE = 300.0  # up to here exp(t) is far from the largest number
+_GONE = 60.0  # exp of minus this is nothing
+_LAST = 30.0  # a drafter whose n - 1 best tokens leave less than exp of minus this has no others
 
 
 def optimal_acceptance(p: Tensor, q: Tensor, drafts: int, draw: Draw) -> Tensor:
@@ -61,17 +64,18 @@ def greedy_acceptance(p: Tensor, q: Tensor, drafts: int) -> Tensor:
 
     Args:
         p: [R, V] the target's distributions.
-        q: [R, V] the drafter's, with at least n tokens of positive probability.
+        q: [R, V] the drafter's; where fewer than n tokens have a probability, all of them are drafted.
         drafts: number n of draft tokens, at least 1.
 
     Returns:
         [R] float64.
     """
     p, q = p.double(), q.double()
-    fixed = q.topk(drafts - 1).indices
-    rest = q.scatter(-1, fixed, 0.0)
-    rest /= rest.sum(-1, keepdim=True)
-    return p.gather(-1, fixed).sum(-1) + torch.minimum(p, rest).sum(-1)
+    fixed = q.topk(drafts - 1)
+    rest = q.scatter(-1, fixed.indices, 0.0)
+    mass = rest.sum(-1, keepdim=True)
+    rest /= torch.where(mass > 0, mass, 1.0)
+    return (p.gather(-1, fixed.indices) * (fixed.values > 0)).sum(-1) + torch.minimum(p, rest).sum(-1)
 
 
 def _outside(q: Tensor) -> Tensor:
@@ -88,18 +92,38 @@ def _all_inside(q: Tensor, drafts: int) -> Tensor:
         1 - Q(H) = (1 - q(H)) sum over j < n of the integral of exp(-t) e_j(exp(q_i t) - 1, i in H) dt,
 
     where e_j is the elementary symmetric polynomial, e_j of a prefix being a cumulated sum over that of e_(j-1). The
-    exponent is the same for all prefixes, so one grid of t serves them all. Sums run over logarithms.
+    exponent is the same for all prefixes, so one grid of t serves them all. Once all but n - 1 tokens have little
+    chance not to have rung, a row is done, which is early unless its q is peaked; then sums run over logarithms.
     """
     integral = torch.ones_like(q)  # j = 0
-    previous = torch.full_like(q[..., :1], -torch.inf)
-    for step in range(math.ceil((_TO - _FROM) / _STEP)):
-        log_t = _FROM + _STEP * step
-        exponent = q * math.exp(log_t)
-        log_odds = exponent + torch.log(-torch.expm1(-exponent))  # of a token having rung by t
-        log_e = torch.zeros_like(q)
-        for j in range(1, drafts):
-            # e_j of the first k tokens sums odds_i e_(j-1)(tokens before i); no token comes before the first.
-            before = log_e if j == 1 else torch.cat([previous, log_e[..., :-1]], -1)
-            log_e = torch.logcumsumexp(log_odds + before, -1)
-            integral += _STEP * torch.exp(log_e + log_t - math.exp(log_t))
+    slowest = 1 - q.topk(min(drafts - 1, q.shape[-1])).values.sum(-1)  # [R] the least rate of what must have rung
+    log_t = _FROM
+    while len(rows := (slowest * (t := math.exp(log_t)) < _GONE).nonzero().squeeze(-1)) and log_t < _LAST:
+        add = _linear if t < _RANGE else _logarithmic
+        integral[rows] += add(q[rows] * t, drafts, log_t)
+        log_t += _STEP
     return 1 - (_outside(q) * integral).clamp(max=1)
+
+
+def _linear(exponent: Tensor, drafts: int, log_t: float) -> Tensor:
+    """[R, V] the sum over j = 1 .. n - 1 of the integrand, times the step."""
+    odds = torch.expm1(exponent)  # of a token having rung by t
+    total = e = odds.cumsum(-1)
+    for _ in range(2, drafts):
+        # e_j of the first k tokens sums odds_i e_(j-1)(tokens before i); no token comes before the first.
+        e = odds[..., 1:].mul(e[..., :-1]).cumsum(-1)
+        e = torch.nn.functional.pad(e, (1, 0))
+        total = total + e
+    return total * (_STEP * math.exp(log_t - math.exp(log_t)))
+
+
+def _logarithmic(exponent: Tensor, drafts: int, log_t: float) -> Tensor:
+    """The same where odds are too large for a number."""
+    log_odds = exponent + torch.log(-torch.expm1(-exponent))
+    previous = torch.full_like(exponent[..., :1], -torch.inf)
+    total, log_e = torch.zeros_like(exponent), torch.zeros_like(exponent)
+    for j in range(1, drafts):
+        before = log_e if j == 1 else torch.cat([previous, log_e[..., :-1]], -1)
+        log_e = torch.logcumsumexp(log_odds + before, -1)
+        total += torch.exp(log_e + (log_t - math.exp(log_t)))
+    return total * _STEP

@@ -65,7 +65,7 @@ class Noise:
             request: [B] int64, a hash of the request's id.
             step: [B] int64, number of the round within the request; never used twice.
         """
-        self._base = _mix(_mix(_mix(seed + _GOLDEN) ^ request) + step * _GOLDEN)
+        self._keys = seed, request, step
         self._streams: dict[Purpose, Tensor] = {}
         self._whole: tuple[Noise, Tensor] | None = None
 
@@ -80,8 +80,10 @@ class Noise:
         """[B] where the numbers of a purpose begin, made once a round: hashing is many small operations."""
         if purpose not in self._streams:
             if self._whole is None:
+                seed, request, step = self._keys
+                base = _mix(_mix(_mix(seed + _GOLDEN) ^ request) + step * _GOLDEN)
                 key = _signed(purpose * 0xBF58476D1CE4E5B9 % (1 << 64))
-                self._streams[purpose] = _mix(self._base ^ key)
+                self._streams[purpose] = _mix(base ^ key)
             else:
                 whole, index = self._whole
                 self._streams[purpose] = whole._stream(purpose)[index]

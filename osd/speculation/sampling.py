@@ -31,32 +31,43 @@ class SamplingSettings(Protocol):
         """1 for no limit."""
         ...
 
+    @property
+    def min_p(self) -> float:
+        """0 for no limit."""
+        ...
+
 
 @dataclass(frozen=True)
 class SamplingBatch:
     """The sampling settings of B sequences.
 
     ``temperature`` [B] float32, 0 for greedy; ``top_k`` [B] int64, 0 for no limit; ``top_p`` [B] float32, 1 for no
-    limit.
+    limit; ``min_p`` [B] float32, 0 for no limit.
     """
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
     _greedy: tuple[bool, bool] = field(init=False, repr=False)  # any sequence, all sequences
-    _limited: tuple[bool, bool] = field(init=False, repr=False)
-    _nucleus: tuple[bool, bool] = field(init=False, repr=False)
+    _limited: bool = field(init=False, repr=False)
+    _nucleus: bool = field(init=False, repr=False)
+    _floor: bool = field(init=False, repr=False)
     _unit: bool = field(init=False, repr=False)  # all temperatures are 1
 
     def __post_init__(self) -> None:
         """Note on the host which of the steps any sequence needs, so that no round has to ask the device."""
-        for name, wanted in (
-            ("_greedy", self.temperature == 0),
-            ("_limited", (self.top_k > 0) & (self.temperature > 0)),
-            ("_nucleus", (self.top_p < 1) & (self.temperature > 0)),
+        temperatures = self.temperature.tolist()
+        drawn = [index for index, temperature in enumerate(temperatures) if temperature > 0]
+        limits, masses, floors = self.top_k.tolist(), self.top_p.tolist(), self.min_p.tolist()
+        for name, value in (
+            ("_greedy", (len(drawn) < len(temperatures), not drawn)),
+            ("_limited", any(limits[index] > 0 for index in drawn)),
+            ("_nucleus", any(masses[index] < 1 for index in drawn)),
+            ("_floor", any(floors[index] > 0 for index in drawn)),
+            ("_unit", all(temperature == 1 for temperature in temperatures)),
         ):
-            object.__setattr__(self, name, (bool(wanted.any()), bool(wanted.all())))
-        object.__setattr__(self, "_unit", bool((self.temperature == 1).all()))
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, settings: Iterable[SamplingSettings], device: torch.device | str = "cpu") -> SamplingBatch:
@@ -66,6 +77,7 @@ class SamplingBatch:
             torch.tensor([s.temperature for s in chosen], dtype=torch.float32, device=device),
             torch.tensor([s.top_k for s in chosen], dtype=torch.int64, device=device),
             torch.tensor([s.top_p for s in chosen], dtype=torch.float32, device=device),
+            torch.tensor([s.min_p for s in chosen], dtype=torch.float32, device=device),
         )
 
     @property
@@ -91,15 +103,18 @@ class SamplingBatch:
             self.temperature.masked_fill(greedy, 1.0),
             self.top_k.masked_fill(greedy, 0),
             self.top_p.masked_fill(greedy, 1.0),
+            self.min_p.masked_fill(greedy, 0.0),
         )
 
     def probabilities(self, logits: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """The distributions that these logits mean: temperature, then top-k, then top-p.
+        """The distributions that these logits mean: temperature, then min-p, then top-k, then top-p.
 
-        Temperature 0 puts all mass on the largest logit, the lowest id among equals. Top-k keeps every token that is
-        as likely as the k-th. Top-p keeps the most probable tokens up to the one that reaches the mass ``top_p``, the
-        lower ids first among equals, and always one. These are the rules of transformers' logits warpers, which
-        leave it open which of equals top-p keeps.
+        That is vLLM's order; bias and penalties come before it, see ``osd.speculation.penalties``. Temperature 0 puts
+        all mass on the largest logit, the lowest id among equals. Min-p keeps every token that is at least ``min_p``
+        times as likely as the most probable one. Top-k keeps every token that is as likely as the k-th. Top-p keeps
+        the most probable of these up to the one that reaches the mass ``top_p``, the lower ids first among equals, and
+        always one. These are the rules of transformers' logits warpers, which leave it open which of equals top-p
+        keeps.
 
         Args:
             logits: [R, V].
@@ -119,9 +134,11 @@ class SamplingBatch:
         if not self._unit:
             # ``out`` is free until the end, and new memory costs more than the division.
             scores = torch.div(scores, torch.where(greedy, 1.0, temperature).to(dtype)[:, None], out=out)
-        if self._limited[0]:
+        if self._floor:
+            scores = _min_p(scores, self.min_p if rows is None else self.min_p[rows])
+        if self._limited:
             scores = _top_k(scores, self.top_k if rows is None else self.top_k[rows])
-        if self._nucleus[0]:
+        if self._nucleus:
             scores = _top_p(scores, self.top_p if rows is None else self.top_p[rows])
         torch.softmax(scores, -1, out=out)
         if self._greedy[0]:
@@ -132,6 +149,11 @@ class SamplingBatch:
 def _one_hot(logits: Tensor, out: Tensor) -> Tensor:
     best = logits.argmax(-1, keepdim=True)  # the first of equals
     return out.zero_().scatter_(-1, best, 1.0)
+
+
+def _min_p(scores: Tensor, min_p: Tensor) -> Tensor:
+    least = scores.amax(-1) + min_p.to(scores.dtype).log()  # [R], -inf where there is no limit
+    return scores.masked_fill(scores < least[:, None], -torch.inf)
 
 
 def _top_k(scores: Tensor, top_k: Tensor) -> Tensor:

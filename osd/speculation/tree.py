@@ -6,7 +6,7 @@ come before children and siblings stand in draw order; a chain is the tree in wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -111,6 +111,17 @@ class DraftBatch:
             return values
         return values.new_zeros(len(values), vocabulary).index_copy_(1, self.support, values)
 
+    def select(self, rows: Tensor) -> DraftBatch:
+        """The draft trees of sequences ``rows`` [M]; they still share all distributions."""
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            columns=self.columns[rows],
+            parents=self.parents[rows],
+            sizes=self.sizes[rows],
+            q_row=self.q_row[rows],
+        )
+
     def check_integrity(self) -> None:
         """Check what the rules rely on.
 
@@ -200,6 +211,15 @@ class TreeBuilder:
         places = torch.arange(self._used, end, device=self.q.device)
         self._used = end
         return places, rows[:, :vocabulary]
+
+    def extend(self, rows: Tensor, level: int, columns: Tensor, q_row: Tensor) -> None:
+        """Add node ``level`` to each of the chains ``rows`` [M], named once and ``level`` nodes long; see ``add``."""
+        self.sizes[rows] = level + 1
+        self.columns[rows, level] = columns
+        self.tokens[rows, level] = columns if self.support is None else self.support[columns]
+        self.parents[rows, level] = level - 1
+        self.q_row[rows, level] = q_row
+        self.depths[rows, level] = level + 1
 
     def add(self, rows: Tensor, parents: Tensor, columns: Tensor, q_row: Tensor) -> Tensor:
         """Add one node for each entry of ``rows`` [M] and return the new nodes [M].

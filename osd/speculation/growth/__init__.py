@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from osd.config import GrowthSettings
 from osd.speculation.growth.base import Expander, Growth
 from osd.speculation.growth.chain import Chain
 from osd.speculation.growth.confidence import Confidence
 from osd.speculation.growth.dynamic_tree import DynamicTree
 from osd.speculation.growth.heuristic import Heuristic
+from osd.speculation.growth.sparse_tree import SparseTree
 from osd.speculation.growth.static_tree import StaticTree
 from osd.speculation.growth.top_k_tree import TopKTree
 
 GROWTHS: dict[str, Callable[..., Growth]] = {
-    growth.name: growth for growth in (Chain, Confidence, Heuristic, DynamicTree, StaticTree, TopKTree)
+    growth.name: growth for growth in (Chain, Confidence, Heuristic, DynamicTree, StaticTree, SparseTree, TopKTree)
 }
 
-__all__ = ["GROWTHS", "Expander", "Growth"]
+__all__ = ["GROWTHS", "Expander", "Growth", "make_growth"]
+
+
+def make_growth(settings: GrowthSettings) -> Growth:
+    """Make the growth policy that the settings name."""
+    return GROWTHS[settings.kind](**settings.parameters())

@@ -40,7 +40,7 @@ class Chain:
             nodes = torch.full_like(rows, level - 1)
             places, q, logits = expanded(builder, expand, sampling, rows, nodes)
             columns = logits.argmax(-1) if sampling.all_greedy else noise.rows(rows).pick(q, Purpose.DRAFT, level)
-            builder.add(rows, nodes, columns, places)
+            builder.extend(rows, level, columns, places)
             level += 1
             rows = rows[self._goes_on(logits, columns) & (limits[rows] > level)]
         return builder.finish(self.draw)

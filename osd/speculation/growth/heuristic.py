@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from osd.speculation.growth.chain import Chain
 
 
@@ -27,10 +24,11 @@ class Heuristic(Chain):
             raise ValueError(f"start must be between 1 and depth {depth}, not {start}")
         self.start = start
 
-    def adapt(self, depths: Tensor, drafted: Tensor, accepted: Tensor) -> Tensor:
-        """The depths [B] of the next round from those of this one and what came of them, all [B] int64.
+    def adapt(self, depth: int, drafted: int, accepted: int) -> int:
+        """The depth of a sequence's next round from that of this one and what came of it.
 
         A round that drafted nothing changes nothing.
         """
-        moved = torch.where(accepted == drafted, depths + 2, depths - 1).clamp(1, self.max_nodes)
-        return torch.where(drafted > 0, moved, depths)
+        if not drafted:
+            return depth
+        return min(max(depth + 2 if accepted == drafted else depth - 1, 1), self.max_nodes)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from osd.speculation.growth.base import Expander, expanded
-from osd.speculation.growth.tree_shape import best_shape, shape_of_paths
+from osd.speculation.growth.tree_shape import best_shape, expected_tokens, hardware_aware_size, shape_of_paths
 from osd.speculation.growth.urns import Urns
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -31,8 +31,9 @@ class StaticTree:
         paths: Sequence[Sequence[int]] | None = None,
         draw: Draw | str = Draw.WITHOUT_REPLACEMENT,
         acceptance: Sequence[float] | None = None,
-        nodes: int = 16,
+        budget: int = 16,
         depth: int = 8,
+        seconds: Mapping[int, float] | None = None,
     ) -> None:
         """Choose a shape and a way to draw.
 
@@ -40,14 +41,20 @@ class StaticTree:
             paths: child ranks from the root to each node; None to compute the best shape.
             draw: how siblings are drawn.
             acceptance: probability that the child of each rank is the one accepted, for the best shape.
-            nodes: draft tokens of the best shape.
+            budget: draft tokens of the best shape.
             depth: longest path of the best shape.
+            seconds: measured forwards of the target by their rows; the best shape then has as many nodes, from 1 to
+                ``budget``, as give the most tokens per second.
         """
         if (paths is None) == (acceptance is None):
             raise ValueError("static_tree needs either paths or acceptance")
-        if acceptance is not None and (not len(acceptance) or nodes < 1 or depth < 1):
+        if acceptance is not None and (not len(acceptance) or budget < 1 or depth < 1):
             raise ValueError("static_tree needs at least one acceptance, node and level")
-        shape = shape_of_paths(paths) if paths is not None else best_shape(acceptance or (), nodes, depth)[0]
+        if seconds is not None:
+            if acceptance is None:
+                raise ValueError("static_tree needs acceptance to choose a size by seconds")
+            budget = max(1, hardware_aware_size(expected_tokens(acceptance, budget, depth), seconds))
+        shape = shape_of_paths(paths) if paths is not None else best_shape(acceptance or (), budget, depth)[0]
         if not shape:
             raise ValueError("static_tree needs at least one path")
         self.draw = Draw(draw)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from osd.speculation.tree import ROOT
@@ -35,9 +39,6 @@ def shape_of_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[tuple[int, ...], float]:
     """The tree that accepts most when a child of rank k is accepted with probability ``acceptance[k]`` everywhere.
 
-    Sequoia's dynamic programme (Chen et al., NeurIPS 2024), bounded in depth: the best tree of n nodes whose root has b
-    children is the best one whose root has b - 1, with a best subtree under the b-th child.
-
     Args:
         acceptance: probability that the child of each rank is the one accepted.
         nodes: draft tokens, at least 1.
@@ -46,33 +47,126 @@ def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[tup
     Returns:
         The shape as ``shape_of_paths`` returns it, and its expected number of accepted tokens.
     """
-    ranks = min(len(acceptance), nodes)
-    size = nodes + 1  # with the root
-    nothing = -torch.inf
-    # value[d][b, n]: most tokens, the root counted, of a tree of n nodes, depth d and b children of its root.
-    value = [torch.full((ranks + 1, size + 1), nothing, dtype=torch.float64) for _ in range(depth + 1)]
-    taken = [torch.zeros(ranks + 1, size + 1, dtype=torch.int64) for _ in range(depth + 1)]
-    for d in range(depth + 1):
-        value[d][0, 1] = 1.0
-        if not d:
-            continue
-        below = value[d - 1].amax(0)  # [size + 1] the best subtree of each size
-        for b in range(1, ranks + 1):
-            gain = acceptance[b - 1] * below[1:]  # of giving m = 1.. nodes to the b-th child
-            for n in range(b + 1, size + 1):
-                options = value[d][b - 1, 1:n].flip(0) + gain[: n - 1]  # n - m nodes for the rest, m for the child
-                best, m = options.max(0)
-                value[d][b, n], taken[d][b, n] = best, m + 1
+    programme = _Programme(acceptance, nodes, depth)
     # More nodes never accept less, but a depth or rank bound may leave no tree of exactly this size.
-    n = max(n for n in range(1, size + 1) if torch.isfinite(value[depth][:, n].max()))
-    paths: list[tuple[int, ...]] = []
-    pending: list[tuple[tuple[int, ...], int, int, int]] = [((), depth, n, int(value[depth][:, n].argmax()))]
-    while pending:
-        path, d, n_, b = pending.pop()
-        while b:
-            m = int(taken[d][b, n_])
-            child = (*path, b - 1)
-            paths.append(child)
-            pending.append((child, d - 1, m, int(value[d - 1][:, m].argmax())))
-            n_, b = n_ - m, b - 1
-    return shape_of_paths(paths), float(value[depth][:, n].max()) - 1
+    size = max(n for n in range(1, nodes + 1) if math.isfinite(programme.accepted(n)))
+    return programme.shape(size), programme.accepted(size)
+
+
+def expected_tokens(acceptance: Sequence[float], nodes: int, depth: int) -> list[float]:
+    """Tokens of a round, the bonus token included, with the best tree of 0, 1, ... ``nodes`` nodes.
+
+    The arguments are those of ``best_shape``; a size that no tree has repeats the one before.
+    """
+    programme = _Programme(acceptance, nodes, depth)
+    return list(itertools.accumulate((1 + programme.accepted(n) for n in range(nodes + 1)), max))
+
+
+class _Programme:
+    """Sequoia's dynamic programme (Chen et al., NeurIPS 2024), bounded in depth.
+
+    The best tree of n nodes whose root has b children is the best one whose root has b - 1, with a best subtree under
+    the b-th child.
+    """
+
+    def __init__(self, acceptance: Sequence[float], nodes: int, depth: int) -> None:
+        ranks = min(len(acceptance), nodes)
+        size = nodes + 1  # with the root
+        nothing = -torch.inf
+        self._depth = depth
+        # value[d][b, n]: most tokens, the root counted, of a tree of n nodes, depth d and b children of its root.
+        value = [torch.full((ranks + 1, size + 1), nothing, dtype=torch.float64) for _ in range(depth + 1)]
+        taken = [torch.zeros(ranks + 1, size + 1, dtype=torch.int64) for _ in range(depth + 1)]
+        for d in range(depth + 1):
+            value[d][0, 1] = 1.0
+            if not d:
+                continue
+            below = value[d - 1].amax(0)  # [size + 1] the best subtree of each size
+            for b in range(1, ranks + 1):
+                gain = acceptance[b - 1] * below[1:]  # of giving m = 1.. nodes to the b-th child
+                for n in range(b + 1, size + 1):
+                    options = value[d][b - 1, 1:n].flip(0) + gain[: n - 1]  # n - m nodes for the rest, m for the child
+                    best, m = options.max(0)
+                    value[d][b, n], taken[d][b, n] = best, m + 1
+        self._value, self._taken = value, taken
+
+    def accepted(self, nodes: int) -> float:
+        """Expected accepted tokens of the best tree of so many nodes, minus infinity where there is none."""
+        return float(self._value[self._depth][:, nodes + 1].max()) - 1
+
+    def shape(self, nodes: int) -> tuple[int, ...]:
+        """The best tree of so many nodes."""
+        value, taken = self._value, self._taken
+        paths: list[tuple[int, ...]] = []
+        root = int(value[self._depth][:, nodes + 1].argmax())
+        pending: list[tuple[tuple[int, ...], int, int, int]] = [((), self._depth, nodes + 1, root)]
+        while pending:
+            path, d, n, b = pending.pop()
+            while b:
+                m = int(taken[d][b, n])
+                child = (*path, b - 1)
+                paths.append(child)
+                pending.append((child, d - 1, m, int(value[d - 1][:, m].argmax())))
+                n, b = n - m, b - 1
+        return shape_of_paths(paths)
+
+
+def best_paths(acceptance: Sequence[Sequence[float]], nodes: int) -> list[tuple[tuple[int, ...], float]]:
+    """The paths of child ranks that are accepted most often, and how often, the most frequent first.
+
+    A path is accepted as often as its ranks together, ``acceptance[d][k]`` being how often the candidate of rank k at
+    depth d is right after a right path. No path stands before its parent or its sibling of the rank before.
+
+    Chen et al., "Hardware-aware parallel prompt decoding", 2024 (arXiv 2405.18628).
+
+    Args:
+        acceptance: by depth, then by rank.
+        nodes: paths at most; fewer when the table has no more.
+    """
+    found: list[tuple[tuple[int, ...], float]] = []
+    pending: list[tuple[float, tuple[int, ...], float]] = []
+
+    def offer(above: tuple[int, ...], share: float, rank: int) -> None:
+        depth = len(above)
+        if depth < len(acceptance) and rank < len(acceptance[depth]):
+            heapq.heappush(pending, (-share * acceptance[depth][rank], (*above, rank), share))
+
+    offer((), 1.0, 0)
+    while pending and len(found) < nodes:
+        negative, path, above = heapq.heappop(pending)
+        found.append((path, -negative))
+        offer(path, -negative, 0)
+        offer(path[:-1], above, path[-1] + 1)
+    return found
+
+
+def hardware_aware_size(
+    tokens: Sequence[float],
+    seconds: Mapping[int, float],
+    levels: Sequence[int] | None = None,
+    level_seconds: float = 0.0,
+) -> int:
+    """How many nodes to draft for the most tokens per second; 0 when drafting does not pay.
+
+    That is the n of the largest ``tau(n) / (L(n) / L(1))`` (Chen et al., 2024, arXiv 2405.18628); a forward of the
+    target has a row for the last committed token beside those of the n nodes. With ``level_seconds``, what drafting
+    takes counts too, as in Sequoia.
+
+    Args:
+        tokens: of a round, the bonus token included, with 0, 1, 2, ... nodes.
+        seconds: of a forward of the target by its rows, measured from one row on; straight lines between, and no size
+            beyond what was measured.
+        levels: forwards of the drafter for each size.
+        level_seconds: of one of them.
+
+    Raises:
+        ValueError: nothing was measured at one row, or a measurement is not positive.
+    """
+    if 1 not in seconds or min(seconds.values()) <= 0:
+        raise ValueError("seconds must be positive and include a forward of 1 row")
+    rows = sorted(seconds)
+    last = min(len(tokens), rows[-1])
+    costs = np.interp(range(1, last + 1), rows, [seconds[count] for count in rows])
+    if levels is not None:
+        costs = costs + level_seconds * np.asarray(levels[:last])
+    return int(np.argmax(np.asarray(tokens[:last]) / costs))

@@ -25,8 +25,12 @@ class Naive:
     chains_only: ClassVar[bool] = False
     fixed_width: ClassVar[bool] = False
 
-    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; reads one row of p for each token that it emits and never q."""
+    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise, first: Tensor | None = None) -> Verdict:
+        """See ``Rule.verify``; reads one row of p for each token that it emits and never q.
+
+        With ``first`` [B] int64, the draws are keyed by the places of their tokens in the sequence, ``first`` being the
+        place of the first. When the noise is not keyed by the round, the output then depends on p and the seed alone.
+        """
         batch, count = draft.tokens.shape
         index = torch.arange(count, device=p.device)
         deepest = int(draft.depths().max()) if count else 0
@@ -35,7 +39,7 @@ class Naive:
         token = torch.zeros_like(accepted)
         rows, here = torch.arange(batch, device=p.device), torch.zeros_like(accepted)
         for depth in range(deepest + 1):
-            drawn = noise.rows(rows).pick(p[rows, here], Purpose.BONUS, here)
+            drawn = noise.rows(rows).pick(p[rows, here], Purpose.BONUS, here if first is None else first[rows] + depth)
             token[rows] = drawn
             if depth == deepest:
                 break

@@ -16,7 +16,7 @@ from osd.capture.trace import Trace
 from osd.config import CaptureSettings, DrafterSettings, EngineSettings, GrowthSettings, Settings, TargetSettings
 from osd.drafters import Drafter, initial
 from osd.engine.engine import Engine
-from osd.engine.request import Request, Sampling, SpeculationCounts, Update
+from osd.engine.request import Request, Sampling, SpeculationCounts, TokenLogprobs, Update
 from osd.target.model import SlotModel, load_model
 from tests.tiny import tokenizer
 
@@ -33,6 +33,7 @@ class Result:
     error: str | None = None
     counts: SpeculationCounts | None = None
     updates: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Client:
@@ -55,6 +56,7 @@ class Client:
         result.tokens += update.token_ids
         result.text += update.text
         result.updates += 1
+        result.logprobs += update.logprobs
         result.finish, result.counts, result.error = update.finish_reason, update.counts, update.error
         return update
 
@@ -64,11 +66,13 @@ class Client:
         return self.results
 
 
-def settings(directory: Path, *, slots: int = 4, depth: int = 3, chunk: int = 16, **capture: Any) -> Settings:
+def settings(
+    directory: Path, *, slots: int = 4, depth: int = 3, chunk: int = 16, governed: bool = False, **capture: Any
+) -> Settings:
     return Settings(
         target=TargetSettings(source=str(directory), dtype="float32"),
         engine=EngineSettings(slots=slots, context=128, prefill_chunk=chunk, threads=1),
-        growth=GrowthSettings(depth=depth),
+        growth=GrowthSettings(kind="chain", depth=depth, governed=governed),
         capture=CaptureSettings(**capture),
     )
 
@@ -94,7 +98,7 @@ def running(
         load_model(directory, "float32", "cpu"),
         slots=chosen.engine.slots,
         context=chosen.engine.context,
-        scratch=chosen.growth.depth + 1,
+        scratch=chosen.engine.max_draft + 1,
         taps=drafter.taps if drafter else (),
     )
     engine = Engine(target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append)

@@ -6,8 +6,13 @@ The target knows five tokens and the drafter may draft four of them, so that eve
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import queue
+import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +20,22 @@ from scipy.stats import chi2
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from osd.config import GrowthSettings
 from osd.drafters.eagle_initial import eagle_from_target
 from osd.engine.engine import Engine
+from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling, Update
 from osd.speculation.noise import Noise, Purpose
-from osd.speculation.tree import DraftBatch
+from osd.speculation.penalties import Penalties
+from osd.speculation.tree import ROOT, DraftBatch
 from osd.speculation.verification import VERIFICATIONS
 from osd.speculation.verification.base import Verdict
+from osd.speculation.verification.chain import Chain
 from osd.target.attention import NAME
 from osd.target.model import SlotModel
 from tests.tiny import tokenizer
 from tests.unit.engine.harness import settings
+from tests.unit.speculation.test_penalties import written_out
 
 VOCABULARY, LENGTH, COUNT, PROMPT = 5, 3, 4000, (3, 1, 4)
 
@@ -63,7 +73,15 @@ def law(model: LlamaForCausalLM, sampling: Sampling) -> Tensor:
     paths = torch.tensor([PROMPT])
     for _ in range(LENGTH):
         with torch.no_grad():
-            scores = exact(input_ids=paths, use_cache=False).logits[:, -1] / sampling.temperature
+            logits = exact(input_ids=paths, use_cache=False).logits[:, -1].tolist()
+        histories = zip(logits, paths[:, len(PROMPT) :].tolist(), strict=True)
+        scores = torch.stack(
+            [written_out(row, range(VOCABULARY), sampling, PROMPT, output) for row, output in histories]
+        )
+        scores = scores.double() / sampling.temperature
+        if sampling.min_p:
+            p = scores.softmax(-1)
+            scores = scores.masked_fill(p < sampling.min_p * p.amax(-1, keepdim=True), -torch.inf)
         if sampling.top_k:
             scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[:, -1:], -torch.inf)
         goal = (goal[:, None] * scores.softmax(-1)).flatten()
@@ -72,32 +90,45 @@ def law(model: LlamaForCausalLM, sampling: Sampling) -> Tensor:
     return goal
 
 
-def p_value(model: LlamaForCausalLM, sampling: Sampling) -> float:
-    """Decode many requests that differ in their seed only, in batches of 64, and test what came first."""
+def p_value(
+    model: LlamaForCausalLM,
+    sampling: Sampling,
+    policy: Policy | None = None,
+    *,
+    count: int = COUNT,
+    governor: Any = None,
+    meanwhile: Callable[[Engine], None] = lambda engine: None,
+) -> float:
+    """Decode many requests that differ in their seed only, in batches of 64, and test what came first.
+
+    ``meanwhile`` is called for each update that arrives.
+    """
     torch.manual_seed(2)
     drafter = eagle_from_target(copy.deepcopy(model), 4)
     slotted = copy.deepcopy(model)
     slotted.set_attn_implementation(NAME)
     chosen = settings(Path("tiny"), slots=64, depth=2, chunk=4096)
-    target = SlotModel(slotted, slots=64, context=128, scratch=3, taps=drafter.taps)
+    target = SlotModel(slotted, slots=64, context=128, scratch=chosen.engine.max_draft + 1, taps=drafter.taps)
     engine = Engine(target, tokenizer(), chosen, drafter, 1)
+    engine._governor = governor
     updates: queue.Queue[Update] = queue.Queue()
-    seen: dict[str, list[int]] = {str(seed): [] for seed in range(COUNT)}
-    for seed in range(COUNT):
-        one = Sampling(sampling.temperature, sampling.top_k, seed=seed)
-        engine.submit(Request(str(seed), PROMPT, LENGTH + 1, one, ignore_eos=True), updates.put)
+    seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
+    for seed in range(count):
+        one = dataclasses.replace(sampling, seed=seed)
+        engine.submit(Request(str(seed), PROMPT, LENGTH + 1, one, ignore_eos=True, policy=policy), updates.put)
     engine.start()
     try:
-        left = COUNT
+        left = count
         while left:
             update = updates.get(timeout=60)
+            meanwhile(engine)
             seen[update.request_id] += update.token_ids
             left -= update.finish_reason is not None
         counts = engine.counters().speculation()
     finally:
         engine.stop()
-    assert counts.accepted > COUNT / 10
-    assert counts.drafted - counts.accepted > COUNT / 10
+    assert counts.accepted > count / 10
+    assert counts.drafted - counts.accepted > count / 10
     codes = torch.tensor(
         [sum(t * VOCABULARY ** (LENGTH - 1 - i) for i, t in enumerate(s[:LENGTH])) for s in seen.values()]
     )
@@ -105,21 +136,114 @@ def p_value(model: LlamaForCausalLM, sampling: Sampling) -> float:
     cells = goal > 0
     found = codes.bincount(minlength=len(goal)).double()
     outside = int(found[~cells].sum())
-    statistic = float(2 * torch.xlogy(found[cells], found[cells] / (goal[cells] * COUNT)).sum())
+    statistic = float(2 * torch.xlogy(found[cells], found[cells] / (goal[cells] * count)).sum())
     freedom = int(cells.sum()) - 1
     print(
-        f"T={sampling.temperature} top_k={sampling.top_k}: G = {statistic:.1f}, {freedom} degrees of freedom, "
-        f"{outside} outside, acceptance rate {counts.acceptance_rate:.2f}"
+        f"{sampling}: G = {statistic:.1f}, {freedom} degrees of freedom, {outside} outside, "
+        f"acceptance rate {counts.acceptance_rate:.2f}"
     )
     return 0.0 if outside else float(chi2.sf(statistic, freedom))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7), Sampling(1.0, top_k=3)], ids=str)
+PENALISED = Sampling(
+    1.0, presence_penalty=0.8, frequency_penalty=0.6, repetition_penalty=1.8, logit_bias=((2, 0.7), (0, -0.5))
+)
+SETTINGS = {
+    "temperature 1": Sampling(1.0),
+    "temperature 0.7": Sampling(0.7),
+    "top-k": Sampling(1.0, top_k=3),
+    "min-p": Sampling(1.5, min_p=0.5),
+    "penalties": PENALISED,
+    "seeds": Sampling(1.0, repeatable=True),
+}
+
+
+@pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
 def test_speculation_does_not_change_the_law_of_the_output(model: LlamaForCausalLM, sampling: Sampling) -> None:
     assert p_value(model, sampling) > 1e-4
 
 
-class AcceptEverything:
+POLICIES = {
+    "confidence": ({"kind": "confidence", "depth": 3, "eta": 0.3}, "chain"),
+    "heuristic": ({"kind": "heuristic", "depth": 3, "start": 1}, "chain"),
+    "block": ({"kind": "chain", "depth": 3}, "block"),
+    "siblings": ({"kind": "dynamic_tree", "budget": 4}, "siblings"),
+    "siblings with replacement": ({"kind": "static_tree", "budget": 4, "depth": 2, "draw": "iid"}, "siblings"),
+    "traversal": ({"kind": "dynamic_tree", "budget": 4, "threshold": 0.1}, "traversal"),
+    "naive": ({"kind": "top_k_tree", "budget": 4, "depth": 2, "top_k": 2}, "naive"),
+    "greedy multi-draft": (
+        {"kind": "static_tree", "budget": 4, "depth": 2, "draw": "top_then_drawn"},
+        "greedy_multidraft",
+    ),
+    "k-seq": ({"kind": "static_tree", "budget": 4, "depth": 2, "draw": "iid"}, "k_seq"),
+}
+"""Each rule and each growth policy beside chains verified as chains."""
+
+
+def named(name: str) -> Policy:
+    growth, verification = POLICIES[name]
+    return Policy.of(GrowthSettings(**growth), verification)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_changes_the_law_of_the_output(model: LlamaForCausalLM, name: str) -> None:
+    assert p_value(model, Sampling(1.0), named(name)) > 1e-4
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize("name", POLICIES)
+def test_in_a_hundred_thousand_runs_no_policy_changes_the_law(
+    model: LlamaForCausalLM, name: str, temperature: float, top_p: float
+) -> None:
+    assert p_value(model, Sampling(temperature, top_p=top_p), named(name), count=100_000) > 1e-4
+
+
+class Whim:
+    """A governor that wants another draft length each time."""
+
+    def __init__(self) -> None:
+        self.chance = random.Random(0)  # noqa: S311 - repeatable, not secret
+
+    def plan(self, ready: int, others: int, rows: int) -> list[int]:
+        return [self.chance.randrange(3) for _ in range(ready)]
+
+    def observe(self, *measured: object) -> None: ...
+
+    def renew(self) -> None: ...
+
+
+def test_swaps_and_drafts_of_changing_length_in_the_middle_of_requests_leave_the_law_alone(
+    model: LlamaForCausalLM,
+) -> None:
+    torch.manual_seed(3)
+    first = eagle_from_target(copy.deepcopy(model), 4).weights()
+    second = {
+        name: value + torch.randn_like(value) if value.is_floating_point() else value for name, value in first.items()
+    }
+    versions = itertools.cycle(enumerate([first, second], 1))
+    calls = itertools.count()
+    swaps = []
+
+    def disturb(engine: Engine) -> None:
+        call = next(calls)
+        if call % 100 == 0:
+            engine.stage(*next(versions))
+        swaps.append(engine.counters().swaps)
+
+    assert p_value(model, Sampling(1.0), governor=Whim(), meanwhile=disturb) > 1e-4
+    assert swaps[-1] > 20
+
+
+@pytest.mark.parametrize("sampling", [PENALISED, Sampling(1.0, repeatable=True)], ids=["penalties", "seeds"])
+def test_a_tree_does_not_change_the_law_either(model: LlamaForCausalLM, sampling: Sampling) -> None:
+    tree = Policy.of(GrowthSettings(kind="dynamic_tree", budget=4), "siblings")
+    assert p_value(model, sampling, tree) > 1e-4
+
+
+class AcceptEverything(Chain):
     """What must not pass: every drafted token is kept."""
 
     def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
@@ -140,5 +264,16 @@ def test_a_rule_that_keeps_what_it_should_not_is_caught(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(VERIFICATIONS, "honest", VERIFICATIONS["chain"])
-    monkeypatch.setitem(VERIFICATIONS, "chain", AcceptEverything())  # type: ignore[arg-type]
+    monkeypatch.setitem(VERIFICATIONS, "chain", AcceptEverything())
     assert p_value(model, Sampling(1.0)) < 1e-9
+
+
+def test_penalties_that_forget_the_draft_path_are_caught(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def committed_only(self: Penalties, logits: Tensor, rows: Tensor, nodes: Tensor, *more: Any) -> Tensor:
+        return whole(self, logits, rows, torch.full_like(nodes, ROOT), *more)
+
+    whole = Penalties.adjust
+    monkeypatch.setattr(Penalties, "adjust", committed_only)
+    assert p_value(model, PENALISED) < 1e-9

@@ -5,7 +5,7 @@ import json
 import pytest
 from starlette.testclient import TestClient
 
-from osd.engine.request import SpeculationCounts, Update
+from osd.engine.request import Sampling, SpeculationCounts, TokenLogprobs, Update
 from serving.routes import create_app
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -58,11 +58,20 @@ def test_the_finish_reason_is_the_engines(client, service):
 
 
 def test_sampling_settings_reach_the_engine(client, service):
-    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 5, "stop": "X", "ignore_eos": True, "max_tokens": 9}
+    numbers = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.01,
+        "presence_penalty": 0.1,
+        "frequency_penalty": -0.2,
+        "repetition_penalty": 1.1,
+        "seed": 5,
+    }
+    fields = {**numbers, "logit_bias": {"7": -3}, "stop": "X", "ignore_eos": True, "max_tokens": 9}
     client.post("/v1/completions", json={"prompt": "hi", **fields})
     request = service.submitted[0]
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 7, 5)
+    assert request.sampling == Sampling(**numbers, logit_bias=((7, -3.0),), repeatable=True)
     assert (request.stop, request.ignore_eos, request.max_tokens) == (("X",), True, 9)
 
 
@@ -70,10 +79,45 @@ def test_defaults_are_openais(client, service):
     client.post("/v1/completions", json={"prompt": "hi", "top_k": -1})
     client.post("/v1/chat/completions", json=CHAT)
     text, chat = service.submitted
-    assert (text.sampling.temperature, text.sampling.top_p, text.sampling.top_k) == (1.0, 1.0, 0)
+    assert text.sampling == Sampling(seed=text.sampling.seed)
+    assert text.logprobs is chat.logprobs is None
     assert text.max_tokens == 16
     assert chat.max_tokens == 64 - 3
     assert text.sampling.seed != chat.sampling.seed
+
+
+def test_a_request_may_say_how_it_speculates(client, service):
+    for osd in ({"growth": {"kind": "chain", "depth": 2}, "verification": "block"}, {"verification": "naive"}, {}):
+        assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
+    client.post("/v1/completions", json={"prompt": "ho", "osd": {"verification": "naive"}})
+    own, rule_only, none, same = (request.policy for request in service.submitted)
+    assert (own.growth.name, own.growth.max_nodes, own.rule.name) == ("chain", 2, "block")
+    assert (rule_only.growth.name, rule_only.rule.name) == (service.settings.growth.kind, "naive")
+    assert none is None
+    assert same is rule_only  # what speculates alike drafts together
+
+
+@pytest.mark.parametrize(
+    ("osd", "param", "reason"),
+    [
+        ({"growth": {"kind": "forest"}}, "osd.growth.kind", "should be 'chain'"),
+        ({"growth": {"depth": 0}}, "osd.growth.depth", "greater than or equal to 1"),
+        ({"growth": {"kind": "chain", "budget": 9}}, "osd.growth", "budget is not read by kind chain"),
+        (
+            {"growth": {"kind": "dynamic_tree", "budget": 65}, "verification": "siblings"},
+            "osd.growth",
+            "up to 65 tokens and this server's limit is 64",
+        ),
+        ({"growth": {"kind": "top_k_tree"}, "verification": "siblings"}, "osd", "siblings would bias the output"),
+        ({"verification": "typical"}, "osd.verification", "should be 'chain'"),
+        ({"drafter": "mine"}, "osd.drafter", "is not supported"),
+    ],
+)
+def test_speculation_that_is_unknown_or_would_bias_the_output_is_refused_by_name(client, service, osd, param, reason):
+    error = error_of(client.post("/v1/completions", json={"prompt": "hi", "osd": osd}), 400)
+    assert error["param"] == param
+    assert reason in error["message"]
+    assert service.submitted == []
 
 
 @pytest.mark.parametrize(
@@ -94,6 +138,7 @@ def test_choices_have_seeds_of_their_own_and_the_first_is_that_of_a_single_one(c
     assert seeds[0] == 11
     assert len(set(seeds[:3])) == 3
     assert seeds[:3] == seeds[3:]
+    assert all(request.sampling.repeatable for request in service.submitted)
     assert len({request.id for request in service.submitted}) == 6
     assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 18, "total_tokens": 23}
     assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] == 24
@@ -125,6 +170,93 @@ def test_continuous_usage_counts_up_with_every_event(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = events_of(client.post("/v1/completions", json={"prompt": "hi", "stream": True, "stream_options": options}))
     assert [event["usage"]["completion_tokens"] for event in events] == [2, 3, 3]
+
+
+def with_logprobs(request):
+    """Three tokens in three updates; the second is no whole character and the third was impossible."""
+    places = [
+        TokenLogprobs(97, -0.5, ((97, -0.5), (98, -1.5))),
+        TokenLogprobs(0x24E, -3.0, ((98, -0.1), (99, -2.0))),
+        TokenLogprobs(99, float("-inf"), ((97, -0.25), (98, -2.5))),
+    ]
+    places = [TokenLogprobs(p.token, p.logprob, p.top[: request.logprobs]) for p in places]
+    return [
+        Update(request.id, (97, 0x24E), "a", logprobs=tuple(places[:2])),
+        Update(request.id, (), ""),
+        Update(request.id, (99,), "c", "stop", SpeculationCounts(), logprobs=tuple(places[2:])),
+    ]
+
+
+@pytest.fixture
+def telling(service):
+    """A service that reports log-probabilities and has a token that is no whole character."""
+    service.script = with_logprobs
+    service.decode = lambda ids: "".join("\ufffd" if token == 0x24E else chr(token) for token in ids)
+    return service
+
+
+def chat_entry(text, logprob, encoded):
+    return {"token": text, "logprob": logprob, "bytes": encoded}
+
+
+CHAT_LOGPROBS = [
+    {
+        **chat_entry("a", -0.5, [97]),
+        "top_logprobs": [chat_entry("a", -0.5, [97]), chat_entry("b", -1.5, [98])],
+    },
+    {
+        **chat_entry("\ufffd", -3.0, None),
+        "top_logprobs": [chat_entry("b", -0.1, [98]), chat_entry("c", -2.0, [99])],
+    },
+    {
+        **chat_entry("c", -9999.0, [99]),
+        "top_logprobs": [chat_entry("a", -0.25, [97]), chat_entry("b", -2.5, [98])],
+    },
+]
+
+
+def test_a_chat_reports_logprobs_in_openais_shape(client, telling):
+    fields = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    (choice,) = client.post("/v1/chat/completions", json=fields).json()["choices"]
+    assert telling.submitted[0].logprobs == 2
+    assert choice["logprobs"] == {"content": CHAT_LOGPROBS, "refusal": None}
+
+
+def test_a_stream_of_a_chat_reports_the_logprobs_of_its_own_tokens_with_each_event(client, telling):
+    fields = {**CHAT, "logprobs": True, "top_logprobs": 2, "stream": True}
+    events = events_of(client.post("/v1/chat/completions", json=fields))
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    assert parts == [
+        {"content": CHAT_LOGPROBS[:2], "refusal": None},
+        None,
+        {"content": CHAT_LOGPROBS[2:], "refusal": None},
+    ]
+
+
+def test_a_completion_reports_logprobs_and_where_each_token_begins(client, telling):
+    body = client.post("/v1/completions", json={"prompt": ["x", "y"], "logprobs": 1}).json()
+    for choice in body["choices"]:
+        assert choice["logprobs"] == {
+            "tokens": ["a", "\ufffd", "c"],
+            "token_logprobs": [-0.5, -3.0, -9999.0],
+            "top_logprobs": [{"a": -0.5}, {"\ufffd": -3.0, "b": -0.1}, {"c": -9999.0, "a": -0.25}],
+            "text_offset": [0, 1, 2],
+        }
+
+
+def test_a_stream_of_a_completion_counts_its_text_offsets_on(client, telling):
+    events = events_of(client.post("/v1/completions", json={"prompt": "x", "logprobs": 0, "stream": True}))
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    assert [part and part["text_offset"] for part in parts] == [[0, 1], None, [2]]
+    assert parts[0]["top_logprobs"] == [{"a": -0.5}, {"\ufffd": -3.0}]
+
+
+def test_a_bias_of_a_token_that_the_model_does_not_have_is_refused(client, service):
+    error = error_of(client.post("/v1/completions", json={"prompt": "hi", "logit_bias": {"592": 1}}), 400)
+    assert (error["param"], error["code"]) == ("logit_bias", "invalid_value")
+    assert "592" in error["message"]
+    assert client.post("/v1/completions", json={"prompt": "hi", "logit_bias": {"591": 1}}).status_code == 200
+    assert len(service.submitted) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -28,15 +28,10 @@ def chat(**fields):
     ("field", "value"),
     [
         ("tools", [{"type": "function"}]),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("logprobs", True),
-        ("logprobs", 0),
         ("top_logprobs", 3),
-        ("logit_bias", {"5": 10}),
+        ("min_tokens", 5),
         ("response_format", {"type": "json_object"}),
         ("metadata", {"a": "SECRET"}),
-        ("min_p", 0.1),
         ("a_field_of_tomorrow", None),
     ],
 )
@@ -58,6 +53,10 @@ def test_a_field_that_is_not_supported_is_refused_by_name(field, value):
         ("logprobs", False),
         ("logprobs", None),
         ("logit_bias", {}),
+        ("logit_bias", None),
+        ("top_logprobs", 0),
+        ("top_logprobs", None),
+        ("min_tokens", 0),
         ("response_format", {"type": "text"}),
         ("metadata", None),
         ("stop", None),
@@ -79,6 +78,28 @@ def test_a_field_that_says_what_is_done_anyway_is_accepted(field, value):
         ("top_p", 0),
         ("top_p", 1.5),
         ("top_k", -2),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("presence_penalty", "1"),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("repetition_penalty", 101),
+        ("logit_bias", [1]),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": -101}),
+        ("logit_bias", {"5": "SECRET"}),
+        ("logit_bias", {"5": True}),
+        ("logit_bias", {"SECRET": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {str(token): 1 for token in range(1025)}),
+        ("logprobs", 1),
+        ("logprobs", "yes"),
+        ("top_logprobs", 21),
+        ("top_logprobs", -1),
         ("n", 0),
         ("n", 9),
         ("max_tokens", 0),
@@ -98,9 +119,48 @@ def test_a_value_out_of_range_is_refused_with_the_name_of_its_field(field, value
     assert error["type"] == "invalid_request_error"
 
 
-def test_not_a_number_is_no_temperature():
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+)
+def test_not_a_number_is_no_setting(field):
     with pytest.raises(ValidationError):
-        ChatRequest.model_validate_json('{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}')
+        ChatRequest.model_validate_json(f'{{"messages": [{{"role": "user", "content": "a"}}], "{field}": NaN}}')
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("presence_penalty", 3, "2"),
+        ("repetition_penalty", 0, "0.01"),
+        ("min_p", 2, "1"),
+        ("logit_bias", {"5": 1e9}, "between -100 and 100"),
+        ("logit_bias", {str(token): 1 for token in range(1025)}, "1025 entries and the limit is 1024"),
+        ("top_logprobs", 21, "20"),
+    ],
+)
+def test_a_refusal_of_a_sampling_setting_names_its_limit(field, value, limit):
+    error = refusal(ChatRequest, messages=HI, logprobs=True, **{field: value})
+    assert error["param"] == field
+    assert limit in error["message"]
+
+
+def test_a_bias_is_read_as_pairs_of_token_id_and_number():
+    assert chat(logit_bias={"5": 10, "0": -0.5}).logit_bias == [(5, 10.0), (0, -0.5)]
+
+
+@pytest.mark.parametrize("value", [6, -1, True, "1", 1.5])
+def test_a_text_completion_counts_its_logprobs_up_to_five(value):
+    assert refusal(CompletionRequest, prompt="a", logprobs=value)["param"] == "logprobs"
+
+
+def test_how_many_alternatives_are_wanted_is_said_in_each_endpoints_own_way():
+    assert chat().top is None
+    assert chat(logprobs=False).top is None
+    assert chat(logprobs=True).top == 0
+    assert chat(logprobs=True, top_logprobs=20).top == 20
+    for logprobs in (None, 0, 5):
+        body = json.dumps({"prompt": "a", "logprobs": logprobs})
+        assert CompletionRequest.model_validate_json(body).top == logprobs
 
 
 def test_text_parts_are_joined_and_other_parts_are_refused_by_name():

@@ -193,7 +193,7 @@ def law_of(round_: Round, toy: Toy, length: int, kind: type[ForkingNoise] = Fork
 
 
 def plain_sampling(batch: int) -> SamplingBatch:
-    return SamplingBatch.of([SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0)] * batch)
+    return SamplingBatch.of([SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)] * batch)
 
 
 def round_of(growth: Growth, rule: Rule, toy: Toy, limit: int = 1_000) -> Round:

@@ -38,7 +38,7 @@ def grown(
 ) -> tuple[DraftBatch, Counting, Toy]:
     toy, ids = Toy.random(seed, 4, 7), torch.arange(len(limits))
     drafter = Counting(toy)
-    settings = SamplingBatch.of([SimpleNamespace(temperature=temperature, top_k=0, top_p=1.0)] * len(limits))
+    settings = SamplingBatch.of([SimpleNamespace(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)] * len(limits))
     draft = growth.grow(drafter, settings, Noise(ids, ids, ids), torch.tensor(limits))
     draft.check_integrity()
     return draft, drafter, toy
@@ -89,9 +89,8 @@ def test_confidence_stops_after_the_first_doubtful_token_and_keeps_it() -> None:
 
 def test_heuristic_moves_up_two_and_down_one_within_bounds() -> None:
     growth = GROWTHS["heuristic"](start=3, depth=6)
-    depths = torch.tensor([3, 3, 1, 6, 3])
-    moved = growth.adapt(depths, torch.tensor([3, 3, 1, 6, 0]), torch.tensor([3, 2, 0, 6, 0]))  # type: ignore[attr-defined]
-    assert moved.tolist() == [5, 2, 1, 6, 3]
+    rounds = [(3, 3, 3), (3, 3, 2), (1, 1, 0), (6, 6, 6), (3, 0, 0)]  # depth, drafted, accepted
+    assert [growth.adapt(*one) for one in rounds] == [5, 2, 1, 6, 3]  # type: ignore[attr-defined]
 
 
 def path_probabilities(draft: DraftBatch, toy: Toy, row: int) -> tuple[list[float], dict[int, float]]:
@@ -205,7 +204,7 @@ def test_greedy_sequences_get_the_most_probable_children() -> None:
     lambda: GROWTHS["chain"](0), lambda: GROWTHS["confidence"](eta=2, depth=1), lambda: GROWTHS["heuristic"](start=3,
     depth=2), lambda: GROWTHS["dynamic_tree"](budget=0), lambda: GROWTHS["dynamic_tree"](budget=1, threshold=0.0),
     lambda: GROWTHS["top_k_tree"](budget=1, top_k=0), lambda: GROWTHS["static_tree"](),
-    lambda: GROWTHS["static_tree"](acceptance=[], nodes=2), lambda: GROWTHS["static_tree"](paths=[]),
+    lambda: GROWTHS["static_tree"](acceptance=[], budget=2), lambda: GROWTHS["static_tree"](paths=[]),
 ])  # fmt: skip
 def test_settings_out_of_range_are_refused(build) -> None:
     with pytest.raises(ValueError, match=r"must be|needs"):

@@ -32,8 +32,8 @@ def p_value(
     """Decode three tokens for each of many requests, in rounds of the real code, and test their joint law."""
     vocabulary, batch = 3, torch.arange(COUNT)
     toy = Toy.random(seed, vocabulary, LENGTH + growth.max_nodes + 1, agreement=0.3)
-    settings = SamplingBatch.of([SimpleNamespace(temperature=temperature, top_k=0, top_p=top_p)] * COUNT)
-    one = SamplingBatch.of([SimpleNamespace(temperature=temperature, top_k=0, top_p=top_p)])
+    settings = SamplingBatch.of([SimpleNamespace(temperature=temperature, top_k=0, top_p=top_p, min_p=0.0)] * COUNT)
+    one = SamplingBatch.of([SimpleNamespace(temperature=temperature, top_k=0, top_p=top_p, min_p=0.0)])
     p = one.probabilities(toy.p.log().float(), torch.zeros(len(toy.p), dtype=torch.int64))
     toy = replace(toy, p=p, q=toy.q.float())
     codes, lengths = torch.zeros(COUNT, dtype=torch.int64), torch.zeros(COUNT, dtype=torch.int64)

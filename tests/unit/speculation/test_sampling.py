@@ -10,16 +10,20 @@ from osd.speculation.noise import Noise, Purpose
 from osd.speculation.sampling import SamplingBatch, draw
 
 
-def batch(*settings: tuple[float, int, float]) -> SamplingBatch:
-    return SamplingBatch.of([SimpleNamespace(temperature=t, top_k=k, top_p=p) for t, k, p in settings])
+def batch(*settings: tuple[float, ...]) -> SamplingBatch:
+    """Of temperature, top-k, top-p and, where given, min-p."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return SamplingBatch.of([SimpleNamespace(**dict(zip(names, (*s, 0.0)[:4], strict=True))) for s in settings])
 
 
-def reference(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+def reference(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
     """One row through transformers' own warpers."""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     scores, ids = logits[None].float(), torch.zeros(1, 1, dtype=torch.int64)
     scores = TemperatureLogitsWarper(temperature)(ids, scores)
+    if min_p:
+        scores = MinPLogitsWarper(min_p)(ids, scores)
     if top_k:
         scores = TopKLogitsWarper(top_k)(ids, scores)
     if top_p < 1:
@@ -29,6 +33,7 @@ def reference(logits: torch.Tensor, temperature: float, top_k: int, top_p: float
 
 SETTINGS = [
     (0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.9), (0.5, 40, 0.6), (1.0, 1, 1.0), (2.0, 0, 1e-6), (1.0, 10**6, 0.99),
+    (1.0, 0, 1.0, 0.1), (1.5, 0, 1.0, 0.05), (1.2, 30, 0.8, 0.02), (1.0, 0, 0.7, 0.01), (0.8, 3, 1.0, 0.3),
 ]  # fmt: skip
 
 
@@ -68,6 +73,16 @@ def test_temperature_zero_is_one_hot_at_the_lowest_id_of_equals() -> None:
     assert torch.equal(batch((0.0, 3, 0.5), (0.0, 0, 1.0)).probabilities(logits), expected)
     mixed = batch((0.0, 3, 0.5), (1.0, 0, 1.0)).probabilities(logits)
     assert torch.equal(mixed, torch.stack([expected[0], torch.full((4,), 0.25)]))
+
+
+def test_min_p_looks_at_the_distribution_after_temperature_and_before_top_p() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
+    found = batch((1.0, 0, 0.8, 0.5), (2.0, 0, 1.0, 0.5)).probabilities(logits.repeat(2, 1))
+    # min-p leaves 1/2 and 1/4, which are 2/3 and 1/3 of what is left: 0.8 needs both, as it would not of the whole.
+    assert torch.allclose(found[0], torch.tensor([2 / 3, 1 / 3, 0.0, 0.0]))
+    # At temperature 2 they stand at 1, 0.71, 0.55 and 0.45 of the first.
+    assert (found[1] > 0).tolist() == [True, True, True, False]
+    assert (batch((1.0, 0, 1.0, 1.0)).probabilities(logits)[0] > 0).sum() == 1
 
 
 def test_rows_choose_the_settings_of_their_sequence() -> None:

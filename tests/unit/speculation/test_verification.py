@@ -83,7 +83,7 @@ GROWN = {
     "dynamic threshold": (GROWTHS["dynamic_tree"](budget=4, threshold=0.15), "siblings traversal naive", 3),
     "dynamic level cap": (GROWTHS["dynamic_tree"](budget=3, threshold=0.02), "siblings traversal naive", 3),
     "top k": (GROWTHS["top_k_tree"](budget=5, top_k=2, depth=3), "naive", 3),
-    "sequoia": (GROWTHS["static_tree"](acceptance=[0.6, 0.3], nodes=4, depth=3), "siblings traversal naive", 3),
+    "sequoia": (GROWTHS["static_tree"](acceptance=[0.6, 0.3], budget=4, depth=3), "siblings traversal naive", 3),
 }
 
 
@@ -174,7 +174,7 @@ def test_a_ragged_batch_decides_as_each_sequence_alone_would(rule: str, growth: 
 def test_greedy_sequences_emit_the_targets_argmax_and_nothing_else(rule: str, growth: Growth) -> None:
     toy, count = Toy.random(15, 5, 5, agreement=0.95), 64
     noise = Noise(torch.arange(count), torch.arange(count), torch.zeros(count, dtype=torch.int64))
-    settings = SamplingBatch.of([SimpleNamespace(temperature=0.0, top_k=0, top_p=1.0)] * count)
+    settings = SamplingBatch.of([SimpleNamespace(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)] * count)
     draft = growth.grow(toy, settings, noise, torch.full((count,), 100))
     p = toy.target(draft)
     p = settings.probabilities(p.log().flatten(0, 1), torch.arange(count).repeat_interleave(p.shape[1])).view_as(p)

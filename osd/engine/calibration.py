@@ -1,0 +1,40 @@
+"""What a forward of the target costs on this machine."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from osd.target.kv_cache import PackedRows
+from osd.target.model import SlotModel
+
+_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+_REPEATS = 2
+
+
+def forward_seconds(target: SlotModel, most: int) -> dict[int, float]:
+    """Seconds of a forward by its rows, up to about ``most``; the best of two runs after one to warm up.
+
+    Must run on the thread that decodes, while no slot is in use.
+    """
+    seconds = {}
+    for count in _COUNTS:
+        if count > min(target.context, 2 * most):
+            break
+        places = torch.arange(count, device=target.device)
+        narrow = places.int()
+        rows = PackedRows(
+            token_ids=torch.zeros_like(places),
+            positions=places,
+            slots=torch.zeros_like(narrow),
+            stores=narrow,
+            visible=narrow + 1,
+        )
+        runs = []
+        for _ in range(1 + _REPEATS):
+            start = time.perf_counter()
+            target.forward(rows, places).logits[0, 0].item()  # waits for the device
+            runs.append(time.perf_counter() - start)
+        seconds[count] = min(runs[1:])
+    return seconds

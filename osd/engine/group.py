@@ -1,0 +1,162 @@
+"""The sequences of a round that draft and are verified alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from osd.drafters.base import Session
+from osd.engine.piece import Piece
+from osd.engine.policy import Policy
+from osd.speculation.growth import Growth
+from osd.speculation.noise import Noise
+from osd.speculation.penalties import Penalties, penalised
+from osd.speculation.sampling import SamplingBatch
+from osd.speculation.tree import ROOT, DraftBatch, TreeBuilder
+from osd.speculation.verification import Rule, Verdict
+from osd.speculation.verification.naive import Naive
+
+
+class Expansion:
+    """A drafter session as a growth policy sees it; keeps the raw logits of every node for the traces."""
+
+    def __init__(self, session: Session, slots: list[int], nodes: int, penalties: Penalties | None) -> None:
+        self._session, self._slots, self._nodes, self._penalties = session, slots, nodes, penalties
+        self.raw: Tensor | None = None  # [B, 1 + nodes, draft vocabulary], entry 1 + i after node i
+
+    @property
+    def support(self) -> Tensor | None:
+        """[draft vocabulary] target ids, None for the whole vocabulary."""
+        return self._session.support
+
+    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """One forward of the drafter; see ``osd.speculation.growth.Expander``."""
+        logits = self._session.expand(self._slots, builder, rows, nodes)
+        if self.raw is None:
+            self.raw = logits.new_empty(len(self._slots), 1 + self._nodes, logits.shape[-1])
+        self.raw[rows, 1 + nodes] = logits
+        if self._penalties is None:
+            return logits
+        return self._penalties.adjust(logits, rows, nodes, builder.tokens, builder.parents, self.support)
+
+
+class Group:
+    """Pieces that end, of sequences with one policy; either all of them decode greedily or none does."""
+
+    def __init__(self, policy: Policy, pieces: list[Piece], device: torch.device) -> None:
+        self.growth: Growth = policy.growth
+        self.rule: Rule = policy.rule
+        self.pieces = pieces
+        self.draft: DraftBatch | None = None
+        self.raw: Tensor | None = None
+        self._device = device
+        settings = [piece.sequence.request.sampling for piece in pieces]
+        self._sampling = SamplingBatch.of(settings, device)
+        self._penalties: Penalties | None = None
+        if any(map(penalised, settings)):
+            prompts = [piece.sequence.request.prompt_ids for piece in pieces]
+            outputs = [piece.sequence.tokens[len(prompt) :] for piece, prompt in zip(pieces, prompts, strict=True)]
+            self._penalties = Penalties(settings, prompts, outputs, device)
+        self._noise = _noise(pieces, [piece.sequence.step for piece in pieces], device)
+
+    @torch.inference_mode()
+    def grow(self, session: Session) -> None:
+        """Draft up to each piece's limit."""
+        limits = [piece.limit for piece in self.pieces]
+        if not any(limits):
+            return
+        slots = [piece.sequence.slot for piece in self.pieces]
+        expansion = Expansion(session, slots, max(limits), self._penalties)
+        draft = self.growth.grow(expansion, self._sampling, self._noise, torch.tensor(limits, device=self._device))
+        trees = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.sizes.tolist(), strict=True)
+        for piece, (tokens, parents, size) in zip(self.pieces, trees, strict=True):
+            piece.drafted, piece.parents = tokens[:size], parents[:size]
+        self.draft, self.raw = draft, expansion.raw
+
+    @torch.inference_mode()
+    def verify(self, logits: Tensor) -> None:
+        """Decide what each piece keeps, by the target's ``logits``."""
+        if self._sampling.all_greedy:
+            self._follow(logits)
+        else:
+            self._test(logits)
+
+    def _follow(self, logits: Tensor) -> None:
+        """Keep the path of most probable tokens: what every rule does when p has all its mass on one token."""
+        best = self._penalised(logits).argmax(-1).tolist()
+        at = 0
+        for piece in self.pieces:
+            size = len(piece.drafted)
+            piece.path, piece.token = follow(piece.drafted, piece.parents, best[at : at + 1 + size])
+            at += 1 + size
+
+    def _test(self, logits: Tensor) -> None:
+        draft = self.draft or DraftBatch.empty(len(self.pieces), self._device)
+        width = draft.tokens.shape[1] + 1
+        owners, places = [], []
+        for b, piece in enumerate(self.pieces):
+            size = len(piece.drafted)
+            places.append([len(owners) + min(i, size) for i in range(width)])
+            owners += [b] * (1 + size)
+        p = self._sampling.probabilities(self._penalised(logits), torch.tensor(owners, device=self._device))
+        p = p[torch.tensor(places, device=self._device)]
+        repeatable = [piece.sequence.request.sampling.repeatable for piece in self.pieces]
+        if not any(repeatable):
+            _keep(self.pieces, self.rule.verify(draft, p, self._noise))
+            return
+        steady, others = ([b for b, same in enumerate(repeatable) if same is wanted] for wanted in (True, False))
+        self._test_repeatable(draft, p, steady)
+        if others:
+            rows = torch.tensor(others, device=self._device)
+            verdict = self.rule.verify(draft.select(rows), p[rows], self._noise.rows(rows))
+            _keep([self.pieces[b] for b in others], verdict)
+
+    def _test_repeatable(self, draft: DraftBatch, p: Tensor, members: list[int]) -> None:
+        """Draw from p by the places of the tokens: no text may depend on what was drafted or where rounds ended.
+
+        The draft is only looked up, which is lossless for any draft.
+        """
+        pieces, rows = [self.pieces[b] for b in members], torch.tensor(members, device=self._device)
+        first = torch.tensor([len(piece.sequence.tokens) for piece in pieces], device=self._device)
+        noise = _noise(pieces, [0] * len(pieces), self._device)
+        _keep(pieces, Naive().verify(draft.select(rows), p[rows], noise, first))
+
+    def _penalised(self, logits: Tensor) -> Tensor:
+        """The group's rows of the logits, one piece below the other, with bias and penalties."""
+        mine = logits[[piece.logits_row + i for piece in self.pieces for i in range(1 + len(piece.drafted))]]
+        if self._penalties is None:
+            return mine
+        after = [(b, node) for b, piece in enumerate(self.pieces) for node in range(ROOT, len(piece.drafted))]
+        owners, nodes = torch.tensor(after, device=self._device).T
+        draft = self.draft or DraftBatch.empty(len(self.pieces), self._device)
+        return self._penalties.adjust(mine, owners, nodes, draft.tokens, draft.parents)
+
+
+def _noise(pieces: list[Piece], steps: list[int], device: torch.device) -> Noise:
+    seeds = torch.tensor([piece.sequence.request.sampling.seed for piece in pieces], device=device)
+    # The seed alone keys a request, so that the same seed gives the same text again under any request id.
+    return Noise(seeds, torch.zeros_like(seeds), torch.tensor(steps, device=device))
+
+
+def _keep(pieces: list[Piece], verdict: Verdict) -> None:
+    paths, accepted, tokens = verdict.path.tolist(), verdict.accepted.tolist(), verdict.token.tolist()
+    for b, piece in enumerate(pieces):
+        piece.path, piece.token = paths[b][: accepted[b]], tokens[b]
+
+
+def follow(tokens: Sequence[int], parents: Sequence[int], best: Sequence[int]) -> tuple[list[int], int]:
+    """The nodes of a draft on the path of most probable tokens, and the token after them.
+
+    Args:
+        tokens: of the nodes.
+        parents: of the nodes, which come before them.
+        best: the most probable token after the root, then after each node.
+    """
+    at, path = ROOT, []
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent == at and token == best[1 + at]:
+            at = node
+            path.append(node)
+    return path, best[1 + at]

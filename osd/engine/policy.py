@@ -1,0 +1,40 @@
+"""How a request speculates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from osd.config import GrowthSettings
+from osd.speculation.compatibility import compatible
+from osd.speculation.growth import Growth, make_growth
+from osd.speculation.growth.heuristic import Heuristic
+from osd.speculation.verification import VERIFICATIONS, Rule
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """A growth policy and a rule that is lossless for the drafts that it grows; compared by identity."""
+
+    growth: Growth
+    rule: Rule
+
+    @property
+    def first_limit(self) -> int:
+        """Nodes of a request's first draft at most."""
+        return self.growth.start if isinstance(self.growth, Heuristic) else self.growth.max_nodes
+
+    def next_limit(self, limit: int, drafted: int, accepted: int) -> int:
+        """The limit of a request's next draft, after one with ``limit`` and what came of it."""
+        return self.growth.adapt(limit, drafted, accepted) if isinstance(self.growth, Heuristic) else limit
+
+    @classmethod
+    def of(cls, growth: GrowthSettings, verification: str) -> Policy:
+        """The policy that these settings name.
+
+        Raises:
+            ValueError: the growth's settings contradict each other.
+            IncompatibleError: growth and rule would bias the output together.
+        """
+        policy = cls(make_growth(growth), VERIFICATIONS[verification])
+        compatible(policy.growth, policy.rule)
+        return policy

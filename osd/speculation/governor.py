@@ -1,0 +1,185 @@
+"""How much to draft, round by round: as much as raises the expected tokens per second, down to nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_SHARE_OF_PROBES = 0.02  # of the time, for drafts that are not expected to pay
+_PROBES_OF_A_NEW_DRAFTER = 16  # that are made whatever they cost
+_STEP = 0.1  # of a measurement in a running mean
+_OUTLIER = 3.0  # times the running mean; a garbage collection must not change the plan
+_MEMORY = 0.99  # kept of what is known about a node at each draft that had it
+_DOUBT = 2.0  # drafts that the first guess about a node counts for
+
+
+class Curve:
+    """Seconds as a function of a count, a running mean at each count that was seen and straight lines between."""
+
+    def __init__(self, points: Mapping[int, float] | None = None) -> None:
+        points = points or {}
+        self._counts = sorted(points)
+        self._seconds = [points[count] for count in self._counts]
+
+    def observe(self, count: int, seconds: float) -> None:
+        """Take one measurement; counts above 8 share a bucket with those that agree in their two highest bits."""
+        count = _bucket(count)
+        place = bisect_left(self._counts, count)
+        if place < len(self._counts) and self._counts[place] == count:
+            known = self._seconds[place]
+            self._seconds[place] += _STEP * (min(seconds, _OUTLIER * known) - known)
+        else:
+            self._counts.insert(place, count)
+            self._seconds.insert(place, seconds)
+
+    def at(self, count: int) -> float:
+        """The seconds expected; beyond what was seen those of the nearest count, 0 when nothing was seen."""
+        if not self._counts:
+            return 0.0
+        count = _bucket(count)
+        place = bisect_left(self._counts, count)
+        if place == len(self._counts):
+            return self._seconds[-1]
+        if place == 0 or self._counts[place] == count:
+            return self._seconds[place]
+        below, above = self._counts[place - 1 : place + 1]
+        part = (count - below) / (above - below)
+        return self._seconds[place - 1] * (1 - part) + self._seconds[place] * part
+
+
+def _bucket(count: int) -> int:
+    step = 1 << max(0, count.bit_length() - 3)
+    return count if count <= 8 else count // step * step
+
+
+class Acceptance:
+    """How often the i-th node of a draft, in draw order, was on the path that the target kept: running shares.
+
+    A smaller draft of the same policy is the beginning of a larger one, so the shares of the first n nodes are what a
+    draft of n nodes is expected to gain, for chains and for trees.
+    """
+
+    def __init__(self, nodes: int) -> None:
+        self._drafted, self._kept = [0.0] * nodes, [0.0] * nodes
+
+    def observe(self, size: int, kept: Sequence[int]) -> None:
+        """Count a draft of ``size`` nodes of which ``kept`` were accepted."""
+        for node in range(min(size, len(self._drafted))):
+            self._drafted[node] = self._drafted[node] * _MEMORY + 1
+            self._kept[node] = self._kept[node] * _MEMORY + (node in kept)
+
+    def forget(self) -> None:
+        """Let what comes next outweigh what was seen; it stays the first guess."""
+        for node, drafted in enumerate(self._drafted):
+            weight = min(1.0, _DOUBT / drafted) if drafted else 0.0
+            self._drafted[node] *= weight
+            self._kept[node] *= weight
+
+    def gains(self) -> list[float]:
+        """Tokens that drafts of 0, 1, 2, ... nodes are expected to add to a round."""
+        gains, first, before = [0.0], 0.5, 1.0
+        for drafted, kept in zip(self._drafted, self._kept, strict=True):
+            share = (kept + _DOUBT * before * first) / (drafted + _DOUBT)
+            if before == 1.0:
+                first = share
+            gains.append(gains[-1] + share)
+            before = share
+        return gains
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """One sequence's draft in a round: its nodes, and which of them the target kept."""
+
+    size: int
+    kept: Sequence[int]
+
+
+class Governor:
+    """Plans the drafts of each round from measured costs and running acceptance.
+
+    A round in which ``ready`` sequences draft n nodes each is worth ``tokens / (verify(rows + ready n) + draft(ready,
+    n))``; the n with the highest worth is taken. Because nothing is learnt about a drafter that does not draft, a
+    small share of the time goes to probes: one sequence drafts as much as it may. A new drafter is probed at once.
+    """
+
+    def __init__(self, nodes: int, verify: Mapping[int, float] | None = None) -> None:
+        """Plan drafts of up to ``nodes`` nodes.
+
+        Args:
+            nodes: the largest draft of the growth policy.
+            verify: measured seconds of a forward of the target, by its rows.
+        """
+        self.nodes = nodes
+        self._verify = Curve(verify)
+        self._draft: dict[int, Curve] = {}  # by the bucket of sequences: seconds a node
+        self._acceptance = Acceptance(nodes)
+        self._seconds = 0.0
+        self._probed = 0.0
+        self._owed = _PROBES_OF_A_NEW_DRAFTER
+        self._turn = 0
+
+    def plan(self, ready: int, others: int, rows: int) -> list[int]:
+        """How many nodes each of ``ready`` sequences is to draft at most.
+
+        Args:
+            ready: sequences that may draft.
+            others: sequences that get a token in this round without a draft.
+            rows: that the target's forward has whatever is drafted.
+        """
+        if ready == 0:
+            return []
+        gains = self._acceptance.gains()
+        worth = [
+            (others + ready * (1 + gain)) / (self._cost(ready, nodes, rows) or 1.0) for nodes, gain in enumerate(gains)
+        ]
+        best = max(range(self.nodes + 1), key=worth.__getitem__)
+        plan = [best] * ready
+        if best < self.nodes and self._may_probe(best, ready, rows):
+            self._turn += 1
+            plan[self._turn % ready] = self.nodes
+        return plan
+
+    def observe(self, rows: int, seconds: float, draft_seconds: float, drafts: Sequence[Drafted]) -> None:
+        """Learn from a round.
+
+        Args:
+            rows: of the target's forward.
+            seconds: that the round took.
+            draft_seconds: that drafting took of them.
+            drafts: of the sequences that drafted.
+        """
+        self._seconds += seconds
+        self._verify.observe(rows, seconds - draft_seconds)
+        if drafts:
+            largest = max(draft.size for draft in drafts)
+            curve = self._draft.setdefault(_bucket(len(drafts)), Curve())
+            curve.observe(largest, draft_seconds / largest)
+        for draft in drafts:
+            self._acceptance.observe(draft.size, draft.kept)
+
+    def renew(self) -> None:
+        """Expect another drafter from now on."""
+        self._acceptance.forget()
+        self._owed = _PROBES_OF_A_NEW_DRAFTER
+
+    def _cost(self, ready: int, nodes: int, rows: int) -> float:
+        cost = self._verify.at(rows + ready * nodes)
+        if nodes and self._draft:
+            nearest = min(self._draft, key=lambda seen: abs(seen - _bucket(ready)))
+            cost += self._draft[nearest].at(nodes) * nodes
+        return cost
+
+    def _may_probe(self, best: int, ready: int, rows: int) -> bool:
+        """Whether a probe is due; it is paid for here."""
+        if self._owed > 0:
+            self._owed -= 1
+            return True
+        planned = rows + ready * best
+        extra = self._verify.at(planned + self.nodes - best) - self._verify.at(planned)
+        price = max(0.0, extra) + self._cost(1, self.nodes, 0) - self._verify.at(self.nodes)
+        if self._probed + price > _SHARE_OF_PROBES * self._seconds:
+            return False
+        self._probed += price
+        return True

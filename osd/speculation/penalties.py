@@ -1,0 +1,161 @@
+"""Logit bias and the penalties on tokens that were used before, counted along each draft path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+class PenaltySettings(Protocol):
+    """What a sequence's request says about single tokens."""
+
+    @property
+    def presence_penalty(self) -> float:
+        """Taken off the logit of each token of the output; 0 for none."""
+        ...
+
+    @property
+    def frequency_penalty(self) -> float:
+        """Taken off the logit of a token each time that the output has it; 0 for none."""
+        ...
+
+    @property
+    def repetition_penalty(self) -> float:
+        """Divides positive and multiplies negative logits of the tokens of prompt and output; 1 for none."""
+        ...
+
+    @property
+    def logit_bias(self) -> tuple[tuple[int, float], ...]:
+        """What is added to the logits of some token ids."""
+        ...
+
+
+def penalised(settings: PenaltySettings) -> bool:
+    """Whether a request changes logits at all: without any such request no ``Penalties`` are needed."""
+    return bool(
+        settings.presence_penalty
+        or settings.frequency_penalty
+        or settings.repetition_penalty != 1
+        or settings.logit_bias
+    )
+
+
+class Penalties:
+    """The bias and penalties of B sequences in one round.
+
+    The logits after a node of a draft are those that plain decoding would have there: the tokens on the path to the
+    node count as output beside what is committed. Target and drafter are treated alike, so q stays close to p.
+
+    The order is vLLM's: bias, repetition, frequency and presence penalty, then what ``SamplingBatch`` does. The
+    repetition penalty is that of Keskar et al., "CTRL", 2019 (arXiv 1909.05858); the other two are OpenAI's.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[PenaltySettings],
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Count what each of the B sequences has used.
+
+        Args:
+            settings: of each sequence.
+            prompts: its prompt's token ids.
+            outputs: what was generated and committed.
+            device: of the logits.
+        """
+        chosen = [index for index, s in enumerate(settings) if penalised(s)]
+        self._place = torch.full((len(settings),), -1, device=device)  # [B] among the S sequences chosen
+        self._place[chosen] = torch.arange(len(chosen), device=device)
+        ids, facts, rates = [], [], []
+        for index in chosen:
+            s = settings[index]
+            # Only the repetition penalty asks for the prompt.
+            found = _facts(s.logit_bias, prompts[index] if s.repetition_penalty != 1 else (), outputs[index])
+            ids.append(found[0])
+            facts.append(found[1])
+            rates.append((s.repetition_penalty, s.frequency_penalty, s.presence_penalty))
+        self._ids = pad_sequence(ids, batch_first=True, padding_value=-1).to(device)  # [S, L]
+        self._facts = pad_sequence(facts, batch_first=True).to(device)  # [S, L, 3]
+        self._rates = torch.tensor(rates, dtype=torch.float64, device=device)  # [S, 3]
+
+    def adjust(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        nodes: Tensor,
+        tokens: Tensor,
+        parents: Tensor,
+        support: Tensor | None = None,
+    ) -> Tensor:
+        """The logits with bias and penalties; other sequences' rows stay as they are.
+
+        Args:
+            logits: [R, V] of the target or [R, Vd] of a drafter; not written to.
+            rows: [R] the sequence of each row.
+            nodes: [R] the node that each row follows, or ROOT.
+            tokens: [B, N] target ids of the draft trees' nodes.
+            parents: [B, N] their parents.
+            support: [Vd] target ids of a draft vocabulary, None for the whole vocabulary.
+        """
+        mine = self._place[rows]
+        at = (mine >= 0).nonzero().squeeze(-1)
+        if not len(at):
+            return logits
+        mine, path = mine[at], path_tokens(tokens, parents, rows[at], nodes[at])
+        committed, facts = self._ids[mine], self._facts[mine]
+        drafted = path >= 0
+        same = (path[:, :, None] == committed[:, None, :]) & drafted[:, :, None]
+        again = (path[:, :, None] == path[:, None, :]).tril(-1).any(-1)
+        # A token of the path that is committed too, or twice on the path, has one entry only.
+        valid = torch.cat([committed >= 0, drafted & ~same.any(-1) & ~again], 1)
+        ids = torch.cat([committed, path], 1)  # [A, L + longest path]
+        on_path = (ids[:, :, None] == path[:, None, :]).sum(-1)
+        columns = ids
+        if support is not None:
+            known, order = support.sort()
+            place = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+            valid, columns = valid & (known[place] == ids), order[place]
+
+        counts, prompt, bias = torch.cat([facts, facts.new_zeros(*path.shape, 3)], 1).unbind(-1)
+        counts = counts + on_path
+        repetition, frequency, presence = self._rates[mine][:, :, None].unbind(1)
+        place = at[:, None] * logits.shape[-1] + columns.masked_fill(~valid, 0)
+        before = logits.take(place).double()
+        scores = before + bias
+        repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+        scores = torch.where((counts > 0) | (prompt > 0), repeated, scores)
+        scores = scores - frequency * counts - presence * (counts > 0)
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        change = (scores - before).masked_fill(~valid | before.isneginf(), 0.0).to(dtype)
+        return logits.to(dtype, copy=True).put_(place, change, accumulate=True)
+
+
+def _facts(bias: tuple[tuple[int, float], ...], prompt: Sequence[int], output: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """[L] the token ids that something is known about, and [L, 3]: counts in the output, 1 if in the prompt, bias."""
+    used, seen = torch.tensor(output, dtype=torch.int64), torch.tensor(prompt, dtype=torch.int64)
+    biased = torch.tensor([token for token, _ in bias], dtype=torch.int64)
+    ids = torch.cat([used, seen, biased]).unique()
+    facts = torch.zeros(len(ids), 3, dtype=torch.float64)
+    facts[:, 0] = torch.bincount(torch.searchsorted(ids, used), minlength=len(ids))
+    facts[torch.searchsorted(ids, seen), 1] = 1.0
+    facts[torch.searchsorted(ids, biased), 2] = torch.tensor([value for _, value in bias], dtype=torch.float64)
+    return ids, facts
+
+
+def path_tokens(tokens: Tensor, parents: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:
+    """[R, longest] the tokens on the paths to ``nodes`` [R] of trees ``rows`` [R], the last one first, then -1.
+
+    ``tokens`` and ``parents`` are [B, N], with ROOT above a root's child.
+    """
+    found = []
+    while bool((nodes >= 0).any()):
+        above = nodes.clamp(min=0)
+        found.append(tokens[rows, above].masked_fill(nodes < 0, -1))
+        nodes = torch.where(nodes < 0, nodes, parents[rows, above])
+    return torch.stack(found, 1) if found else tokens.new_empty(len(rows), 0)

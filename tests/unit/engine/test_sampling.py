@@ -1,0 +1,149 @@
+"""What OpenAI's and vLLM's sampling settings do to whole requests: the same with and without speculation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from osd.engine.request import Sampling
+from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running
+from tests.unit.speculation.test_penalties import written_out
+
+KINDS = ["none", "eagle", "language_model"]
+SEEDED = Sampling(temperature=1.0, top_p=0.95, seed=77, repeatable=True)
+STRONG = Sampling(
+    temperature=0.0,
+    presence_penalty=1.0,
+    frequency_penalty=0.5,
+    repetition_penalty=1.4,
+    logit_bias=((65, 4.0), (66, -100.0)),
+)
+
+
+def greedy_by_the_book(model: Any, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
+    """Plain greedy decoding of penalised logits, one token at a time."""
+    output: list[int] = []
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + output])).logits[0, -1]
+        scores = written_out(logits.tolist(), list(range(len(logits))), sampling, prompt, output)
+        output.append(int(scores.argmax()))
+    return output
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_output_is_that_of_penalised_logits_by_the_book(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    asked = prompts([12, 1, 30], seed=3)
+    with running(target_dir, kind) as client:
+        for index, prompt in enumerate(asked):
+            client.submit(str(index), prompt, 24, STRONG, ignore_eos=True)
+        client.submit("plain", asked[0], 24, ignore_eos=True)
+        results = client.wait()
+    for index, prompt in enumerate(asked):
+        assert results[str(index)].tokens == greedy_by_the_book(oracle.model, prompt, 24, STRONG)
+    assert results["plain"].tokens == oracle.greedy(asked[0], 24)
+    if kind != "none":
+        counts = [result.counts for result in results.values()]
+        assert all(c is not None and 0 < c.accepted < c.drafted for c in counts), "both outcomes were there"
+
+
+def one(directory: Path, kind: str, prompt: list[int], sampling: Sampling = SEEDED, **more: Any) -> Result:
+    request = {name: more.pop(name) for name in ("speculate", "logprobs") if name in more}
+    with running(directory, kind, **more) as client:
+        client.submit("r", prompt, 40, sampling, ignore_eos=True, **request)
+        return client.wait()["r"]
+
+
+def test_a_seed_gives_the_same_text_whatever_is_drafted_and_whoever_shares_the_batch(target_dir: Path) -> None:
+    prompt = prompts([21], seed=6)[0]
+    goal = one(target_dir, "none", prompt).tokens
+    drafted = 0
+    for kind, depth in (("eagle", 3), ("language_model", 1), ("language_model", 4)):
+        result = one(target_dir, kind, prompt, depth=depth)
+        assert result.tokens == goal, (kind, depth)
+        assert result.counts is not None
+        drafted += result.counts.accepted
+    assert drafted > 0, "drafts were of use"
+    assert one(target_dir, "language_model", prompt, speculate=False).tokens == goal
+    assert one(target_dir, "language_model", prompt, governed=True).tokens == goal
+    with running(target_dir, "language_model", slots=4) as client:
+        for index, other in enumerate(prompts([30, 2, 11, 7, 25])):
+            settings = Sampling(temperature=0.5 * index, seed=index, repeatable=index % 2 == 0)
+            client.submit(f"other {index}", other, 10 + 3 * index, settings, ignore_eos=True)
+            if index == 2:
+                client.submit("crowd", prompt, 40, SEEDED, ignore_eos=True)
+        other_seed = Sampling(temperature=1.0, top_p=0.95, seed=78, repeatable=True)
+        client.submit("other seed", prompt, 40, other_seed, ignore_eos=True)
+        results = client.wait()
+    assert results["crowd"].tokens == goal != results["other seed"].tokens
+
+
+def test_a_seed_gives_the_same_text_across_a_swap(target_dir: Path) -> None:
+    prompt = prompts([21], seed=6)[0]
+    goal = one(target_dir, "none", prompt).tokens
+    drafter = make_drafter("language_model", target_dir)
+    assert drafter is not None
+    torch.manual_seed(5)
+    weights = {k: v + torch.randn_like(v) if v.is_floating_point() else v for k, v in drafter.weights().items()}
+    with running(target_dir, "language_model") as client:
+        client.submit("r", prompt, 40, SEEDED, ignore_eos=True)
+        client.next()
+        client.engine.stage(2, weights)
+        assert client.wait()["r"].tokens == goal
+        assert client.engine.counters().swaps == 1
+
+
+def raw_logp(oracle: Oracle, prompt: list[int], tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        logits = oracle.model(input_ids=torch.tensor([prompt + tokens])).logits[0]
+    return logits[len(prompt) - 1 : -1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampling", [STRONG, Sampling(0.6, top_k=5, seed=1), SEEDED], ids=["greedy", "drawn", "seed"])
+def test_logprobs_are_those_of_the_target_before_any_setting(
+    target_dir: Path, oracle: Oracle, kind: str, sampling: Sampling
+) -> None:
+    asked = prompts([9, 37], seed=8)
+    with running(target_dir, kind) as client:
+        for top, prompt in enumerate(asked):
+            client.submit(str(top), prompt, 30, sampling, ignore_eos=True, logprobs=3 * top)
+        client.submit("silent", asked[0], 5, sampling, ignore_eos=True)
+        results = client.wait()
+    assert results["silent"].logprobs == []
+    for top, prompt in enumerate(asked):
+        result = results[str(top)]
+        assert [place.token for place in result.logprobs] == result.tokens
+        logp = raw_logp(oracle, prompt, result.tokens)
+        best = logp.topk(3 * top, -1)
+        for at, place in enumerate(result.logprobs):
+            assert place.logprob == pytest.approx(float(logp[at, place.token]), abs=1e-3)
+            assert [token for token, _ in place.top] == best.indices[at].tolist()
+            assert [value for _, value in place.top] == pytest.approx(best.values[at].tolist(), abs=1e-3)
+
+
+def test_logprobs_stop_where_the_request_does(target_dir: Path) -> None:
+    prompt = prompts([21], seed=6)[0]
+    result = one(target_dir, "language_model", prompt, Sampling(temperature=1.0, seed=4), logprobs=1)
+    assert len(result.logprobs) == len(result.tokens) == 40
+
+
+def test_requests_without_a_seed_keep_the_configured_rule_beside_those_with_one(target_dir: Path) -> None:
+    prompt, neighbours = prompts([21], seed=6)[0], prompts([5, 8], seed=7)
+    free = Sampling(temperature=1.0, seed=9)
+    alone = one(target_dir, "language_model", prompt, free)
+    with running(target_dir, "language_model") as client:
+        client.submit("r", prompt, 40, free, ignore_eos=True)
+        for index, other in enumerate(neighbours):
+            client.submit(str(index), other, 60, SEEDED, ignore_eos=True)
+        beside = client.wait()["r"]
+    assert beside.tokens == alone.tokens
+    assert beside.counts == alone.counts
+    assert (
+        one(target_dir, "language_model", prompt, Sampling(temperature=1.0, seed=9, repeatable=True)).tokens
+        != alone.tokens
+    )

@@ -1,0 +1,155 @@
+"""The governor on simulated machines, whose best draft length can be worked out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from osd.speculation.governor import Acceptance, Curve, Drafted, Governor
+
+NODES = 6
+
+
+class Machine:
+    """A target whose forward costs ``base`` and ``slope`` more a row, and a drafter that is right ``rate`` times."""
+
+    def __init__(self, base: float, slope: float, draft: float, rate: float, seed: int = 0) -> None:
+        self.base, self.slope, self.draft, self.rate = base, slope, draft, rate
+        self.chance = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self.tokens, self.seconds = 0, 0.0
+
+    def verify(self, rows: int) -> float:
+        return self.base + self.slope * rows
+
+    def forward_seconds(self) -> dict[int, float]:
+        return {rows: self.verify(rows) for rows in (1, 2, 4, 8, 16, 32, 64)}
+
+    def throughput(self, sequences: int, nodes: int) -> float:
+        tokens = sequences * sum(self.rate**i for i in range(nodes + 1))
+        return tokens / (self.verify(sequences * (1 + nodes)) + nodes * self.draft)
+
+    def best(self, sequences: int) -> int:
+        return max(range(NODES + 1), key=lambda nodes: self.throughput(sequences, nodes))
+
+    def round(self, plan: list[int]) -> tuple[int, float, float, list[Drafted]]:
+        drafts = []
+        for size in plan:
+            kept = 0
+            while kept < size and self.chance.random() < self.rate:
+                kept += 1
+            self.tokens += 1 + kept
+            if size:
+                drafts.append(Drafted(size, list(range(kept))))
+        draft_seconds = self.draft * max(plan)
+        rows = sum(1 + size for size in plan)
+        seconds = (self.verify(rows) + draft_seconds) * self.chance.uniform(0.95, 1.05)
+        self.seconds += seconds
+        return rows, seconds, draft_seconds, drafts
+
+
+def run(governor: Governor, machine: Machine, sequences: int, rounds: int) -> list[int]:
+    """The draft length that most sequences had, round by round."""
+    lengths = []
+    for _ in range(rounds):
+        plan = governor.plan(sequences, 0, sequences)
+        lengths.append(sorted(plan)[len(plan) // 2])
+        governor.observe(*machine.round(plan))
+    return lengths
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 8])
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize(("base", "slope", "draft"), [(10, 0.1, 0.5), (10, 2, 1), (5, 5, 1), (30, 0.5, 6)])
+def test_it_comes_within_five_percent_of_the_best_length(
+    base: float, slope: float, draft: float, rate: float, sequences: int
+) -> None:
+    machine = Machine(base, slope, draft, rate)
+    governor = Governor(NODES, machine.forward_seconds())
+    run(governor, machine, sequences, 300)
+    machine.tokens, machine.seconds = 0, 0.0
+    run(governor, machine, sequences, 1000)
+    best = machine.throughput(sequences, machine.best(sequences))
+    assert machine.tokens / machine.seconds > 0.95 * best
+
+
+def test_without_anything_to_gain_it_does_not_draft_but_for_probes_of_two_percent() -> None:
+    machine = Machine(base=10, slope=2, draft=1, rate=0.0)
+    governor = Governor(NODES, machine.forward_seconds())
+    run(governor, machine, 4, 100)
+    machine.tokens, machine.seconds = 0, 0.0
+    lengths = run(governor, machine, 4, 2000)
+    plain = 4 / machine.verify(4)
+    assert set(lengths) == {0}
+    assert 0.97 * plain < machine.tokens / machine.seconds < 0.999 * plain
+
+
+def test_a_drafter_that_became_good_is_noticed_at_a_swap_and_also_without_one() -> None:
+    for told, rounds in ((True, 40), (False, 3000)):
+        machine = Machine(base=10, slope=0.5, draft=0.5, rate=0.0)
+        governor = Governor(NODES, machine.forward_seconds())
+        assert run(governor, machine, 2, 500)[-1] == 0
+        machine.rate = 0.8
+        if told:
+            governor.renew()
+        assert run(governor, machine, 2, rounds)[-1] > 0
+
+
+def test_a_drafter_that_became_bad_stops_drafting() -> None:
+    machine = Machine(base=10, slope=0.5, draft=0.5, rate=0.8)
+    governor = Governor(NODES, machine.forward_seconds())
+    assert run(governor, machine, 1, 200)[-1] > 2
+    machine.rate = 0.0
+    assert run(governor, machine, 1, 400)[-1] == 0
+
+
+def test_a_full_batch_on_a_saturated_machine_drafts_less_than_one_sequence() -> None:
+    machine = Machine(base=10, slope=3, draft=0.5, rate=0.8)
+    governor = Governor(NODES, machine.forward_seconds())
+    assert run(governor, machine, 1, 200)[-1] > run(governor, machine, 16, 200)[-1]
+
+
+def test_a_costly_drafter_is_left_alone_although_it_is_right() -> None:
+    machine = Machine(base=10, slope=0.1, draft=30, rate=0.9)
+    governor = Governor(NODES, machine.forward_seconds())
+    assert run(governor, machine, 1, 200)[-1] == 0
+
+
+def test_no_sequence_ready_no_plan() -> None:
+    assert Governor(NODES).plan(0, 3, 3) == []
+
+
+def test_a_curve_runs_straight_between_what_was_seen_and_flat_beyond() -> None:
+    curve = Curve({2: 10.0, 4: 20.0})
+    assert [curve.at(count) for count in (1, 2, 3, 4, 64)] == [10, 10, 15, 20, 20]
+    assert Curve().at(3) == 0
+
+
+def test_a_curve_follows_what_is_measured_but_not_one_outlier() -> None:
+    curve = Curve({4: 10.0})
+    curve.observe(4, 1000.0)
+    assert curve.at(4) < 13
+    for _ in range(60):
+        curve.observe(4, 20.0)
+    assert curve.at(4) == pytest.approx(20, rel=0.01)
+
+
+def test_counts_above_eight_share_buckets() -> None:
+    curve = Curve()
+    curve.observe(40, 7.0)
+    curve.observe(20, 5.0)
+    assert curve.at(47) == 7
+    assert curve.at(48) == 7
+    assert curve.at(21) == curve.at(23) == 5
+
+
+def test_gains_are_the_running_shares_of_nodes_in_draw_order() -> None:
+    acceptance = Acceptance(3)
+    for _ in range(500):
+        acceptance.observe(3, [0, 2])
+        acceptance.observe(3, [])
+    gains = acceptance.gains()
+    assert gains[0] == 0
+    assert gains[1] == pytest.approx(0.5, abs=0.02)
+    assert gains[2] - gains[1] == pytest.approx(0.0, abs=0.02)
+    assert gains[3] - gains[2] == pytest.approx(0.5, abs=0.02)
