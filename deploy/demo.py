@@ -157,11 +157,8 @@ def _display(story: Story, console: Console) -> Iterator[Callable[[], None]]:
 
 
 def _stable(settings: Settings, redis_url: str) -> int:
-    pointer = Pointer(redis_url)
-    try:
+    with Pointer(redis_url) as pointer:
         rollout = pointer.get(settings.domain)
-    finally:
-        pointer.close()
     if rollout is None:
         raise StartError(f"the rollout pointer of {settings.domain} is gone from Redis")
     return rollout.stable

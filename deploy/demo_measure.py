@@ -27,6 +27,20 @@ _PROMPTS, _IDENTICAL_PROMPTS, _IDENTICAL_TOKENS = 16, 6, 48
 Ids = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What came of one prompt; ``seconds`` from the first token to the last."""
+
+    ids: Ids
+    counts: SpeculationCounts
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the tokens after the first."""
+        return (len(self.ids) - 1) / self.seconds if self.seconds else 0.0
+
+
 @dataclass
 class Run:
     """What one way of decoding did, prompt by prompt."""
@@ -36,7 +50,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """The median over the prompts, prefill included."""
+        """The median over the prompts, of the tokens after the first: the prompt's own forward is the same for all."""
         return statistics.median(self.speeds)
 
     @property
@@ -75,11 +89,15 @@ def measure(
 ) -> HeldOut:
     """Decode held-out prompts one at a time: plainly, with the first drafter, and with the last one.
 
+    Every round drafts as far as the growth policy goes, so that the two drafters are asked for the same.
+
     Speed and acceptance are of greedy decoding in the configured dtype; equality of the outputs is of float32, where
     rounding does not decide between tokens.
     """
     report("loading the engine for the measurement")
     one_core()
+    growth = settings.growth.model_copy(update={"governed": False})
+    settings = settings.model_copy(update={"growth": growth})
     directory = resolve(settings.target.source, settings.home_dir)
     registry = Registry(settings.registry_dir)
     versions = {number: registry.load(settings.domain, number) for number in {first, last}}
@@ -93,12 +111,10 @@ def measure(
             # Another way goes first each time, so that none always meets the warmer caches.
             for name, version in itertools.islice(itertools.cycle(ways), number % 3, number % 3 + 3):
                 _switch(engine, versions[version])
-                begun = time.perf_counter()
-                ids, counts = _decode(engine, prompt, max_tokens, speculate=name is not None)
-                seconds = time.perf_counter() - begun
+                answer = _decode(engine, prompt, max_tokens, speculate=name is not None)
                 if number:  # the first prompt warms the engine up
-                    runs[name].speeds.append(len(ids) / seconds)
-                    runs[name].counts.add(counts)
+                    runs[name].speeds.append(answer.tokens_per_second)
+                    runs[name].counts.add(answer.counts)
     report("comparing greedy outputs in float32")
     exact = settings.model_copy(update={"target": settings.target.model_copy(update={"dtype": "float32"})})
     identical = _identical(exact, directory, versions[last], asked[1 : _IDENTICAL_PROMPTS + 1])
@@ -109,10 +125,11 @@ def _identical(settings: Settings, directory: Path, version: Version, asked: Seq
     drafted = 0
     with _running(settings, directory, version) as engine:
         for prompt in asked:
-            plain, _ = _decode(engine, prompt, _IDENTICAL_TOKENS, speculate=False)
-            speculative, counts = _decode(engine, prompt, _IDENTICAL_TOKENS, speculate=True)
-            drafted += counts.drafted
-            if plain != speculative:
+            plain, speculative = (
+                _decode(engine, prompt, _IDENTICAL_TOKENS, speculate=speculate) for speculate in (False, True)
+            )
+            drafted += speculative.counts.drafted
+            if plain.ids != speculative.ids:
                 return False
     return drafted > 0
 
@@ -151,13 +168,15 @@ def _switch(engine: Engine, version: Version) -> None:
         time.sleep(0.001)
 
 
-def _decode(engine: Engine, prompt: Ids, max_tokens: int, *, speculate: bool) -> tuple[Ids, SpeculationCounts]:
+def _decode(engine: Engine, prompt: Ids, max_tokens: int, *, speculate: bool) -> Answer:
     ids: list[int] = []
+    times: list[float] = []
     done = threading.Event()
     last: list[Update] = []
 
     def take(update: Update) -> None:
         ids.extend(update.token_ids)
+        times.append(time.perf_counter())
         if update.finish_reason is not None:
             last.append(update)
             done.set()
@@ -166,4 +185,4 @@ def _decode(engine: Engine, prompt: Ids, max_tokens: int, *, speculate: bool) ->
     done.wait()
     if last[0].finish_reason not in ("stop", "length"):
         raise RuntimeError(f"a held-out prompt ended as {last[0].finish_reason}: {last[0].error}")
-    return tuple(ids), last[0].counts or SpeculationCounts()
+    return Answer(tuple(ids), last[0].counts or SpeculationCounts(), times[-1] - times[0])

@@ -26,7 +26,7 @@ Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")]
 
 
 def replay(
-    source: Annotated[str, typer.Argument(help="stdlib, pydoc, or a JSON lines file.", metavar="FILE|stdlib|pydoc")],
+    source: Annotated[str, typer.Argument(help="unittest, stdlib, pydoc or a JSON lines file.", metavar="SOURCE")],
     rate: Annotated[float, typer.Option(min=0.001, help="Conversations that begin in a second, on average.")],
     duration: Annotated[float | None, typer.Option(min=0.001, help="Seconds of arrivals.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Conversations at most.")] = None,

@@ -45,8 +45,8 @@ def demo(
         float, typer.Option(min=0.1, max=60, help="Minutes of live traffic before the measurement.")
     ] = 6.0,
     report: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.", metavar="FILE")] = None,
-    source: Annotated[str, typer.Option(help="Prompts: stdlib, pydoc or a JSON lines file.")] = "stdlib",
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second.")] = 0.45,
+    source: Annotated[str, typer.Option(help="Prompts: unittest, stdlib, pydoc or a JSON lines file.")] = "unittest",
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second.")] = 0.9,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

@@ -64,26 +64,35 @@ class EagleSession:
     @torch.inference_mode()
     def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``Session.expand``."""
-        rows_list, nodes_list = rows.tolist(), nodes.tolist()
+        asked = [slots[row] for row in rows.tolist()]
+        tokens, parents = builder.tokens.tolist(), builder.parents.tolist()
         packed = TreeRows(builder, self.cache)
-        features, tokens = [], []
-        for row, node in zip(rows_list, nodes_list, strict=True):
-            slot = slots[row]
+        ids: list[int] = []
+        hidden: list[Tensor] = []
+        fresh: list[int] = []  # rows that the target's hidden states feed
+        grown: list[tuple[int, int, int]] = []  # rows that a node's parent feeds: the row, its slot and the parent
+        for slot, row, node in zip(asked, rows.tolist(), nodes.tolist(), strict=True):
             if node < 0:
-                new, hidden = self.pending[slot]
+                new, states = self.pending[slot]
+                fresh += range(len(ids), len(ids) + len(new))
+                ids += new
+                hidden += states
                 packed.commit(slot, len(new))
-                tokens.append(torch.tensor(new, device=self.device))
-                features.append(self._fuse(torch.cat(hidden).float()))
                 self.pending[slot] = ([], [])
             else:
+                grown.append((len(ids), slot, 1 + parents[row][node]))
+                ids.append(tokens[row][node])
                 packed.node(slot, row, node)
-                tokens.append(builder.tokens[row, node : node + 1])
-                features.append(self.features[slot, 1 + int(builder.parents[row, node])][None])
-        features, ids = torch.cat(features), torch.cat(tokens)
+        features = torch.empty(len(ids), self.drafter.shape.hidden, device=self.device)
+        if fresh:
+            features[fresh] = self._fuse(torch.cat(hidden).float())
+        if grown:
+            at, slot_ids, above = torch.tensor(grown, device=self.device).T
+            features[at] = self.features[slot_ids, above]
         step = self._step if self._native is None else self._native
-        output, logits = step(ids, features, packed.rows(ids), packed.last)
-        slot_ids = torch.tensor([slots[row] for row in rows_list], device=self.device)
-        self.features[slot_ids, 1 + nodes] = output
+        packed_rows = packed.rows(torch.tensor(ids, device=self.device))
+        output, logits = step(packed_rows.token_ids, features, packed_rows, packed.last)
+        self.features[torch.tensor(asked, device=self.device), 1 + nodes] = output
         return logits
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -95,11 +104,9 @@ class EagleSession:
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""
-        for name, value in staged.items():
-            if name in _LINEAR:
-                self.linear[name].load(value)
-            else:
-                self.vector[name].copy_(value)
+        places = [self.linear[name].place if name in _LINEAR else self.vector[name] for name in staged]
+        # One call: after each, the interpreter's lock may have to be waited for while other threads hold it.
+        torch._foreach_copy_(places, list(staged.values()))
 
     def _lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights in the dtypes and under the names that the session uses."""

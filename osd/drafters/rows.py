@@ -18,6 +18,7 @@ class TreeRows:
 
     def __init__(self, builder: TreeBuilder, cache: KVCache) -> None:
         self.builder, self.cache = builder, cache
+        self._depths = builder.depths.tolist()
         self._slots: list[int] = []
         self._stores: list[int] = []
         self._positions: list[int] = []
@@ -36,7 +37,7 @@ class TreeRows:
 
     def node(self, slot: int, tree: int, node: int) -> None:
         """Append a node of ``tree``."""
-        base, depth = self.cache.length[slot], int(self.builder.depths[tree, node])
+        base, depth = self.cache.length[slot], self._depths[tree][node]
         if depth == node + 1:  # every earlier node is an ancestor
             self._add(slot, base + node, base + node, base + node + 1, base)
         else:
@@ -59,10 +60,7 @@ class TreeRows:
     def rows(self, tokens: Tensor) -> PackedRows:
         """All rows with their tokens [R]."""
         device = self.cache.keys.device
-
-        def narrow(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
+        narrow = torch.tensor([self._slots, self._stores, self._visible, self._base], dtype=torch.int32, device=device)
         mask = None
         if self._trees:
             at, tree, node = torch.tensor(self._trees, device=device).T
@@ -71,9 +69,9 @@ class TreeRows:
         return PackedRows(
             token_ids=tokens,
             positions=torch.tensor(self._positions, device=device),
-            slots=narrow(self._slots),
-            stores=narrow(self._stores),
-            visible=narrow(self._visible),
-            base=narrow(self._base) if mask is not None else None,
+            slots=narrow[0],
+            stores=narrow[1],
+            visible=narrow[2],
+            base=narrow[3] if mask is not None else None,
             mask=mask,
         )

@@ -9,7 +9,11 @@ from osd.traffic import pydoc, stdlib
 from osd.traffic.file import read
 from osd.traffic.prompt import Prompt, TrafficError
 
-SOURCES: dict[str, Callable[[], list[Prompt]]] = {"stdlib": stdlib.prompts, "pydoc": pydoc.prompts}
+SOURCES: dict[str, Callable[[], list[Prompt]]] = {
+    "unittest": stdlib.unit_tests,
+    "stdlib": stdlib.prompts,
+    "pydoc": pydoc.prompts,
+}
 """Sources that need no file."""
 
 

@@ -21,14 +21,20 @@ _QUESTIONS = (
     "Explain what this Python function does:",
     "Write a docstring for this Python function:",
 )
+_TESTS = ("Write unit tests with unittest for this Python function:",)
 
 
 def prompts() -> list[Prompt]:
     """One question about each public function or method that is neither trivial nor long."""
-    return shuffled(_questions())
+    return shuffled(_questions("stdlib", _QUESTIONS))
 
 
-def _questions() -> Iterator[Prompt]:
+def unit_tests() -> list[Prompt]:
+    """For each of the same functions the wish for unit tests: a narrow domain, as a service has that does one thing."""
+    return shuffled(_questions("unittest", _TESTS))
+
+
+def _questions(domain: str, questions: tuple[str, ...]) -> Iterator[Prompt]:
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in root.glob("*.py") if not path.name.startswith("_")]
     for package in _PACKAGES:
@@ -38,8 +44,8 @@ def _questions() -> Iterator[Prompt]:
             continue
         module = ".".join(file.relative_to(root).with_suffix("").parts)
         for name, code in _functions(file):
-            prompt = Prompt(f"stdlib-{module}.{name}", "stdlib", (code,))
-            question = _QUESTIONS[int(draw(prompt, "question") * len(_QUESTIONS))]
+            prompt = Prompt(f"{domain}-{module}.{name}", domain, (code,))
+            question = questions[int(draw(prompt, "question") * len(questions))]
             yield Prompt(prompt.id, prompt.domain, (f"{question}\n\n```python\n{code}\n```",))
 
 

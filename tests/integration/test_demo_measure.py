@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,8 @@ def test_an_output_that_speculation_changes_is_seen(settings, monkeypatch):
     decode = demo_measure._decode
 
     def wrong(engine: Engine, prompt, max_tokens, *, speculate):
-        ids, counts = decode(engine, prompt, max_tokens, speculate=speculate)
-        return (ids[:-1] if speculate else ids), counts
+        answer = decode(engine, prompt, max_tokens, speculate=speculate)
+        return replace(answer, ids=answer.ids[:-1]) if speculate else answer
 
     monkeypatch.setattr(demo_measure, "_decode", wrong)
     assert not measure(settings, PROMPTS, 1, 2, 8, lambda step: None).greedy_identical

@@ -37,7 +37,7 @@ def test_help_imports_no_torch_and_answers_within_a_second():
         seconds.append(time.perf_counter() - begun)
         if seconds[-1] < 1:
             break
-    for command in ("up", "demo", "replay", "chat", "drafters"):
+    for command in ("up", "demo", "replay", "chat", "drafters", "bench", "analyze"):
         assert command in done.stdout
     heavy = {"torch", "transformers", "ray", "numpy", "redis", "fastapi"}
     assert heavy.isdisjoint(done.stderr.split())

@@ -37,7 +37,7 @@ def test_every_dependency_is_pinned_to_a_version_that_its_range_allows():
 
 
 def test_every_folder_with_code_is_a_package():
-    for room in ("osd", "serving", "trainer", "deploy"):
+    for room in ("osd", "serving", "trainer", "deploy", "benchmarks"):
         for file in (ROOT / room).rglob("*.py"):
             assert (file.parent / "__init__.py").exists(), file
 

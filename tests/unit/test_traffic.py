@@ -91,7 +91,7 @@ def test_a_bad_line_is_named_with_its_number_and_field(tmp_path, line, field):
 def test_files_that_hold_no_prompts_are_refused(tmp_path):
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name, reason in (("empty", "no prompt"), ("binary", "UTF-8"), ("missing", "neither a file nor one of stdlib")):
+    for name, reason in (("empty", "no prompt"), ("binary", "UTF-8"), ("missing", "nor one of unittest, stdlib")):
         with pytest.raises(TrafficError, match=reason):
             load(str(tmp_path / name))
 

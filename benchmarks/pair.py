@@ -1,0 +1,114 @@
+"""A target and a drafter, loaded for measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from osd import drafters
+from osd.config import Settings
+from osd.drafters.base import Drafter, Session
+from osd.drafters.language_model import LanguageModel
+from osd.registry.versions import Registry, VersionError
+from osd.target.load import load_tokenizer, resolve
+from osd.target.model import SlotModel, decoder_layers, load_model
+from osd.traffic.prompt import Prompt
+
+DRAFTS = ("skip_layers", "language_model", "eagle", "registry")
+"""What may draft: the target without some middle layers, which is often right untrained (Zhang et al., "Draft &
+Verify", ACL 2024); a fresh drafter of a kind; or the newest version of the configured domain."""
+
+_SKIPPED = (0.4, 0.54)  # which layers skip_layers leaves out, as shares of the depth
+
+
+class BenchError(ValueError):
+    """A measurement cannot be made; the message is one line that says why."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target with free slots, a drafter's session over as many, and the tokenizer of both."""
+
+    target: SlotModel
+    session: Session
+    tokenizer: PreTrainedTokenizerBase
+    draft: str
+
+
+def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes: int) -> Pair:
+    """Load the configured target and a drafter.
+
+    Args:
+        settings: ``target``, ``drafter``, ``domain`` and ``home`` are read.
+        draft: one of ``DRAFTS``.
+        slots: sequences at the same time.
+        context: tokens of one sequence.
+        nodes: of the largest draft.
+
+    Raises:
+        BenchError: there is no such drafter.
+        osd.target.load.TargetError: the target cannot be had.
+    """
+    directory = resolve(settings.target.source, settings.home_dir)
+    drafter, name = _drafter(settings, draft, directory)
+    target = SlotModel(
+        load_model(directory, settings.target.dtype, settings.target.device),
+        slots=slots,
+        context=context,
+        scratch=nodes + 1,
+        taps=drafter.taps,
+    )
+    return Pair(target, drafter.session(slots, context, nodes + 1), load_tokenizer(directory), name)
+
+
+def _drafter(settings: Settings, draft: str, directory: Path) -> tuple[Drafter, str]:
+    if draft == "registry":
+        registry = Registry(settings.registry_dir)
+        whole = [info.number for info in registry.list(settings.domain) if not info.problem]
+        if not whole:
+            raise BenchError(f"domain {settings.domain} has no drafter version in {settings.registry_dir}")
+        try:
+            version = registry.load(settings.domain, whole[-1])
+            drafter = drafters.from_config(version.config, directory)
+            drafter.load_weights(version.weights)
+        except (VersionError, drafters.DrafterError) as error:
+            raise BenchError(f"version {whole[-1]} of {settings.domain} cannot draft: {error}") from None
+        return drafter, f"{settings.domain} version {whole[-1]}"
+    if draft == "skip_layers":
+        return _skipping(directory)
+    if draft not in DRAFTS:
+        raise BenchError(f"--draft must be one of {', '.join(DRAFTS)}, not {draft}")
+    chosen = settings.drafter.model_copy(update={"kind": draft})
+    try:
+        drafter = drafters.initial(chosen, directory, settings.home_dir)
+    except drafters.DrafterError as error:
+        raise BenchError(str(error)) from None
+    what = chosen.source or f"first {chosen.layers} layers" if draft == "language_model" else "untrained"
+    return drafter, f"{draft}, {what}"
+
+
+def _skipping(directory: Path) -> tuple[Drafter, str]:
+    target = load_model(directory, "float32", "cpu")
+    theirs = decoder_layers(target)
+    start, end = (round(share * len(theirs)) for share in _SKIPPED)
+    end = min(max(end, start + 1), len(theirs) - 1)
+    kept = [layer for index, layer in enumerate(theirs) if not start <= index < end]
+    drafter = LanguageModel.first_layers(target, len(kept))
+    for mine, layer in zip(decoder_layers(drafter.model), kept, strict=True):
+        mine.load_state_dict(layer.state_dict())
+    return drafter, f"the target without layers {start} to {end - 1}"
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], longest: int) -> list[tuple[int, ...]]:
+    """Token ids of the first turn of each prompt that has at most ``longest`` tokens, as the service makes them."""
+    encoded = []
+    for prompt in prompts:
+        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        messages.append({"role": "user", "content": prompt.turns[0]})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        if 2 <= len(ids) <= longest:
+            encoded.append(tuple(ids))
+    return encoded

@@ -1,0 +1,160 @@
+"""The verification rules on what captured traces hold: the most probable tokens of both models, and the rest as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from redis.exceptions import RedisError
+from torch import Tensor
+
+from benchmarks import closed_forms
+from benchmarks.figures import Mean, Row, Table, difference
+from benchmarks.pair import BenchError
+from benchmarks.rules import Plan, kinds
+from osd.capture.stream import FIELD
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace, TraceError, decode
+from osd.engine.request import Sampling
+from osd.redis_client import connect
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
+from osd.speculation.tree import TreeBuilder
+
+NOTE = (
+    "Traces keep the most probable tokens only. Those that both models list are compared one by one; everything else "
+    "is one more token, on which any two models agree more than on its parts: all shares are upper estimates, most so "
+    "where the listed tokens carry little mass. Temperature is 1 without limits, whatever the requests asked for, "
+    "and there is one level of drafts, because a trace holds no branches."
+)
+_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Places:
+    """The drafted places of some traces: ``p`` and ``q`` [N, V] over the common tokens, the rest last.
+
+    ``listed`` is the mean mass of p on common tokens, ``accepted`` the share of drafted tokens that were.
+    """
+
+    p: Tensor
+    q: Tensor
+    listed: float
+    accepted: float
+    records: int
+
+
+def newest(url: str, stream: str, records: int) -> list[Trace]:
+    """The newest traces of a stream, left where they are; records that are none are passed over.
+
+    Raises:
+        BenchError: Redis does not answer, or there is no trace.
+    """
+    client = connect(url, timeout=5.0)
+    try:
+        entries = client.xrevrange(stream, count=records)
+    except RedisError as error:
+        raise BenchError(f"traces cannot be read from Redis: {error}") from None
+    finally:
+        client.close()
+    traces = list(_decoded(entries))  # type: ignore[arg-type]
+    if not traces:
+        raise BenchError(f"the stream {stream} holds no trace")
+    return traces
+
+
+def _decoded(entries: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> Iterator[Trace]:
+    for _, fields in entries:
+        try:
+            yield decode(fields.get(FIELD, b""))
+        except TraceError:
+            continue
+
+
+def places_of(traces: Sequence[Trace], most: int) -> Places:
+    """The first ``most`` drafted places of ``traces``.
+
+    Raises:
+        BenchError: nothing was drafted.
+    """
+    parts = [_common(trace) for trace in traces]
+    wide = max(p.shape[1] for p, _ in parts)
+    p, q = (torch.cat([_widened(part[side], wide) for part in parts])[:most] for side in (0, 1))
+    if not len(p):
+        raise BenchError("the traces hold no drafted token; was speculation on?")
+    verdicts = np.concatenate([trace.verdict.numpy() for trace in traces])
+    drafted = verdicts != NOT_DRAFTED
+    accepted = float((verdicts[drafted] == ACCEPTED).mean())
+    return Places(p, q, float(1 - p[:, -1].mean()), accepted, len(traces))
+
+
+def _common(trace: Trace) -> tuple[Tensor, Tensor]:
+    """Both p and q [n, K + 1] of the drafted places, over the target's K tokens where the drafter lists them too."""
+    drafted = trace.verdict.numpy() != NOT_DRAFTED
+    ids, logp = trace.target_ids.numpy()[drafted], trace.target_logp.numpy()[drafted].astype(np.float64)
+    draft_ids, draft_logp = trace.draft_ids.numpy()[drafted], trace.draft_logp.numpy()[drafted].astype(np.float64)
+    same = ids[:, :, None] == draft_ids[:, None, :]  # [n, K, D]
+    common = same.any(-1)
+    p = np.where(common, np.exp(logp), 0.0)
+    q = np.where(same, np.exp(draft_logp)[:, None, :], 0.0).sum(-1)
+    return _with_rest(p), _with_rest(q)
+
+
+def _with_rest(values: np.ndarray) -> Tensor:
+    listed = torch.from_numpy(values)
+    # Half precision may list a little more than 1 in all.
+    listed /= listed.sum(-1, keepdim=True).clamp(min=1)
+    return torch.cat([listed, (1 - listed.sum(-1, keepdim=True)).clamp(min=0)], -1)
+
+
+def _widened(values: Tensor, wide: int) -> Tensor:
+    """Tokens that nobody draws, before the rest."""
+    return torch.cat([values[:, :-1], values.new_zeros(len(values), wide - values.shape[1]), values[:, -1:]], -1)
+
+
+class _Recorded:
+    """A drafter that says q [B, V]; see ``osd.speculation.growth.Expander``."""
+
+    support: Tensor | None = None
+
+    def __init__(self, q: Tensor) -> None:
+        self._logits = q.log()
+
+    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        return self._logits[rows]
+
+
+def compare(places: Places, drafts: int, repeats: int = 8) -> Table:
+    """Draft at every place in every way, ``repeats`` times, and verify by every rule."""
+    sampling = Sampling()
+    rows, broken = [], []
+    for way in kinds(Plan(drafts=drafts, depth=1)):
+        bound = closed_forms.bound(places.p, places.q, way.drafts, way.draw)
+        first = {rule.name: torch.zeros_like(bound) for rule in way.rules}
+        for start in range(0, len(places.p), _BATCH):
+            p, q = places.p[start : start + _BATCH], places.q[start : start + _BATCH]
+            index = torch.arange(start, start + len(p))
+            batch = SamplingBatch.of([sampling] * len(p))
+            for repeat in range(repeats):
+                noise = Noise(index, torch.full_like(index, repeat), torch.zeros_like(index))
+                draft = way.growth.grow(_Recorded(q), batch, noise, torch.full_like(index, way.growth.max_nodes))
+                target = p[:, None].expand(-1, draft.tokens.shape[1] + 1, -1)
+                for rule in way.rules:
+                    accepted = rule.verify(draft, target, noise).accepted > 0
+                    first[rule.name][start : start + len(p)] += accepted / repeats
+        for rule in way.rules:
+            exact = closed_forms.acceptance(rule.name, places.p, places.q, way.drafts, way.draw)
+            row = Row(
+                draw=way.name,
+                drafts=way.drafts,
+                rule=rule.name,
+                length=None,
+                first=Mean.of(first[rule.name]),
+                exact=None if exact is None else float(exact.mean()),
+                bound=float(bound.mean()),
+            )
+            rows.append(row)
+            if difference(bound, first[rule.name]).below_zero or row.acceptance > row.bound + 1e-6:
+                broken.append(row.above)
+    return Table(sampling.temperature, sampling.top_p, len(places.p), rows, broken)

@@ -1,0 +1,48 @@
+"""``osd analyze drafts`` on traces in a real Redis."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import redis
+from typer.testing import CliRunner, Result
+
+from osd.capture.stream import TraceWriter
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
+from osd.cli.app import app
+from osd.config import CaptureSettings
+from tests.traces import small_trace
+
+
+def analyze(redis_url: str, home: Path, *more: str) -> Result:
+    settings = ["--set", f"redis_url={redis_url}", "--set", f"home={home}"]
+    return CliRunner().invoke(app, ["analyze", "drafts", *settings, *more])
+
+
+def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, redis_client: redis.Redis, tmp_path: Path):
+    rows = np.log(np.array([[0.6, 0.3]] * 3, np.float32)).astype(np.float16)
+    writer = TraceWriter(redis_url, CaptureSettings())
+    for number in range(4):
+        verdict = Array.of(np.array([NOT_DRAFTED, ACCEPTED, REJECTED], np.int8))
+        listed = {"target_logp": Array.of(rows), "draft_logp": Array.of(rows)}
+        assert writer.offer(small_trace(request_id=f"r{number}", verdict=verdict, **listed))
+    writer.close()
+    redis_client.xadd("osd:traces", {"t": b"not a trace"}, id="9999999999999-0")
+    figures = tmp_path / "drafts.json"
+    result = analyze(redis_url, tmp_path, "--drafts", "2", "--json", str(figures))
+    assert result.exit_code == 0, result.output
+    assert "everything else is one more token" in result.stdout
+    assert "4 traces" in result.stdout
+    assert "0.500 of the drafted tokens" in result.stdout
+    (table,) = json.loads(figures.read_text())["tables"]
+    assert table["contexts"] == 8
+    assert redis_client.xlen("osd:traces") == 5
+    assert redis_client.xinfo_groups("osd:traces") == []
+
+
+def test_an_empty_stream_is_one_sentence(redis_url: str, tmp_path: Path):
+    result = analyze(redis_url, tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr == "osd: the stream osd:traces holds no trace\n"

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from benchmarks import closed_forms
+from benchmarks.pair import Pair, encode, load_pair
+from benchmarks.rules import Plan, measure
+from osd.cli.app import app
+from osd.config import DrafterSettings, Settings, TargetSettings
+from osd.engine.request import Sampling
+from osd.speculation.tree import Draw
+from osd.traffic.prompt import Prompt
+
+PLAN = Plan(drafts=2, depth=2, contexts=48, batch=8, rounds=3, repeats=4)
+TEXTS = [Prompt(f"p{number}", "d", (f"What is {number} times {number}?",)) for number in range(8)]
+
+
+def pair_on(directory: Path, draft: str, **drafter: int) -> Pair:
+    torch.set_num_threads(1)
+    target = TargetSettings(source=str(directory), dtype="float32")
+    settings = Settings(target=target, drafter=DrafterSettings(**drafter), home=directory)
+    return load_pair(settings, draft, slots=PLAN.batch, context=256, nodes=len(PLAN.paths))
+
+
+@pytest.mark.parametrize(("draft", "drafter"), [("skip_layers", {}), ("eagle", {"vocabulary": 100})])
+def test_no_rule_is_above_its_bound_and_formulas_agree_with_what_is_measured(
+    tiny_target: Path, draft: str, drafter: dict[str, int]
+) -> None:
+    pair = pair_on(tiny_target, draft, **drafter)
+    table = measure(pair, encode(pair.tokenizer, TEXTS, 100), Sampling(temperature=1.0), PLAN)
+    assert table.broken == []
+    assert table.contexts == PLAN.contexts
+    assert {row.rule for row in table.rows if row.draw == "iid"} == {"siblings", "traversal", "naive", "k_seq"}
+    for row in table.rows:
+        print(f"{row.draw} {row.rule}: {row.first}, formula {row.exact}, bound {row.bound:.4f}")
+        assert row.length is not None
+        assert row.length.value >= 1
+        if row.exact is not None:
+            assert abs(row.first.value - row.exact) < 4 * row.first.error + 0.02
+            assert row.gap > -1e-6
+
+
+def test_a_drafter_that_is_the_target_is_always_right(tiny_target: Path) -> None:
+    pair = pair_on(tiny_target, "language_model", layers=4)
+    table = measure(pair, encode(pair.tokenizer, TEXTS, 100), Sampling(temperature=0.7, top_p=0.9), PLAN)
+    for row in table.rows:
+        if row.rule in ("chain", "block", "siblings", "traversal"):
+            assert row.length is not None
+            assert row.length.value > 2.8, row  # of 3; the session computes in half precision
+            assert row.bound > 0.95
+
+
+def osd(tiny_target: Path, tmp_path: Path, *arguments: str) -> Result:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"id": t.id, "domain": t.domain, "messages": [{"role": "user", "content": t.turns[0]}]} for t in TEXTS]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    settings = ["--set", f"target.source={tiny_target}", "--set", "target.dtype=float32", "--set", f"home={tmp_path}"]
+    settings += ["--set", "engine.threads=1", "--prompts", str(prompts)]
+    return CliRunner().invoke(app, [*arguments, *settings])
+
+
+@pytest.mark.parametrize("command", [("bench", "rules"), ("analyze", "drafts", "--live")])
+def test_the_command_writes_its_figures_and_a_picture(command: tuple[str, ...], tiny_target: Path, tmp_path) -> None:
+    figures, picture = tmp_path / "rules.json", tmp_path / "rules.svg"
+    files = ["--json", str(figures), "--plot", str(picture)]
+    size = ["--contexts", "8", "--drafts", "2", "--depth", "2", "--temperature", "0.6", "--temperature", "1"]
+    result = osd(tiny_target, tmp_path, *command, *files, *size)
+    assert result.exit_code == 0, result.output
+    assert "traversal" in result.stdout
+    found = json.loads(figures.read_text())
+    assert [table["temperature"] for table in found["tables"]] == [0.6, 1.0]
+    assert all("gap" in row for table in found["tables"] for row in table["rows"])
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")  # noqa: S314 - our own file
+
+
+def test_a_rule_above_its_bound_ends_the_command_with_1(tiny_target: Path, tmp_path, monkeypatch) -> None:
+    def nothing(p: torch.Tensor, q: torch.Tensor, drafts: int, draw: Draw) -> torch.Tensor:
+        return torch.zeros(len(p), dtype=torch.float64)
+
+    monkeypatch.setattr(closed_forms, "bound", nothing)
+    result = osd(tiny_target, tmp_path, "bench", "rules", "--contexts", "8", "--drafts", "2", "--temperature", "1")
+    assert result.exit_code == 1
+    assert "above the bound" in result.stderr
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["bench", "rules", "--draft", "oracle"], "--draft must be one of"),
+    (["bench", "rules", "--draft", "registry"], "no drafter version"),
+    (["bench", "rules", "--plot", "rules.png"], ".svg"),
+    (["bench", "rules", "--json", "/nowhere/rules.json"], "cannot write"),
+    (["bench", "rules", "--draft", "language_model", "--set", "drafter.layers=9"], "drafter.layers is 9"),
+    (["analyze", "drafts"], "osd up"),
+    (["analyze", "drafts", "--set", "redis_url=redis://127.0.0.1:1/0"], "Redis"),
+    (["bench", "rules", "--set", "engine.slotz=1"], "engine.slotz"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_one_sentence(arguments: list[str], words: str, tiny_target: Path, tmp_path) -> None:
+    result = osd(tiny_target, tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_overheads_are_measured_for_every_policy_and_rule_that_fit(tiny_target: Path, tmp_path) -> None:
+    figures = tmp_path / "overhead.json"
+    settings = ["--set", f"target.source={tiny_target}", "--set", f"home={tmp_path}", "--set", "engine.threads=1"]
+    size = ["--batch", "2", "--budget", "4", "--rounds", "1", "--json", str(figures)]
+    result = CliRunner().invoke(app, ["bench", "overhead", *settings, *size])
+    assert result.exit_code == 0, result.output
+    found = {cost["growth"]: cost for cost in json.loads(figures.read_text())["costs"]}
+    assert set(found["dynamic_tree"]["share"]) == {"siblings", "traversal", "naive"}
+    assert found["chain"]["calls"] == 4
+    assert found["chain"]["rows"] == 2 * 5
+    assert all(0 < share < 1 for cost in found.values() for share in cost["share"].values())

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import closed_forms
+from benchmarks.pair import BenchError
+from benchmarks.traces import compare, places_of
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
+from osd.speculation.tree import Draw
+from tests.traces import small_trace
+
+
+def rows(*values: list[float]) -> Array:
+    return Array.of(np.log(np.array(values, np.float32)).astype(np.float16))
+
+
+def trace(verdict: list[int]):
+    return small_trace(
+        target_ids=Array.of(np.array([[1, 2, 3]] * 3, np.int32)),
+        target_logp=rows(*[[0.5, 0.3, 0.1]] * 3),
+        draft_ids=Array.of(np.array([[-1, -1], [3, 1], [8, 9]], np.int32)),
+        draft_logp=rows([1, 1], [0.6, 0.2], [0.6, 0.2]),
+        verdict=Array.of(np.array(verdict, np.int8)),
+    )
+
+
+def test_tokens_that_both_list_are_kept_apart_and_the_rest_is_one_token():
+    places = places_of([trace([NOT_DRAFTED, ACCEPTED, REJECTED])], 10)
+    expected = torch.tensor([[0.5, 0, 0.1, 0.4], [0, 0, 0, 1.0]], dtype=torch.float64)
+    assert torch.allclose(places.p, expected, atol=1e-3)
+    assert torch.allclose(places.q, torch.tensor([[0.2, 0, 0.6, 0.2], [0, 0, 0, 1.0]]).double(), atol=1e-3)
+    assert places.accepted == 0.5
+    assert places.listed == pytest.approx(0.3, abs=1e-3)
+
+
+def test_traces_without_drafts_are_refused():
+    with pytest.raises(BenchError, match="no drafted token"):
+        places_of([trace([NOT_DRAFTED] * 3)], 10)
+
+
+def test_measured_shares_agree_with_formulas_and_stay_under_the_bound():
+    table = compare(places_of([trace([NOT_DRAFTED, ACCEPTED, ACCEPTED])] * 128, 256), drafts=2, repeats=16)
+    assert not table.broken
+    assert {row.draw for row in table.rows} == {*(draw.value for draw in Draw), "chain"}
+    for row in table.rows:
+        print(f"{row.draw} {row.rule}: {row.first.value:.4f}, formula {row.exact}, bound {row.bound:.4f}")
+        if row.exact is not None:
+            assert row.first.value == pytest.approx(row.exact, abs=0.03)
+        assert row.gap > -0.03
+
+
+def test_a_rule_that_surpasses_the_bound_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(closed_forms, "bound", lambda p, q, drafts, draw: torch.zeros(len(p), dtype=torch.float64))
+    table = compare(places_of([trace([NOT_DRAFTED, ACCEPTED, ACCEPTED])] * 8, 16), drafts=2, repeats=1)
+    assert any("above the bound" in sentence for sentence in table.broken)
