@@ -12,10 +12,13 @@ from osd import drafters
 from osd.config import Settings
 from osd.drafters.base import Drafter, Session
 from osd.drafters.language_model import LanguageModel
+from osd.engine.engine import Engine
 from osd.registry.versions import Registry, VersionError
 from osd.target.load import load_tokenizer, resolve
 from osd.target.model import SlotModel, decoder_layers, load_model
 from osd.traffic.prompt import Prompt
+from serving.replica import make_engine
+from serving.versions import Start
 
 DRAFTS = ("skip_layers", "language_model", "eagle", "registry")
 """What may draft: the target without some middle layers, which is often right untrained (Zhang et al., "Draft &
@@ -53,7 +56,7 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
         osd.target.load.TargetError: the target cannot be had.
     """
     directory = resolve(settings.target.source, settings.home_dir)
-    drafter, name = _drafter(settings, draft, directory)
+    drafter, name = find_drafter(settings, draft, directory)
     target = SlotModel(
         load_model(directory, settings.target.dtype, settings.target.device),
         slots=slots,
@@ -64,7 +67,24 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
     return Pair(target, drafter.session(slots, context, nodes + 1), load_tokenizer(directory), name)
 
 
-def _drafter(settings: Settings, draft: str, directory: Path) -> tuple[Drafter, str]:
+def load_engine(settings: Settings, draft: str) -> tuple[Engine, str]:
+    """An engine as a replica has it, not started, and what to call its drafter.
+
+    Raises:
+        BenchError: there is no such drafter.
+        osd.target.load.TargetError: the target cannot be had.
+    """
+    directory = resolve(settings.target.source, settings.home_dir)
+    drafter, name = find_drafter(settings, draft, directory)
+    return make_engine(settings, directory, load_tokenizer(directory), Start(drafter, 1), None), name
+
+
+def find_drafter(settings: Settings, draft: str, directory: Path) -> tuple[Drafter, str]:
+    """The drafter that one of ``DRAFTS`` means, and what to call it.
+
+    Raises:
+        BenchError: there is none.
+    """
     if draft == "registry":
         registry = Registry(settings.registry_dir)
         whole = [info.number for info in registry.list(settings.domain) if not info.problem]

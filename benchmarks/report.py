@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from benchmarks.figures import Mean, Row, Table
+from benchmarks.governor import PLAIN, Speed
 from benchmarks.overhead import Cost
 
 _WIDTH, _LINE, _LEFT, _SCALE = 760, 18, 250, 420  # pixels of a picture
@@ -81,6 +83,23 @@ def _bar(row: Row, y: int) -> list[str]:
         f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y - 13}" y2="{y + 4}" stroke="#e45756" stroke-width="2"/>',
         f'<text x="{_LEFT + _SCALE + 12}" y="{y}">{row.acceptance:.3f} of {row.bound:.3f}</text>',
     ]
+
+
+def speeds(found: Sequence[Speed]) -> Grid:
+    """The governor's table: tokens per second, and how many times plain decoding, with the spread over the cycles."""
+    grid = Grid(box=None, padding=(0, 2, 0, 0))
+    grid.add_column("drafts", no_wrap=True)
+    for name in ("1 at a time", "x plain", "16 at once", "x plain", "whole stream", "x plain"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    plain = next(speed for speed in found if speed.way == PLAIN)
+    for speed in found:
+        cells = []
+        for values, (middle, least, most) in zip(
+            (speed.alone, speed.together, speed.stream), speed.times(plain), strict=True
+        ):
+            cells += [f"{statistics.median(values):.1f}", f"{middle:.3f} ({least:.2f} to {most:.2f})"]
+        grid.add_row(speed.way, *cells)
+    return grid
 
 
 def costs(found: Sequence[Cost]) -> Grid:

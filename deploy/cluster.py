@@ -9,6 +9,7 @@ from ray import serve
 
 import serving.app
 import trainer.app
+from deploy.checks import check_settings
 from deploy.first_version import ensure_version
 from osd.config import ConfigError, load_settings
 from osd.target.load import resolve
@@ -26,12 +27,13 @@ def build(args: dict[str, str]) -> serve.Application:
         args: settings by their dotted keys, over those of the environment; ``redis_url`` must be among the two.
 
     Raises:
-        ConfigError: a setting is refused, or there is no ``redis_url``.
+        ConfigError: a setting is refused, settings contradict each other, or there is no ``redis_url``.
         osd.target.load.TargetError: the target cannot be had.
     """
     settings = load_settings(None, [f"{key}={value}" for key, value in args.items()])
     if settings.redis_url is None:
         raise ConfigError("redis_url must be set on a cluster: all nodes share one Redis")
+    check_settings(settings)
     directory = resolve(settings.target.source, settings.home_dir)
     if settings.drafter.kind != "none":
         ensure_version(settings, settings.redis_url, directory)

@@ -21,12 +21,12 @@ from redis.exceptions import RedisError as ConnectionLost
 
 import serving.app
 import trainer.app
+from deploy.checks import check_settings
 from deploy.first_version import ensure_version, keep_pointer
 from deploy.running import announce, lock, withdraw
 from osd.capture.server import RedisError, open_redis
-from osd.config import Settings
+from osd.config import ConfigError, Settings
 from osd.drafters.base import DrafterError
-from osd.engine.policy import Policy
 from osd.target.load import TargetError, resolve
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class StartError(RuntimeError):
     """The loop cannot start here; the message is one line that names what to change."""
 
 
-START_ERRORS = (StartError, TargetError, RedisError, DrafterError)
+START_ERRORS = (StartError, ConfigError, TargetError, RedisError, DrafterError)
 """What keeps the loop from starting; each is one line that names what to change."""
 
 
@@ -65,6 +65,7 @@ class Embedded:
             TargetError: the target cannot be had.
             RedisError: there is no Redis.
             DrafterError: the settings of the drafter do not fit the target.
+            ConfigError: settings contradict each other.
         """
         try:
             self._start()
@@ -88,7 +89,7 @@ class Embedded:
     def _start(self) -> None:
         settings = self.settings
         check_port(settings.serving.host, settings.serving.port)
-        check_policy(settings)
+        check_settings(settings)
         settings.home_dir.mkdir(parents=True, exist_ok=True)
         try:
             self._ends.enter_context(lock(settings.home_dir))
@@ -167,23 +168,6 @@ class Embedded:
         except RayError as error:
             logger.warning("the trainer did not stop by itself: %s", _last_line(error))
         ray.kill(self.trainer)
-
-
-def check_policy(settings: Settings) -> None:
-    """Refuse drafts that the verification rule would bias, or that the slots have no room for.
-
-    Raises:
-        StartError: growth and verification do not go together, or the draft is too large.
-    """
-    try:
-        policy = Policy.of(settings.growth, settings.verification)
-    except ValueError as error:
-        raise StartError(str(error)) from None
-    if policy.growth.max_nodes > settings.engine.max_draft:
-        raise StartError(
-            f"growth.kind {settings.growth.kind} drafts up to {policy.growth.max_nodes} tokens, "
-            f"and engine.max_draft is {settings.engine.max_draft}"
-        )
 
 
 def check_port(host: str, port: int) -> None:

@@ -57,6 +57,8 @@ class EngineSettings(Section):
     max_draft: int = Field(default=64, ge=1, le=1024, description="tokens of a draft that a request may ask for")
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
 Verification = Literal["chain", "block", "siblings", "traversal", "naive", "greedy_multidraft", "k_seq"]
 """The verification rules, by name."""
 
@@ -70,18 +72,26 @@ class GrowthSettings(Section):
         "heuristic": ("depth", "start"),
         "dynamic_tree": ("budget", "threshold"),
         "static_tree": ("budget", "depth", "acceptance", "draw"),
+        "sparse_tree": ("budget", "ranks"),
         "top_k_tree": ("budget", "depth", "top_k"),
     }
 
-    kind: Literal["chain", "confidence", "heuristic", "dynamic_tree", "static_tree", "top_k_tree"] = "confidence"
-    depth: int = Field(default=4, ge=1, le=32, description="tokens of the longest path of a draft")
+    kind: Literal["chain", "confidence", "heuristic", "dynamic_tree", "static_tree", "sparse_tree", "top_k_tree"] = (
+        "confidence"
+    )
+    depth: int = Field(default=3, ge=1, le=32, description="tokens of the longest path of a draft")
     budget: int = Field(default=16, ge=1, le=256, description="tokens of a draft tree at most")
-    eta: float = Field(default=0.35, ge=0, le=1, description="confidence below which a chain ends")
+    eta: float = Field(default=0.5, ge=0, le=1, description="confidence below which a chain ends")
     start: int = Field(default=2, ge=1, le=32, description="tokens of the first draft of a request")
     threshold: float | None = Field(default=None, gt=0, le=1, description="worth below which a tree does not grow")
     top_k: int = Field(default=4, ge=1, le=32, description="tokens of one level of a tree")
-    acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+    acceptance: tuple[Share, ...] = Field(
         default=(0.6, 0.15, 0.06, 0.03), min_length=1, description="how often the child of each rank is accepted"
+    )
+    ranks: tuple[Annotated[tuple[Share, ...], Field(min_length=1)], ...] = Field(
+        default=((0.6, 0.15, 0.06), (0.5, 0.12), (0.4,)),
+        min_length=1,
+        description="how often the candidate of each rank is right, by depth",
     )
     draw: Literal["without_replacement", "iid", "top_then_drawn"] = Field(
         default="without_replacement", description="how siblings of a static tree are drawn"
@@ -141,7 +151,7 @@ class TrainerSettings(Section):
     positions: Literal["all", "rejected", "weighted"] = "all"
     rejected_weight: float = Field(default=4.0, gt=0, description="with weighted positions; the others weigh 1")
     learning_rate: float = Field(default=1e-3, gt=0)
-    unroll: int = Field(default=3, ge=1, le=8, description="steps that training feeds a drafter its own output")
+    unroll: int = Field(default=2, ge=1, le=8, description="steps that training feeds a drafter its own output")
     micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
     replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")

@@ -155,6 +155,7 @@ class Worker:
         self._candidates.decide()
         if self._candidates.due(distiller):
             self._say("training", "evaluating a candidate")
+            self._adapt(distiller)
             if self._candidates.propose(distiller):
                 self._checkpoint(distiller)
         self._note()
@@ -179,7 +180,7 @@ class Worker:
             return
         self._say("training", "")
         if not distiller.steps:
-            distiller.adapt_vocabulary(torch.from_numpy(self._intake.replay.token_counts(self._workshop.vocabulary)))
+            self._adapt(distiller)
         sample = self._intake.replay.sample(self._capacity.tokens)
         began = time.monotonic()
         batch = collate(sample.traces)
@@ -199,6 +200,10 @@ class Worker:
                 "train_step", None, loss=self._status.loss, step=distiller.steps, tokens=self._status.tokens,
                 records=self._status.records, lag=self._status.lag, skipped=distiller.skipped,
             )  # fmt: skip
+
+    def _adapt(self, distiller: Distiller) -> None:
+        """Draft what traffic uses by now: the first records show few of its tokens."""
+        distiller.adapt_vocabulary(torch.from_numpy(self._intake.replay.token_counts(self._workshop.vocabulary)))
 
     def _observe(self, trace: Trace) -> None:
         """Look at what a live request says of the drafter that served it."""

@@ -196,3 +196,54 @@ def overhead(
         figures = [{**asdict(cost), "share": {rule: cost.share(rule) for rule in cost.verify}} for cost in found]
         about = {"target": settings.target.source, "batch": batch, "budget": budget, "costs": figures}
         json_file.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+@app.command()
+def governor(
+    draft: Draft = "registry",
+    prompts: Prompts = "unittest",
+    cycles: Annotated[int, typer.Option(min=1, help="Of the alternating load.")] = 5,
+    json_file: Json = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Compare the governor with plain decoding and fixed draft lengths while the load goes from 1 to 16 and back."""
+    settings = settings_of(config, [*(overrides or ()), "growth.kind=chain", "growth.depth=4"])
+    check_output(json_file, None)
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from benchmarks.governor import Load, measure
+    from benchmarks.pair import DRAFTS, BenchError, encode, load_engine
+    from benchmarks.report import speeds
+    from osd.target.load import TargetError
+    from osd.target.threads import one_core
+    from osd.traffic import load
+    from osd.traffic.prompt import TrafficError
+
+    if draft not in DRAFTS:
+        fail(f"--draft must be one of {', '.join(DRAFTS)}, not {draft}")
+    plan = Load(cycles=cycles)
+    if settings.engine.slots < plan.together:
+        fail(f"engine.slots must be at least {plan.together}, not {settings.engine.slots}")
+    one_core()  # loading makes threads of its own
+    _quiet()
+    try:
+        texts = load(prompts)
+        engine, name = load_engine(settings, draft)
+    except (BenchError, TargetError, TrafficError) as error:
+        fail(error)
+    asked = encode(engine.tokenizer, texts, settings.engine.context - plan.tokens)
+    with stop_signals():
+        engine.start()
+        try:
+            found = measure(engine, asked, plan, lambda step: typer.echo(step, err=True))
+        finally:
+            engine.stop()
+    Console(highlight=False).print(speeds(found))
+    if json_file is not None:
+        about = {"target": settings.target.source, "draft": name, "prompts": prompts, "load": asdict(plan)}
+        figures = {**about, "ways": [asdict(speed) for speed in found]}
+        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

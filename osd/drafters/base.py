@@ -91,7 +91,7 @@ class Drafter(nn.Module, ABC):
         """
 
     def adapt_vocabulary(self, counts: Tensor) -> None:  # most drafters have no draft vocabulary
-        """Prefer the tokens that traffic uses, by their ``counts`` [target vocabulary], before training starts."""
+        """Prefer the tokens that traffic uses, by their ``counts`` [target vocabulary]; what was learnt stays."""
 
     @abstractmethod
     def session(self, slots: int, context: int, scratch: int) -> Session:

@@ -13,7 +13,7 @@ from osd.engine.policy import Policy
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties, penalised
-from osd.speculation.sampling import SamplingBatch
+from osd.speculation.sampling import SamplingBatch, most_probable
 from osd.speculation.tree import ROOT, DraftBatch, TreeBuilder
 from osd.speculation.verification import Rule, Verdict
 from osd.speculation.verification.naive import Naive
@@ -85,7 +85,7 @@ class Group:
 
     def _follow(self, logits: Tensor) -> None:
         """Keep the path of most probable tokens: what every rule does when p has all its mass on one token."""
-        best = self._penalised(logits).argmax(-1).tolist()
+        best = most_probable(self._penalised(logits)).tolist()
         at = 0
         for piece in self.pieces:
             size = len(piece.drafted)
@@ -125,7 +125,9 @@ class Group:
 
     def _penalised(self, logits: Tensor) -> Tensor:
         """The group's rows of the logits, one piece below the other, with bias and penalties."""
-        mine = logits[[piece.logits_row + i for piece in self.pieces for i in range(1 + len(piece.drafted))]]
+        rows = [piece.logits_row + i for piece in self.pieces for i in range(1 + len(piece.drafted))]
+        neighbours = rows[-1] - rows[0] == len(rows) - 1  # they ascend
+        mine = logits[rows[0] : rows[-1] + 1] if neighbours else logits[rows]
         if self._penalties is None:
             return mine
         after = [(b, node) for b, piece in enumerate(self.pieces) for node in range(ROOT, len(piece.drafted))]

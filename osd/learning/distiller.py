@@ -74,7 +74,7 @@ class Distiller:
         self._norms: deque[float] = deque(maxlen=_NORMS)
 
     def adapt_vocabulary(self, counts: Tensor) -> None:
-        """Let the drafter prefer the tokens of ``counts`` [target vocabulary]; only before the first step."""
+        """Let the drafter prefer the tokens of ``counts`` [target vocabulary]; what it has learnt stays."""
         self.drafter.adapt_vocabulary(counts)
         self._index = draft_index(self.drafter.draft_ids)
 

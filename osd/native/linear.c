@@ -100,7 +100,7 @@ INLINE void tile(const float *x, int64_t inputs, const char *packed, float *y, i
 }
 
 /* Panels in a tile of so many rows: enough sums to hide the FMA's latency, few enough for the registers. */
-static const int TOGETHER[MAX_TILE + 1] = {0, 6, 6, 4, 3, 2, 2};
+static const int TOGETHER[MAX_TILE + 1] = {0, 6, 6, 3, 3, 2, 2};
 
 #define TILE(rows, panels)                                        \
   case rows * 8 + panels:                                         \
@@ -142,7 +142,7 @@ static void any_tile(const float *x, int64_t inputs, const char *packed, float *
 
 /* Panels in a chunk: a multiple of what fits the widest tile. */
 static int64_t chunk_panels(int64_t rows) {
-  static const int COUNT[MAX_TILE + 1] = {0, 6, 6, 4, 3, 4, 4};
+  static const int COUNT[MAX_TILE + 1] = {0, 6, 6, 3, 3, 4, 4};
   const int64_t pieces = (rows + MAX_TILE - 1) / MAX_TILE;
   return COUNT[(rows + pieces - 1) / pieces];
 }

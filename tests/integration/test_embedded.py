@@ -143,6 +143,7 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
         ("serving.host=203.0.113.1", "serving.host 203.0.113.1"),
         ("growth.kind=top_k_tree", "verification chain would bias the output"),
         ("growth.depth=32", "engine.max_draft is 8"),
+        ("trainer.canary_share=0.1", "trainer.canary_share must be 0, not 0.1"),
     ],
 )
 def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setting, reason):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from osd.speculation.growth.base import Expander, expanded
 from osd.speculation.noise import Noise, Purpose
-from osd.speculation.sampling import SamplingBatch
+from osd.speculation.sampling import SamplingBatch, most_probable
 from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
 
 
@@ -39,7 +39,7 @@ class Chain:
         while len(rows):
             nodes = torch.full_like(rows, level - 1)
             places, q, logits = expanded(builder, expand, sampling, rows, nodes)
-            columns = logits.argmax(-1) if sampling.all_greedy else noise.rows(rows).pick(q, Purpose.DRAFT, level)
+            columns = most_probable(logits) if sampling.all_greedy else noise.rows(rows).pick(q, Purpose.DRAFT, level)
             builder.extend(rows, level, columns, places)
             level += 1
             rows = rows[self._goes_on(logits, columns) & (limits[rows] > level)]

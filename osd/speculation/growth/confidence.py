@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from osd.speculation.growth.chain import Chain
@@ -27,5 +26,4 @@ class Confidence(Chain):
         self.eta = eta
 
     def _goes_on(self, logits: Tensor, columns: Tensor) -> Tensor:
-        chosen = logits.gather(-1, columns[:, None]).squeeze(-1)
-        return torch.exp(chosen - logits.logsumexp(-1)) >= self.eta
+        return logits.softmax(-1).gather(-1, columns[:, None]).squeeze(-1) >= self.eta

@@ -25,7 +25,7 @@ class SparseTree(StaticTree):
 
     def __init__(
         self,
-        acceptance: Sequence[Sequence[float]],
+        ranks: Sequence[Sequence[float]],
         budget: int = 16,
         draw: Draw | str = Draw.DETERMINISTIC,
         seconds: Mapping[int, float] | None = None,
@@ -33,17 +33,17 @@ class SparseTree(StaticTree):
         """Choose the paths.
 
         Args:
-            acceptance: how often the candidate of each rank is right, by depth and then by rank.
+            ranks: how often the candidate of each rank is right, by depth and then by rank.
             budget: draft tokens at most.
             draw: how siblings are drawn.
             seconds: measured forwards of the target by their rows; the tree then has as many nodes, from 1 to
                 ``budget``, as give the most tokens per second.
         """
-        if budget < 1 or not acceptance or not all(acceptance):
-            raise ValueError("sparse_tree needs at least one node, and the acceptance of one rank at each depth")
-        if not all(0 <= share <= 1 for ranks in acceptance for share in ranks):
-            raise ValueError("sparse_tree needs shares between 0 and 1 as acceptance")
-        paths = best_paths(acceptance, budget)
+        if budget < 1 or not ranks or not all(ranks):
+            raise ValueError("sparse_tree needs at least one node, and the share of one rank at each depth")
+        if not all(0 <= share <= 1 for level in ranks for share in level):
+            raise ValueError("sparse_tree needs shares between 0 and 1")
+        paths = best_paths(ranks, budget)
         if seconds is not None:
             tokens = list(itertools.accumulate((share for _, share in paths), initial=1.0))
             paths = paths[: max(1, hardware_aware_size(tokens, seconds))]

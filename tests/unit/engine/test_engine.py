@@ -223,6 +223,62 @@ def test_a_receiver_that_raises_ends_its_own_request_only(target_dir: Path, orac
         assert client.engine.load().running == 0
 
 
+def test_a_trace_that_cannot_be_kept_costs_no_answer(target_dir: Path, oracle: Oracle) -> None:
+    class Full(list):
+        def append(self, trace: object) -> None:
+            raise RuntimeError("no room")
+
+    with running(target_dir, "eagle", traces=Full()) as client:
+        prompt, goal = greedy_run(client, oracle)
+        client.submit("r", prompt, 24, ignore_eos=True, capture=True)
+        assert client.wait()["r"].tokens == goal
+        assert client.engine.counters().failed == 0
+
+
+def test_a_swap_that_fails_fails_no_more_than_the_requests_at_hand(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(target_dir, "eagle") as client:
+        session = client.engine._session
+        assert session is not None
+
+        def broken(staged: object) -> None:
+            raise MemoryError("no memory")
+
+        monkeypatch.setattr(session, "load", broken)
+        client.engine.stage(2, make_drafter("eagle", target_dir).weights())  # type: ignore[union-attr]
+        time.sleep(0.2)
+        client.submit("r", [1, 2, 3], 8, ignore_eos=True)
+        assert client.wait()["r"].finish == "length"
+        client.engine.check_health()
+
+
+def test_speculation_is_switched_in_the_middle_of_a_request(target_dir: Path, oracle: Oracle) -> None:
+    with running(target_dir, "eagle") as client:
+        prompt, goal = greedy_run(client, oracle)
+        goal = oracle.greedy(prompt, 100)
+        client.submit("r", prompt, 100, ignore_eos=True)
+        while len(client.results["r"].tokens) < 20:
+            client.next()
+        client.engine.set_speculation(False)
+        while len(client.results["r"].tokens) < 60:
+            client.next()
+        client.engine.set_speculation(True)
+        result = client.wait()["r"]
+    assert result.tokens == goal
+
+
+def test_accepted_tokens_past_the_end_are_not_counted(target_dir: Path, oracle: Oracle) -> None:
+    with running(target_dir, "language_model", depth=8) as client:
+        prompt, goal = greedy_run(client, oracle)
+        for end in range(4, 20):
+            client.engine.target.eos_ids = frozenset({goal[end]})
+            client.submit(f"{end}", prompt, 24)
+            result = client.wait()[f"{end}"]
+            assert result.counts is not None
+            assert result.counts.accepted < len(result.tokens)
+
+
 @pytest.mark.parametrize(("prompt", "max_tokens", "message"), [
     (100, 29, "the prompt has 100 tokens and max_tokens is 29, together at most 128"),
     (0, 5, "at least one prompt token"),

@@ -86,8 +86,8 @@ def test_trees_are_as_large_as_pays() -> None:
         static(paths=[(0,)], seconds=FLAT)
 
 
-@pytest.mark.parametrize("wrong", [{"acceptance": []}, {"acceptance": [[0.5], []]}, {"acceptance": [[1.5]]},
-    {"acceptance": [[0.5]], "budget": 0}])  # fmt: skip
+@pytest.mark.parametrize("wrong", [{"ranks": []}, {"ranks": [[0.5], []]}, {"ranks": [[1.5]]},
+    {"ranks": [[0.5]], "budget": 0}])  # fmt: skip
 def test_a_table_that_is_none_is_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match="sparse_tree needs"):
         GROWTHS["sparse_tree"](**wrong)

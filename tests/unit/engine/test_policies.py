@@ -1,0 +1,109 @@
+"""Growth, verification and governor inside the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from osd.config import GrowthSettings
+from osd.drafters import Drafter
+from osd.engine.group import follow
+from osd.engine.policy import Policy
+from osd.speculation.compatibility import IncompatibleError
+from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
+
+LENGTHS = (5, 17, 3, 30)
+EVERY: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "chain": ({"depth": 3}, ("chain", "block", "siblings", "traversal", "naive", "k_seq", "greedy_multidraft")),
+    "confidence": ({"depth": 4, "eta": 0.01}, ("chain", "block")),
+    "heuristic": ({"depth": 4, "start": 2}, ("chain", "block")),
+    "dynamic_tree": ({"budget": 6}, ("siblings", "traversal", "naive")),
+    "static_tree": ({"budget": 6, "depth": 3}, ("siblings", "traversal", "naive")),
+    "sparse_tree": ({"budget": 5}, ("naive",)),
+    "top_k_tree": ({"budget": 6, "top_k": 2, "depth": 3}, ("naive",)),
+}
+
+
+def policy(kind: str, rule: str) -> Policy:
+    return Policy.of(GrowthSettings(kind=kind, **EVERY[kind][0]), rule)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "language_model"])
+def test_greedy_output_is_that_of_transformers_for_every_growth_and_rule_side_by_side(
+    target_dir: Path, oracle: Oracle, drafter: str
+) -> None:
+    goals = [oracle.greedy(prompt, 20) for prompt in prompts(LENGTHS)]
+    with running(target_dir, drafter, slots=8) as client:
+        for kind, (_, rules) in EVERY.items():
+            for rule in rules:
+                chosen = policy(kind, rule)
+                for index, prompt in enumerate(prompts(LENGTHS)):
+                    client.submit(f"{kind} {rule} {index}", prompt, 20, ignore_eos=True, policy=chosen)
+        for name, result in client.wait().items():
+            assert result.tokens == goals[int(name.split()[-1])], name
+            assert result.counts is not None
+            assert result.counts.drafted > 0, name
+
+
+def test_a_tree_keeps_more_than_one_chain_of_the_same_drafter(target_dir: Path) -> None:
+    with running(target_dir, "eagle", slots=1) as client:
+        for kind, rule in (("chain", "chain"), ("top_k_tree", "naive")):
+            for index, prompt in enumerate(prompts(LENGTHS)):
+                client.submit(f"{kind} {index}", prompt, 60, ignore_eos=True, policy=policy(kind, rule))
+        results = client.wait()
+    kept = {kind: sum(results[f"{kind} {i}"].counts.accepted for i in range(4)) for kind in ("chain", "top_k_tree")}
+    assert kept["top_k_tree"] > kept["chain"]
+
+
+def test_a_pair_that_would_bias_the_output_is_no_policy() -> None:
+    with pytest.raises(IncompatibleError, match="verification siblings would bias the output: growth top_k_tree"):
+        policy("top_k_tree", "siblings")
+
+
+def test_a_request_with_the_heuristic_moves_its_own_draft_length() -> None:
+    chosen = policy("heuristic", "chain")
+    assert chosen.first_limit == 2
+    assert chosen.next_limit(2, drafted=2, accepted=2) == 4
+    assert chosen.next_limit(2, drafted=2, accepted=1) == 1
+    assert policy("chain", "chain").next_limit(3, drafted=3, accepted=0) == 3
+
+
+def useless(target_dir: Path) -> Drafter:
+    drafter = make_drafter("eagle", target_dir)
+    assert drafter is not None
+    for parameter in drafter.parameters():
+        parameter.data.normal_(0, 0.02)
+    return drafter
+
+
+def test_the_governor_changes_no_output_and_stops_drafts_that_do_not_pay(target_dir: Path, oracle: Oracle) -> None:
+    with running(target_dir, "eagle", drafter=useless(target_dir), governed=True) as client:
+        for index, prompt in enumerate(prompts(LENGTHS)):
+            client.submit(str(index), prompt, 80, ignore_eos=True)
+        results = client.wait()
+        counters = client.engine.counters()
+    for index, prompt in enumerate(prompts(LENGTHS)):
+        assert results[str(index)].tokens == oracle.greedy(prompt, 80)
+    total = counters.speculation()
+    assert total.drafted > 0  # probes
+    assert total.drafted < counters.completion_tokens
+
+
+def test_what_a_request_asks_for_is_not_governed(target_dir: Path) -> None:
+    with running(target_dir, "eagle", drafter=useless(target_dir), governed=True) as client:
+        client.submit("own", [1, 2, 3], 60, ignore_eos=True, policy=policy("chain", "chain"))
+        counts = client.wait()["own"].counts
+    assert counts is not None
+    assert counts.drafted >= 3 * (counts.rounds - 2)
+
+
+def test_the_path_of_most_probable_tokens_is_followed_through_a_tree() -> None:
+    #      root -> 7, 8;  7 -> 9;  8 -> 9, 5
+    tokens, parents = [7, 8, 9, 9, 5], [-1, -1, 0, 1, 1]
+    assert follow(tokens, parents, [8, 0, 5, 0, 0, 4]) == ([1, 4], 4)
+    assert follow(tokens, parents, [8, 0, 6, 0, 0, 4]) == ([1], 6)
+    assert follow(tokens, parents, [3, 0, 5, 0, 0, 4]) == ([], 3)
+    assert follow([], [], [2]) == ([], 2)
+    assert follow([7, 7], [-1, -1], [7, 1, 2]) == ([0], 1)  # of twins the first
