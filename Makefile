@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak quality browser
+.PHONY: help install develop demo test soak quality browser
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,24 +7,32 @@ BIN := .venv/bin
 help: ## Show the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
+PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
+
 .venv/.installed: pyproject.toml constraints.txt $(wildcard osd/native/*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "osd needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e .
 	touch $@
 
-install: .venv/.installed ## Make .venv with everything in it
+.venv/.developed: .venv/.installed
+	$(PIP) -e '.[dev]'
+	touch $@
+
+install: .venv/.installed ## Make .venv with what osd needs
+
+develop: .venv/.developed ## Add what the tests need
 
 demo: install ## Watch a drafter learn from live traffic; ARGS="--minutes 3 --report demo.json"
 	$(BIN)/osd demo $(ARGS)
 
-test: install browser ## Run all tests; ARGS="tests/unit -k config"
+test: develop browser ## Run all tests; ARGS="tests/unit -k config"
 	$(BIN)/python -m pytest $(ARGS)
 
-soak: install ## Run the tests that take long: laws of the output over a hundred thousand runs
+soak: develop ## Run the tests that take long: laws of the output over a hundred thousand runs
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
-quality: install ## Run every check that is not a test of behaviour
+quality: develop ## Run every check that is not a test of behaviour
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.streams import seconds_of
 from osd.config import GrowthSettings
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
-from osd.engine.request import Request, Sampling, Update
+from osd.engine.request import Request, Sampling
 
 GOVERNED, PLAIN = "governed", "plain"
 
@@ -77,11 +76,8 @@ def measure(
 
 
 def _send(engine: Engine, prompts: list[tuple[int, ...]], load: Load, way: str, policy: Policy | None) -> float:
-    """Seconds until all of ``prompts``, sent at once, are answered."""
-    updates: queue.Queue[Update] = queue.Queue()
-    begun = time.perf_counter()
-    for index, prompt in enumerate(prompts):
-        request = Request(
+    requests = [
+        Request(
             f"{way}-{index}",
             prompt,
             load.tokens,
@@ -90,11 +86,6 @@ def _send(engine: Engine, prompts: list[tuple[int, ...]], load: Load, way: str, 
             speculate=way != PLAIN,
             policy=policy,
         )
-        engine.submit(request, updates.put)
-    left = len(prompts)
-    while left:
-        update = updates.get()
-        if update.finish_reason == "error":
-            raise RuntimeError(f"a request failed: {update.error}")
-        left -= update.finish_reason is not None
-    return time.perf_counter() - begun
+        for index, prompt in enumerate(prompts)
+    ]
+    return seconds_of(engine, requests)

@@ -79,6 +79,16 @@ def load_engine(settings: Settings, draft: str) -> tuple[Engine, str]:
     return make_engine(settings, directory, load_tokenizer(directory), Start(drafter, 1), None), name
 
 
+def plain_engine(settings: Settings) -> tuple[Engine, Path]:
+    """An engine without a drafter, not started, and the directory of its target.
+
+    Raises:
+        osd.target.load.TargetError: the target cannot be had.
+    """
+    directory = resolve(settings.target.source, settings.home_dir)
+    return make_engine(settings, directory, load_tokenizer(directory), None, None), directory
+
+
 def find_drafter(settings: Settings, draft: str, directory: Path) -> tuple[Drafter, str]:
     """The drafter that one of ``DRAFTS`` means, and what to call it.
 

@@ -16,6 +16,7 @@ from rich.table import Table as Grid
 from benchmarks.figures import Mean, Row, Table
 from benchmarks.governor import PLAIN, Speed
 from benchmarks.overhead import Cost
+from benchmarks.plain import Pair, ratios
 
 _WIDTH, _LINE, _LEFT, _SCALE = 760, 18, 250, 420  # pixels of a picture
 _FONT = 'font-family="sans-serif" font-size="12"'
@@ -99,6 +100,22 @@ def speeds(found: Sequence[Speed]) -> Grid:
         ):
             cells += [f"{statistics.median(values):.1f}", f"{middle:.3f} ({least:.2f} to {most:.2f})"]
         grid.add_row(speed.way, *cells)
+    return grid
+
+
+def turns_of(pairs: Sequence[Pair]) -> Grid:
+    """The table of plain decoding: median tokens per second of each way, and the ratios with their spread."""
+    grid = Grid(box=None, padding=(0, 2, 0, 0))
+    for name in ("", "median", "spread"):
+        grid.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    for name, values in (
+        ("one stream, tokens/s", [pair.one for pair in pairs]),
+        ("transformers generate(), tokens/s", [pair.transformers for pair in pairs]),
+        ("eight streams, tokens/s", [pair.eight for pair in pairs]),
+    ):
+        grid.add_row(name, f"{statistics.median(values):.1f}", f"{min(values):.1f} to {max(values):.1f}")
+    for name, (middle, least, most) in ratios(pairs).items():
+        grid.add_row(name, f"{middle:.2f}", f"{least:.2f} to {most:.2f}")
     return grid
 
 

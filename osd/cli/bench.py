@@ -247,3 +247,48 @@ def governor(
         about = {"target": settings.target.source, "draft": name, "prompts": prompts, "load": asdict(plan)}
         figures = {**about, "ways": [asdict(speed) for speed in found]}
         json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+@app.command()
+def plain(
+    prompts: Prompts = "unittest",
+    tokens: Annotated[int, typer.Option(min=8, help="Of each completion.")] = 96,
+    turns: Annotated[int, typer.Option(min=1, help="To take medians of.")] = 7,
+    json_file: Json = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Compare plain decoding with transformers' generate(), and eight streams with one, taking turns."""
+    settings = settings_of(config, [*(overrides or ()), "drafter.kind=none"])
+    check_output(json_file, None)
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from benchmarks.pair import encode, plain_engine
+    from benchmarks.plain import measure, ratios
+    from benchmarks.report import turns_of
+    from osd.target.load import TargetError
+    from osd.target.threads import one_core
+    from osd.traffic import load
+    from osd.traffic.prompt import TrafficError
+
+    one_core()  # loading makes threads of its own
+    _quiet()
+    try:
+        texts = load(prompts)
+        engine, directory = plain_engine(settings)
+    except (TargetError, TrafficError) as error:
+        fail(error)
+    asked = encode(engine.tokenizer, texts, settings.engine.context - tokens)
+    with stop_signals():
+        engine.start()
+        try:
+            pairs = measure(engine, directory, asked, tokens, turns, lambda step: typer.echo(step, err=True))
+        finally:
+            engine.stop()
+    Console(highlight=False).print(turns_of(pairs))
+    if json_file is not None:
+        figures = {"target": settings.target.source, "tokens": tokens, "turns": [asdict(pair) for pair in pairs]}
+        json_file.write_text(json.dumps({**figures, "ratios": ratios(pairs)}, indent=2) + "\n", encoding="utf-8")
