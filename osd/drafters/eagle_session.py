@@ -106,7 +106,7 @@ class EagleSession:
         """See ``Session.load``."""
         places = [self.linear[name].place if name in _LINEAR else self.vector[name] for name in staged]
         # One call: after each, the interpreter's lock may have to be waited for while other threads hold it.
-        torch._foreach_copy_(places, list(staged.values()))
+        torch._foreach_copy_(places, list(staged.values()))  # type: ignore[attr-defined]
 
     def _lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights in the dtypes and under the names that the session uses."""
