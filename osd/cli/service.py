@@ -43,7 +43,7 @@ def up(config: ConfigFile = None, overrides: Overrides = None) -> None:
 def demo(
     minutes: Annotated[
         float, typer.Option(min=0.1, max=60, help="Minutes of live traffic before the measurement.")
-    ] = 6.5,
+    ] = 5.0,
     report: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.", metavar="FILE")] = None,
     source: Annotated[str, typer.Option(help="Prompts: unittest, stdlib, pydoc or a JSON lines file.")] = "unittest",
     rate: Annotated[float, typer.Option(min=0.01, help="Requests a second.")] = 0.5,
