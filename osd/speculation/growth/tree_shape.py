@@ -140,24 +140,16 @@ def best_paths(acceptance: Sequence[Sequence[float]], nodes: int) -> list[tuple[
     return found
 
 
-def hardware_aware_size(
-    tokens: Sequence[float],
-    seconds: Mapping[int, float],
-    levels: Sequence[int] | None = None,
-    level_seconds: float = 0.0,
-) -> int:
+def hardware_aware_size(tokens: Sequence[float], seconds: Mapping[int, float]) -> int:
     """How many nodes to draft for the most tokens per second; 0 when drafting does not pay.
 
     That is the n of the largest ``tau(n) / (L(n) / L(1))`` (Chen et al., 2024, arXiv 2405.18628); a forward of the
-    target has a row for the last committed token beside those of the n nodes. With ``level_seconds``, what drafting
-    takes counts too, as in Sequoia.
+    target has a row for the last committed token beside those of the n nodes.
 
     Args:
         tokens: of a round, the bonus token included, with 0, 1, 2, ... nodes.
         seconds: of a forward of the target by its rows, measured from one row on; straight lines between, and no size
             beyond what was measured.
-        levels: forwards of the drafter for each size.
-        level_seconds: of one of them.
 
     Raises:
         ValueError: nothing was measured at one row, or a measurement is not positive.
@@ -167,6 +159,4 @@ def hardware_aware_size(
     rows = sorted(seconds)
     last = min(len(tokens), rows[-1])
     costs = np.interp(range(1, last + 1), rows, [seconds[count] for count in rows])
-    if levels is not None:
-        costs = costs + level_seconds * np.asarray(levels[:last])
     return int(np.argmax(np.asarray(tokens[:last]) / costs))

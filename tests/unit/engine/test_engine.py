@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from osd.drafters import DrafterError
+from osd.config import DrafterSettings
+from osd.drafters import DrafterError, initial
 from osd.engine import round as rounds
 from osd.engine.request import Sampling, Update
 from tests.tiny import tokenizer
@@ -269,7 +270,8 @@ def test_speculation_is_switched_in_the_middle_of_a_request(target_dir: Path, or
 
 
 def test_accepted_tokens_past_the_end_are_not_counted(target_dir: Path, oracle: Oracle) -> None:
-    with running(target_dir, "language_model", depth=8) as client:
+    whole = initial(DrafterSettings(kind="language_model", layers=4), target_dir, target_dir)  # nearly always right
+    with running(target_dir, "language_model", drafter=whole, depth=8) as client:
         prompt, goal = greedy_run(client, oracle)
         for end in range(4, 20):
             client.engine.target.eos_ids = frozenset({goal[end]})

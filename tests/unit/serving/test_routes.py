@@ -109,6 +109,7 @@ def test_a_request_may_say_how_it_speculates(client, service):
             "up to 65 tokens and this server's limit is 64",
         ),
         ({"growth": {"kind": "top_k_tree"}, "verification": "siblings"}, "osd", "siblings would bias the output"),
+        ({"growth": {"kind": "chain", "governed": True}}, "osd.growth.governed", "is not supported"),
         ({"verification": "typical"}, "osd.verification", "should be 'chain'"),
         ({"drafter": "mine"}, "osd.drafter", "is not supported"),
     ],

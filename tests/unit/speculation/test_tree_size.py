@@ -62,13 +62,6 @@ def test_between_measurements_latency_is_a_straight_line_and_beyond_them_no_size
     assert hardware_aware_size([1.0, 1.4, 1.7, 1.9], {1: 1.0, 2: 1.0}) == 1
 
 
-def test_the_forwards_of_the_drafter_count_where_they_are_given() -> None:
-    tokens, levels = [1.0, 1.5, 1.8, 2.0], [0, 1, 2, 3]
-    assert hardware_aware_size(tokens, FLAT, levels, 0.0) == 3
-    assert hardware_aware_size(tokens, FLAT, levels, 0.3) == 1
-    assert hardware_aware_size(tokens, FLAT, levels, 0.6) == 0
-
-
 @pytest.mark.parametrize("seconds", [{}, {2: 1.0}, {1: 0.0}])
 def test_a_latency_curve_without_a_single_row_is_refused(seconds: dict[int, float]) -> None:
     with pytest.raises(ValueError, match="1 row"):
