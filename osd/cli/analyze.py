@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench import (
+from osd.cli.bench.options import (
     Contexts,
     Depth,
     Draft,
@@ -17,9 +17,8 @@ from osd.cli.bench import (
     Temperatures,
     TopP,
     check_output,
-    compare,
-    conclude,
 )
+from osd.cli.bench.rules import compare, conclude
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 
 app = typer.Typer(help="Look at what was captured.", no_args_is_help=True)

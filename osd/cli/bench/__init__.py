@@ -1,0 +1,14 @@
+"""``osd bench``: measure the library on this machine."""
+
+from __future__ import annotations
+
+import typer
+
+from osd.cli.bench.governor import governor
+from osd.cli.bench.overhead import overhead
+from osd.cli.bench.plain import plain
+from osd.cli.bench.rules import rules
+
+app = typer.Typer(help="Measure rules and overheads on this machine.", no_args_is_help=True)
+for command in (rules, overhead, governor, plain):
+    app.command()(command)

@@ -1,0 +1,103 @@
+"""Options and habits that the commands which measure share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from osd.cli.common import fail, stop_signals
+
+if TYPE_CHECKING:
+    from osd.engine.engine import Engine
+
+Draft = Annotated[
+    str,
+    typer.Option(
+        help="skip_layers: the target without some middle layers; registry: the newest version of the domain; "
+        "language_model or eagle: a fresh one, as the settings say.",
+        metavar="KIND",
+    ),
+]
+Prompts = Annotated[str, typer.Option(help="unittest, stdlib, pydoc, or a JSON lines file.", metavar="SOURCE")]
+Temperatures = Annotated[
+    list[float], typer.Option("--temperature", min=0.01, max=2, help="May be given again for another table.")
+]
+TopP = Annotated[float, typer.Option(min=0.01, max=1, help="Of both target and drafter.")]
+Drafts = Annotated[int, typer.Option(min=1, max=8, help="Drafts of the first token.")]
+Depth = Annotated[int, typer.Option(min=1, max=8, help="Tokens of a path.")]
+Contexts = Annotated[int, typer.Option(min=2, help="Places of the text, for each temperature.")]
+Tokens = Annotated[int, typer.Option(min=8, help="Of each completion.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all figures here.", metavar="FILE")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Write a picture here, as SVG.", metavar="FILE")]
+
+CONTEXT = 512
+"""Tokens of a sequence where a measurement chooses them itself."""
+
+
+def check_draft(draft: str) -> None:
+    """Refuse a drafter that is none of those to choose from."""
+    from benchmarks.pair import DRAFTS
+
+    if draft not in DRAFTS:
+        fail(f"--draft must be one of {', '.join(DRAFTS)}, not {draft}")
+
+
+def check_output(json_file: Path | None, plot: Path | None = None) -> None:
+    """Refuse files that could not be written in the end."""
+    for name, file in (("--json", json_file), ("--plot", plot)):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            fail(f"{name}: cannot write {file}")
+    if plot is not None and plot.suffix != ".svg":
+        fail(f"--plot: the name must end with .svg, not {plot.name}")
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Load models and prompts on one core, without progress bars; what cannot be had ends the command."""
+    from transformers.utils import logging
+
+    from benchmarks.pair import BenchError
+    from osd.target.load import TargetError
+    from osd.target.threads import one_core
+    from osd.traffic.prompt import TrafficError
+
+    one_core()  # loading makes threads of its own
+    logging.disable_progress_bar()
+    try:
+        yield
+    except (BenchError, TargetError, TrafficError) as error:
+        fail(error)
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[None]:
+    """Run an engine until the command ends, in whatever way."""
+    with stop_signals():
+        engine.start()
+        try:
+            yield
+        finally:
+            engine.stop()
+
+
+def say(step: str) -> None:
+    """Tell on standard error what is being measured."""
+    typer.echo(step, err=True)
+
+
+def show(table: Any) -> None:
+    """Print a table."""
+    from rich.console import Console
+
+    Console(highlight=False).print(table)
+
+
+def write(json_file: Path | None, figures: Mapping[str, Any]) -> None:
+    """Write all figures, where asked to."""
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
