@@ -10,11 +10,8 @@ def check_settings(settings: Settings) -> None:
     """Refuse settings that contradict each other, before anything is started.
 
     Raises:
-        ConfigError: verification would bias the drafts of growth, the draft is larger than a slot has room for, or a
-            canary is asked for.
+        ConfigError: verification would bias the drafts of growth, or the draft is larger than a slot has room for.
     """
-    if share := settings.trainer.canary_share:
-        raise ConfigError(f"trainer.canary_share must be 0, not {share}: replicas serve no canary")
     try:
         policy = Policy.of(settings.growth, settings.verification)
     except ValueError as error:

@@ -21,7 +21,8 @@ _MARK_SECONDS = 10.0
 class Report:
     """What one replica says once a second.
 
-    ``counters`` never decrease; keys are names, or (name, label value) for counters by position or by version.
+    ``version`` is the stable one, and ``canary`` the one that drafts for a share of requests beside it. ``counters``
+    never decrease; keys are names, or (name, label value) for counters by position or by version.
     """
 
     replica: str
@@ -32,6 +33,7 @@ class Report:
     waiting: int
     swap_stall_seconds_max: float
     counters: Mapping[str | tuple[str, int], float]
+    canary: int | None = None
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ class Reporter:
             waiting=load.waiting,
             swap_stall_seconds_max=counts.swap_stall_seconds_max,
             counters=counters,
+            canary=self._engine.canary_version,
         )
 
     def _tell_load(self) -> None:

@@ -1,10 +1,11 @@
-"""Which drafter a replica runs: the one to start with, and the newer ones that the rollout pointer names."""
+"""Which drafters a replica runs: the one to start with, then the stable version and the canary of the pointer."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from osd.config import Settings
 from osd.drafters.base import Drafter, DrafterError
 from osd.registry.events import Events, Kind
 from osd.registry.pointer import Pointer, Rollout
-from osd.registry.versions import Registry, VersionError
+from osd.registry.versions import Registry, Version, VersionError
 from osd.target.threads import one_core
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class VersionWatcher:
     """Follows the rollout pointer in a thread: loads, checks and stages each new version beside decoding.
 
     A version that cannot be loaded or does not fit is refused: counted, logged, put on the events, and the running
-    one stays. With Redis gone nothing changes.
+    one stays. The requests of a canary that is refused are served by the stable version. With Redis gone nothing
+    changes.
     """
 
     def __init__(
@@ -95,25 +97,46 @@ class VersionWatcher:
             self._follow(rollout)
 
     def _follow(self, rollout: Rollout) -> None:
-        number, before = rollout.stable, self._engine.drafter_version
+        # In this order, so that a canary that is promoted serves its share until it is swapped in for all.
+        self._follow_stable(rollout.stable)
+        self._follow_canary(rollout)
+
+    def _follow_stable(self, number: int) -> None:
+        before = self._engine.drafter_version
         if number == before or number in self._known_bad:
             # Known bad only until the pointer moves: whoever points at it again wants it tried again.
             self._known_bad.discard(number)
             return
+        if self._use(number, lambda version: self._engine.stage(number, version.weights)) and self._swapped(number):
+            logger.info("drafter version %d is in service, before it %d", number, before)
+            self._tell("swapped", number, previous=before)
+
+    def _follow_canary(self, rollout: Rollout) -> None:
+        number, running = rollout.canary, self._engine.canary_version
+        if number is None or number == rollout.stable or not rollout.share:
+            if running is not None:
+                self._engine.end_canary()
+                logger.info("drafter version %d is no canary any more", running)
+        elif number == running:
+            self._engine.try_canary(rollout, None)
+        elif self._use(number, lambda version: self._engine.try_canary(rollout, version.weights)):
+            logger.info("drafter version %d drafts for %.0f %% of requests", number, 100 * rollout.share)
+        elif running is not None:
+            self._engine.end_canary()
+
+    def _use(self, number: int, take: Callable[[Version], None]) -> bool:
+        """Load a version for ``take``; False when it is refused."""
         try:
-            version = self._registry.load(self._domain, number)
-            self._engine.stage(number, version.weights)
+            take(self._registry.load(self._domain, number))
         except (VersionError, DrafterError) as error:
             self._refuse(number, str(error))
-            return
         except Exception as error:
             # Whatever is wrong with a version, it must not end the thread that would load the next one.
             logger.exception("drafter version %d cannot be loaded", number)
             self._refuse(number, type(error).__name__)
-            return
-        if self._swapped(number):
-            logger.info("drafter version %d is in service, before it %d", number, before)
-            self._tell("swapped", number, previous=before)
+        else:
+            return True
+        return False
 
     def _swapped(self, number: int) -> bool:
         deadline = time.monotonic() + _SWAP_SECONDS
@@ -124,9 +147,8 @@ class VersionWatcher:
 
     def _refuse(self, number: int, reason: str) -> None:
         self.rejected += 1
-        logger.error(
-            "drafter version %d is refused, version %d stays: %s", number, self._engine.drafter_version, reason
-        )
+        stays = self._engine.drafter_version
+        logger.error("drafter version %d is refused, version %d stays: %s", number, stays, reason)
         self._tell("rejected", number, reason=reason, stage="load")
 
     def _tell(self, kind: Kind, number: int, **figures: Any) -> None:

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from osd.capture.stream import TraceReader
 from osd.config import Settings
 from osd.registry.events import Events
-from osd.registry.pointer import Pointer
+from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionInfo
 from serving.board import History, Totals
 from serving.service import Model
@@ -35,7 +35,7 @@ class Feeds:
         self._latest: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
-        """``versions``, ``events``, ``stable`` and ``lag``, the last two None without Redis. Blocks for a moment."""
+        """``versions``, ``events``, ``rollout`` and ``lag``, the last two None without Redis. Blocks for a moment."""
         with self._lock:
             if time.monotonic() - self._read_at > _FRESH_SECONDS:
                 self._latest = self._gather()
@@ -52,10 +52,10 @@ class Feeds:
         try:
             rollout = self._pointer.get(self._domain)
             events = [event for event in self._events.recent(_EVENTS) if event["domain"] == self._domain]
-            stable = rollout.stable if rollout else None
-            return {"redis": True, "versions": versions, "stable": stable, "events": events, "lag": self._reader.lag()}
+            lag = self._reader.lag()
+            return {"redis": True, "versions": versions, "rollout": rollout, "events": events, "lag": lag}
         except RedisError:
-            return {"redis": False, "versions": versions, "stable": None, "events": [], "lag": None}
+            return {"redis": False, "versions": versions, "rollout": None, "events": [], "lag": None}
 
 
 def _version(info: VersionInfo) -> dict[str, Any]:
@@ -68,6 +68,7 @@ def compose(
     """The JSON of ``/dashboard/data``."""
     live = {name: totals.by_label(f"version_{name}") for name in ("rounds", "drafted", "accepted")}
     running = {report.version for report in totals.replicas}
+    rollout: Rollout | None = feeds["rollout"]
     versions = []
     for version in feeds["versions"]:
         counts = {name: by_version.get(version["number"], 0) for name, by_version in live.items()}
@@ -93,6 +94,7 @@ def compose(
             {
                 "name": report.replica,
                 "version": report.version,
+                "canary": report.canary,
                 "speculation": report.speculation,
                 "running": report.running,
                 "waiting": report.waiting,
@@ -101,7 +103,10 @@ def compose(
             for report in totals.replicas
         ],
         "versions": versions,
-        "stable": feeds["stable"],
+        "stable": rollout.stable if rollout else None,
+        "canary": rollout.canary if rollout else None,
+        "share": rollout.share if rollout else 0.0,
+        "pinned": rollout.pinned if rollout else False,
         "events": feeds["events"],
         "stream": {"redis": feeds["redis"], "lag": feeds["lag"], "capacity": settings.capture.max_records},
     }

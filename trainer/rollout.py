@@ -113,6 +113,8 @@ class Publisher:
             self._follow(before)
         if self._baseline is None or (before is not None and before.stable != self.stable):
             self.in_service()
+        if before is not None and before.pinned:
+            return Outcome(Verdict(False, True, f"version {before.stable} is pinned"), None)
         if self._baseline is None:
             return Outcome(Verdict(False, True, f"no drafter version of {self._domain} to compare with"), None)
         if self.canary is not None:
@@ -122,19 +124,23 @@ class Publisher:
             if not verdict.waits:
                 self.tell("rejected", self.stable, reason=verdict.reason, **verdict.figures())
             return Outcome(verdict, None)
+        # Somebody may move the pointer, perhaps back: theirs counts, and the next candidate is compared with it.
+        moved = Outcome(Verdict(False, True, "the rollout pointer moved during the evaluation"), None)
         if self._pointer.get(self._domain) != before:
-            # Somebody moved the pointer, perhaps back: theirs counts, and the next candidate is compared with it.
-            return Outcome(Verdict(False, True, "the rollout pointer moved during the evaluation"), None)
+            return moved
         manifest = {"parent": self.stable, "trained_on": trained_on, "gate": verdict.figures()}
         number = self._registry.publish(self._domain, candidate.weights(), candidate.config(), manifest)
         share = self._settings.canary_share
         if share:
             rollout = Rollout(stable=self.stable, canary=number, share=share, changed=time.time())
-            self._pointer.set(self._domain, rollout)
+            if not self._pointer.replace(self._domain, before, rollout):
+                return moved
             self._follow(rollout)
             self.tell("canary", number, parent=self.stable, share=share, **verdict.figures())
             return Outcome(verdict, number)
-        self._pointer.set(self._domain, Rollout(stable=number, canary=None, share=0.0, changed=time.time()))
+        rollout = Rollout(stable=number, canary=None, share=0.0, changed=time.time())
+        if not self._pointer.replace(self._domain, before, rollout):
+            return moved
         self._baseline.load_weights(candidate.weights())
         self.tell("published", number, parent=self.stable, trained_on=trained_on, **verdict.figures())
         self.stable = number
@@ -160,14 +166,18 @@ class Publisher:
         judgement = canary.judge(now)
         if judgement.action == "watch":
             return judgement
+        promoted = judgement.action == "promote"
+        number = canary.version if promoted else canary.stable
         rollout = self._pointer.get(self._domain)
-        if rollout is None or (rollout.stable, rollout.canary) != (canary.stable, canary.version):
+        decided = Rollout(stable=number, canary=None, share=0.0, changed=now)
+        if (
+            rollout is None
+            or (rollout.stable, rollout.canary) != (canary.stable, canary.version)
+            or not self._pointer.replace(self._domain, rollout, decided)
+        ):
             logger.info("version %d is no canary any more: somebody moved the rollout pointer", canary.version)
             self.canary = None
             return Judgement("watch", "the rollout pointer was moved")
-        promoted = judgement.action == "promote"
-        number = canary.version if promoted else canary.stable
-        self._pointer.set(self._domain, Rollout(stable=number, canary=None, share=0.0, changed=now))
         self.canary = None
         if promoted:
             self.in_service()

@@ -36,6 +36,14 @@ def settings_of(config: Path | None, overrides: list[str] | None) -> Settings:
         fail(error)
 
 
+def redis_url(settings: Settings) -> str | None:
+    """The Redis of the loop that runs in ``settings.home``, else the configured one."""
+    from deploy.running import find
+
+    running = find(settings.home_dir)
+    return running.redis_url if running else settings.redis_url
+
+
 @contextmanager
 def stop_signals() -> Iterator[None]:
     """Make the first Ctrl-C or SIGTERM unwind the command, and the second end every process of it at once."""

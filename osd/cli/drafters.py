@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli import rollout
+from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
 
 if TYPE_CHECKING:
-    from osd.config import Settings
+    from osd.registry.pointer import Rollout
 
-app = typer.Typer(help="List drafter versions, or go back to an earlier one.", no_args_is_help=True)
+app = typer.Typer(help="List drafter versions, and say which of them is in service.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -26,25 +27,22 @@ def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> Non
     from osd.registry.pointer import Pointer
     from osd.registry.versions import Registry
 
-    registry, url = Registry(settings.registry_dir), _redis_url(settings)
+    registry, url = Registry(settings.registry_dir), redis_url(settings)
     table = Table("domain", "version", "in service", "parent", "made", "gate")
     for domain in registry.domains():
-        stable = None
+        moved = None
         if url:
-            pointer = Pointer(url)
             try:
-                rollout = pointer.get(domain)
-                stable = rollout.stable if rollout else None
+                with Pointer(url) as pointer:
+                    moved = pointer.get(domain)
             except RedisError as error:
                 fail(f"Redis does not answer: {error}")
-            finally:
-                pointer.close()
         for info in registry.list(domain):
             made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.manifest.get("created", 0)))
             row = [
                 domain,
                 str(info.number),
-                "yes" if info.number == stable else "",
+                _state(info.number, moved),
                 str(info.manifest.get("parent") or ""),
             ]
             table.add_row(*row, made, info.problem or _figures(info.manifest.get("gate") or {}))
@@ -54,51 +52,18 @@ def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> Non
         typer.echo(f"no drafter version in {settings.registry_dir}")
 
 
-@app.command()
-def rollback(
-    version: Annotated[
-        int | None, typer.Argument(help="The version to go to; else the parent of the one in service.")
-    ] = None,
-    config: ConfigFile = None,
-    overrides: Overrides = None,
-) -> None:
-    """Put an earlier version of the configured domain in service; replicas swap within a second."""
-    settings = settings_of(config, overrides)
-    from redis.exceptions import RedisError
-
-    from osd.registry.events import Events
-    from osd.registry.pointer import Pointer, Rollout
-    from osd.registry.versions import Registry, VersionError
-
-    url = _redis_url(settings)
-    if url is None:
-        fail(f"nothing runs in {settings.home_dir}; start it with osd up, or set redis_url")
-    pointer, events, registry = Pointer(url), Events(url), Registry(settings.registry_dir)
-    try:
-        rollout = pointer.get(settings.domain)
-        if rollout is None:
-            fail(f"domain {settings.domain} has no version in service; set domain")
-        number = (
-            version if version is not None else registry.load(settings.domain, rollout.stable).manifest.get("parent")
-        )
-        if number is None:
-            fail(f"version {rollout.stable} of {settings.domain} has no parent; name the version to go to")
-        registry.load(settings.domain, number)
-        pointer.set(settings.domain, Rollout(stable=number, canary=None, share=0.0, changed=time.time()))
-        events.add("rolled_back", settings.domain, number, previous=rollout.stable)
-    except (RedisError, VersionError) as error:
-        fail(error)
-    finally:
-        pointer.close()
-        events.close()
-    typer.echo(f"{settings.domain}: version {number} is in service, before it {rollout.stable}")
+for _command in (rollout.rollback, rollout.promote, rollout.pin, rollout.unpin):
+    app.command()(_command)
 
 
-def _redis_url(settings: Settings) -> str | None:
-    from deploy.running import find
-
-    running = find(settings.home_dir)
-    return running.redis_url if running else settings.redis_url
+def _state(number: int, rollout: Rollout | None) -> str:
+    if rollout is None:
+        return ""
+    if number == rollout.canary:
+        return f"canary, {100 * rollout.share:.0f} %"
+    if number != rollout.stable:
+        return ""
+    return "yes, pinned" if rollout.pinned else "yes"
 
 
 def _figures(gate: dict) -> str:

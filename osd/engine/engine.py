@@ -15,16 +15,19 @@ from transformers import PreTrainedTokenizerBase
 
 from osd.capture.trace import Trace
 from osd.config import Settings
-from osd.drafters.base import Drafter, Session
+from osd.drafters.base import Drafter
 from osd.engine import round as rounds
 from osd.engine.calibration import forward_seconds
 from osd.engine.counters import EngineCounters, EngineLoad
+from osd.engine.lanes import Lane, Lanes
 from osd.engine.piece import Piece
+from osd.engine.planner import Planner
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SpeculationCounts, Update
 from osd.engine.sequence import Sequence
 from osd.engine.tracing import TraceBuilder
-from osd.speculation.governor import Drafted, Governor
+from osd.registry.pointer import Rollout
+from osd.speculation.governor import Governor
 from osd.target.model import SlotModel
 from osd.target.threads import one_core, several_cores
 
@@ -62,19 +65,16 @@ class Engine:
         """
         self.target, self.tokenizer, self.settings, self._sink = target, tokenizer, settings, sink
         self._policy = Policy.of(settings.growth, settings.verification)
-        self._session: Session | None = None
-        if drafter is not None:
-            slots, scratch = settings.engine.slots, settings.engine.max_draft + 1
-            self._session = drafter.session(slots, settings.engine.context, scratch)
-        self.drafter_version = version
+        self._planner = Planner(self._policy, target.context)
+        self._version = version
+        self.lanes = None if drafter is None else Lanes(drafter, version, settings.engine)
         self._speculation = True
-        self._governor: Governor | None = None
         self._changed = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free = list(range(settings.engine.slots))[::-1]
         self._cancelled: set[str] = set()
-        self._staged: tuple[int, dict[str, Tensor]] | None = None
+        self._staged: dict[Lane, tuple[int, dict[str, Tensor]]] = {}
         self._counters = EngineCounters()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -125,13 +125,45 @@ class Engine:
         Raises:
             DrafterError: the weights do not fit; the running version stays.
         """
-        if self._session is None:
-            raise ValueError("this engine decodes without a drafter")
+        lane = self._drafting().stable
         one_core()
-        staged = self._session.stage(weights)
+        staged = lane.session.stage(weights)
         with self._changed:
-            self._staged = (version, staged)
+            self._staged[lane] = (version, staged)
             self._changed.notify_all()
+
+    def try_canary(self, rollout: Rollout, weights: dict[str, Tensor] | None) -> None:
+        """Let the canary of ``rollout`` draft for its share of new requests, beside the stable version.
+
+        It takes the place of another canary, whose requests go on with what they have.
+
+        Args:
+            rollout: names the canary and its share.
+            weights: of the canary; None when it runs already.
+
+        Raises:
+            DrafterError: the weights do not fit; nothing changes.
+        """
+        lanes = self._drafting()
+        one_core()
+        lane = None if weights is None or rollout.canary is None else lanes.make(rollout.canary, weights)
+        with self._changed:
+            lanes.try_canary(rollout, lane)
+
+    def end_canary(self) -> None:
+        """Let the stable version draft for every new request; those of a canary end with it."""
+        with self._changed:
+            self._drafting().end_canary()
+
+    @property
+    def drafter_version(self) -> int:
+        """The stable version."""
+        return self._version if self.lanes is None else self.lanes.stable.version
+
+    @property
+    def canary_version(self) -> int | None:
+        """The version that drafts for a share of new requests, None for none."""
+        return None if self.lanes is None else self.lanes.canary_version
 
     def set_speculation(self, enabled: bool) -> None:
         """Speculate from the next round on, or decode plainly."""
@@ -152,11 +184,17 @@ class Engine:
         with self._changed:
             return copy.deepcopy(self._counters)
 
+    def _drafting(self) -> Lanes:
+        if self.lanes is None:
+            raise ValueError("this engine decodes without a drafter")
+        return self.lanes
+
     def _run(self) -> None:
         several_cores(self.settings.engine.threads)
-        if self._session is not None and self.settings.growth.governed:
+        if self.lanes is not None and self.settings.growth.governed:
             nodes = self._policy.growth.max_nodes
-            self._governor = Governor(nodes, forward_seconds(self.target, self.settings.engine.slots * (1 + nodes)))
+            seconds = forward_seconds(self.target, self.settings.engine.slots * (1 + nodes))
+            self._planner.governor = Governor(nodes, seconds)
         while True:
             with self._changed:
                 idle = not (self._waiting or self._running or self._staged or self._stopping)
@@ -178,19 +216,18 @@ class Engine:
                 self._fail(f"{type(error).__name__} while decoding")
 
     def _swap(self) -> None:
-        if self._staged is None or self._session is None:
+        if not self._staged:
             return
         start = time.perf_counter()
-        self.drafter_version, staged = self._staged
-        self._staged = None
+        lane, (version, staged) = self._staged.popitem()
+        lane.version = version
         with torch.inference_mode():
-            self._session.load(staged)
-        if self._governor is not None:
-            self._governor.renew()
+            lane.session.load(staged)
+        self._planner.renew(lane)
         stall = time.perf_counter() - start
         self._counters.swaps += 1
         self._counters.swap_stall_seconds_max = max(self._counters.swap_stall_seconds_max, stall)
-        log.info("drafter %d swapped in within %.1f ms", self.drafter_version, stall * 1e3)
+        log.info("drafter %d swapped in within %.1f ms", lane.version, stall * 1e3)
 
     def _drop_cancelled(self) -> None:
         gone = [s for s in [*self._running, *self._waiting] if s.request.id in self._cancelled]
@@ -211,9 +248,9 @@ class Engine:
         while self._waiting and self._free:
             s = self._waiting.popleft()
             s.slot = self._free.pop()
-            s.drafts = self._session is not None and s.request.speculate
-            if s.drafts and self._session is not None:
-                self._session.open(s.slot, s.tokens[0])
+            if self.lanes is not None and s.request.speculate:
+                s.lane = self.lanes.choose(s.request.id)
+                s.lane.session.open(s.slot, s.tokens[0])
             if self._sink is not None and s.request.capture and self.settings.capture.enabled:
                 s.trace = TraceBuilder(s.request, self.settings.target.source, self.settings.capture.piece)
             self._counters.prompt_tokens += len(s.tokens)
@@ -222,22 +259,24 @@ class Engine:
     def _release(self, s: Sequence) -> None:
         self._running.remove(s)
         self._free.append(s.slot)
-        if s.drafts and self._session is not None:
-            self._session.close(s.slot)
+        if s.lane is not None:
+            s.lane.session.close(s.slot)
 
     def _round(self) -> None:
         start = time.perf_counter()
         pieces = self._pieces()
-        self._plan(pieces)
-        outcome = rounds.run(self.target, self._session, pieces)
-        report = rounds.commit(outcome, self.target, self._session, self.settings.capture.top_k)
+        if self._speculation:
+            self._planner.plan(pieces)
+        outcome = rounds.run(self.target, pieces)
+        report = rounds.commit(outcome, self.target, self.settings.capture.top_k)
         with self._changed:
             self._counters.forwards += 1
             for drawn in report:
                 self._counters.completion_tokens += drawn.tokens
                 if drawn.drafted:
-                    version = self._counters.by_version.setdefault(self.drafter_version, SpeculationCounts())
-                    for counts in (drawn.sequence.counts, version):
+                    version = self._version_of(drawn.sequence)
+                    of_version = self._counters.by_version.setdefault(version, SpeculationCounts())
+                    for counts in (drawn.sequence.counts, of_version):
                         counts.count(drawn.drafted, drawn.accepted)
         for drawn in report:
             s = drawn.sequence
@@ -249,25 +288,7 @@ class Engine:
                     self._release(s)
         seconds = time.perf_counter() - start
         self._counters.busy_seconds += seconds
-        if self._governor is not None:
-            mine = [drawn for drawn in report if drawn.drafted and drawn.sequence.policy is self._policy]
-            drafts = [Drafted(drawn.drafted, drawn.path) for drawn in mine]
-            self._governor.observe(outcome.rows, seconds, outcome.draft_seconds, drafts)
-
-    def _plan(self, pieces: list[Piece]) -> None:
-        """Set how many nodes each piece may draft: what a request asks for itself is not governed."""
-        if not self._speculation:
-            return
-        for piece in pieces:
-            if piece.may_draft:
-                s = piece.sequence
-                piece.limit = min(s.limit, s.remaining - 1, self.target.context - len(s.tokens))
-        if self._governor is not None:
-            mine = [piece for piece in pieces if piece.limit and piece.sequence.policy is self._policy]
-            others = sum(piece.ends for piece in pieces) - len(mine)
-            rows = sum(piece.count + piece.limit for piece in pieces) - sum(piece.limit for piece in mine)
-            for piece, nodes in zip(mine, self._governor.plan(len(mine), others, rows), strict=True):
-                piece.limit = min(piece.limit, nodes)
+        self._planner.learn(outcome, report, seconds)
 
     def _pieces(self) -> list[Piece]:
         """What each sequence feeds: its last token, or the next part of its prompt as far as the chunk reaches."""
@@ -284,7 +305,7 @@ class Engine:
 
     def _emit(self, s: Sequence) -> None:
         while s.trace is not None and self._sink is not None and (s.finish or s.trace.full()):
-            trace = s.trace.build(self.drafter_version)
+            trace = s.trace.build(self._version_of(s))
             if trace is None:
                 return
             try:
@@ -292,6 +313,9 @@ class Engine:
             except Exception:  # what cannot be captured costs nobody an answer
                 log.exception("the trace of request %s is lost", s.request.id)
                 s.trace = None
+
+    def _version_of(self, s: Sequence) -> int:
+        return self.drafter_version if s.lane is None else s.lane.version
 
     def _fail(self, message: str) -> None:
         with self._changed:

@@ -43,7 +43,7 @@ class Expansion:
 
 
 class Group:
-    """Pieces that end, of sequences with one policy; either all of them decode greedily or none does."""
+    """Pieces that end, of sequences with one drafter and policy; either all of them decode greedily or none does."""
 
     def __init__(self, policy: Policy, pieces: list[Piece], device: torch.device) -> None:
         self.growth: Growth = policy.growth

@@ -38,7 +38,7 @@ class Piece:
     @property
     def may_draft(self) -> bool:
         """Whether the drafter can continue these: a first token is drawn from the prompt's own forward."""
-        return self.ends and self.count == 1 and self.sequence.step > 0 and self.sequence.drafts
+        return self.ends and self.count == 1 and self.sequence.step > 0 and self.sequence.lane is not None
 
     @property
     def rows(self) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from osd.drafters.base import Session
 from osd.engine.group import Group
+from osd.engine.lanes import Lane
 from osd.engine.logprobs import token_logprobs
 from osd.engine.packing import pack
 from osd.engine.piece import Piece
@@ -22,12 +22,12 @@ from osd.target.model import Forward, SlotModel
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome of one round, for ``commit``."""
+    """The outcome of one round, for ``commit``; ``draft_seconds`` by what drafted."""
 
     pieces: list[Piece]
     groups: list[Group]
     forward: Forward
-    draft_seconds: float
+    draft_seconds: dict[Lane, float]
 
     @property
     def rows(self) -> int:
@@ -51,27 +51,30 @@ class Drawn:
 
 
 @torch.inference_mode()
-def run(target: SlotModel, session: Session | None, pieces: list[Piece]) -> Round:
+def run(target: SlotModel, pieces: list[Piece]) -> Round:
     """Draft, verify, and decide what each piece keeps; nothing is committed yet."""
-    begun = time.perf_counter()
-    alike: dict[tuple[Policy, bool], list[Piece]] = defaultdict(list)
+    alike: dict[tuple[Lane | None, Policy, bool], list[Piece]] = defaultdict(list)
     for piece in pieces:
         if piece.ends:
             s = piece.sequence
-            alike[s.policy, s.request.sampling.temperature == 0].append(piece)
-    groups = [Group(policy, members, target.device) for (policy, _), members in alike.items()]
-    if session is not None:
-        for group in groups:
-            group.grow(session)
-    drafted = time.perf_counter()
+            alike[s.lane, s.policy, s.request.sampling.temperature == 0].append(piece)
+    groups = []
+    draft_seconds: dict[Lane, float] = defaultdict(float)
+    for (lane, policy, _), members in alike.items():
+        begun = time.perf_counter()
+        group = Group(policy, members, target.device)
+        if lane is not None:
+            group.grow(lane.session)
+            draft_seconds[lane] += time.perf_counter() - begun
+        groups.append(group)
     forward = target.forward(*pack(pieces, groups, target.device))
     for group in groups:
         group.verify(forward.logits)
-    return Round(pieces, groups, forward, drafted - begun)
+    return Round(pieces, groups, forward, draft_seconds)
 
 
 @torch.inference_mode()
-def commit(outcome: Round, target: SlotModel, session: Session | None, trace_top_k: int) -> list[Drawn]:
+def commit(outcome: Round, target: SlotModel, trace_top_k: int) -> list[Drawn]:
     """Keep what was accepted, in every cache, sequence and trace; one entry for each sequence that drew."""
     hidden = outcome.forward.hidden
     for piece in outcome.pieces:
@@ -87,8 +90,8 @@ def commit(outcome: Round, target: SlotModel, session: Session | None, trace_top
             states = hidden[first:last] if straight else hidden[[first + offset for offset in offsets]]
         else:
             states = None
-        if session is not None and s.drafts:
-            session.commit(s.slot, following + new, states)
+        if s.lane is not None:
+            s.lane.session.commit(s.slot, following + new, states)
         if s.trace is not None:
             s.trace.feed(states)
         if piece.ends:

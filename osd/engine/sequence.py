@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,14 +13,17 @@ from osd.engine.request import FinishReason, Request, SpeculationCounts, TokenLo
 from osd.engine.text import TextStream
 from osd.engine.tracing import TraceBuilder
 
+if TYPE_CHECKING:
+    from osd.engine.lanes import Lane
+
 log = logging.getLogger(__name__)
 
 
 class Sequence:
     """Tokens, text and counts of one request; ``slot`` is -1 until it gets one.
 
-    ``tokens`` are the prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all
-    but the last once the prompt is done.
+    ``lane`` is what it drafts with, None when it decodes plainly. ``tokens`` are the prompt and what was generated;
+    ``fed`` of them are in the target's KV slot, which is all but the last once the prompt is done.
     """
 
     def __init__(
@@ -35,7 +39,7 @@ class Sequence:
         self.fed = 0
         self.slot = -1
         self.step = 0
-        self.drafts = False
+        self.lane: Lane | None = None
         self.finish: FinishReason | None = None
         self.counts = SpeculationCounts()
         self.trace: TraceBuilder | None = None

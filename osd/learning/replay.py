@@ -10,8 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from osd.capture.trace import Trace
+from osd.hashing import unit_hash
 from osd.learning.batch import cost, cut, length
-from osd.learning.shelf import Anchors, Key, Shelf, key_of, unit_hash
+from osd.learning.shelf import Anchors, Key, Shelf, key_of
 
 
 @dataclass(frozen=True)

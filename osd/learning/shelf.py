@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections import Counter, OrderedDict
 
 from osd.capture.trace import Trace
+from osd.hashing import unit_hash
 from osd.learning.batch import length
 
 Key = tuple[str, int]
@@ -16,11 +16,6 @@ Key = tuple[str, int]
 def key_of(trace: Trace) -> Key:
     """The key of a trace."""
     return trace.request_id, trace.piece
-
-
-def unit_hash(data: bytes, salt: bytes = b"") -> float:
-    """A number in [0, 1) that depends on ``data`` alone, the same in every process; another for each ``salt``."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8, salt=salt).digest(), "big") / 2**64
 
 
 class Shelf:

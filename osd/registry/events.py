@@ -10,7 +10,9 @@ from redis.exceptions import DataError
 
 from osd.redis_client import connect
 
-Kind = Literal["published", "rejected", "canary", "promoted", "swapped", "rolled_back", "drift", "train_step"]
+Kind = Literal[
+    "published", "rejected", "canary", "promoted", "swapped", "rolled_back", "pinned", "unpinned", "drift", "train_step"
+]
 
 MAX_EVENTS = 1000
 """Events kept of each of the two lists."""

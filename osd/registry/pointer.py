@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import msgspec
-from redis.exceptions import DataError, RedisError
+from redis.exceptions import DataError, RedisError, WatchError
 
+from osd.hashing import unit_hash
 from osd.redis_client import connect
 from osd.registry.names import check_domain
 
@@ -21,13 +22,20 @@ _Number = Annotated[int, msgspec.Meta(ge=1)]
 class Rollout(msgspec.Struct, frozen=True):
     """A domain's version in service, and the canary with its share of requests (0 to 1).
 
-    ``changed`` is the time of the change, in seconds since the epoch.
+    ``changed`` is the time of the change, in seconds since the epoch. A ``pinned`` domain is moved by operators only.
     """
 
     stable: _Number
     canary: _Number | None
     share: Annotated[float, msgspec.Meta(ge=0, le=1)]
     changed: float
+    pinned: bool = False
+
+    def version_for(self, request_id: str) -> int:
+        """The version that serves a request: the same in every replica, whatever is held out for evaluation."""
+        if self.canary is not None and unit_hash(request_id.encode(), b"canary") < self.share:
+            return self.canary
+        return self.stable
 
 
 class Pointer:
@@ -51,12 +59,7 @@ class Pointer:
     def get(self, domain: str) -> Rollout | None:
         """The domain's rollout, None when it has none yet."""
         data = self._client.get(_key(domain))
-        if data is None:
-            return None
-        try:
-            return msgspec.json.decode(data, type=Rollout)
-        except msgspec.MsgspecError as error:
-            raise DataError(f"rollout pointer of {domain}: {error}") from None
+        return None if data is None else _decode(domain, data)
 
     def set(self, domain: str, rollout: Rollout) -> None:
         """Move the domain's pointer.
@@ -64,12 +67,27 @@ class Pointer:
         Raises:
             ValueError: a version below 1 or a share outside 0 to 1.
         """
-        data = msgspec.json.encode(rollout)
-        try:
-            msgspec.json.decode(data, type=Rollout)  # a Struct checks its limits only when it is read
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"rollout of {domain}: {error}") from None
-        self._client.set(_key(domain), data)
+        self._client.set(_key(domain), _encode(domain, rollout))
+
+    def replace(self, domain: str, before: Rollout | None, rollout: Rollout) -> bool:
+        """Move the domain's pointer if it still is ``before``, in two round trips; False when somebody else has.
+
+        Raises:
+            ValueError: a version below 1 or a share outside 0 to 1.
+        """
+        key, data = _key(domain), _encode(domain, rollout)
+        with self._client.pipeline() as pipe:
+            try:
+                pipe.watch(key)
+                found: Any = pipe.get(key)
+                if (None if found is None else _decode(domain, found)) != before:
+                    return False
+                pipe.multi()
+                pipe.set(key, data)
+                pipe.execute()
+            except WatchError:
+                return False
+        return True
 
     def watch(self, domain: str, stop: threading.Event, interval: float = 0.5) -> Iterator[Rollout]:
         """Yield the rollout and then each change of it, until ``stop`` is set.
@@ -99,3 +117,19 @@ class Pointer:
 
 def _key(domain: str) -> str:
     return f"osd:rollout:{check_domain(domain)}"
+
+
+def _encode(domain: str, rollout: Rollout) -> bytes:
+    data = msgspec.json.encode(rollout)
+    try:
+        msgspec.json.decode(data, type=Rollout)  # a Struct checks its limits only when it is read
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"rollout of {domain}: {error}") from None
+    return data
+
+
+def _decode(domain: str, data: bytes | str) -> Rollout:
+    try:
+        return msgspec.json.decode(data, type=Rollout)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"rollout pointer of {domain}: {error}") from None

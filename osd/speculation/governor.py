@@ -120,6 +120,12 @@ class Governor:
         self._owed = _PROBES_OF_A_NEW_DRAFTER
         self._turn = 0
 
+    def beside(self) -> Governor:
+        """A governor of another drafter of the same kind on the same machine: they share what is measured of costs."""
+        other = Governor(self.nodes)
+        other._verify, other._draft = self._verify, self._draft
+        return other
+
     def plan(self, ready: int, others: int, rows: int) -> list[int]:
         """How many nodes each of ``ready`` sequences is to draft at most.
 

@@ -3,6 +3,7 @@
 import { clock, fixed, percent } from "./charts.js";
 
 const whole = (value) => (value == null ? "–" : Math.round(value).toLocaleString("en"));
+const share = (value) => `${whole(100 * value)} %`;
 const put = (id, text) => {
   document.getElementById(id).textContent = text;
 };
@@ -39,7 +40,9 @@ export function tiles(data) {
   const versions = [...new Set(replicas.map((replica) => replica.version))];
   const plain = data.drafter === "none" || (replicas.length && replicas.every((replica) => !replica.speculation));
   put("now-version", plain ? "off" : versions.map((version) => `v${version}`).join(", ") || "–");
-  put("note-version", plain ? "every request decodes plainly" : `${whole(totals.swaps)} swaps, ${data.drafter}`);
+  const trial = data.canary === null ? "" : `, v${data.canary} on trial for ${share(data.share)} of requests`;
+  const pinned = data.pinned ? ", pinned" : "";
+  put("note-version", plain ? "every request decodes plainly" : `${whole(totals.swaps)} swaps, ${data.drafter}${trial}${pinned}`);
   const sum = (name) => replicas.reduce((total, replica) => total + replica[name], 0);
   put("now-load", `${sum("running")} / ${sum("waiting")}`);
   put("note-load", `${whole(totals.requests)} so far, ${whole(totals.failed)} failed`);
@@ -85,9 +88,10 @@ export function stream({ stream, totals, capture }) {
 export function replicas({ replicas }) {
   const box = document.getElementById("replicas");
   const list = element("dl", "", "facts");
-  for (const { name, version, running, waiting, swap_stall_seconds_max: stall } of replicas) {
+  for (const { name, version, canary, running, waiting, swap_stall_seconds_max: stall } of replicas) {
+    const drafters = canary === null ? `v${version}` : `v${version} and v${canary}`;
     const pause = stall ? `, longest swap ${fixed(1)(1000 * stall)} ms` : "";
-    list.append(element("dt", name), element("dd", `v${version} · ${running} / ${waiting}${pause}`));
+    list.append(element("dt", name), element("dd", `${drafters} · ${running} / ${waiting}${pause}`));
   }
   box.replaceChildren(replicas.length ? list : element("p", "No replica has reported yet.", "empty"));
 }
@@ -102,18 +106,22 @@ function figure(value, baseline, format) {
   return cell;
 }
 
-export function versions({ versions, stable }) {
-  const rows = [...versions].reverse().map(({ number, manifest, problem, in_service: serving, live }) => {
+function stateOf({ number, problem, in_service: serving }, { stable, canary, share: part }) {
+  if (problem) return element("span", "damaged", "badge off");
+  if (number === canary) return element("span", `canary, ${share(part)}`, "badge on");
+  if (serving) return element("span", "in service", "badge on");
+  if (number === stable) return element("span", "next", "badge");
+  return element("span", number > stable && stable !== null ? "set aside" : "earlier", "badge");
+}
+
+export function versions(data) {
+  const rows = [...data.versions].reverse().map((version) => {
+    const { number, manifest, live } = version;
     const row = element("tr");
     row.dataset.version = number;
     const gate = manifest.gate ?? {};
-    const state = problem
-      ? element("span", "damaged", "badge off")
-      : serving
-        ? element("span", "in service", "badge on")
-        : element("span", number === stable ? "next" : number > stable && stable !== null ? "set aside" : "earlier", "badge");
     const last = element("td");
-    last.append(state);
+    last.append(stateOf(version, data));
     row.append(
       element("td", `v${number}`),
       element("td", manifest.parent ? `v${manifest.parent}` : "–"),
@@ -134,18 +142,31 @@ export function versions({ versions, stable }) {
 const kinds = {
   published: ["published", "on"],
   swapped: ["swapped", "on"],
+  canary: ["canary", "on"],
+  promoted: ["promoted", "on"],
+  pinned: ["pinned", "on"],
+  unpinned: ["unpinned", "on"],
+  drift: ["drift", "off"],
   rejected: ["rejected", "off"],
   rolled_back: ["rolled back", "off"],
 };
+
+const why = ({ reason }) => (reason ? `: ${reason}` : "");
 
 function story(event) {
   if (event.kind === "published") {
     return `v${event.version} passed the gate: expected length ${fixed(2)(event.expected_length ?? null)}, before ${fixed(2)(event.baseline_expected_length ?? null)}`;
   }
+  if (event.kind === "canary") return `v${event.version} passed the gate and serves ${share(event.share)} of requests beside v${event.parent}`;
+  if (event.kind === "promoted") return `v${event.version} proved itself and takes the place of v${event.parent}${why(event)}`;
+  if (event.kind === "pinned") return `v${event.version} stays in service until it is unpinned`;
+  if (event.kind === "unpinned") return `The trainer may move on from v${event.version} again`;
+  if (event.kind === "drift") return `Acceptance of ${event.source} under v${event.version} fell from ${percent(event.before)} to about ${percent(event.now)}`;
   if (event.kind === "swapped") return `v${event.version} is in service, before it v${event.previous}`;
   if (event.kind === "rejected" && event.stage === "load") return `v${event.version} was refused by a replica: ${event.reason}`;
   if (event.kind === "rejected") return `A candidate did not pass the gate: ${event.reason}`;
-  return `Back to v${event.version}${event.reason ? `: ${event.reason}` : ""}`;
+  const left = event.previous ? ` from v${event.previous}` : "";
+  return `Back to v${event.version}${left}${why(event)}`;
 }
 
 export function events({ events }) {

@@ -44,9 +44,11 @@ class Service:
     def registry(self) -> Registry:
         return Registry(self.settings.registry_dir)
 
-    def point_at(self, number: int) -> None:
+    def point_at(self, number: int, canary: int | None = None, share: float = 0.0) -> Rollout:
+        rollout = Rollout(number, canary, share, time.time())
         with Pointer(self.redis.url) as pointer:
-            pointer.set(self.settings.domain, Rollout(number, None, 0.0, time.time()))
+            pointer.set(self.settings.domain, rollout)
+        return rollout
 
     def data(self) -> dict[str, Any]:
         return self.http.get("/dashboard/data").raise_for_status().json()

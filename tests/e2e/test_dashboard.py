@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import closing
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from osd.registry.events import Events
 from tests.e2e.test_swaps import shake
 
 _ARGUMENTS = [
@@ -86,6 +88,45 @@ def test_the_dashboard_shows_the_loop(service, browser, eventually, tmp_path, sc
     page.close()
     assert problems == []
     assert foreign == []
+
+
+def test_a_canary_is_shown_beside_the_stable_version_and_events_are_sentences(service, browser, eventually):
+    stable = service.versions()[0]
+    number = service.publish()
+    service.point_at(stable, number, 0.25)
+    told = [
+        (
+            "canary",
+            number,
+            {"parent": stable, "share": 0.25},
+            f"v{number} passed the gate and serves 25 % of requests beside",
+        ),
+        ("promoted", number, {"parent": stable, "reason": "0.3 -> 0.4"}, f"takes the place of v{stable}: 0.3 -> 0.4"),
+        (
+            "rolled_back",
+            stable,
+            {"previous": number, "reason": "it fell"},
+            f"Back to v{stable} from v{number}: it fell",
+        ),
+        ("pinned", stable, {}, f"v{stable} stays in service until it is unpinned"),
+        ("unpinned", stable, {}, f"move on from v{stable}"),
+        ("drift", stable, {"before": 0.5, "now": 0.31, "source": "general"}, "fell from 50.0 % to about 31.0 %"),
+    ]
+    with closing(Events(service.redis.url)) as events:
+        for kind, version, figures, _ in told:
+            events.add(kind, service.settings.domain, version, **figures)
+    eventually(lambda: [replica["canary"] for replica in service.data()["replicas"]] == [number] * 2)
+    page = browser.new_page()
+    page.goto(f"{service.url}/dashboard")
+    expect(page.locator("#note-version")).to_contain_text(f"v{number} on trial for 25 % of requests")
+    expect(page.locator(f'#versions tr[data-version="{number}"]')).to_contain_text("canary, 25 %")
+    expect(page.locator(f'#versions tr[data-version="{stable}"]')).to_contain_text("in service")
+    expect(page.locator("#replicas dd").first).to_contain_text(f"v{stable} and v{number}")
+    for _, _, _, sentence in told:
+        expect(page.locator("#events")).to_contain_text(sentence)
+    page.close()
+    service.point_at(stable)
+    eventually(lambda: [replica["canary"] for replica in service.data()["replicas"]] == [None] * 2)
 
 
 def test_the_page_asks_for_the_key_and_keeps_it_for_its_tab(service, browser):

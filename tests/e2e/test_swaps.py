@@ -8,6 +8,9 @@ import httpx2 as httpx
 import redis
 import torch
 
+from osd.capture.stream import FIELD
+from osd.capture.trace import decode
+
 
 def shake(weights):
     torch.manual_seed(1)
@@ -48,6 +51,38 @@ def test_a_published_version_is_swapped_in_under_load_and_changes_no_output(serv
     assert marks[-2:] == [number] * 2
     stalls = [replica["swap_stall_seconds_max"] for replica in service.data()["replicas"]]
     assert 0 < max(stalls) < 0.5
+
+
+def test_a_canary_serves_its_share_and_then_everything_when_it_is_promoted(service, eventually):
+    def served(count):
+        """Who served so many requests, in which words, and the traces that say so."""
+        with redis.Redis.from_url(service.redis.url) as client:
+            last = client.xinfo_stream(service.settings.capture.stream)["last-generated-id"].decode()
+            texts = [service.complete("some text").json()["choices"] for _ in range(count)]
+            after = eventually(
+                lambda: len(found := client.xrange(service.settings.capture.stream, f"({last}")) == count and found
+            )
+        return texts, [decode(fields[FIELD]) for _, fields in after]
+
+    def canaries():
+        return [replica["canary"] for replica in service.data()["replicas"]]
+
+    stable = service.versions()[0]
+    expected = service.complete("some text").json()["choices"]
+    number = service.publish(shake)
+    rollout = service.point_at(stable, number, 0.5)
+    eventually(lambda: canaries() == [number] * 2)
+    assert (service.data()["canary"], service.data()["share"]) == (number, 0.5)
+    texts, traces = served(24)
+    assert [trace.drafter_version for trace in traces] == [rollout.version_for(trace.request_id) for trace in traces]
+    assert {trace.drafter_version for trace in traces} == {stable, number}
+    assert all(text == expected for text in texts)
+
+    service.point_at(number)
+    eventually(lambda: service.versions() == [number] * 2 and canaries() == [None] * 2)
+    texts, traces = served(6)
+    assert {trace.drafter_version for trace in traces} == {number}
+    assert all(text == expected for text in texts)
 
 
 def test_a_damaged_version_is_refused_and_the_running_one_stays(service, eventually):

@@ -121,6 +121,11 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
     assert "general" in listing.stdout
     assert "yes" in listing.stdout
     assert "no such drafter version" in refusal(here(home, "drafters", "rollback", "7"))
+    assert "has no canary" in refusal(here(home, "drafters", "promote"))
+    assert "version 1 stays in service until" in here(home, "drafters", "pin").stdout
+    assert "yes, pinned" in here(home, "drafters", "list").stdout
+    assert "the trainer may replace it" in here(home, "drafters", "unpin").stdout
+    assert "is not pinned" in refusal(here(home, "drafters", "unpin"))
     assert "already runs" in refusal(here(home, "up", "--set", f"serving.port={free_port()}"))
     in_use = refusal(here(home / "other", "up", "--set", f"serving.port={port}"))
     assert f"serving.port {port} is in use" in in_use
@@ -143,7 +148,6 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
         ("serving.host=203.0.113.1", "serving.host 203.0.113.1"),
         ("growth.kind=top_k_tree", "verification chain would bias the output"),
         ("growth.depth=32", "engine.max_draft is 8"),
-        ("trainer.canary_share=0.1", "trainer.canary_share must be 0, not 0.1"),
     ],
 )
 def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setting, reason):

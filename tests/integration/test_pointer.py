@@ -51,6 +51,36 @@ def test_anything_else_under_the_key_is_an_error_of_redis(pointer: Pointer, redi
         pointer.get("general")
 
 
+def test_a_rollout_is_replaced_only_while_it_is_what_it_was(pointer: Pointer, redis_client: redis.Redis):
+    assert pointer.replace("general", None, STABLE)
+    assert not pointer.replace("general", None, CANARY)
+    assert not pointer.replace("general", CANARY, CANARY)
+    assert pointer.get("general") == STABLE
+    assert pointer.replace("general", STABLE, CANARY)
+    assert pointer.get("general") == CANARY
+    # As an earlier osd wrote it.
+    redis_client.set("osd:rollout:general", b'{"stable": 1, "canary": null, "share": 0.0, "changed": 1.5}')
+    assert pointer.replace("general", STABLE, CANARY)
+
+
+def test_a_rollout_that_moves_in_the_middle_of_a_replacement_stays(
+    pointer: Pointer, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+):
+    pointer.set("general", STABLE)
+    execute = redis.client.Pipeline.execute
+
+    def meanwhile(pipe: redis.client.Pipeline) -> object:
+        redis_client.set("osd:rollout:general", b'{"stable": 7, "canary": null, "share": 0.0, "changed": 9}')
+        return execute(pipe)
+
+    monkeypatch.setattr(redis.client.Pipeline, "execute", meanwhile)
+    assert not pointer.replace("general", STABLE, CANARY)
+    monkeypatch.undo()
+    now = pointer.get("general")
+    assert now is not None
+    assert now.stable == 7
+
+
 def test_domain_that_is_not_a_name_is_refused(pointer: Pointer):
     with pytest.raises(ValueError, match=r"^domain "):
         pointer.get("a b")

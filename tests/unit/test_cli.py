@@ -90,7 +90,8 @@ def test_the_demo_refuses_what_it_cannot_show(tmp_path):
 
 def test_drafters_of_an_empty_home(tmp_path):
     assert "no drafter version" in osd("drafters", "list", home=tmp_path).stdout
-    assert "osd up" in refusal(osd("drafters", "rollback", home=tmp_path))
+    for command in ("rollback", "promote", "pin", "unpin"):
+        assert "osd up" in refusal(osd("drafters", command, home=tmp_path))
 
 
 def test_a_running_loop_is_found_only_while_it_runs(tmp_path):

@@ -240,7 +240,7 @@ def test_a_swap_that_fails_fails_no_more_than_the_requests_at_hand(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(target_dir, "eagle") as client:
-        session = client.engine._session
+        session = client.engine.lanes.stable.session  # type: ignore[union-attr]
         assert session is not None
 
         def broken(staged: object) -> None:

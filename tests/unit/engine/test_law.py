@@ -25,6 +25,7 @@ from osd.drafters.eagle_initial import eagle_from_target
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling, Update
+from osd.registry.pointer import Rollout
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.penalties import Penalties
 from osd.speculation.tree import ROOT, DraftBatch
@@ -110,7 +111,7 @@ def p_value(
     chosen = settings(Path("tiny"), slots=64, depth=2, chunk=4096)
     target = SlotModel(slotted, slots=64, context=128, scratch=chosen.engine.max_draft + 1, taps=drafter.taps)
     engine = Engine(target, tokenizer(), chosen, drafter, 1)
-    engine._governor = governor
+    engine._planner.governor = governor
     updates: queue.Queue[Update] = queue.Queue()
     seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
     for seed in range(count):
@@ -207,6 +208,9 @@ class Whim:
     def __init__(self) -> None:
         self.chance = random.Random(0)  # noqa: S311 - repeatable, not secret
 
+    def beside(self) -> Whim:
+        return self
+
     def plan(self, ready: int, others: int, rows: int) -> list[int]:
         return [self.chance.randrange(3) for _ in range(ready)]
 
@@ -235,6 +239,28 @@ def test_swaps_and_drafts_of_changing_length_in_the_middle_of_requests_leave_the
 
     assert p_value(model, Sampling(1.0), governor=Whim(), meanwhile=disturb) > 1e-4
     assert swaps[-1] > 20
+
+
+def test_a_canary_that_comes_and_is_promoted_in_the_middle_of_requests_leaves_the_law_alone(
+    model: LlamaForCausalLM,
+) -> None:
+    torch.manual_seed(3)
+    first = eagle_from_target(copy.deepcopy(model), 4).weights()
+    calls, versions = itertools.count(), set()
+
+    def disturb(engine: Engine) -> None:
+        turn, call = divmod(next(calls), 150)
+        number = 2 + turn
+        if call == 0:
+            noise = {k: v + torch.randn_like(v) if v.is_floating_point() else v for k, v in first.items()}
+            engine.try_canary(Rollout(1 + turn, number, 0.5, 1.0), noise if turn % 2 else first)
+        elif call == 100:
+            engine.stage(number, first)
+            engine.end_canary()
+        versions.update(engine.counters().by_version)
+
+    assert p_value(model, Sampling(1.0), count=1500, meanwhile=disturb) > 1e-4
+    assert len(versions) > 10
 
 
 @pytest.mark.parametrize("sampling", [PENALISED, Sampling(1.0, repeatable=True)], ids=["penalties", "seeds"])

@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from osd.config import Settings
+from osd.registry.pointer import Rollout
 from serving import dashboard
 from serving.board import Board, Report
 from serving.routes import create_app
@@ -71,10 +72,10 @@ def test_data_asks_for_the_window(client):
 def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
     board, now = Board(), time.time()
     counters = {("version_drafted", 2): 40, ("version_accepted", 2): 30}
-    board.push(Report("r1", now, 2, True, 1, 0, 0.0, counters))
+    board.push(Report("r1", now, 2, True, 1, 0, 0.0, counters, canary=3))
     feeds = {
         "redis": True,
-        "stable": 2,
+        "rollout": Rollout(2, 3, 0.25, 1.0),
         "lag": 4,
         "events": [],
         "versions": [
@@ -88,5 +89,7 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
     assert (first["in_service"], second["in_service"]) == (False, True)
     assert second["live"] == {"rounds": 0, "drafted": 40, "accepted": 30}
     assert second["manifest"]["gate"]["acceptance"] == 0.5
+    assert (data["stable"], data["canary"], data["share"], data["pinned"]) == (2, 3, 0.25, False)
     assert data["replicas"][0]["version"] == 2
+    assert data["replicas"][0]["canary"] == 3
     assert data["stream"] == {"redis": True, "lag": 4, "capacity": 512}

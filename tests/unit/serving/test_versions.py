@@ -80,15 +80,27 @@ class ScriptedEngine:
     """Takes every version but those in ``misfits``."""
 
     drafter_version = 1
+    canary_version = None
 
     def __init__(self, misfits=()):
-        self.misfits, self.staged = misfits, []
+        self.misfits, self.staged, self.shares = misfits, [], []
 
     def stage(self, number, weights):
         self.staged.append(number)
         if number in self.misfits:
             raise DrafterError("a shape is wrong")
         self.drafter_version = number
+
+    def try_canary(self, rollout, weights):
+        assert (weights is None) == (rollout.canary == self.canary_version)
+        if rollout.canary in self.misfits:
+            raise DrafterError("a shape is wrong")
+        self.canary_version = rollout.canary
+        self.shares.append((rollout.canary, rollout.share, self.drafter_version))
+
+    def end_canary(self):
+        self.canary_version = None
+        self.shares.append((None, 0.0, self.drafter_version))
 
 
 class Told:
@@ -161,6 +173,37 @@ def test_what_was_refused_at_the_start_is_counted_once_and_tried_when_pointed_at
     watcher = watch(settings, registry, engine, told, at(3), at(3, changed=2.0), refused={3})
     assert told.events == [("rejected", 3), ("swapped", 3)]
     assert watcher.rejected == 1
+
+
+def trial(canary, share=0.5, stable=1, changed=1.0):
+    return Rollout(stable, canary, share, changed)
+
+
+def test_a_canary_is_tried_has_its_share_changed_and_is_ended(settings, registry):
+    engine, told = ScriptedEngine(), Told()
+    watch(settings, registry, engine, told, trial(3), trial(3, 0.2), trial(3, 0.0), trial(3), at(1))
+    assert engine.shares == [(3, 0.5, 1), (3, 0.2, 1), (None, 0.0, 1), (3, 0.5, 1), (None, 0.0, 1)]
+    assert engine.staged == []
+    assert told.events == []
+
+
+def test_a_canary_that_is_promoted_serves_its_share_until_it_serves_all(settings, registry):
+    engine, told = ScriptedEngine(), Told()
+    watch(settings, registry, engine, told, trial(3), at(3))
+    assert engine.staged == [3]
+    assert engine.shares == [(3, 0.5, 1), (None, 0.0, 3)]
+    assert told.events == [("swapped", 3)]
+
+
+@pytest.mark.parametrize(("misfits", "number"), [((), 2), ((), 99), ((3,), 3)], ids=["damaged", "missing", "misfit"])
+def test_a_canary_that_cannot_be_used_is_refused_and_stable_serves_its_share(settings, registry, misfits, number):
+    engine, told = ScriptedEngine(misfits), Told()
+    engine.canary_version = 7
+    watcher = watch(settings, registry, engine, told, trial(number))
+    assert told.events == [("rejected", number)]
+    assert watcher.rejected == 1
+    assert engine.shares == [(None, 0.0, 1)], "the canary before it has been decided on"
+    assert engine.drafter_version == 1
 
 
 def test_closing_ends_the_thread_soon(settings, registry):

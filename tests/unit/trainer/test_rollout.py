@@ -31,8 +31,11 @@ class Redis:
             raise answer
         return answer
 
-    def set(self, domain, rollout):
+    def replace(self, domain, before, rollout):
+        if self.get(domain) != before:
+            return False
         self.moves.append(rollout)
+        return True
 
     def add(self, kind, domain, version, **figures):
         self.told.append((kind, version))
@@ -73,6 +76,25 @@ def test_a_pointer_that_somebody_moved_during_the_evaluation_is_left_alone(propo
     outcome, registry, _ = propose(redis)
     assert outcome.version is None
     assert outcome.verdict.waits
+    assert redis.moves == []
+    assert len(registry.list("general")) == 1
+
+
+def test_a_pointer_that_somebody_moved_while_the_version_was_written_is_left_alone(propose):
+    theirs = Rollout(1, None, 0.0, 2.0)
+    redis = Redis(STABLE, STABLE, STABLE, theirs)
+    outcome, _, publisher = propose(redis)
+    assert outcome.version is None
+    assert outcome.verdict.waits
+    assert redis.moves == redis.told == []
+    assert publisher.stable == 1
+
+
+def test_a_pinned_domain_is_not_moved(propose):
+    redis = Redis(Rollout(1, None, 0.0, 1.0, pinned=True))
+    outcome, registry, _ = propose(redis, share=0.2)
+    assert outcome.verdict.waits
+    assert outcome.verdict.reason == "version 1 is pinned"
     assert redis.moves == []
     assert len(registry.list("general")) == 1
 

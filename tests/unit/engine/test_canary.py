@@ -1,0 +1,149 @@
+"""Two versions of a drafter in one engine: a canary beside the stable one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from osd.capture.trace import NOT_DRAFTED, Trace
+from osd.drafters import DrafterError
+from osd.registry.pointer import Rollout
+from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
+
+HALF = Rollout(stable=1, canary=2, share=0.5, changed=1.0)
+ALL = Rollout(stable=1, canary=2, share=1.0, changed=2.0)
+
+
+def weights_of(kind: str, directory: Path, noise: float = 0.0) -> dict[str, Tensor]:
+    drafter = make_drafter(kind, directory)
+    assert drafter is not None
+    torch.manual_seed(5)
+    return {
+        k: v + noise * torch.randn_like(v) if v.is_floating_point() else v.clone() for k, v in drafter.weights().items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["eagle", "language_model"])
+def test_requests_on_either_version_have_the_targets_output_and_traces_that_say_which(
+    target_dir: Path, oracle: Oracle, kind: str
+) -> None:
+    traces: list[Trace] = []
+    asked = prompts([9, 4, 17, 30, 2, 12, 8, 21], seed=4)
+    with running(target_dir, kind, traces=traces) as client:
+        client.engine.try_canary(HALF, weights_of(kind, target_dir, noise=1.0))
+        for index, prompt in enumerate(asked):
+            client.submit(str(index), prompt, 30, ignore_eos=True, capture=True)
+        results = client.wait()
+        counters = client.engine.counters()
+        assert (client.engine.drafter_version, client.engine.canary_version) == (1, 2)
+    for index, prompt in enumerate(asked):
+        assert results[str(index)].tokens == oracle.greedy(prompt, 30), index
+    served = {trace.request_id: trace.drafter_version for trace in traces}
+    assert served == {str(index): HALF.version_for(str(index)) for index in range(len(asked))}
+    assert set(served.values()) == {1, 2}
+    for version in (1, 2):
+        mine = [results[name].counts for name, number in served.items() if number == version]
+        assert counters.by_version[version].drafted == sum(counts.drafted for counts in mine) > 0
+        assert counters.by_version[version].accepted == sum(counts.accepted for counts in mine)
+        tested = sum((t.verdict.numpy() != NOT_DRAFTED).sum() for t in traces if t.drafter_version == version)
+        assert tested > 0
+    assert counters.by_version[2].acceptance_rate < 0.1 < counters.by_version[1].acceptance_rate
+    assert counters.swaps == 0
+
+
+def test_a_request_keeps_its_drafter_while_the_canary_is_promoted_and_the_session_goes_with_the_last(
+    target_dir: Path, oracle: Oracle
+) -> None:
+    traces: list[Trace] = []
+    first, second = prompts([9, 14], seed=4)
+    weights = weights_of("eagle", target_dir, noise=0.01)
+    with running(target_dir, "eagle", traces=traces) as client:
+        client.engine.try_canary(ALL, weights)
+        client.submit("first", first, 100, ignore_eos=True, capture=True)
+        while client.results["first"].updates < 3:
+            client.next()
+        lanes = client.engine.lanes
+        assert lanes is not None
+        assert lanes.canary_version == 2
+        session = weakref.ref(lanes.choose("first").session)
+        client.engine.stage(2, weights)
+        client.engine.end_canary()
+        client.submit("second", second, 60, ignore_eos=True, capture=True)
+        while client.results["first"].updates < 8:
+            client.next()
+        assert session() is not None
+        assert len(client.results["first"].tokens) < 100, "still drafted by the session that it began with"
+        results = client.wait()
+        assert (client.engine.drafter_version, client.engine.canary_version) == (2, None)
+        assert client.engine.counters().swaps == 1
+        client.submit("third", [1], 4)
+        client.wait()
+        gc.collect()
+        assert session() is None
+    assert results["first"].tokens == oracle.greedy(first, 100)
+    assert results["second"].tokens == oracle.greedy(second, 60)
+    assert {trace.request_id: trace.drafter_version for trace in traces} == {"first": 2, "second": 2}
+
+
+def test_a_canary_that_is_rolled_back_gets_no_more_requests_and_ends_what_it_began(
+    target_dir: Path, oracle: Oracle
+) -> None:
+    traces: list[Trace] = []
+    prompt = prompts([9], seed=4)[0]
+    with running(target_dir, "eagle", traces=traces) as client:
+        client.engine.try_canary(ALL, weights_of("eagle", target_dir, noise=0.5))
+        client.submit("before", prompt, 60, ignore_eos=True, capture=True)
+        while client.results["before"].updates < 3:
+            client.next()
+        client.engine.end_canary()
+        client.submit("after", prompt, 60, ignore_eos=True, capture=True)
+        results = client.wait()
+    assert results["before"].tokens == results["after"].tokens == oracle.greedy(prompt, 60)
+    assert {trace.request_id: trace.drafter_version for trace in traces} == {"before": 2, "after": 1}
+
+
+def test_a_canary_that_does_not_fit_is_refused_and_stable_serves_everything(target_dir: Path) -> None:
+    traces: list[Trace] = []
+    with running(target_dir, "eagle", traces=traces) as client:
+        weights = weights_of("eagle", target_dir)
+        weights["head.weight"][0, 0] = float("nan")
+        with pytest.raises(DrafterError, match=r"'head.weight' has numbers that are not finite"):
+            client.engine.try_canary(ALL, weights)
+        assert client.engine.canary_version is None
+        client.submit("r", [1, 2, 3], 10, ignore_eos=True, capture=True)
+        assert client.wait()["r"].error is None
+    assert [trace.drafter_version for trace in traces] == [1]
+
+
+def test_the_share_of_a_canary_changes_without_its_weights_and_of_no_other(target_dir: Path) -> None:
+    with running(target_dir, "eagle") as client:
+        with pytest.raises(ValueError, match="no canary of version 2"):
+            client.engine.try_canary(ALL, None)
+        client.engine.try_canary(ALL, weights_of("eagle", target_dir))
+        lanes = client.engine.lanes
+        assert lanes is not None
+        canary = lanes.choose("r")
+        client.engine.try_canary(Rollout(1, 2, 0.0, 3.0), None)
+        assert lanes.choose("r") is lanes.stable is not canary
+        client.engine.try_canary(ALL, None)
+        assert lanes.choose("r") is canary
+
+
+def test_each_version_is_governed_by_what_it_gets_accepted(target_dir: Path, oracle: Oracle) -> None:
+    prompt = prompts([9], seed=4)[0]
+    with running(target_dir, "eagle", governed=True) as client:
+        client.engine.try_canary(HALF, weights_of("eagle", target_dir, noise=1.0))
+        for index in range(8):
+            client.submit(str(index), prompt, 100, ignore_eos=True)
+        assert {tuple(result.tokens) for result in client.wait().values()} == {tuple(oracle.greedy(prompt, 100))}
+        lanes, planner = client.engine.lanes, client.engine._planner
+        assert lanes is not None
+        good, bad = (planner._governors[lane] for lane in (lanes.stable, lanes.choose("0")))
+        gains = good._acceptance.gains()[-1], bad._acceptance.gains()[-1]
+        assert HALF.version_for("0") == 2
+        assert gains[0] > 2 * gains[1]
