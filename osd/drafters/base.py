@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -29,6 +30,17 @@ class Batch(Protocol):
     place: Tensor
 
 
+@dataclass(frozen=True)
+class Chains:
+    """Greedy drafts of B sequences: the ``tokens`` of each, and the ``logits`` [B, levels, draft vocabulary] they come from.
+
+    Entries of a sequence past its tokens mean nothing.
+    """
+
+    tokens: list[list[int]]
+    logits: Tensor
+
+
 class Session(Protocol):
     """A drafter at work: KV slots beside those of the target. It is not trained; ``load`` swaps its weights.
 
@@ -48,6 +60,16 @@ class Session(Protocol):
 
     def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """Logits [M, draft vocabulary] after ``nodes`` [M] of trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
+        ...
+
+    def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
+        """Draft the most probable tokens one after the other, in one call; None where ``expand`` is the only way.
+
+        Args:
+            slots: of the sequences.
+            limits: tokens of each draft, 0 for none.
+            floor: a draft ends after a token of less probability than this; that token is kept.
+        """
         ...
 
     def close(self, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""One EAGLE step in one call of our kernels."""
+"""EAGLE in our kernels: one step for the nodes of any trees, and whole greedy chains in one call."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from osd.drafters.base import Chains
 from osd.drafters.eagle import EagleShape
-from osd.native import DTYPES, kernels
-from osd.native.structs import Layer, Rows, Shape
+from osd.native import DTYPES, WEIGHT_DTYPES, kernels, structs
 from osd.target.kv_cache import KVCache, PackedRows
 
 
@@ -28,16 +28,15 @@ class NativeEagle:
         """Take the session's packed ``linear`` layers, its norms, its cache, and embedding, cosines and sines."""
         self._embedding, self._cos, self._sin = tables
         self._alive = (linear, vector, cache)
-        self._embedding_norm, self._norm = vector["embedding_norm"], vector["norm"]
-        self._head, self._vocabulary = linear["head"].packed, shape.vocabulary
-        self._layer = Layer(
+        self._vocabulary = shape.vocabulary
+        self._layer = structs.Layer(
             input_norm=vector["feature_norm"].data_ptr(),
             post_norm=vector["mlp_norm"].data_ptr(),
             keys=cache.keys[0].data_ptr(),
             values=cache.values[0].data_ptr(),
             **{name: linear[name].packed.data_ptr() for name in ("q", "k", "v", "o", "gate", "up", "down")},
         )
-        self._shape = Shape(
+        self._shape = structs.Shape(
             layers=1,
             hidden=shape.hidden,
             heads=shape.heads,
@@ -47,12 +46,31 @@ class NativeEagle:
             places=cache.places,
             eps=shape.eps,
             scaling=shape.head_dim**-0.5,
-            weight_dtype=DTYPES[self._head.dtype],
+            weight_dtype=WEIGHT_DTYPES[linear["head"].packed.dtype],
             norm_dtype=DTYPES[torch.float32],
             cache_dtype=DTYPES[cache.keys.dtype],
         )
+        self._eagle = structs.Eagle(
+            embedding_norm=vector["embedding_norm"].data_ptr(),
+            final_norm=vector["norm"].data_ptr(),
+            tap_norm=vector["tap_norm"].data_ptr(),
+            fuse=linear["fuse"].packed.data_ptr(),
+            head=linear["head"].packed.data_ptr(),
+            embedding=self._embedding.data_ptr(),
+            cosines=self._cos.data_ptr(),
+            sines=self._sin.data_ptr(),
+            draft_ids=vector["draft_ids"].data_ptr(),
+            vocabulary=shape.vocabulary,
+            taps=len(shape.taps),
+            embedding_dtype=DTYPES[self._embedding.dtype],
+        )
 
-    def __call__(self, tokens: Tensor, features: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def fits(cls, shape: EagleShape, embedding: Tensor) -> bool:
+        """Whether the kernels can compute such a drafter."""
+        return embedding.dtype in DTYPES and embedding.is_contiguous() and shape.head_dim % 8 == 0
+
+    def step(self, tokens: Tensor, features: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
         """See ``EagleSession._step``."""
         library = kernels()
         assert library is not None  # noqa: S101  made only when the kernels are there
@@ -63,11 +81,8 @@ class NativeEagle:
         failed = library.osd_eagle(
             ctypes.byref(self._layer),
             ctypes.byref(self._shape),
-            ctypes.byref(Rows(rows, self._cos[rows.positions], self._sin[rows.positions])),
-            self._embedding_norm.data_ptr(),
-            self._norm.data_ptr(),
-            self._head.data_ptr(),
-            self._vocabulary,
+            ctypes.byref(self._eagle),
+            ctypes.byref(structs.Rows(rows, self._cos, self._sin, torch.zeros_like(rows.visible))),
             embedded.data_ptr(),
             output.data_ptr(),
             last.data_ptr(),
@@ -77,3 +92,35 @@ class NativeEagle:
         if failed:
             raise MemoryError("no memory for a draft step's scratch space")
         return output[last], logits
+
+    def chains(
+        self, places: list[tuple[int, int, int]], limits: list[int], tokens: list[int], hidden: Tensor, floor: float
+    ) -> Chains:
+        """Draft greedily, every sequence to its limit or until it doubts.
+
+        Args:
+            places: of each sequence its slot, the places committed there, and how many pending pairs follow.
+            limits: tokens of each draft, 0 for none.
+            tokens: [pairs] of all sequences, one after the other.
+            hidden: [pairs, taps * hidden] the target's states before them.
+            floor: a chain ends after a token of less probability.
+        """
+        library = kernels()
+        assert library is not None  # noqa: S101
+        count, levels = len(limits), max(limits)
+        narrow = torch.tensor([*zip(*places, strict=True), limits], dtype=torch.int32)
+        ids, hidden = torch.tensor(tokens), hidden.contiguous()
+        drafted, sizes = torch.empty(count, levels, dtype=torch.int64), torch.empty(count, dtype=torch.int32)
+        logits = torch.empty(count, levels, self._vocabulary)
+        self._shape.threads = torch.get_num_threads()
+        chains = structs.Chains(
+            *(part.data_ptr() for part in (*narrow, ids, hidden, drafted, sizes, logits)),
+            count, len(tokens), levels, floor, DTYPES[hidden.dtype],
+        )  # fmt: skip
+        failed = library.osd_eagle_chains(
+            ctypes.byref(self._layer), ctypes.byref(self._shape), ctypes.byref(self._eagle), ctypes.byref(chains)
+        )
+        if failed:
+            raise MemoryError("no memory for a draft's scratch space")
+        kept = zip(drafted.tolist(), sizes.tolist(), strict=True)
+        return Chains([ids[:size] for ids, size in kept], logits)

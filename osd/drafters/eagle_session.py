@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osd.drafters.base import check
+from osd.drafters.base import Chains, check
 from osd.drafters.eagle import Eagle, check_maps, rotate
 from osd.drafters.eagle_native import NativeEagle
 from osd.drafters.rows import TreeRows
@@ -35,9 +35,9 @@ class EagleSession:
         self.linear = {name: make_linear(laid_out[name]) for name in _LINEAR}
         self.vector = {name: laid_out[name].clone() for name in laid_out if name not in _LINEAR}
         cos, sin = drafter.rotation(torch.arange(context + scratch, device=self.device))
-        self._cos, self._sin = cos.squeeze(1), sin.squeeze(1)  # [places, head_dim]
+        self._cos, self._sin = cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous()  # [places, head_dim]
         self._native = None
-        if isinstance(self.linear["head"], PackedLinear) and shape.head_dim % 8 == 0:
+        if isinstance(self.linear["head"], PackedLinear) and NativeEagle.fits(shape, self.embedding):
             tables = (self.embedding, self._cos, self._sin)
             self._native = NativeEagle(shape, self.linear, self.vector, self.cache, tables)
 
@@ -89,11 +89,27 @@ class EagleSession:
         if grown:
             at, slot_ids, above = torch.tensor(grown, device=self.device).T
             features[at] = self.features[slot_ids, above]
-        step = self._step if self._native is None else self._native
+        step = self._step if self._native is None else self._native.step
         packed_rows = packed.rows(torch.tensor(ids, device=self.device))
         output, logits = step(packed_rows.token_ids, features, packed_rows, packed.last)
         self.features[torch.tensor(asked, device=self.device), 1 + nodes] = output
         return logits
+
+    @torch.inference_mode()
+    def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
+        """See ``Session.chains``."""
+        if self._native is None:
+            return None
+        places, tokens, hidden = [], [], []
+        for slot, limit in zip(slots, limits, strict=True):
+            new, states = self.pending[slot] if limit else ([], [])
+            places.append((slot, self.cache.length[slot], len(new)))
+            if limit:
+                tokens += new
+                hidden += states
+                self.cache.length[slot] += len(new)
+                self.pending[slot] = ([], [])
+        return self._native.chains(places, limits, tokens, torch.cat(hidden), floor)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""

@@ -142,6 +142,9 @@ class LanguageModelSession:
         ids = torch.tensor(tokens, device=self.model.device)
         return self.model.forward(packed.rows(ids), packed.last).logits
 
+    def chains(self, slots: list[int], limits: list[int], floor: float) -> None:
+        """See ``Session.chains``."""
+
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
         check(weights, self._expected)

@@ -51,6 +51,7 @@ class Group:
         self.pieces = pieces
         self.draft: DraftBatch | None = None
         self.raw: Tensor | None = None
+        self.support: Tensor | None = None
         self._device = device
         settings = [piece.sequence.request.sampling for piece in pieces]
         self._sampling = SamplingBatch.of(settings, device)
@@ -64,16 +65,32 @@ class Group:
     @torch.inference_mode()
     def grow(self, session: Session) -> None:
         """Draft up to each piece's limit."""
-        limits = [piece.limit for piece in self.pieces]
+        limits = [min(piece.limit, self.growth.max_nodes) for piece in self.pieces]
         if not any(limits):
             return
         slots = [piece.sequence.slot for piece in self.pieces]
+        self.support = session.support
+        if self._chained(session, slots, limits):
+            return
         expansion = Expansion(session, slots, max(limits), self._penalties)
         draft = self.growth.grow(expansion, self._sampling, self._noise, torch.tensor(limits, device=self._device))
         trees = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.sizes.tolist(), strict=True)
         for piece, (tokens, parents, size) in zip(self.pieces, trees, strict=True):
             piece.drafted, piece.parents = tokens[:size], parents[:size]
         self.draft, self.raw = draft, expansion.raw
+
+    def _chained(self, session: Session, slots: list[int], limits: list[int]) -> bool:
+        """Draft greedy chains in one call, where that is possible."""
+        floor = self.growth.stops_below
+        if floor is None or self._penalties is not None or not self._sampling.all_greedy:
+            return False
+        chains = session.chains(slots, limits, floor)
+        if chains is None:
+            return False
+        for piece, tokens in zip(self.pieces, chains.tokens, strict=True):
+            piece.drafted, piece.parents = tokens, list(range(ROOT, len(tokens) - 1))
+        self.raw = chains.logits
+        return True
 
     @torch.inference_mode()
     def verify(self, logits: Tensor) -> None:

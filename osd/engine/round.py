@@ -123,8 +123,8 @@ def _trace(group: Group, forward: Forward, k: int) -> None:
         parents += (1 + node for node in on_path[: len(tests[-1])])
     target = top(forward.logits[rows], k)
     draft = None
-    if tree and group.raw is not None and group.draft is not None:
-        draft = top(group.raw[tree, parents], k, group.draft.support)
+    if tree and group.raw is not None:
+        draft = top(group.raw[tree, parents], k, group.support)
     at = tested = 0
     for (_, piece), nodes in zip(traced, tests, strict=True):
         trace, count = piece.sequence.trace, piece.kept

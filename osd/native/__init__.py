@@ -12,17 +12,20 @@ import torch  # loads the OpenMP runtime that the kernels share
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[list[type], type]] = {
     "osd_packed_bytes": ([_INT64, _INT64, _INT], _INT64),
-    "osd_pack": ([_POINTER, _POINTER, _INT64, _INT64, _INT], type(None)),
+    "osd_pack": ([_POINTER, _POINTER, _INT64, _INT64, _INT, _INT], type(None)),
     "osd_linear": ([_POINTER] * 4 + [_INT64] * 3 + [_INT] * 3, _INT),
     "osd_attention": (
         [_POINTER] * 6 + [_INT64] * 5 + [_POINTER] * 6 + [_INT64, _FLOAT, _FLOAT, _INT, _INT, _INT],
         _INT,
     ),
-    "osd_decoder": ([_POINTER] * 5 + [_INT64, _POINTER], _INT),
-    "osd_eagle": ([_POINTER] * 6 + [_INT64] + [_POINTER] * 3 + [_INT64, _POINTER], _INT),
+    "osd_decoder": ([_POINTER] * 4, _INT),
+    "osd_eagle": ([_POINTER] * 7 + [_INT64, _POINTER], _INT),
+    "osd_eagle_chains": ([_POINTER] * 4, _INT),
 }
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of the kernels, by their code in ``common.h``."""
+WEIGHT_DTYPES = {**DTYPES, torch.int8: 2}
+"""Element types of packed weights."""
 
 
 def _supported() -> bool:

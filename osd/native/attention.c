@@ -207,7 +207,7 @@ int osd_attention(const void *query, const void *key, const void *value, void *c
                   const int32_t *slots, const int32_t *stores, const int32_t *from, const int32_t *visible,
                   const int32_t *base, const uint8_t *mask, int64_t mask_width, float scaling, float softcap,
                   int dtype, int cache_dtype, int threads) {
-  const Rows all = {NULL, NULL, slots, stores, from, visible, base, mask, rows, mask_width};
+  const Rows all = {NULL, NULL, NULL, slots, stores, from, visible, base, mask, rows, mask_width};
   const Attention a = {cache_keys, cache_values, heads,   kv_heads, dim,
                        places_per_slot, scaling, softcap, dtype,    cache_dtype};
   Plan plan;

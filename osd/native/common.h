@@ -11,7 +11,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { FLOAT32 = 0, BFLOAT16 = 1 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 }; /* INT8 only for weights */
 
 INLINE float from_bf16(uint16_t bits) {
   uint32_t wide = (uint32_t)bits << 16;
@@ -75,17 +75,35 @@ typedef struct {
   const void *packed;
   const float *bias; /* or null */
   int64_t inputs, outputs;
-  int dtype;
+  int dtype; /* of the weight */
 } Linear;
 
-/* Linear layers are computed in chunks of output channels, by whoever takes one: see linear.c. */
+/* What linear layers read: rows of float32, or, for weights of INT8, rows of integers and what one of them is worth. */
+typedef struct {
+  const float *wide;     /* [rows, inputs] */
+  const int16_t *narrow; /* [rows, inputs rounded up to even] */
+  const float *units;    /* [rows] */
+} Input;
+
+/* Space for the narrow rows of a member. */
+int64_t osd_narrow_bytes(int64_t rows, int64_t inputs);
+
+/* x [rows, inputs] as layers with weights of `dtype` read it; `space` is used for INT8. */
+Input osd_input(const float *x, int64_t rows, int64_t inputs, int dtype, void *space);
+
+/* Linear layers are computed in chunks of output channels, by whoever takes one: see linear.c. Meanwhile the weights
+ * at `next` are fetched, which may be null. */
 int64_t osd_chunks(int64_t outputs, int64_t rows);
-void osd_linear_chunk(const Linear *layer, const float *x, void *y, int64_t rows, int64_t chunk, int how, int y_dtype);
-void osd_gated_chunk(const Linear *gate, const Linear *up, const float *x, float *y, int64_t rows, int64_t chunk);
+const char *osd_chunk_at(const Linear *layer, int64_t rows, int64_t chunk);
+void osd_linear_chunk(const Linear *layer, const Input *x, void *y, int64_t rows, int64_t chunk, int how, int y_dtype,
+                      const char *next);
+void osd_gated_chunk(const Linear *gate, const Linear *up, const Input *x, float *y, int64_t rows, int64_t chunk,
+                     const char *next);
 
 /* The new tokens of a forward: their places in the KV slots and what each sees, see attention.c. */
 typedef struct {
-  const float *cosines, *sines; /* [rows, dim] */
+  const float *cosines, *sines; /* [places, dim] of the rotary embedding */
+  const int64_t *positions;     /* [rows] the place of each among them */
   const int32_t *slots, *stores, *from, *visible, *base;
   const uint8_t *mask;
   int64_t count, mask_width;

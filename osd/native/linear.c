@@ -4,7 +4,9 @@
  * computed together, so a token's numbers are the same alone, in a batch and in a draft tree.
  *
  * Weights are packed in panels of 8 output channels, one 32-bit lane each. A bfloat16 panel holds 32 bytes
- * for two inputs: a shift gives those of the even input as float32, a mask those of the odd one.
+ * for two inputs: a shift gives those of the even input as float32, a mask those of the odd one. An int8 panel begins
+ * with what one is worth in each channel and holds 16 bytes for two inputs. It is multiplied with rows of 16-bit
+ * integers, as fine as 32-bit sums allow: such sums are exact, and this CPU adds two products in one instruction.
  */
 #include "common.h"
 #include "team.h"
@@ -13,9 +15,10 @@
 #define MAX_TILE 6
 #define MAX_CHUNK 6
 #define ROW_BLOCK 48
-#define AHEAD 1024 /* bytes: far enough for memory, near enough for the first-level cache */
+#define LINE 64
 
 static int64_t panel_bytes(int64_t inputs, int dtype) {
+  if (dtype == INT8) return PANEL * 4 + (inputs + 1) / 2 * PANEL * 2;
   return dtype == BFLOAT16 ? (inputs + 1) / 2 * PANEL * 4 : inputs * PANEL * 4;
 }
 
@@ -24,19 +27,70 @@ int64_t osd_packed_bytes(int64_t outputs, int64_t inputs, int dtype) {
   return (outputs + PANEL - 1) / PANEL * panel_bytes(inputs, dtype);
 }
 
-/* weight [outputs, inputs] -> packed panels, zero padded; dtype is that of both. */
-void osd_pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int dtype) {
+/* One channel of `from` as int8, 127 being its largest element. */
+static void pack_int8(const void *weight, char *panel, int64_t first, int64_t inputs, int64_t j, int from) {
+  float most = 0;
+  for (int64_t k = 0; k < inputs; k++) most = fmaxf(most, fabsf(read_element(weight, first + k, from)));
+  ((float *)panel)[j] = most / 127;
+  int8_t *to = (int8_t *)(panel + PANEL * 4);
+  for (int64_t k = 0; k < inputs; k++)
+    to[k / 2 * PANEL * 2 + 2 * j + k % 2] =
+        most > 0 ? (int8_t)lrintf(read_element(weight, first + k, from) / most * 127) : 0;
+}
+
+/* weight [outputs, inputs] of `from` -> packed panels of `dtype`, zero padded; float types stay what they are. */
+void osd_pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int from, int dtype) {
   const int64_t bytes = panel_bytes(inputs, dtype);
   memset(packed, 0, (size_t)osd_packed_bytes(outputs, inputs, dtype));
   for (int64_t channel = 0; channel < outputs; channel++) {
     char *panel = (char *)packed + channel / PANEL * bytes;
     const int64_t j = channel % PANEL;
+    if (dtype == INT8) {
+      pack_int8(weight, panel, channel * inputs, inputs, j, from);
+      continue;
+    }
     for (int64_t k = 0; k < inputs; k++)
       if (dtype == BFLOAT16)
         ((uint16_t *)panel)[k / 2 * PANEL * 2 + 2 * j + k % 2] = ((const uint16_t *)weight)[channel * inputs + k];
       else
         ((float *)panel)[k * PANEL + j] = ((const float *)weight)[channel * inputs + k];
   }
+}
+
+static int64_t even(int64_t count) { return (count + 1) / 2 * 2; }
+
+int64_t osd_narrow_bytes(int64_t rows, int64_t inputs) { return (rows * (4 + 2 * even(inputs)) + 63) / 64 * 64; }
+
+/* The row's largest element becomes the largest integer with which no sum of products can overflow. */
+Input osd_input(const float *x, int64_t rows, int64_t inputs, int dtype, void *space) {
+  if (dtype != INT8) return (Input){x, NULL, NULL};
+  float *units = space;
+  int16_t *narrow = (int16_t *)(units + rows);
+  const int64_t width = even(inputs), room = INT32_MAX / 127 / inputs;
+  const float limit = room < INT16_MAX ? (float)room : (float)INT16_MAX;
+  for (int64_t r = 0; r < rows; r++) {
+    const float *row = x + r * inputs;
+    float most = 0;
+    for (int64_t k = 0; k < inputs; k++) most = fabsf(row[k]) > most ? fabsf(row[k]) : most;
+    units[r] = most / limit;
+    const float scale = most > 0 ? limit / most : 0;
+    for (int64_t k = 0; k < inputs; k++) narrow[r * width + k] = (int16_t)_mm_cvtss_si32(_mm_set_ss(row[k] * scale));
+    if (inputs % 2) narrow[r * width + inputs] = 0;
+  }
+  return (Input){x, narrow, units};
+}
+
+/* sum + a * b. In assembly, because a compiler that is free to move these sums around runs out of registers. */
+INLINE __m256 multiply_add(__m256 a, __m256 b, __m256 sum) {
+  __asm__("vfmadd231ps %1, %2, %0" : "+x"(sum) : "x"(a), "x"(b));
+  return sum;
+}
+
+/* In each 32-bit lane, sum + the products of two pairs of 16-bit integers. */
+INLINE __m256i multiply_add_pairs(__m256i a, __m256i b, __m256i sum) {
+  __m256i products;
+  __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(a), "x"(b));
+  return sum;
 }
 
 typedef __m256 Sums[MAX_TILE][MAX_CHUNK];
@@ -60,26 +114,33 @@ INLINE void accumulate(Sums sums, const float *x, int64_t inputs, const char *at
   for (int r = 0; r < rows; r++) {
     const __m256 value = _mm256_broadcast_ss(x + r * inputs);
 #pragma GCC unroll 6
-    for (int p = 0; p < panels; p++) sums[r][p] = _mm256_fmadd_ps(weight[p], value, sums[r][p]);
+    for (int p = 0; p < panels; p++) sums[r][p] = multiply_add(weight[p], value, sums[r][p]);
   }
 }
 
-/* One tile: `rows` rows times `panels` panels, sums in registers, k strictly ascending. */
+/* Fetch a few lines of what is read next into the second-level cache, while there is something to compute. */
+INLINE void fetch(const char **next, const int lines) {
+#pragma GCC unroll 6
+  for (int l = 0; l < lines; l++) _mm_prefetch(*next + l * LINE, _MM_HINT_T1);
+  *next += lines * LINE;
+}
+
+/* One tile: `rows` rows times `panels` panels, sums in registers, k strictly ascending. Every `pieces`-th time it also
+ * fetches as much as it reads. */
 INLINE void tile(const float *x, int64_t inputs, const char *packed, float *y, int64_t stride, const int rows,
-                 const int panels, const int dtype) {
+                 const int panels, const int dtype, const char *next, int64_t pieces) {
   const int64_t bytes = panel_bytes(inputs, dtype), step = dtype == BFLOAT16 ? PANEL * 2 : PANEL * 4;
   Sums sums;
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 6
     for (int p = 0; p < panels; p++) sums[r][p] = _mm256_setzero_ps();
-  int64_t k = 0;
+  int64_t k = 0, wait = 0;
   for (; k + 4 <= inputs; k += 4) {
     const char *at = packed + k * step;
-#pragma GCC unroll 6
-    for (int p = 0; p < panels; p++) {
-      _mm_prefetch(at + p * bytes + AHEAD, _MM_HINT_T0);
-      if (dtype != BFLOAT16) _mm_prefetch(at + p * bytes + AHEAD + 64, _MM_HINT_T0);
+    if (next && --wait < 0) {
+      wait = pieces - 1;
+      fetch(&next, dtype == BFLOAT16 ? panels : 2 * panels);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
@@ -99,19 +160,72 @@ INLINE void tile(const float *x, int64_t inputs, const char *packed, float *y, i
     for (int p = 0; p < panels; p++) _mm256_storeu_ps(y + r * stride + p * PANEL, sums[r][p]);
 }
 
-/* Panels in a tile of so many rows: enough sums to hide the FMA's latency, few enough for the registers. */
-static const int TOGETHER[MAX_TILE + 1] = {0, 6, 6, 3, 3, 2, 2};
+/* One pair of inputs of an int8 tile. */
+INLINE void accumulate_pair(__m256i sums[MAX_TILE][MAX_CHUNK], const int16_t *x, int64_t width, const char *at,
+                            int64_t bytes, const int rows, const int panels) {
+  __m256i weight[MAX_CHUNK];
+#pragma GCC unroll 6
+  for (int p = 0; p < panels; p++)
+    weight[p] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(at + p * bytes)));
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) {
+    int32_t pair;
+    memcpy(&pair, x + r * width, 4);
+    const __m256i value = _mm256_set1_epi32(pair);
+#pragma GCC unroll 6
+    for (int p = 0; p < panels; p++)
+      sums[r][p] = multiply_add_pairs(weight[p], value, sums[r][p]);
+  }
+}
 
-#define TILE(rows, panels)                                        \
-  case rows * 8 + panels:                                         \
-    if (dtype == BFLOAT16)                                        \
-      tile(x, inputs, packed, y, stride, rows, panels, BFLOAT16); \
-    else                                                          \
-      tile(x, inputs, packed, y, stride, rows, panels, FLOAT32);  \
+/* The same of an int8 weight: x [rows, width], an even number of integers, and what each row's are worth. */
+INLINE void narrow_tile(const int16_t *x, const float *units, int64_t width, const char *packed, int64_t bytes,
+                        float *y, int64_t stride, const int rows, const int panels, const char *next, int64_t pieces) {
+  __m256i sums[MAX_TILE][MAX_CHUNK];
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 6
+    for (int p = 0; p < panels; p++) sums[r][p] = _mm256_setzero_si256();
+  const char *first = packed + PANEL * 4;
+  int64_t k = 0, wait = 0;
+  for (; k + 8 <= width; k += 8) {
+    if (next && --wait < 0) {
+      wait = pieces - 1;
+      fetch(&next, panels);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2)
+      accumulate_pair(sums, x + k + i, width, first + (k + i) * PANEL, bytes, rows, panels);
+  }
+  for (; k < width; k += 2) accumulate_pair(sums, x + k, width, first + k * PANEL, bytes, rows, panels);
+#pragma GCC unroll 6
+  for (int p = 0; p < panels; p++) {
+    const __m256 worth = _mm256_loadu_ps((const float *)(packed + p * bytes));
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+      _mm256_storeu_ps(y + r * stride + p * PANEL, _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][p]),
+                                                                 _mm256_mul_ps(worth, _mm256_set1_ps(units[r]))));
+  }
+}
+
+/* Panels in a tile of so many rows: enough sums to hide the FMA's latency, few enough for the registers. */
+static const int TOGETHER[MAX_TILE + 1] = {0, 6, 4, 3, 3, 2, 2}, TOGETHER_INT8[MAX_TILE + 1] = {0, 6, 4, 3, 2, 2, 2};
+
+#define TILE(rows, panels)                                                                                         \
+  case rows * 8 + panels:                                                                                          \
+    if (dtype == INT8)                                                                                             \
+      narrow_tile(x->narrow + first * even(inputs), x->units + first, even(inputs), packed, bytes, y, stride, rows, \
+                  panels, next, pieces);                                                                           \
+    else if (dtype == BFLOAT16)                                                                                    \
+      tile(x->wide + first * inputs, inputs, packed, y, stride, rows, panels, BFLOAT16, next, pieces);             \
+    else                                                                                                           \
+      tile(x->wide + first * inputs, inputs, packed, y, stride, rows, panels, FLOAT32, next, pieces);              \
     break
 
-static void any_tile(const float *x, int64_t inputs, const char *packed, float *y, int64_t stride, int rows,
-                     int panels, int dtype) {
+/* The rows from `first` on. */
+static void any_tile(const Input *x, int64_t first, int64_t inputs, const char *packed, float *y, int64_t stride,
+                     int rows, int panels, int dtype, const char *next, int64_t pieces) {
+  const int64_t bytes = panel_bytes(inputs, dtype);
   switch (rows * 8 + panels) {
     TILE(1, 1);
     TILE(1, 2);
@@ -123,12 +237,9 @@ static void any_tile(const float *x, int64_t inputs, const char *packed, float *
     TILE(2, 2);
     TILE(2, 3);
     TILE(2, 4);
-    TILE(2, 5);
-    TILE(2, 6);
     TILE(3, 1);
     TILE(3, 2);
     TILE(3, 3);
-    TILE(3, 4);
     TILE(4, 1);
     TILE(4, 2);
     TILE(4, 3);
@@ -142,7 +253,7 @@ static void any_tile(const float *x, int64_t inputs, const char *packed, float *
 
 /* Panels in a chunk: a multiple of what fits the widest tile. */
 static int64_t chunk_panels(int64_t rows) {
-  static const int COUNT[MAX_TILE + 1] = {0, 6, 6, 3, 3, 4, 4};
+  static const int COUNT[MAX_TILE + 1] = {0, 6, 4, 3, 6, 4, 4};
   const int64_t pieces = (rows + MAX_TILE - 1) / MAX_TILE;
   return COUNT[(rows + pieces - 1) / pieces];
 }
@@ -152,25 +263,29 @@ int64_t osd_chunks(int64_t outputs, int64_t rows) {
   return (outputs + channels - 1) / channels;
 }
 
-/* y [rows, stride] = x [rows, inputs] times `panels` panels. */
-static void multiply(const float *x, int64_t inputs, const char *packed, float *y, int64_t rows, int64_t stride,
-                     int64_t panels, int dtype) {
+/* y [rows, stride] = the rows of x from `first` on, times `panels` panels; as many bytes are fetched from `next`. */
+static void multiply(const Input *x, int64_t first, int64_t inputs, const char *packed, float *y, int64_t rows,
+                     int64_t stride, int64_t panels, int dtype, const char *next) {
   const int64_t pieces = (rows + MAX_TILE - 1) / MAX_TILE, bytes = panel_bytes(inputs, dtype);
+  const int *together = dtype == INT8 ? TOGETHER_INT8 : TOGETHER;
   for (int64_t piece = 0; piece < pieces; piece++) {
     const int64_t a = rows * piece / pieces, b = rows * (piece + 1) / pieces;
     for (int64_t p = 0, step; p < panels; p += step) {
-      step = panels - p < TOGETHER[b - a] ? panels - p : TOGETHER[b - a];
-      any_tile(x + a * inputs, inputs, packed + p * bytes, y + a * stride + p * PANEL, stride, (int)(b - a), (int)step,
-               dtype);
+      step = panels - p < together[b - a] ? panels - p : together[b - a];
+      any_tile(x, first + a, inputs, packed + p * bytes, y + a * stride + p * PANEL, stride, (int)(b - a), (int)step,
+               dtype, next ? next + (piece * panels + p) * bytes / pieces : NULL, pieces);
     }
   }
 }
 
-/* The channels of a chunk for the next rows: sums [rows, MAX_CHUNK * PANEL], of which `width` columns count. */
-static void chunk_sums(const Linear *layer, const float *x, float *sums, int64_t rows, int64_t first, int64_t width) {
+/* The channels of a chunk for the rows from `start` on: sums [rows, MAX_CHUNK * PANEL], of which `width` columns
+ * count. */
+static void chunk_sums(const Linear *layer, const Input *x, int64_t start, float *sums, int64_t rows, int64_t first,
+                       int64_t width, const char *next) {
   const int64_t stride = MAX_CHUNK * PANEL;
   const char *packed = (const char *)layer->packed + first / PANEL * panel_bytes(layer->inputs, layer->dtype);
-  multiply(x, layer->inputs, packed, sums, rows, stride, (width + PANEL - 1) / PANEL, layer->dtype);
+  multiply(x, start, layer->inputs, packed, sums, rows, stride, (width + PANEL - 1) / PANEL, layer->dtype,
+           start ? NULL : next);
   if (layer->bias)
     for (int64_t r = 0; r < rows; r++)
       for (int64_t o = 0; o < width; o++) sums[r * stride + o] += layer->bias[first + o];
@@ -183,16 +298,20 @@ static int64_t chunk_width(const Linear *layer, int64_t rows, int64_t chunk, int
   return layer->outputs - *first < channels ? layer->outputs - *first : channels;
 }
 
+const char *osd_chunk_at(const Linear *layer, int64_t rows, int64_t chunk) {
+  return (const char *)layer->packed + chunk * chunk_panels(rows) * panel_bytes(layer->inputs, layer->dtype);
+}
+
 /* One chunk of y [rows, outputs], of y_dtype, = (or +=) x [rows, inputs] @ weight^T + bias. */
-void osd_linear_chunk(const Linear *layer, const float *x, void *y, int64_t rows, int64_t chunk, int how,
-                      int y_dtype) {
+void osd_linear_chunk(const Linear *layer, const Input *x, void *y, int64_t rows, int64_t chunk, int how, int y_dtype,
+                      const char *next) {
   const int64_t stride = MAX_CHUNK * PANEL;
   _Alignas(64) float sums[ROW_BLOCK * MAX_CHUNK * PANEL];
   int64_t first;
   const int64_t width = chunk_width(layer, rows, chunk, &first);
   for (int64_t start = 0; start < rows; start += ROW_BLOCK) {
     const int64_t count = rows - start < ROW_BLOCK ? rows - start : ROW_BLOCK;
-    chunk_sums(layer, x + start * layer->inputs, sums, count, first, width);
+    chunk_sums(layer, x, start, sums, count, first, width, next);
     for (int64_t r = 0; r < count; r++) {
       const int64_t to = (start + r) * layer->outputs + first;
       const float *row = sums + r * stride;
@@ -207,7 +326,8 @@ void osd_linear_chunk(const Linear *layer, const float *x, void *y, int64_t rows
 }
 
 /* One chunk of y [rows, outputs] = silu(gate(x)) * up(x). */
-void osd_gated_chunk(const Linear *gate, const Linear *up, const float *x, float *y, int64_t rows, int64_t chunk) {
+void osd_gated_chunk(const Linear *gate, const Linear *up, const Input *x, float *y, int64_t rows, int64_t chunk,
+                     const char *next) {
   const int64_t stride = MAX_CHUNK * PANEL;
   _Alignas(64) float gates[ROW_BLOCK * MAX_CHUNK * PANEL], ups[ROW_BLOCK * MAX_CHUNK * PANEL];
   int64_t first;
@@ -215,8 +335,8 @@ void osd_gated_chunk(const Linear *gate, const Linear *up, const float *x, float
   const __m256 one = _mm256_set1_ps(1.0f);
   for (int64_t start = 0; start < rows; start += ROW_BLOCK) {
     const int64_t count = rows - start < ROW_BLOCK ? rows - start : ROW_BLOCK;
-    chunk_sums(gate, x + start * gate->inputs, gates, count, first, width);
-    chunk_sums(up, x + start * gate->inputs, ups, count, first, width);
+    chunk_sums(gate, x, start, gates, count, first, width, osd_chunk_at(up, rows, chunk));
+    chunk_sums(up, x, start, ups, count, first, width, next);
     for (int64_t r = 0; r < count; r++) {
       float *row = gates + r * stride;
       for (int64_t o = 0; o < width; o += 8) { /* the padding beyond width is zero */
@@ -235,23 +355,22 @@ void osd_gated_chunk(const Linear *gate, const Linear *up, const float *x, float
 int osd_linear(const void *x, const void *packed, const float *bias, void *y, int64_t rows, int64_t inputs,
                int64_t outputs, int x_dtype, int dtype, int threads) {
   const Linear layer = {packed, bias, inputs, outputs, dtype};
-  float *copy = NULL;
+  const int64_t wide = x_dtype == FLOAT32 ? 0 : (rows * inputs * 4 + 63) / 64 * 64;
+  const int64_t narrow = dtype == INT8 ? osd_narrow_bytes(rows, inputs) : 0;
+  char *space = NULL;
   if (!rows) return 0;
-  if (x_dtype != FLOAT32 && posix_memalign((void **)&copy, 64, (size_t)(rows * inputs) * 4)) return 1;
-  const float *wide = copy ? copy : x;
+  if (wide + narrow && posix_memalign((void **)&space, 64, (size_t)(wide + narrow))) return 1;
+  float *copy = (float *)space;
+  for (int64_t i = 0; wide && i < rows * inputs; i++) copy[i] = read_element(x, i, x_dtype);
+  const Input input = osd_input(wide ? copy : x, rows, inputs, dtype, space + wide);
   Team team = {0};
 #pragma omp parallel num_threads(threads)
   {
     const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
-    if (copy) {
-      for (int64_t r; (r = take(&m, rows)) >= 0;)
-        for (int64_t i = r * inputs; i < (r + 1) * inputs; i++) copy[i] = read_element(x, i, x_dtype);
-      meet(&m);
-    }
     const int64_t chunks = osd_chunks(outputs, rows);
     for (int64_t chunk; (chunk = take(&m, chunks)) >= 0;)
-      osd_linear_chunk(&layer, wide, y, rows, chunk, REPLACE, x_dtype);
+      osd_linear_chunk(&layer, &input, y, rows, chunk, REPLACE, x_dtype, osd_chunk_at(&layer, rows, chunk + 1));
   }
-  free(copy);
+  free(space);
   return 0;
 }

@@ -1,18 +1,17 @@
-"""The structures that ``decoder.c`` reads."""
+"""The structures that ``layer.h``, ``decoder.c`` and ``eagle.c`` read."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
-import torch
 from torch import Tensor
 
 _WEIGHTS = ("input_norm", "post_norm", "q", "k", "v", "o", "gate", "up", "down")
 _BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "dim", "intermediate", "places")
 _CODES = ("weight_dtype", "norm_dtype", "cache_dtype", "threads")
-_ROWS = ("cosines", "sines", "slots", "stores", "start", "visible", "base", "mask")
+_ROWS = ("cosines", "sines", "positions", "slots", "stores", "start", "visible", "base", "mask")
 
 
 class Layer(ctypes.Structure):
@@ -38,13 +37,73 @@ class Rows(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in _ROWS), ("count", ctypes.c_int64), ("mask_width", ctypes.c_int64)]
 
     def __init__(self, rows: Any, cosines: Tensor, sines: Tensor, start: Tensor | None = None) -> None:
-        """Point at the tensors of a ``PackedRows``; ``start`` [R] int32 is the first place that a row sees."""
+        """Point at the tensors of a ``PackedRows`` and at tables [places, dim] of the rotary embedding.
+
+        ``start`` [R] int32 is the first place that a row sees, where the kernel does not work it out itself.
+        """
         super().__init__()
-        start = torch.zeros_like(rows.visible) if start is None else start
         tree = rows.mask is not None
         base, mask = (rows.base, rows.mask) if tree else (None, None)
-        parts = (cosines.contiguous(), sines.contiguous(), rows.slots, rows.stores, start, rows.visible, base, mask)
+        parts = (cosines, sines, rows.positions, rows.slots, rows.stores, start, rows.visible, base, mask)
         self._alive = parts
         for name, part in zip(_ROWS, parts, strict=True):
             setattr(self, name, None if part is None else part.data_ptr())
         self.count, self.mask_width = len(rows.slots), rows.mask.shape[1] if tree else 0
+
+
+class Linear(ctypes.Structure):
+    """A packed layer."""
+
+    _fields_ = [
+        ("packed", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("dtype", ctypes.c_int),
+    ]
+
+
+class Model(ctypes.Structure):
+    """Addresses of what a language model has beside its layers."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "norm")),
+        ("head", Linear),
+        ("taps", ctypes.c_void_p),
+        ("tap_count", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("embedding_dtype", ctypes.c_int32),
+    ]
+
+
+class Asked(ctypes.Structure):
+    """The tokens of a forward, and room for what it is asked for."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tokens", "last", "logits", "tapped")),
+        ("asked", ctypes.c_int64),
+    ]
+
+
+class Eagle(ctypes.Structure):
+    """Addresses of what an EAGLE drafter has beside its layer."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("embedding_norm", "final_norm", "tap_norm", "fuse", "head")),
+        *((name, ctypes.c_void_p) for name in ("embedding", "cosines", "sines", "draft_ids")),
+        ("vocabulary", ctypes.c_int64),
+        ("taps", ctypes.c_int64),
+        ("embedding_dtype", ctypes.c_int32),
+    ]
+
+
+class Chains(ctypes.Structure):
+    """Sequences that draft greedily, and room for their drafts."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("slots", "lengths", "fresh", "limits", "tokens", "hidden")),
+        *((name, ctypes.c_void_p) for name in ("drafted", "sizes", "logits")),
+        *((name, ctypes.c_int64) for name in ("count", "pairs", "levels")),
+        ("floor", ctypes.c_float),
+        ("hidden_dtype", ctypes.c_int32),
+    ]

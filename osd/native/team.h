@@ -43,6 +43,17 @@ static inline void meet(const Member *m) {
       sched_yield(); /* somebody lost its core: let it have this one */
 }
 
+/* A member's own items are [first_of, last_of). */
+static inline int64_t first_of(const Member *m, int64_t items) {
+  const int lanes = m->count < LANES ? m->count : LANES;
+  return items * (m->me % lanes) / lanes;
+}
+
+static inline int64_t last_of(const Member *m, int64_t items) {
+  const int lanes = m->count < LANES ? m->count : LANES;
+  return items * (m->me % lanes + 1) / lanes;
+}
+
 /* An item of [0, items) that nobody took since the last meeting, or -1. A thread works through neighbouring items,
  * so that it reads memory in order, and then helps the others with theirs. */
 static inline int64_t take(const Member *m, int64_t items) {

@@ -7,14 +7,12 @@ model runs through transformers' own code on ``slot_attention``.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from osd.native import DTYPES, kernels
-from osd.native.structs import Layer, Rows, Shape
+from osd.native import DTYPES, WEIGHT_DTYPES, kernels, structs
 from osd.target.kv_cache import KVCache, PackedRows
 from osd.target.linear import PackedLinear
 
@@ -33,26 +31,25 @@ def fusable(model: nn.Module) -> bool:
         and (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) % 8 == 0
         and not getattr(config, "mlp_bias", False)
         and len(set(getattr(config, "layer_types", None) or ["full_attention"])) == 1
+        and _rope_type(config) not in ("dynamic", "longrope")  # their angles depend on the length of the text
     )
 
 
-@dataclass(frozen=True)
+def _rope_type(config: Any) -> str:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("rope_type", "default")
+
+
 class FusedDecoder:
-    """The decoder of a ``fusable`` model whose linear layers are ``PackedLinear``; shares all its weights."""
+    """A ``fusable`` model whose linear layers are ``PackedLinear``; shares all its weights."""
 
-    model: nn.Module
-    cache: KVCache
-    layers: Any
-    shape: Shape
-    window: int | None
-    taps: Tensor
-
-    @classmethod
-    def of(cls, model: nn.Module, cache: KVCache, taps: tuple[int, ...]) -> FusedDecoder:
+    def __init__(self, model: nn.Module, cache: KVCache, taps: tuple[int, ...]) -> None:
         """Point at the weights of ``model`` and the slots of ``cache``; neither may be reallocated afterwards."""
         config: Any = model.config
         decoder: Any = model.get_decoder()  # type: ignore[operator]
-        layers = (Layer * len(decoder.layers))()
+        self._head: PackedLinear = model.get_output_embeddings()  # type: ignore[operator]
+        embedding, norm = decoder.embed_tokens.weight, decoder.norm.weight
+        layers = (structs.Layer * len(decoder.layers))()
         for index, layer in enumerate(decoder.layers):
             parts: dict[str, PackedLinear] = {
                 "q": layer.self_attn.q_proj,
@@ -72,40 +69,44 @@ class FusedDecoder:
             layers[index].keys = cache.keys[index].data_ptr()
             layers[index].values = cache.values[index].data_ptr()
         dim = cache.keys.shape[-1]
-        shape = Shape(
-            len(layers), config.hidden_size, config.num_attention_heads, cache.keys.shape[2], dim,
+        self._hidden = config.hidden_size
+        self._shape = structs.Shape(
+            len(layers), self._hidden, config.num_attention_heads, cache.keys.shape[2], dim,
             config.intermediate_size, cache.places, config.rms_norm_eps, dim**-0.5,
-            DTYPES[decoder.layers[0].self_attn.q_proj.packed.dtype], DTYPES[decoder.norm.weight.dtype],
-            DTYPES[cache.keys.dtype], 1,
+            WEIGHT_DTYPES[self._head.packed.dtype], DTYPES[norm.dtype], DTYPES[cache.keys.dtype], 1,
         )  # fmt: skip
-        sliding = set(getattr(config, "layer_types", None) or ()) == {"sliding_attention"} or (
-            getattr(config, "layer_types", None) is None
-        )
-        window = getattr(config, "sliding_window", None) if sliding else None
-        return cls(model, cache, layers, shape, window, torch.tensor(taps, dtype=torch.int32))
+        places = torch.arange(cache.places)
+        cos, sin = decoder.rotary_emb(torch.empty(1, 1, 1, dtype=torch.float32), places[None])
+        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()  # [places, dim]
+        self._taps = torch.tensor(taps, dtype=torch.int32)
+        self._model = structs.Model(
+            ctypes.addressof(layers), embedding.data_ptr(), norm.data_ptr(), self._head.native,
+            self._taps.data_ptr(), len(taps), _window(config) or 0, DTYPES[embedding.dtype],
+        )  # fmt: skip
+        self._alive = (layers, model, cache)
 
     def forward(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [n, vocab] float32 of rows ``wanted`` [n] and tapped hidden states [R, taps * hidden] float32."""
         library = kernels()
         assert library is not None  # noqa: S101
-        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
-        x = decoder.embed_tokens(rows.token_ids).float()  # [R, hidden]
-        cos, sin = (part[0] for part in decoder.rotary_emb(x, rows.positions[None]))
-        start = None
-        if self.window is not None:
-            start = (rows.positions.to(torch.int32) - (self.window - 1)).clamp_min(0)
-        tapped = x.new_empty(len(x), len(self.taps) * x.shape[1])
-        self.shape.threads = torch.get_num_threads()
+        logits = torch.empty(len(wanted), self._head.out_features)
+        tapped = torch.empty(len(rows.token_ids), len(self._taps) * self._hidden)
+        self._shape.threads = torch.get_num_threads()
+        places = structs.Rows(rows, self._cos, self._sin)
+        asked = structs.Asked(
+            rows.token_ids.data_ptr(), wanted.data_ptr(), logits.data_ptr(), tapped.data_ptr(), len(wanted)
+        )
         failed = library.osd_decoder(
-            ctypes.byref(self.layers),
-            ctypes.byref(self.shape),
-            ctypes.byref(Rows(rows, cos, sin, start)),
-            x.data_ptr(),
-            self.taps.data_ptr(),
-            len(self.taps),
-            tapped.data_ptr(),
+            ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(places), ctypes.byref(asked)
         )
         if failed:
             raise MemoryError("no memory for a forward's scratch space")
-        last = nn.functional.rms_norm(x[wanted], x.shape[-1:], decoder.norm.weight.float(), self.shape.eps)
-        return self.model.get_output_embeddings()(last), tapped  # type: ignore[operator]
+        return logits, tapped
+
+
+def _window(config: Any) -> int | None:
+    """How many places a row sees where every layer slides."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or set(kinds) == {"sliding_attention"}:
+        return getattr(config, "sliding_window", None)
+    return None

@@ -8,14 +8,14 @@ oneDNN with weights packed once (fast where the CPU multiplies bfloat16), and Py
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.native import DTYPES, kernels
+from osd.native import DTYPES, WEIGHT_DTYPES, kernels, structs
 
 CALIBRATION_ROWS = (1, 4, 8)
 
@@ -29,10 +29,11 @@ class PackedLinear(nn.Module):
     packed: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+        """Pack ``weight`` [out, in] as ``dtype``: its own, or int8."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("packed", pack(weight), persistent=False)
+        self.register_buffer("packed", pack(weight, dtype), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,17 +51,23 @@ class PackedLinear(nn.Module):
             self.in_features,
             self.out_features,
             DTYPES[x.dtype],
-            DTYPES[self.packed.dtype],
+            WEIGHT_DTYPES[self.packed.dtype],
             torch.get_num_threads(),
         )
         if failed:
             raise MemoryError("no memory for a linear layer's scratch space")
         return y
 
-    @staticmethod
-    def stage(weight: Tensor) -> Tensor:
+    def stage(self, weight: Tensor) -> Tensor:
         """Lay out another weight for ``load``."""
-        return pack(weight)
+        return pack(weight, self.packed.dtype)
+
+    @property
+    def native(self) -> structs.Linear:
+        """The layer as the kernels see it."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        code = WEIGHT_DTYPES[self.packed.dtype]
+        return structs.Linear(self.packed.data_ptr(), bias, self.in_features, self.out_features, code)
 
     @property
     def place(self) -> Tensor:
@@ -95,15 +102,21 @@ class OneDnnLinear(nn.Module):
         self.packed = staged
 
 
-def pack(weight: Tensor) -> Tensor:
-    """Pack [out, in] into panels of outputs, padded with zeros. float32 or bfloat16, on the CPU."""
+def pack(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Pack [out, in] into panels of outputs, padded with zeros.
+
+    Args:
+        weight: float32 or bfloat16, on the CPU.
+        dtype: its own, or int8: each output channel in 255 steps, 127 being its largest element.
+    """
     library = kernels()
     assert library is not None  # noqa: S101
     weight = weight.detach().contiguous()
     outputs, inputs = weight.shape
-    dtype = DTYPES[weight.dtype]
-    packed = weight.new_empty(library.osd_packed_bytes(outputs, inputs, dtype) // weight.element_size())
-    library.osd_pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, dtype)
+    dtype = dtype or weight.dtype
+    code = WEIGHT_DTYPES[dtype]
+    packed = torch.empty(library.osd_packed_bytes(outputs, inputs, code) // dtype.itemsize, dtype=dtype)
+    library.osd_pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, DTYPES[weight.dtype], code)
     return packed
 
 
@@ -188,12 +201,31 @@ def _median_seconds(layers: list[nn.Module], x: Tensor) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def quantise(model: nn.Module) -> None:
+    """Replace every frozen ``nn.Linear`` of a CPU model in place by one with int8 weights.
+
+    Raises:
+        ValueError: our kernels are not there.
+    """
+    if kernels() is None or next(model.parameters()).device.type != "cpu":
+        raise ValueError("target.weights int8 needs the kernels that are built for CPUs with AVX2; use full here")
+    with torch.inference_mode():
+        for parent, name, child in _frozen_layers(model):
+            setattr(parent, name, PackedLinear(child.weight, child.bias, torch.int8))
+
+
 def accelerate(model: nn.Module, kernel: str | None = None) -> None:
     """Replace every frozen ``nn.Linear`` of a CPU model in place by ``kernel``, or by the fastest for its shape."""
     with torch.inference_mode():
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype in DTYPES:
-                    chosen = kernel or fastest(child.out_features, child.in_features, child.weight.dtype)
-                    if chosen != "torch":  # PyTorch's layer is there already
-                        setattr(module, name, _MAKERS[chosen](child.weight, child.bias))
+        for parent, name, child in _frozen_layers(model):
+            chosen = kernel or fastest(child.out_features, child.in_features, child.weight.dtype)
+            if chosen != "torch":  # PyTorch's layer is there already
+                setattr(parent, name, _MAKERS[chosen](child.weight, child.bias))
+
+
+def _frozen_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """The linear layers that our kernels could compute, each with its parent and its name there."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype in DTYPES:
+                yield module, name, child

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from osd.target import attention
 from osd.target.fused import FusedDecoder, fusable
 from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.linear import accelerate
+from osd.target.linear import accelerate, quantise
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -37,7 +37,8 @@ class SlotModel:
     """Any decoder-only model of transformers with its KV cache in slots.
 
     ``context`` tokens fit a sequence; ``scratch`` more places hold a draft that is being verified.
-    ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last.
+    ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last. ``weights`` are
+    those of the linear layers: "full" as they come, or "int8".
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SlotModel:
         context: int,
         scratch: int,
         taps: tuple[int, ...] = (),
+        weights: str = "full",
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
@@ -68,11 +70,13 @@ class SlotModel:
         self.cache = KVCache(len(self.layers), slots, heads, context + scratch, dim, self.dtype, self.device)
         config._attn_implementation = attention.NAME
         self._fused: FusedDecoder | None = None
-        if self.device.type == "cpu":
-            fused = fusable(model)
+        fused = fusable(model)
+        if weights == "int8":
+            quantise(model)
+        elif self.device.type == "cpu":
             accelerate(model, "native" if fused else None)
-            if fused:
-                self._fused = FusedDecoder.of(model, self.cache, self.taps)
+        if fused:
+            self._fused = FusedDecoder(model, self.cache, self.taps)
 
     def _hook(self, tap: int) -> Any:
         def keep(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:

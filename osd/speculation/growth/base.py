@@ -40,7 +40,8 @@ class Growth(Protocol):
     It may look at tokens that were drawn and are kept, never at the token about to be drawn, and keeps every token that
     it drew. ``draw`` is how it draws siblings, ``max_nodes`` the largest tree it grows, ``chains`` whether no node ever
     gets a second child, and ``fixed_width`` whether the number of children of a node is settled before the first of
-    them is drawn.
+    them is drawn. ``stops_below`` is the probability of a token below which its chain ends, None where that is not all
+    that decides: greedy drafts of such a chain need nobody between two tokens.
     """
 
     name: ClassVar[str]
@@ -48,6 +49,7 @@ class Growth(Protocol):
     max_nodes: int
     chains: bool
     fixed_width: bool
+    stops_below: float | None
 
     def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
         """Draw the drafts of one round.

@@ -23,6 +23,7 @@ class Chain:
     draw = Draw.IID
     chains = True
     fixed_width = True
+    stops_below: float | None = 0.0
 
     def __init__(self, depth: int) -> None:
         """Draw at most ``depth`` tokens, at least 1."""

@@ -23,7 +23,7 @@ class Confidence(Chain):
         super().__init__(depth)
         if not 0 <= eta <= 1:
             raise ValueError(f"eta must be between 0 and 1, not {eta}")
-        self.eta = eta
+        self.eta = self.stops_below = eta
 
     def _goes_on(self, logits: Tensor, columns: Tensor) -> Tensor:
         return logits.softmax(-1).gather(-1, columns[:, None]).squeeze(-1) >= self.eta

@@ -31,6 +31,7 @@ class DynamicTree:
     draw = Draw.WITHOUT_REPLACEMENT
     chains = False
     fixed_width = False
+    stops_below = None
 
     def __init__(self, budget: int, threshold: float | None = None) -> None:
         """Draft at most ``budget`` tokens, and with ``threshold`` only places that are worth so much."""

@@ -25,6 +25,7 @@ class StaticTree:
 
     name: ClassVar[str] = "static_tree"
     fixed_width = True
+    stops_below = None
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from osd.config import DrafterSettings
 from osd.drafters import DrafterError, from_config, initial
+from osd.drafters.base import Session
 from osd.drafters.eagle import Eagle
 from tests.tiny import make_tiny
 from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
@@ -65,6 +66,59 @@ def test_serving_and_training_see_the_same_inputs(eagle: Eagle, native: bool, mo
             for d in range(depth):
                 batch = at_places(tokens, hidden, [(row, end + d) for row, end in enumerate(ends)])
                 close(got[d], eagle.unroll(batch, depth)[d])
+
+
+def drafting(eagle: Eagle, slots: list[int]) -> tuple[Session, Tensor]:
+    """A session with a few rounds behind it, in ``slots``."""
+    tokens, hidden = sequences(eagle, len(slots))
+    session = eagle.session(5, LENGTH, 8)
+    for row, slot in enumerate(slots):
+        session.open(slot, int(tokens[row, 0]))
+        session.commit(slot, tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row])
+    return session, tokens
+
+
+def test_chains_drafted_in_one_call_are_those_that_are_drafted_step_by_step(eagle: Eagle) -> None:
+    slots, limits, depth = [3, 0, 4, 1], [4, 0, 1, 3], 4
+    session, _ = drafting(eagle, slots)
+    chains = session.chains(slots, limits, 0.0)
+    if chains is None:
+        pytest.skip("the kernels were not built")
+    assert [len(tokens) for tokens in chains.tokens] == limits
+    stepwise, _ = drafting(eagle, slots)
+    drafted = torch.tensor([tokens + [int(eagle.draft_ids[0])] * (depth - len(tokens)) for tokens in chains.tokens])
+    for level, logits in enumerate(expand_chain(stepwise, slots, drafted)[:depth]):
+        for row, limit in enumerate(limits):
+            if level < limit:
+                close(chains.logits[row, level], logits[row])
+                assert chains.tokens[row][level] == eagle.draft_ids[logits[row].argmax()]
+
+
+def test_chains_end_after_the_first_token_of_too_little_probability(eagle: Eagle) -> None:
+    slots, limits = [3, 0, 4, 1, 2], [6, 6, 6, 6, 6]
+    far = drafting(eagle, slots)[0].chains(slots, limits, 0.0)
+    if far is None:
+        pytest.skip("the kernels were not built")
+    best = far.logits.softmax(-1).amax(-1)  # [B, 6]
+    floor = float(best[:, :5].median()) + 1e-6
+    near = drafting(eagle, slots)[0].chains(slots, limits, floor)
+    assert near is not None
+    for row, tokens in enumerate(near.tokens):
+        below = [level for level in range(6) if best[row, level] < floor]
+        assert tokens == far.tokens[row][: below[0] + 1 if below else 6]
+    assert {len(tokens) for tokens in near.tokens} != {6}
+
+
+def test_a_sequence_that_drafts_nothing_keeps_what_it_was_told(eagle: Eagle) -> None:
+    slots = [3, 0]
+    told, _ = drafting(eagle, slots)
+    if told.chains(slots, [2, 0], 0.0) is None:
+        pytest.skip("the kernels were not built")
+    after = told.chains([0], [3], 0.0)
+    fresh = drafting(eagle, slots)[0].chains([0], [3], 0.0)
+    assert after is not None
+    assert fresh is not None
+    assert after.tokens == fresh.tokens
 
 
 def test_hidden_states_that_training_does_not_name_change_nothing(eagle: Eagle) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from osd.native import kernels
-from osd.target.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate
+from osd.target.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
 
 native = pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -44,11 +46,13 @@ def test_leading_dimensions_and_strides_of_the_input_do_not_matter() -> None:
 
 @native
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
 def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(0)
-    layer = PackedLinear(torch.randn(100, 72).to(dtype), torch.randn(100))
-    x = torch.randn(70, 72).to(dtype)
+    layer = PackedLinear(torch.randn(100, 72), torch.randn(100), torch.int8)
+    if dtype != torch.int8:
+        layer = PackedLinear(torch.randn(100, 72).to(dtype), torch.randn(100))
+    x = torch.randn(70, 72).to(dtype if dtype.is_floating_point else torch.float32)
     before = torch.get_num_threads()
     alone = torch.cat([layer(row[None]) for row in x])
     try:
@@ -58,6 +62,52 @@ def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(dtype: torch.dtype, t
             assert torch.equal(layer(x[70 - rows :]), alone[70 - rows :]), rows
     finally:
         torch.set_num_threads(before)
+
+
+@native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 100), (7, 5), (1, 1), (33, 16), (1536, 60)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 13, 70])
+def test_an_int8_layer_rounds_its_weights_to_255_steps_a_channel_and_its_rows_far_finer(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(rows)
+    x, weight, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype), torch.randn(outputs)
+    x[:, 0] *= 50  # one large element does not cost the others their precision
+    weight[0] = 0
+    most = weight.float().abs().amax(1, keepdim=True)
+    rounded = (weight.float() / most.clamp_min(1e-9) * 127).round().double() * (most.double() / 127)
+    goal = F.linear(x.double(), rounded, bias.double())
+    got = PackedLinear(weight, bias, torch.int8)(x)
+    assert got.dtype == dtype
+    half = x.double().abs().amax(1, keepdim=True) / min(32767, (2**31 - 1) // 127 // inputs) / 2  # of a row's step
+    bound = half * rounded.abs().sum(1) * 1.01 + goal.abs() * (1e-5 if dtype == torch.float32 else 2**-8) + 1e-4
+    assert bool(((got.double() - goal).abs() <= bound).all())
+
+
+@native
+def test_no_sum_of_an_int8_layer_overflows() -> None:
+    for inputs in (2, 577, 5000):
+        x, weight = torch.full((3, inputs), 1e4), torch.full((9, inputs), -3.0)
+        torch.testing.assert_close(PackedLinear(weight, None, torch.int8)(x), F.linear(x, weight), rtol=1e-3, atol=0)
+
+
+def test_a_quantised_model_computes_nearly_the_same_and_is_refused_without_the_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 60), nn.SiLU(), nn.Sequential(nn.Linear(60, 24, bias=False)))
+    x = torch.randn(5, 40)
+    goal = model(x).detach()
+    if kernels() is not None:
+        other = copy.deepcopy(model)
+        quantise(other)
+        with torch.inference_mode():
+            got = other(x)
+        assert 0 < float((got - goal).norm() / goal.norm()) < 0.02
+    monkeypatch.setattr("osd.target.linear.kernels", lambda: None)
+    with pytest.raises(ValueError, match="target\\.weights int8 needs the kernels"):
+        quantise(model)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

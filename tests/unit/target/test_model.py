@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from osd.native import kernels
 from osd.target.attention import NAME
 from osd.target.model import SlotModel, decoder_layers
 from tests.unit.target.rows import rows_of
@@ -164,6 +165,48 @@ def test_the_bits_of_a_row_do_not_depend_on_what_shares_its_forward(family: str)
     if model._fused is None:
         pytest.skip("only our kernels promise it")
     assert torch.equal(torch.stack(alone), crowd.logits[21:31])
+
+
+@pytest.mark.parametrize("family", ["llama with biases", "qwen2 with tied embeddings", "gpt_neox"])
+def test_int8_weights_give_nearly_the_same_logits_and_take_staged_weights(family: str) -> None:
+    if kernels() is None:
+        pytest.skip("the kernels were not built")
+
+    def narrow(seed: int) -> SlotModel:
+        model = build(family, seed)
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
+        return SlotModel(model, slots=2, context=64, scratch=8, weights="int8")
+
+    tokens, model = prompt(12), narrow(0)
+    rows = rows_of([(0, 0, tokens)])
+    got, goal = model.forward(rows, everything(12)).logits, logits_of(build(family), tokens)
+    assert 0 < float((got - goal).norm() / goal.norm()) < 0.05
+    for name, value in build(family, 5).state_dict().items():
+        with torch.inference_mode():
+            model.load(name, model.stage(name, value.detach()))
+    other = narrow(5).forward(rows, everything(12)).logits
+    torch.testing.assert_close(model.forward(rows, everything(12)).logits, other)
+
+
+@pytest.mark.parametrize(("rope", "fused"), [("default", True), ("llama3", True), ("dynamic", False)])
+def test_angles_of_the_rotary_embedding_are_those_of_transformers(rope: str, fused: bool) -> None:
+    scaling: dict[str, Any] = {"rope_type": rope, "rope_theta": 1e4}
+    if rope == "llama3":
+        scaling |= {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+        }  # fmt: skip
+    if rope == "dynamic":
+        scaling |= {"factor": 4.0}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **SIZES, rope_parameters=scaling)
+    config._attn_implementation = "eager"
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    goal = logits_of(plain, prompt(40))
+    plain.set_attn_implementation(NAME)  # type: ignore[operator]
+    model = SlotModel(plain, slots=2, context=64, scratch=8)
+    if kernels() is not None:
+        assert (model._fused is not None) is fused
+    close(model.forward(rows_of([(0, 0, prompt(40))]), everything(40)).logits, goal)
 
 
 def test_a_model_without_known_layers_is_refused_by_name() -> None:

@@ -1,0 +1,233 @@
+/* One Llama-shaped decoder layer, computed by a team of threads.
+ *
+ * The residual stream stays float32 between layers, whatever the dtype of weights and cache.
+ */
+#ifndef OSD_LAYER_H
+#define OSD_LAYER_H
+
+#include "common.h"
+#include "team.h"
+
+typedef struct {
+  const void *input_norm, *post_norm; /* [hidden] of norm_dtype */
+  const void *q, *k, *v, *o, *gate, *up, *down; /* packed */
+  const float *q_bias, *k_bias, *v_bias, *o_bias; /* or null */
+  void *keys, *values; /* [slots, kv_heads, places, dim] */
+} Layer;
+
+typedef struct {
+  int64_t layers, hidden, heads, kv_heads, dim, intermediate, places;
+  float eps, scaling;
+  int32_t weight_dtype, norm_dtype, cache_dtype, threads;
+} Shape;
+
+/* y [rows, stride], of which the first `width` of each row are written, = norm(x [rows, width]) * weight. */
+static void rms_norm(const float *x, const void *weight, float *y, int64_t rows, int64_t width, int64_t stride,
+                     float eps, int dtype) {
+  for (int64_t r = 0; r < rows; r++) {
+    const float *row = x + r * width;
+    __m256 sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+    int64_t i = 0;
+    for (; i + 32 <= width; i += 32)
+      for (int j = 0; j < 4; j++) {
+        const __m256 value = _mm256_loadu_ps(row + i + j * 8);
+        sums[j] = _mm256_fmadd_ps(value, value, sums[j]);
+      }
+    float total = sum8(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
+    for (; i < width; i++) total += row[i] * row[i];
+    const float scale = 1.0f / sqrtf(total / (float)width + eps);
+    const int64_t element = dtype == BFLOAT16 ? 2 : 4;
+    for (i = 0; i + 8 <= width; i += 8) {
+      const __m256 value = _mm256_mul_ps(_mm256_loadu_ps(row + i), _mm256_set1_ps(scale));
+      _mm256_storeu_ps(y + r * stride + i, _mm256_mul_ps(value, load8((const char *)weight + i * element, dtype)));
+    }
+    for (; i < width; i++) y[r * stride + i] = row[i] * scale * read_element(weight, i, dtype);
+  }
+}
+
+/* Rotate x [heads, dim] in place; cosines and sines are [dim], the halves of dim are the planes' axes. */
+static void rotate(float *restrict x, const float *restrict cosines, const float *restrict sines, int64_t heads,
+                   int64_t dim) {
+  const int64_t half = dim / 2;
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t d = 0; d < half; d++) {
+      const float first = x[h * dim + d], second = x[h * dim + half + d];
+      x[h * dim + d] = first * cosines[d] - second * sines[d];
+      x[h * dim + half + d] = second * cosines[half + d] + first * sines[half + d];
+    }
+}
+
+static void store(const float *x, void *to, int64_t at, int64_t count, int dtype) {
+  if (dtype == BFLOAT16)
+    for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[at + i] = to_bf16(x[i]);
+  else
+    memcpy((float *)to + at, x, (size_t)count * 4);
+}
+
+/* What a forward works with beside the weights. `normed`, `narrow` and `scratch` have a part for each thread. */
+typedef struct {
+  char *all;
+  float *q, *mixed, *k, *v, *gated, *normed;
+  int64_t normed_size, narrow_size; /* floats and bytes of a thread */
+  char *narrow, *scratch;
+  Plan plan;
+} Space;
+
+/* A member's part of the space. */
+typedef struct {
+  float *normed;
+  char *narrow;
+} Own;
+
+static Own own_space(const Member *m, const Space *s) {
+  return (Own){s->normed + m->me * s->normed_size, s->narrow + m->me * s->narrow_size};
+}
+
+/* Space for the rows, and for `normed_rows` rows of `normed_width` that are read by linear layers. */
+static int make_space(Space *s, const Shape *shape, const Rows *rows, int64_t normed_rows, int64_t normed_width) {
+  const Attention a = {.heads = shape->heads, .kv_heads = shape->kv_heads, .dim = shape->dim, .places = shape->places};
+  const int64_t q = shape->heads * shape->dim, kv = shape->kv_heads * shape->dim, count = rows->count;
+  if (osd_plan(&s->plan, rows, &a, shape->threads)) return 1;
+  s->normed_size = (normed_rows * normed_width + 15) / 16 * 16;
+  int64_t widest = normed_width;
+  if (q > widest) widest = q;
+  if (shape->intermediate > widest) widest = shape->intermediate;
+  s->narrow_size = shape->weight_dtype == INT8 ? osd_narrow_bytes(normed_rows, widest) : 0;
+  const int64_t shared = (count * (2 * q + 2 * kv + shape->intermediate) + 15) / 16 * 16;
+  const int64_t scratch = (s->plan.scratch + 63) / 64 * 64;
+  const int64_t each = 4 * s->normed_size + s->narrow_size + scratch;
+  if (posix_memalign((void **)&s->all, 64, (size_t)(4 * shared + each * shape->threads))) {
+    free(s->plan.blocks);
+    return 1;
+  }
+  s->plan.scratch = scratch;
+  s->q = (float *)s->all;
+  s->mixed = s->q + count * q;
+  s->k = s->mixed + count * q;
+  s->v = s->k + count * kv;
+  s->gated = s->v + count * kv;
+  s->normed = s->q + shared;
+  s->narrow = (char *)(s->normed + s->normed_size * shape->threads);
+  s->scratch = s->narrow + s->narrow_size * shape->threads;
+  return 0;
+}
+
+static void free_space(Space *s) {
+  free(s->all);
+  free(s->plan.blocks);
+}
+
+/* The linear layers of one step: chunk i of them all, counted through. */
+typedef struct {
+  const Linear *layers[3];
+  int64_t chunks[3], count;
+} Step;
+
+static Step step_of(const Linear *a, const Linear *b, const Linear *c, int64_t rows) {
+  Step s = {{a, b, c}, {0}, 0};
+  for (int i = 0; i < 3; i++) s.count += s.chunks[i] = s.layers[i] ? osd_chunks(s.layers[i]->outputs, rows) : 0;
+  return s;
+}
+
+/* The layer of a chunk of the step; `chunk` becomes its number there. */
+static int layer_at(const Step *s, int64_t *chunk) {
+  int which = 0;
+  while (*chunk >= s->chunks[which]) *chunk -= s->chunks[which++];
+  return which;
+}
+
+static const char *weights_at(const Step *s, int64_t rows, int64_t chunk) {
+  const int which = layer_at(s, &chunk);
+  return osd_chunk_at(s->layers[which], rows, chunk);
+}
+
+/* Where a member reads on after a chunk: the next one of its own, or where it begins the step that follows. */
+static const char *reads_on(const Member *m, const Step *now, const Step *then, int64_t rows, int64_t chunk) {
+  const int64_t end = last_of(m, now->count);
+  if (chunk + 1 != end) return chunk + 1 < now->count ? weights_at(now, rows, chunk + 1) : NULL;
+  const int64_t first = then ? first_of(m, then->count) : 0;
+  return then && first < then->count ? weights_at(then, rows, first) : NULL;
+}
+
+/* The linear layers of a decoder layer. */
+typedef struct {
+  Linear q, k, v, o, gate, up, down;
+} Projections;
+
+static Projections projections(const Layer *l, const Shape *shape, int64_t input) {
+  const int64_t h = shape->hidden, inner = shape->intermediate;
+  const int64_t q = shape->heads * shape->dim, kv = shape->kv_heads * shape->dim;
+  const int w = shape->weight_dtype;
+  return (Projections){{l->q, l->q_bias, input, q, w}, {l->k, l->k_bias, input, kv, w}, {l->v, l->v_bias, input, kv, w},
+                       {l->o, l->o_bias, q, h, w},     {l->gate, NULL, h, inner, w},    {l->up, NULL, h, inner, w},
+                       {l->down, NULL, inner, h, w}};
+}
+
+/* One layer, by every member of a team: x [rows, hidden] += attention(normed [rows, input]), then x += mlp(norm(x)).
+ * `normed` is the member's own, and so is what it narrows: computing these twice costs less than a meeting. `then` is
+ * what follows the layer, or null. */
+static void run_layer(const Member *m, const Layer *layer, const Shape *shape, const Rows *r, const Space *s, float *x,
+                      Own own, int64_t input, const Step *then) {
+  const int64_t h = shape->hidden, inner = shape->intermediate, rows = r->count, dim = shape->dim;
+  const int64_t q_width = shape->heads * dim, group = shape->heads / shape->kv_heads;
+  const Projections p = projections(layer, shape, input);
+  const Step reads = step_of(&p.q, &p.k, &p.v, rows), mixes = step_of(&p.o, NULL, NULL, rows),
+             widens = step_of(&p.gate, NULL, NULL, rows), narrows = step_of(&p.down, NULL, NULL, rows);
+  float *const outputs[3] = {s->q, s->k, s->v};
+  const Attention attention = {layer->keys,   layer->values,  shape->heads, shape->kv_heads, dim,
+                               shape->places, shape->scaling, 0.0f,         FLOAT32,         shape->cache_dtype};
+
+  Input in = osd_input(own.normed, rows, input, p.q.dtype, own.narrow);
+  for (int64_t item; (item = take(m, reads.count)) >= 0;) {
+    const char *next = reads_on(m, &reads, &mixes, rows, item);
+    const int which = layer_at(&reads, &item);
+    osd_linear_chunk(reads.layers[which], &in, outputs[which], rows, item, REPLACE, FLOAT32, next);
+  }
+  meet(m);
+
+  for (int64_t item; (item = take(m, rows * shape->kv_heads)) >= 0;) {
+    const int64_t row = item / shape->kv_heads, head = item % shape->kv_heads;
+    const float *cosines = r->cosines + r->positions[row] * dim, *sines = r->sines + r->positions[row] * dim;
+    const int64_t to = ((r->slots[row] * shape->kv_heads + head) * shape->places + r->stores[row]) * dim;
+    rotate(s->q + row * q_width + head * group * dim, cosines, sines, group, dim);
+    rotate(s->k + item * dim, cosines, sines, 1, dim);
+    store(s->k + item * dim, layer->keys, to, dim, shape->cache_dtype);
+    store(s->v + item * dim, layer->values, to, dim, shape->cache_dtype);
+  }
+  meet(m);
+
+  for (int64_t item; (item = take(m, s->plan.count)) >= 0;)
+    osd_attention_block(&attention, r, s->plan.blocks + item, s->q, s->mixed, s->scratch + m->me * s->plan.scratch);
+  meet(m);
+
+  in = osd_input(s->mixed, rows, q_width, p.o.dtype, own.narrow);
+  for (int64_t item; (item = take(m, mixes.count)) >= 0;)
+    osd_linear_chunk(&p.o, &in, x, rows, item, ADD, FLOAT32, reads_on(m, &mixes, &widens, rows, item));
+  meet(m);
+
+  rms_norm(x, layer->post_norm, own.normed, rows, h, h, shape->eps, shape->norm_dtype);
+  in = osd_input(own.normed, rows, h, p.gate.dtype, own.narrow);
+  for (int64_t item; (item = take(m, widens.count)) >= 0;)
+    osd_gated_chunk(&p.gate, &p.up, &in, s->gated, rows, item, reads_on(m, &widens, &narrows, rows, item));
+  meet(m);
+
+  in = osd_input(s->gated, rows, inner, p.down.dtype, own.narrow);
+  for (int64_t item; (item = take(m, narrows.count)) >= 0;)
+    osd_linear_chunk(&p.down, &in, x, rows, item, ADD, FLOAT32, reads_on(m, &narrows, then, rows, item));
+  meet(m);
+}
+
+/* A norm and a linear layer: logits [asked, vocabulary] after the rows last[0..asked) of x [rows, hidden]. */
+static void to_logits(const Member *m, const Shape *shape, const void *norm, const Linear *head, const float *x,
+                      const int64_t *last, int64_t asked, Own own, float *logits) {
+  const int64_t h = shape->hidden;
+  for (int64_t i = 0; i < asked; i++)
+    rms_norm(x + last[i] * h, norm, own.normed + i * h, 1, h, h, shape->eps, shape->norm_dtype);
+  const Input in = osd_input(own.normed, asked, h, head->dtype, own.narrow);
+  const Step step = asked ? step_of(head, NULL, NULL, asked) : (Step){0};
+  for (int64_t item; (item = take(m, step.count)) >= 0;)
+    osd_linear_chunk(head, &in, logits, asked, item, REPLACE, FLOAT32, reads_on(m, &step, NULL, asked, item));
+  meet(m);
+}
+
+#endif
