@@ -32,7 +32,7 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class Chains:
-    """Greedy drafts of B sequences: the ``tokens`` of each, and the ``logits`` [B, levels, draft vocabulary] they come from.
+    """Greedy drafts of B sequences: ``tokens`` of each, and ``logits`` [B, levels, draft vocabulary] that they come from.
 
     Entries of a sequence past its tokens mean nothing.
     """

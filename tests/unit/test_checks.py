@@ -1,0 +1,33 @@
+"""Settings that contradict each other are refused before anything starts, by one sentence that names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy.checks import check_settings
+from osd.config import ConfigError, Settings
+from osd.native import kernels
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "a biased pair": ({"growth": {"kind": "top_k_tree"}, "verification": "siblings"}, "siblings would bias the output: growth top_k_tree"),
+    "a draft that no slot has room for": (
+        {"growth": {"kind": "chain", "depth": 9}, "engine": {"max_draft": 8}},
+        r"growth\.kind chain drafts up to 9 tokens, and engine\.max_draft is 8",
+    ),
+    "int8 on a GPU": ({"target": {"weights": "int8", "device": "cuda"}}, r"target\.weights int8 needs a CPU with AVX2"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_what_cannot_work_together_is_refused_by_name(name: str) -> None:
+    settings, message = CONTRADICTIONS[name]
+    with pytest.raises(ConfigError, match=message):
+        check_settings(Settings(**settings))
+
+
+def test_defaults_work_together_and_int8_where_the_kernels_are() -> None:
+    check_settings(Settings())
+    if kernels() is not None:
+        check_settings(Settings(target={"weights": "int8"}))  # type: ignore[arg-type]
