@@ -80,6 +80,10 @@ class Live:
             logits[inner] = session.expand(self._slots, builder, rows[inner], nodes[inner])
         return logits
 
+    def acceptance(self) -> Tensor:
+        """See ``osd.speculation.growth.Expander``; means something after a call that asked about no root."""
+        return self._pair.session.acceptance()
+
     def noise(self, purpose: int) -> Noise:
         """Randomness of this round; two purposes share nothing."""
         index = torch.arange(len(self._slots), device=self._pair.target.device)

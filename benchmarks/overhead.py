@@ -59,13 +59,18 @@ class _Models:
         self._draft = -_PEAK * rank.log()
         self._target = self._draft + _DISAGREEMENT * torch.randn(_STATES, vocabulary, generator=generator)
         self.seconds, self.calls = 0.0, 0
+        self._acceptance = torch.empty(0)
 
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         begun = time.perf_counter()
         logits = self._draft[_state(rows, nodes + 1)]
         self.seconds += time.perf_counter() - begun
         self.calls += 1
+        self._acceptance = logits.new_ones(len(rows))
         return logits
+
+    def acceptance(self) -> Tensor:
+        return self._acceptance
 
     def target(self, rows: Tensor, places: Tensor) -> Tensor:
         return self._target[_state(rows, places)]
@@ -80,6 +85,7 @@ def policies(budget: int) -> Iterator[tuple[str, Growth]]:
     ranks = (0.5, 0.15, 0.08, 0.05)
     yield "chain", GROWTHS["chain"](depth=budget)
     yield "confidence", GROWTHS["confidence"](depth=budget, eta=0.0)
+    yield "acceptance_head", GROWTHS["acceptance_head"](depth=budget, h=1.0)
     yield "dynamic_tree", GROWTHS["dynamic_tree"](budget=budget)
     yield "dynamic_tree, threshold", GROWTHS["dynamic_tree"](budget=budget, threshold=1 / budget)
     yield "static_tree", GROWTHS["static_tree"](acceptance=ranks, budget=budget)

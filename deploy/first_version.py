@@ -10,6 +10,7 @@ import msgspec
 
 from osd import drafters
 from osd.config import Settings
+from osd.drafters.acceptance_head import without_head
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionError
 
@@ -61,6 +62,6 @@ def _kept_file(settings: Settings) -> Path:
 
 def _fits(registry: Registry, domain: str, number: int, config: dict) -> bool:
     try:
-        return registry.load(domain, number).config == config
+        return without_head(registry.load(domain, number).config) == config
     except VersionError:
         return False

@@ -73,18 +73,27 @@ class GrowthSettings(Section):
         "chain": ("depth",),
         "confidence": ("depth", "eta"),
         "heuristic": ("depth", "start"),
+        "acceptance_head": ("depth", "h"),
         "dynamic_tree": ("budget", "threshold"),
         "static_tree": ("budget", "depth", "acceptance", "draw"),
         "sparse_tree": ("budget", "ranks"),
         "top_k_tree": ("budget", "depth", "top_k"),
     }
 
-    kind: Literal["chain", "confidence", "heuristic", "dynamic_tree", "static_tree", "sparse_tree", "top_k_tree"] = (
-        "confidence"
-    )
+    kind: Literal[
+        "chain",
+        "confidence",
+        "heuristic",
+        "acceptance_head",
+        "dynamic_tree",
+        "static_tree",
+        "sparse_tree",
+        "top_k_tree",
+    ] = "confidence"
     depth: int = Field(default=3, ge=1, le=32, description="tokens of the longest path of a draft")
     budget: int = Field(default=16, ge=1, le=256, description="tokens of a draft tree at most")
     eta: float = Field(default=0.5, ge=0, le=1, description="confidence below which a chain ends")
+    h: float = Field(default=0.7, ge=0, le=1, description="probability of a rejection above which a chain ends")
     start: int = Field(default=2, ge=1, le=32, description="tokens of the first draft of a request")
     threshold: float | None = Field(default=None, gt=0, le=1, description="worth below which a tree does not grow")
     top_k: int = Field(default=4, ge=1, le=32, description="tokens of one level of a tree")

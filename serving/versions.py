@@ -52,14 +52,21 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
             continue
         try:
             version = registry.load(settings.domain, number)
-            drafter = drafters.from_config(version.config, target_dir)
+            drafter = _judging(drafters.from_config(version.config, target_dir), settings)
             drafter.load_weights(version.weights)
         except (VersionError, DrafterError) as error:
             logger.error("drafter version %d is refused: %s", number, error)
             refused.add(number)
         else:
             return Start(drafter, number, refused)
-    return Start(drafters.initial(settings.drafter, target_dir, settings.home_dir), 0, refused)
+    return Start(_judging(drafters.initial(settings.drafter, target_dir, settings.home_dir), settings), 0, refused)
+
+
+def _judging(drafter: Drafter, settings: Settings) -> Drafter:
+    """With the head that the configured growth asks, so that a later version's can be swapped in."""
+    if settings.growth.kind == "acceptance_head":
+        drafter.add_acceptance_head()
+    return drafter
 
 
 class VersionWatcher:

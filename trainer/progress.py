@@ -6,6 +6,7 @@ import logging
 import time
 
 from osd.config import Settings
+from osd.drafters.acceptance_head import without_head
 from osd.drafters.base import Drafter
 from osd.learning.distiller import Distiller
 from osd.learning.replay import Replay
@@ -57,7 +58,8 @@ class Progress:
             if found is None:
                 return None
             tensors, state = found
-            if (state.get("config"), state.get("target")) != (version.config, self._settings.target.source):
+            same = without_head(state.get("config") or {}) == without_head(version.config)
+            if not same or state.get("target") != self._settings.target.source:
                 raise checkpoint.CheckpointError(f"{self._path.name} is of another drafter or target")
             distiller = Distiller(drafter, self._settings.trainer)
             distiller.load_state_dict(tensors, state["distiller"])

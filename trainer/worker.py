@@ -140,6 +140,8 @@ class Worker:
 
     def _fresh(self, version: Version) -> Drafter:
         drafter = self._workshop.build(version.config)
+        if self._settings.growth.kind == "acceptance_head":
+            drafter.add_acceptance_head()
         drafter.load_weights(version.weights)
         return drafter
 
@@ -199,6 +201,7 @@ class Worker:
             self._publisher.tell(
                 "train_step", None, loss=self._status.loss, step=distiller.steps, tokens=self._status.tokens,
                 records=self._status.records, lag=self._status.lag, skipped=distiller.skipped,
+                **({} if distiller.head_loss is None else {"head_loss": distiller.head_loss}),
             )  # fmt: skip
 
     def _adapt(self, distiller: Distiller) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from osd.config import DrafterSettings
+from osd.drafters.acceptance_head import has_head
 from osd.drafters.base import Drafter, DrafterError
 from osd.drafters.eagle import Eagle
 from osd.drafters.eagle_initial import eagle_from_config, eagle_from_target
@@ -54,6 +55,9 @@ def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:
         raise DrafterError(f"drafter kind {kind!r} is not one of {', '.join(sorted(DRAFTERS))}")
     target = load_model(target_dir, "float32", "cpu")
     try:
-        return eagle_from_config(config, target) if kind == "eagle" else LanguageModel.build(config, target)
+        drafter = eagle_from_config(config, target) if kind == "eagle" else LanguageModel.build(config, target)
     except (KeyError, TypeError) as error:
         raise DrafterError(f"config.json does not describe a {kind} drafter: {error}") from None
+    if has_head(config):
+        drafter.add_acceptance_head()
+    return drafter

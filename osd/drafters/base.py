@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from osd.drafters.acceptance_head import AcceptanceHead, fitted
 from osd.speculation.tree import TreeBuilder
 
 
@@ -72,6 +73,10 @@ class Session(Protocol):
         """
         ...
 
+    def acceptance(self) -> Tensor:
+        """[M] how probably the tokens of the nodes that ``expand`` asked about last are accepted; 1/2 without head."""
+        ...
+
     def close(self, slot: int) -> None:
         """Take the slot back."""
         ...
@@ -93,12 +98,27 @@ class Drafter(nn.Module, ABC):
     """A trainable drafter.
 
     ``taps`` are the target layers whose outputs it reads (none: it reads tokens only) and
-    ``draft_ids`` [draft vocabulary] the target ids that it may draft, None for all of them.
+    ``draft_ids`` [draft vocabulary] the target ids that it may draft, None for all of them. ``acceptance`` is a head on
+    its states of ``state_width`` numbers, None when nothing asks for one.
     """
 
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()
     draft_ids: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acceptance: AcceptanceHead | None = None
+
+    @property
+    @abstractmethod
+    def state_width(self) -> int:
+        """Numbers of one state."""
+
+    def add_acceptance_head(self) -> None:
+        """Have a head; a new one says 1/2 of every token."""
+        if self.acceptance is None:
+            self.acceptance = AcceptanceHead(self.state_width)
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
@@ -110,6 +130,14 @@ class Drafter(nn.Module, ABC):
 
         Entry d predicts ``place`` having seen the target's hidden states up to ``place - 2 - d`` only,
         and every token before ``place``. Rows with ``place < d + 2`` mean nothing.
+        """
+
+    @abstractmethod
+    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
+        """States [N, state_width] after the tokens ``fed`` [N], as if each had been drafted at its ``place``.
+
+        Entry d - 1 of ``depth`` is the state when it is the d-th token of a draft. Tokens before it are those of
+        the batch, or those fed at their places. Rows with ``place < d + 1`` mean nothing.
         """
 
     def adapt_vocabulary(self, counts: Tensor) -> None:  # most drafters have no draft vocabulary
@@ -129,6 +157,7 @@ class Drafter(nn.Module, ABC):
         Raises:
             DrafterError: a name, shape or number is wrong.
         """
+        weights = fitted(weights, self.weights())
         check(weights, self.weights())
         self.load_state_dict(weights, strict=False)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from osd.drafters.acceptance_head import fitted, head_config
 from osd.drafters.base import Batch, Drafter, DrafterError, check
 
 
@@ -95,7 +96,12 @@ class Eagle(Drafter):
 
     def config(self) -> dict[str, Any]:
         """See ``Drafter.config``."""
-        return {"kind": self.kind, **asdict(self.shape)}
+        return {"kind": self.kind, **asdict(self.shape), **head_config(self.acceptance)}
+
+    @property
+    def state_width(self) -> int:
+        """See ``Drafter.state_width``."""
+        return self.shape.hidden
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """See ``Drafter.load_weights``; the two vocabulary maps must agree.
@@ -103,6 +109,7 @@ class Eagle(Drafter):
         Raises:
             DrafterError: a tensor is wrong, or the maps contradict each other.
         """
+        weights = fitted(weights, self.weights())
         check(weights, self.weights())
         check_maps(weights)
         super().load_weights(weights)
@@ -146,17 +153,27 @@ class Eagle(Drafter):
         return self.head(self.norm(features))
 
     def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
-        """See ``Drafter.unroll``; EAGLE-3's training-time test.
+        """See ``Drafter.unroll``; EAGLE-3's training-time test."""
+        outputs = self._outputs(batch, batch.place - 2, depth, batch.token_ids)
+        return [self.logits(features) for features in outputs]
+
+    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
+        """See ``Drafter.drafted_states``; a fed token is seen by its own draft and by no pair of true tokens."""
+        drafted = batch.token_ids.index_put((batch.sequence, batch.place), fed)
+        return self._outputs(batch, batch.place - 1, depth + 1, drafted)[1:]
+
+    def _outputs(self, batch: Batch, pair: Tensor, depth: int, drafted: Tensor) -> list[Tensor]:
+        """Features [N, hidden] that the layer puts out for pairs ``pair`` [N], after each of ``depth`` steps.
 
         Pair i of a row joins the feature of token i with token i + 1 and predicts token i + 2. At step d
         the features are the layer's own output one place earlier, so a pair attends to the true pairs
-        up to i - d and to its own chain of guesses after that.
+        up to i - d and to its own chain of guesses after that, whose tokens are those of ``drafted`` [B, L].
         """
         if batch.hidden is None:
             raise DrafterError("eagle learns from hidden states, and the trace has none")
         tokens = batch.token_ids[:, 1:]  # [B, P]
         count, pairs = tokens.shape
-        row, pair = batch.sequence, batch.place - 2
+        row = batch.sequence
         # Keys are needed of every pair, queries only of a window: the asked pairs and the depth - 1 before them.
         first = torch.full((count,), pairs, device=tokens.device).scatter_reduce(0, row, pair, "amin")
         first = (first - (depth - 1)).clamp(min=0)
@@ -166,7 +183,7 @@ class Eagle(Drafter):
         features = self.features(batch.hidden[:, :-1])  # [B, P, hidden]
         x = self.inputs(tokens, features)
         keys, values = self.keys_values(x, positions.expand(count, -1))  # [B, P, heads, dim]
-        tokens = tokens.gather(1, window)
+        tokens = drafted[:, 1:].gather(1, window)
         x = x.gather(1, window[..., None].expand(-1, -1, x.shape[-1]))
         features = features.gather(1, window[..., None].expand(-1, -1, features.shape[-1]))  # [B, W, hidden]
         guesses: list[tuple[Tensor, Tensor]] = []  # keys and values of each later step, where they are seen from
@@ -185,7 +202,7 @@ class Eagle(Drafter):
             for index, (_, v) in enumerate(guesses):
                 mixed = mixed + weight[..., pairs + index].transpose(1, 2)[..., None] * v
             features = self.finish(features, mixed.flatten(-2))
-            result.append(self.logits(features[row, (pair - first[row]).clamp(min=0)]))
+            result.append(features[row, (pair - first[row]).clamp(min=0)])
         return result
 
     def session(self, slots: int, context: int, scratch: int) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from osd.drafters.acceptance_head import PREFIX, fitted, judged
 from osd.drafters.base import Chains, check
 from osd.drafters.eagle import Eagle, check_maps, rotate
 from osd.drafters.eagle_native import NativeEagle
@@ -34,6 +37,10 @@ class EagleSession:
         laid_out = self._lay_out(self._expected)
         self.linear = {name: make_linear(laid_out[name]) for name in _LINEAR}
         self.vector = {name: laid_out[name].clone() for name in laid_out if name not in _LINEAR}
+        self._head = deepcopy(drafter.acceptance)
+        if self._head is not None:
+            self.vector |= {PREFIX + name: value.data for name, value in self._head.named_parameters()}
+        self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
         cos, sin = drafter.rotation(torch.arange(context + scratch, device=self.device))
         self._cos, self._sin = cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous()  # [places, head_dim]
         self._native = None
@@ -93,6 +100,7 @@ class EagleSession:
         packed_rows = packed.rows(torch.tensor(ids, device=self.device))
         output, logits = step(packed_rows.token_ids, features, packed_rows, packed.last)
         self.features[torch.tensor(asked, device=self.device), 1 + nodes] = output
+        self._states = output
         return logits
 
     @torch.inference_mode()
@@ -111,8 +119,14 @@ class EagleSession:
                 self.pending[slot] = ([], [])
         return self._native.chains(places, limits, tokens, torch.cat(hidden), floor)
 
+    @torch.inference_mode()
+    def acceptance(self) -> Tensor:
+        """See ``Session.acceptance``."""
+        return judged(self._head, self._states)
+
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
+        weights = fitted(weights, self._expected)
         check(weights, self._expected)
         check_maps(weights)
         laid_out = self._lay_out(weights)
@@ -138,7 +152,7 @@ class EagleSession:
             laid_out[name] = w[f"{name}.weight"].float()
         laid_out["tap_norm"] = w["tap_norm"].float()
         laid_out["draft_ids"] = w["d2t"] + torch.arange(len(w["d2t"]), device=self.device)
-        return laid_out
+        return laid_out | {name: w[name].float() for name in w if name.startswith(PREFIX)}
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.vector[name], self.drafter.shape.eps)

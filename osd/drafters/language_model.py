@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from osd.drafters.acceptance_head import PREFIX, fitted, head_config, judged
 from osd.drafters.base import Batch, Drafter, DrafterError, check
 from osd.drafters.rows import TreeRows
 from osd.speculation.tree import TreeBuilder
-from osd.target.model import SlotModel
+from osd.target.model import SlotModel, decoder_layers
 
 
 class LanguageModel(Drafter):
@@ -64,12 +65,20 @@ class LanguageModel(Drafter):
 
     def config(self) -> dict[str, Any]:
         """See ``Drafter.config``."""
-        return {"kind": self.kind, "shared": self.shared, "model": self.model.config.to_dict()}  # type: ignore[union-attr, operator]
+        model: dict[str, Any] = self.model.config.to_dict()  # type: ignore[union-attr, operator, assignment]
+        return {"kind": self.kind, "shared": self.shared, "model": model, **head_config(self.acceptance)}
+
+    @property
+    def state_width(self) -> int:
+        """See ``Drafter.state_width``."""
+        return self.model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator, return-value]
 
     def weights(self) -> dict[str, Tensor]:
         """See ``Drafter.weights``."""
         state = self.model.state_dict()
-        return {name: state[name].detach() for name in self.names()}
+        weights = {name: state[name].detach() for name in self.names()}
+        head = {} if self.acceptance is None else self.acceptance.state_dict()
+        return weights | {PREFIX + name: value for name, value in head.items()}
 
     def names(self) -> dict[str, list[str]]:
         """The tensors of a version by name, each with all the names that the model has for it: tied ones have two."""
@@ -85,8 +94,11 @@ class LanguageModel(Drafter):
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """See ``Drafter.load_weights``."""
+        weights = fitted(weights, self.weights())
         check(weights, self.weights())
-        self.model.load_state_dict(weights, strict=False)
+        self.model.load_state_dict({name: weights[name] for name in self.names()}, strict=False)
+        if self.acceptance is not None:
+            self.acceptance.load_state_dict({name: weights[PREFIX + name] for name in self.acceptance.state_dict()})
 
     def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
         """See ``Drafter.unroll``; it reads tokens only, so every step is the same."""
@@ -96,6 +108,22 @@ class LanguageModel(Drafter):
         hidden = decoder(input_ids=batch.token_ids, attention_mask=mask, use_cache=False).last_hidden_state
         logits = self.model.get_output_embeddings()(hidden[batch.sequence, batch.place - 1])  # type: ignore[operator]
         return [logits] * depth
+
+    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
+        """See ``Drafter.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""
+        tokens = batch.token_ids.index_put((batch.sequence, batch.place), fed)
+        mask = torch.arange(tokens.shape[1], device=tokens.device) < batch.lengths[:, None]
+        states: list[Tensor] = []
+
+        def keep(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            states.append(output[0] if isinstance(output, tuple) else output)
+
+        handle = decoder_layers(self.model)[-1].register_forward_hook(keep)
+        try:
+            self.model.get_decoder()(input_ids=tokens, attention_mask=mask, use_cache=False)  # type: ignore[operator]
+        finally:
+            handle.remove()
+        return [states[0][batch.sequence, batch.place]] * depth
 
     def session(self, slots: int, context: int, scratch: int) -> LanguageModelSession:
         """See ``Drafter.session``."""
@@ -110,7 +138,10 @@ class LanguageModelSession:
     def __init__(self, drafter: LanguageModel, slots: int, context: int, scratch: int) -> None:
         self._expected, self._names = drafter.weights(), drafter.names()
         model = deepcopy(drafter.model).to(torch.bfloat16)
-        self.model = SlotModel(model, slots=slots, context=context, scratch=scratch)
+        self._head = deepcopy(drafter.acceptance)
+        taps = () if self._head is None else (-1,)
+        self.model = SlotModel(model, slots=slots, context=context, scratch=scratch, taps=taps)
+        self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
         self.pending: dict[int, list[int]] = {}
 
     def open(self, slot: int, token: int) -> None:
@@ -140,18 +171,31 @@ class LanguageModelSession:
                 packed.node(slot, row, node)
                 tokens.append(int(builder.tokens[row, node]))
         ids = torch.tensor(tokens, device=self.model.device)
-        return self.model.forward(packed.rows(ids), packed.last).logits
+        forward = self.model.forward(packed.rows(ids), packed.last)
+        self._states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
+        return forward.logits
+
+    @torch.inference_mode()
+    def acceptance(self) -> Tensor:
+        """See ``Session.acceptance``."""
+        return judged(self._head, self._states)
 
     def chains(self, slots: list[int], limits: list[int], floor: float) -> None:
         """See ``Session.chains``."""
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
+        weights = fitted(weights, self._expected)
         check(weights, self._expected)
+        head = {name: value for name, value in weights.items() if name.startswith(PREFIX)}
         # Where the linear layers have a layout of their own, a tied weight is there twice.
-        return {alias: self.model.stage(alias, value) for name, value in weights.items() for alias in self._names[name]}
+        aliases = {alias: weights[name] for name, every in self._names.items() for alias in every}
+        return head | {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""
         for name, value in staged.items():
-            self.model.load(name, value)
+            if self._head is not None and name.startswith(PREFIX):
+                self._head.get_parameter(name.removeprefix(PREFIX)).data.copy_(value)
+            else:
+                self.model.load(name, value)

@@ -41,6 +41,10 @@ class Expansion:
             return logits
         return self._penalties.adjust(logits, rows, nodes, builder.tokens, builder.parents, self.support)
 
+    def acceptance(self) -> Tensor:
+        """See ``osd.speculation.growth.Expander``."""
+        return self._session.acceptance()
+
 
 class Group:
     """Pieces that end, of sequences with one drafter and policy; either all of them decode greedily or none does."""

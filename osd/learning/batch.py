@@ -35,6 +35,7 @@ class DistillBatch:
         target_ids: [N, K] most probable ids of the target there, -1 for none.
         target_logp: [N, K] their log-probabilities, float32.
         target_tail: [N] log-mass of all other ids, float32.
+        drafted: [N] the token that was drafted there, -1 for none.
         verdict: [N] NOT_DRAFTED, ACCEPTED or REJECTED.
     """
 
@@ -46,6 +47,7 @@ class DistillBatch:
     target_ids: Tensor
     target_logp: Tensor
     target_tail: Tensor
+    drafted: Tensor
     verdict: Tensor
 
     @property
@@ -80,7 +82,10 @@ def check(trace: Trace, vocabulary: int, width: int) -> None:
         raise TraceError("the record has no prompt or no completion")
     if logp.shape != ids.shape or logp.ndim != 2 or tail.ndim != 1:
         raise TraceError(f"target_ids {ids.shape}, target_logp {logp.shape} and target_tail {tail.shape} do not fit")
-    for name, tokens, lowest in (("prompt_ids", prompt, 0), ("completion_ids", completion, 0), ("target_ids", ids, -1)):
+    drafted = trace.drafted.numpy()
+    for name, tokens, lowest in (
+        ("prompt_ids", prompt, 0), ("completion_ids", completion, 0), ("target_ids", ids, -1), ("drafted", drafted, -1)
+    ):  # fmt: skip
         if tokens.dtype.kind not in "iu" or tokens.min() < lowest or tokens.max() >= vocabulary:
             raise TraceError(f"{name} has an id outside the target's vocabulary of {vocabulary}")
     # A half-precision log is off by 2^-11 of its size at most; what misses by a tenth was never a distribution.
@@ -164,7 +169,7 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
     target_ids = np.full((rows, kept), -1, np.int64)
     target_logp = np.full((rows, kept), -np.inf, np.float32)
     target_tail = np.empty(rows, np.float32)
-    sequence, place, verdict = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
+    sequence, place, drafted, verdict = (np.empty(rows, np.int64) for _ in range(4))
     hidden = None
     if all(trace.hidden is not None for trace in traces):
         width = traces[0].hidden.shape[1] if traces[0].hidden is not None else 0
@@ -181,6 +186,7 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         target_ids[here, :width] = trace.target_ids.numpy()
         target_logp[here, :width] = trace.target_logp.numpy()
         target_tail[here] = trace.target_tail.numpy()
+        drafted[here] = trace.drafted.numpy()
         verdict[here] = trace.verdict.numpy()
         if hidden is not None and trace.hidden is not None:
             hidden[row, : prompt + completion - 1] = _floats(trace.hidden)
@@ -196,6 +202,7 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         target_ids=torch.from_numpy(target_ids).to(device),
         target_logp=torch.from_numpy(target_logp - total[:, None]).to(device),
         target_tail=torch.from_numpy(target_tail - total).to(device),
+        drafted=torch.from_numpy(drafted).to(device),
         verdict=torch.from_numpy(verdict).to(device),
     )
 

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from osd.config import TrainerSettings
+from osd.drafters.acceptance_head import PREFIX
 from osd.drafters.base import Drafter
 from osd.learning import objective
+from osd.learning.acceptance import HeadTraining
 from osd.learning.batch import DistillBatch
 from osd.learning.divergences import draft_index, overlap
+from osd.learning.moments import MomentsError, moments_of, read_moments, set_state
 from osd.learning.positions import weigh
 
 _DECAY = 0.8
@@ -57,6 +60,9 @@ class Distiller:
     0.5 and 20 times the median of the last 64: none of them changes a weight. The median takes in the gradients that
     were skipped as well, so that a lasting change of scale is followed after 32 of them. A micro-step without a
     position to learn from is left out, and not counted: nothing was wrong with it.
+
+    A drafter's acceptance head learns from the same micro-batches with a loss and an optimizer of its own, see
+    ``osd.learning.acceptance``; ``head_loss`` is its last one, None before there was any.
     """
 
     def __init__(self, drafter: Drafter, settings: TrainerSettings) -> None:
@@ -66,7 +72,13 @@ class Distiller:
         self._settings = settings
         self._divergence = objective(settings)
         self._index = draft_index(drafter.draft_ids)
-        self._trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
+        self._trained: dict[str, Tensor] = {
+            name: weight
+            for name, weight in drafter.named_parameters()
+            if weight.requires_grad and not name.startswith(PREFIX)
+        }
+        self._head = None if drafter.acceptance is None else HeadTraining(drafter, settings)
+        self.head_loss: float | None = None
         self._optimizer = torch.optim.AdamW(
             self._trained.values(), lr=settings.learning_rate, betas=(0.9, 0.95), fused=True
         )
@@ -83,6 +95,9 @@ class Distiller:
         self.drafter.train()
         weights = weigh(batch, self._settings)  # [N]
         positions = int(weights.count_nonzero())
+        if self._head is not None:
+            loss = self._head.step(batch, self.steps)
+            self.head_loss = self.head_loss if loss is None else loss
         loss = self._loss(batch, weights)
         value = float(loss.detach())
         if not loss.requires_grad:
@@ -118,11 +133,11 @@ class Distiller:
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights and optimizer moments as tensors, and the counters as JSON; gathered gradients are applied first."""
         self.update()
+        moments = moments_of(self._optimizer, self._trained, _MOMENT)
+        if self._head is not None:
+            moments |= self._head.state_dict()
         tensors = {_WEIGHT + name: weight.detach() for name, weight in self.drafter.weights().items()}
-        for name, weight in self._trained.items():
-            for moment, value in self._optimizer.state.get(weight, {}).items():
-                tensors[f"{_MOMENT}{moment}.{name}"] = value
-        return tensors, {"steps": self.steps, "skipped": self.skipped}
+        return tensors | moments, {"steps": self.steps, "skipped": self.skipped}
 
     def load_state_dict(self, tensors: dict[str, Tensor], counters: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` gave.
@@ -131,16 +146,11 @@ class Distiller:
             DistillerError: the moments or the counters are not this drafter's.
             osd.drafters.base.DrafterError: the weights are not this drafter's.
         """
-        state: dict[Tensor, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            if key.startswith(_MOMENT):
-                moment, _, name = key.removeprefix(_MOMENT).partition(".")
-                weight = self._trained.get(name)
-                if weight is None or (moment != "step" and value.shape != weight.shape) or not value.isfinite().all():
-                    raise DistillerError(f"{key} {tuple(value.shape)} does not belong to this drafter")
-                state.setdefault(weight, {})[moment] = value.clone()
-        if any(set(moments) != {"step", "exp_avg", "exp_avg_sq"} for moments in state.values()):
-            raise DistillerError("the optimizer state is not complete")
+        try:
+            state = read_moments(tensors, self._trained, _MOMENT)
+            head = {} if self._head is None else self._head.read(tensors)
+        except MomentsError as error:
+            raise DistillerError(str(error)) from None
         try:
             steps, skipped = int(counters["steps"]), int(counters["skipped"])
         except (KeyError, TypeError, ValueError) as error:
@@ -148,8 +158,9 @@ class Distiller:
         weights = {key.removeprefix(_WEIGHT): value for key, value in tensors.items() if key.startswith(_WEIGHT)}
         self.drafter.load_weights(weights)
         self._index = draft_index(self.drafter.draft_ids)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(state)
+        set_state(self._optimizer, state)
+        if self._head is not None:
+            self._head.resume(head)
         self.steps, self.skipped = steps, skipped
 
     def _is_spike(self, norm: float) -> bool:

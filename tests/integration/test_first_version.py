@@ -9,6 +9,7 @@ import pytest
 from deploy.first_version import ensure_version, keep_pointer
 from osd.capture.server import RedisServer
 from osd.config import Settings, load_settings
+from osd.drafters import from_config
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 
@@ -79,6 +80,15 @@ def test_a_damaged_version_does_not_come_back(settings, server, tiny_target):
     another(settings)
     (settings.registry_dir / settings.domain / "2" / "model.safetensors").write_bytes(b"damaged")
     assert ensure_version(settings, restarted(server), tiny_target) == 1
+
+
+def test_a_version_with_an_acceptance_head_is_still_of_the_configured_drafter(settings, server, tiny_target):
+    ensure_version(settings, server.url, tiny_target)
+    registry = Registry(settings.registry_dir)
+    drafter = from_config(registry.load(settings.domain, 1).config, tiny_target)
+    drafter.add_acceptance_head()
+    assert registry.publish(settings.domain, drafter.weights(), drafter.config(), {"parent": 1}) == 2
+    assert ensure_version(settings, restarted(server), tiny_target) == 2
 
 
 def test_other_drafter_settings_start_a_version_of_their_own(settings, server, tiny_target):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
+from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.config import DrafterSettings, TrainerSettings
 from osd.drafters import DRAFTERS, from_config, initial
 from osd.learning.batch import check, collate
@@ -21,9 +24,18 @@ from trainer import checkpoint
 TRAINING = TrainerSettings(learning_rate=0.01, update_tokens=1)
 
 
+def verified(trace):
+    """As if every token had been drafted, and each third one rejected in favour of the next id."""
+    tokens, rejected = trace.completion_ids.numpy(), np.arange(50) % 3 == 2
+    drafted = np.where(rejected, (tokens + 1) % VOCABULARY, tokens).astype(np.int32)
+    verdict = np.where(rejected, REJECTED, ACCEPTED).astype(np.int8)
+    return msgspec.structs.replace(trace, drafted=Array.of(drafted), verdict=Array.of(verdict))
+
+
 def batch(seed, width, logits):
     given: dict[str, Any] = {"completion": 50, "top_k": 32, "logits": logits, "width": width or 1}
     traces = [make_trace(f"{seed}-{n}", prompt=5 + n, seed=seed + n, **given) for n in range(2)]
+    traces = [verified(trace) for trace in traces]
     for trace in traces:
         check(trace, VOCABULARY, width)
     return collate(traces)
@@ -33,10 +45,14 @@ def batch(seed, width, logits):
 def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, next_token_logits, tmp_path):
     settings = DrafterSettings(kind=kind, vocabulary=VOCABULARY)
     first, drafter = (initial(settings, tiny_target, tmp_path) for _ in range(2))
+    drafter.add_acceptance_head()
     width = len(drafter.taps) * HIDDEN
     distiller = Distiller(drafter, TRAINING)
     for n in range(60):
         assert not distiller.step(batch(1000 + n % 10, width, next_token_logits)).skipped
+
+    assert distiller.head_loss is not None
+    assert distiller.head_loss < 0.65  # a head that has learnt nothing loses log 2
 
     held_out = [batch(n, width, next_token_logits) for n in range(4)]
     verdict = Gate(depth=3, divergence="forward_kl").judge(drafter, first, lambda: held_out)

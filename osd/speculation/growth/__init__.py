@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from osd.config import GrowthSettings
+from osd.speculation.growth.acceptance_head import AcceptanceHead
 from osd.speculation.growth.base import Expander, Growth
 from osd.speculation.growth.chain import Chain
 from osd.speculation.growth.confidence import Confidence
@@ -15,7 +16,8 @@ from osd.speculation.growth.static_tree import StaticTree
 from osd.speculation.growth.top_k_tree import TopKTree
 
 GROWTHS: dict[str, Callable[..., Growth]] = {
-    growth.name: growth for growth in (Chain, Confidence, Heuristic, DynamicTree, StaticTree, SparseTree, TopKTree)
+    growth.name: growth
+    for growth in (Chain, Confidence, Heuristic, AcceptanceHead, DynamicTree, StaticTree, SparseTree, TopKTree)
 }
 
 __all__ = ["GROWTHS", "Expander", "Growth", "make_growth"]

@@ -33,6 +33,13 @@ class Expander(Protocol):
         """
         ...
 
+    def acceptance(self) -> Tensor:
+        """[M] how probably the target accepts the tokens of the nodes that the last call asked about.
+
+        It is judged from the drafter's states after these tokens; a drafter without a trained head says 1/2.
+        """
+        ...
+
 
 class Growth(Protocol):
     """A way to grow drafts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -11,6 +12,10 @@ from osd.speculation.growth.base import Expander, expanded
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.sampling import SamplingBatch, most_probable
 from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
+
+GoesOn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Given how long the chains ``rows`` [M] are now, those rows, the logits [M, Vd] that their last tokens were drawn by
+and these tokens [M] as columns, which are kept: [M] bool, whether to draft on after them."""
 
 
 class Chain:
@@ -35,6 +40,7 @@ class Chain:
         """See ``Growth.grow``; asks the drafter once per level."""
         limits = limits.clamp(max=self.max_nodes)
         builder = TreeBuilder(len(limits), int(limits.max()), expand.support, limits.device)
+        goes_on = self._watch(expand, limits)
         rows = (limits > 0).nonzero().squeeze(-1)
         level = 0
         while len(rows):
@@ -43,9 +49,12 @@ class Chain:
             columns = most_probable(logits) if sampling.all_greedy else noise.rows(rows).pick(q, Purpose.DRAFT, level)
             builder.extend(rows, level, columns, places)
             level += 1
-            rows = rows[self._goes_on(logits, columns) & (limits[rows] > level)]
+            room = limits[rows] > level
+            if not room.any():
+                break
+            rows = rows[room & goes_on(level, rows, logits, columns)]
         return builder.finish(self.draw)
 
-    def _goes_on(self, logits: Tensor, columns: Tensor) -> Tensor:
-        """[M] bool, whether to draft on after tokens ``columns`` [M], drawn by ``logits`` [M, Vd] and kept."""
-        return torch.ones_like(columns, dtype=torch.bool)
+    def _watch(self, expand: Expander, limits: Tensor) -> GoesOn:
+        """What decides, for the drafts of one round, whether they go on; called after each level."""
+        return lambda level, rows, logits, columns: torch.ones_like(columns, dtype=torch.bool)

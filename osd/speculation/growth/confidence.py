@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from osd.speculation.growth.chain import Chain
+from osd.speculation.growth.base import Expander
+from osd.speculation.growth.chain import Chain, GoesOn
 
 
 class Confidence(Chain):
@@ -25,5 +26,8 @@ class Confidence(Chain):
             raise ValueError(f"eta must be between 0 and 1, not {eta}")
         self.eta = self.stops_below = eta
 
-    def _goes_on(self, logits: Tensor, columns: Tensor) -> Tensor:
-        return logits.softmax(-1).gather(-1, columns[:, None]).squeeze(-1) >= self.eta
+    def _watch(self, expand: Expander, limits: Tensor) -> GoesOn:
+        def goes_on(level: int, rows: Tensor, logits: Tensor, columns: Tensor) -> Tensor:
+            return logits.softmax(-1).gather(-1, columns[:, None]).squeeze(-1) >= self.eta
+
+        return goes_on

@@ -166,6 +166,7 @@ def test_speculation_does_not_change_the_law_of_the_output(model: LlamaForCausal
 
 POLICIES = {
     "confidence": ({"kind": "confidence", "depth": 3, "eta": 0.3}, "chain"),
+    "acceptance head": ({"kind": "acceptance_head", "depth": 3, "h": 0.6}, "chain"),
     "heuristic": ({"kind": "heuristic", "depth": 3, "start": 1}, "chain"),
     "block": ({"kind": "chain", "depth": 3}, "block"),
     "siblings": ({"kind": "dynamic_tree", "budget": 4}, "siblings"),

@@ -18,6 +18,7 @@ LENGTHS = (5, 17, 3, 30)
 EVERY: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "chain": ({"depth": 3}, ("chain", "block", "siblings", "traversal", "naive", "k_seq", "greedy_multidraft")),
     "confidence": ({"depth": 4, "eta": 0.01}, ("chain", "block")),
+    "acceptance_head": ({"depth": 4, "h": 0.7}, ("chain", "block")),
     "heuristic": ({"depth": 4, "start": 2}, ("chain", "block")),
     "dynamic_tree": ({"budget": 6}, ("siblings", "traversal", "naive")),
     "static_tree": ({"budget": 6, "depth": 3}, ("siblings", "traversal", "naive")),
@@ -68,6 +69,21 @@ def test_a_request_with_the_heuristic_moves_its_own_draft_length() -> None:
     assert chosen.next_limit(2, drafted=2, accepted=2) == 4
     assert chosen.next_limit(2, drafted=2, accepted=1) == 1
     assert policy("chain", "chain").next_limit(3, drafted=3, accepted=0) == 3
+
+
+@pytest.mark.parametrize(("odds", "size"), [(30.0, 4), (-30.0, 2)], ids=["sure", "in doubt"])
+def test_drafts_are_as_long_as_the_drafters_head_says(target_dir: Path, odds: float, size: int) -> None:
+    drafter = make_drafter("eagle", target_dir)
+    assert drafter is not None
+    drafter.add_acceptance_head()
+    assert drafter.acceptance is not None
+    drafter.acceptance.odds.bias.data.fill_(odds)
+    with running(target_dir, "eagle", drafter=drafter) as client:
+        client.submit("own", [1, 2, 3], 30, ignore_eos=True, policy=policy("acceptance_head", "chain"))
+        counts = client.wait()["own"].counts
+    assert counts is not None
+    assert counts.drafted >= size * (counts.rounds - 3)
+    assert counts.drafted <= size * counts.rounds
 
 
 def useless(target_dir: Path) -> Drafter:

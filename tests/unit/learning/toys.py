@@ -36,6 +36,14 @@ class Toy(Drafter):
             result.append(self.table(batch.token_ids[batch.sequence, batch.place - 1]) + self.read(seen))
         return result
 
+    @property
+    def state_width(self):
+        return HIDDEN
+
+    def drafted_states(self, batch, fed, depth):
+        """The fed token as one-hot, scaled by the depth."""
+        return [torch.nn.functional.one_hot(fed, HIDDEN).float() + d for d in range(depth)]
+
     def session(self, slots, context, scratch):
         raise NotImplementedError
 

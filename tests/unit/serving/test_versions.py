@@ -76,6 +76,15 @@ def test_without_any_good_version_a_replica_starts_with_initial_weights(settings
     assert all(torch.equal(weight, first.weights()[name]) for name, weight in start.drafter.weights().items())
 
 
+def test_a_replica_that_asks_a_head_has_one_whatever_its_version_says(settings, registry, tiny_target):
+    asking = settings.model_copy(update={"growth": settings.growth.model_copy(update={"kind": "acceptance_head"})})
+    for version, place in ((3, registry), (0, Registry(settings.home / "empty"))):
+        start = starting_drafter(asking, place, ScriptedPointer(at(3)), tiny_target)
+        assert start.version == version
+        assert start.drafter.acceptance is not None
+    assert starting_drafter(settings, registry, ScriptedPointer(at(3)), tiny_target).drafter.acceptance is None
+
+
 class ScriptedEngine:
     """Takes every version but those in ``misfits``."""
 

@@ -8,7 +8,7 @@ Every row of the batch follows one script of choices; each choice not taken beco
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
@@ -97,6 +97,7 @@ class Toy:
     vocabulary: int
     support: Tensor | None = None
     roots: Tensor | None = None  # [B] history codes that sequences stand on, the empty history when None
+    judged: list[Tensor] = field(default_factory=list)  # codes of the nodes that were asked about last
 
     @classmethod
     def random(
@@ -134,7 +135,12 @@ class Toy:
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         codes = self.codes(builder.tokens, builder.parents)
         wide = torch.cat([self._roots(len(codes))[:, None], codes], 1)
-        return self.q[wide[rows, nodes + 1]].log()
+        self.judged[:] = [wide[rows, nodes + 1]]
+        return self.q[self.judged[0]].log()
+
+    def acceptance(self) -> Tensor:
+        """A head that knows the whole history and says something else after each."""
+        return (self.judged[0] * 0.6180339887) % 1
 
     def target(self, draft: DraftBatch) -> Tensor:
         """[B, N + 1, V] what the target says after the root and after each node."""

@@ -90,6 +90,16 @@ def test_dropping_a_last_token_of_low_confidence_is_caught_and_keeping_it_passes
     assert error(GROWTHS["confidence"](eta=0.4, depth=2), rule, lambda draft: draft) < 1e-9
 
 
+@pytest.mark.parametrize("rule", ["chain", "block"])
+def test_dropping_a_last_token_that_the_head_doubts_is_caught(rule: str) -> None:
+    def drop(draft: DraftBatch) -> DraftBatch:
+        last = Toy.random(0, 3, 3).codes(draft.tokens, draft.parents)[:, 1]  # the head has read the last token as well
+        return keep(draft, 1 + ((last * 0.6180339887) % 1 > 0.5).long())
+
+    assert error(CHAIN, rule, drop) > 1e-3
+    assert error(GROWTHS["acceptance_head"](h=0.5, depth=3), rule, lambda draft: draft) < 1e-9
+
+
 def test_a_second_sibling_that_depends_on_the_first_is_caught_where_the_width_must_be_fixed() -> None:
     twins = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.IID)
 

@@ -32,6 +32,9 @@ class Counting:
             self.asked.add((row, node))
         return self.toy(builder, rows, nodes)
 
+    def acceptance(self) -> torch.Tensor:
+        return self.toy.acceptance()
+
 
 def grown(
     growth: Growth, limits: list[int], seed: int = 1, temperature: float = 1.0
@@ -46,6 +49,7 @@ def grown(
 
 EVERY = [
     GROWTHS["chain"](4), GROWTHS["confidence"](eta=0.3, depth=5), GROWTHS["heuristic"](start=2, depth=5),
+    GROWTHS["acceptance_head"](h=0.8, depth=5),
     GROWTHS["dynamic_tree"](budget=6), GROWTHS["dynamic_tree"](budget=6, threshold=0.05),
     GROWTHS["static_tree"](paths=[(0,), (1,), (0, 0), (0, 1), (1, 0)]), GROWTHS["top_k_tree"](budget=6, top_k=2,
     depth=3),
@@ -85,6 +89,21 @@ def test_confidence_stops_after_the_first_doubtful_token_and_keeps_it() -> None:
         assert all(share >= 0.3 for share in own[:-1])
         assert own[-1] < 0.3 or size == 5
     assert len(set(draft.sizes.tolist())) > 2
+
+
+def test_the_head_judges_all_tokens_but_the_last_and_the_first_doubt_ends_the_chain() -> None:
+    draft, _, toy = grown(GROWTHS["acceptance_head"](h=0.8, depth=5), [5] * 64)
+    for codes, size in zip(toy.codes(draft.tokens, draft.parents), draft.sizes.tolist(), strict=True):
+        toy.judged[:] = [codes[:size]]
+        unbroken = toy.acceptance().double().cumprod(-1)  # of the first token, of the first two, ...
+        assert all(1 - unbroken[: size - 2] <= 0.8)
+        assert size < 3 or size == 5 or 1 - unbroken[size - 2] > 0.8
+        assert size >= 2, "nothing is known of the first token when the second is drawn"
+    assert len(set(draft.sizes.tolist())) > 2
+
+
+def test_a_head_that_is_always_sure_never_ends_a_chain() -> None:
+    assert set(grown(GROWTHS["acceptance_head"](h=1.0, depth=5), [5] * 16)[0].sizes.tolist()) == {5}
 
 
 def test_heuristic_moves_up_two_and_down_one_within_bounds() -> None:
@@ -201,7 +220,8 @@ def test_greedy_sequences_get_the_most_probable_children() -> None:
 
 
 @pytest.mark.parametrize("build", [
-    lambda: GROWTHS["chain"](0), lambda: GROWTHS["confidence"](eta=2, depth=1), lambda: GROWTHS["heuristic"](start=3,
+    lambda: GROWTHS["chain"](0), lambda: GROWTHS["confidence"](eta=2, depth=1),
+    lambda: GROWTHS["acceptance_head"](h=-1, depth=1), lambda: GROWTHS["heuristic"](start=3,
     depth=2), lambda: GROWTHS["dynamic_tree"](budget=0), lambda: GROWTHS["dynamic_tree"](budget=1, threshold=0.0),
     lambda: GROWTHS["top_k_tree"](budget=1, top_k=0), lambda: GROWTHS["static_tree"](),
     lambda: GROWTHS["static_tree"](acceptance=[], budget=2), lambda: GROWTHS["static_tree"](paths=[]),

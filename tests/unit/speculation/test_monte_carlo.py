@@ -71,6 +71,7 @@ def test_tokens_of_several_rounds_of_chains_follow_the_target(temperature: float
 
 @pytest.mark.parametrize(("growth", "rule"), [
     (GROWTHS["chain"](2), "block"),
+    (GROWTHS["acceptance_head"](h=0.5, depth=3), "chain"),
     (GROWTHS["dynamic_tree"](budget=3), "siblings"),
     (GROWTHS["dynamic_tree"](budget=3, threshold=0.1), "traversal"),
     (GROWTHS["top_k_tree"](budget=3, top_k=2, depth=2), "naive"),

@@ -78,6 +78,7 @@ def test_two_children_under_each_of_two_are_verified_without_bias(rule: str) -> 
 
 GROWN = {
     "confidence": (GROWTHS["confidence"](eta=0.4, depth=3), "chain block siblings traversal naive k_seq", 3),
+    "acceptance head": (GROWTHS["acceptance_head"](h=0.5, depth=3), "chain block siblings traversal naive k_seq", 3),
     "heuristic": (GROWTHS["heuristic"](start=2, depth=2), "chain block", 2),
     "dynamic budget": (GROWTHS["dynamic_tree"](budget=4), "siblings traversal naive", 3),
     "dynamic threshold": (GROWTHS["dynamic_tree"](budget=4, threshold=0.15), "siblings traversal naive", 3),

@@ -1,0 +1,125 @@
+"""Acceptance heads: serving and training judge the same states, and versions come and go with and without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from osd.config import DrafterSettings
+from osd.drafters import Drafter, DrafterError, from_config, initial
+from osd.drafters.acceptance_head import AcceptanceHead, judged
+from osd.drafters.base import Session
+from osd.speculation.tree import TreeBuilder
+from tests.unit.drafters.sequences import at_places, expand_chain
+
+LENGTH, TAPPED = 30, 3 * 64
+
+
+@pytest.fixture(params=["eagle", "language_model"])
+def drafter(request: pytest.FixtureRequest, target_dir: Path) -> Drafter:
+    return make(request.param, target_dir)
+
+
+def make(kind: str, target_dir: Path) -> Drafter:
+    drafter = initial(DrafterSettings(kind=kind, vocabulary=259, layers=2), target_dir, target_dir)  # type: ignore[arg-type]
+    torch.manual_seed(4)
+    drafter.add_acceptance_head()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+            parameter.copy_(parameter.bfloat16().float())
+    return drafter
+
+
+class Judging:
+    """A session that also notes what its head says after each call."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.support = session, session.support
+        self.said: list[Tensor] = []
+
+    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        logits = self.session.expand(slots, builder, rows, nodes)
+        self.said.append(self.session.acceptance())
+        return logits
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, (2, LENGTH), generator=generator), torch.randn(2, LENGTH, TAPPED, generator=generator)
+
+
+def said(session: Session, drafted: Tensor, ends: list[int]) -> list[Tensor]:
+    """What the head says of the root and of each token of ``drafted`` [2, depth] after the first ``ends`` tokens."""
+    tokens, hidden = sequences()
+    for row, end in enumerate(ends):
+        session.open(row, int(tokens[row, 0]))
+        session.commit(row, tokens[row, 1:end].tolist(), hidden[row, : end - 1])
+    judging = Judging(session)
+    expand_chain(judging, [0, 1], drafted)  # type: ignore[arg-type]
+    return judging.said
+
+
+def test_serving_and_training_judge_the_same_states(drafter: Drafter) -> None:
+    tokens, hidden = sequences()
+    depth, ends = 3, [7, 19]
+    drafted = torch.randint(0, 256, (2, depth), generator=torch.Generator().manual_seed(5))
+    got = said(drafter.session(2, LENGTH, depth + 1), drafted, ends)
+    with torch.no_grad():
+        batch = at_places(tokens, hidden, [(row, end + d) for d in range(depth) for row, end in enumerate(ends)])
+        states = drafter.drafted_states(batch, drafted.T.flatten(), depth)
+        for d in range(depth):
+            goal = judged(drafter.acceptance, states[d])[2 * d : 2 * d + 2]
+            assert (got[1 + d] - goal).abs().max() < 5e-3  # language models draft in bfloat16
+            assert not torch.allclose(goal, judged(drafter.acceptance, states[d])[[2 * d + 1, 2 * d]], atol=0.02)
+
+
+def test_a_new_head_and_no_head_say_one_half(drafter: Drafter, target_dir: Path) -> None:
+    nothing = torch.empty(2, 0, dtype=torch.int64)
+    drafter.acceptance = AcceptanceHead(drafter.state_width)
+    for _ in range(2):
+        assert said(drafter.session(2, LENGTH, 2), nothing, [5, 9])[0].tolist() == [0.5, 0.5]
+        drafter.acceptance = None
+
+
+def test_a_head_is_part_of_a_version(drafter: Drafter, target_dir: Path) -> None:
+    again = from_config(json.loads(json.dumps(drafter.config())), target_dir)
+    again.load_weights(drafter.weights())
+    assert again.config() == drafter.config()
+    state = torch.randn(3, drafter.state_width)
+    assert torch.equal(judged(again.acceptance, state), judged(drafter.acceptance, state))
+    assert not torch.equal(judged(again.acceptance, state), torch.full((3,), 0.5))
+
+
+def test_versions_with_and_without_a_head_follow_each_other_in_one_session(drafter: Drafter, target_dir: Path) -> None:
+    nothing = torch.empty(2, 0, dtype=torch.int64)
+    full = drafter.weights()
+    bare = {name: value for name, value in full.items() if not name.startswith("acceptance.")}
+    goal = said(drafter.session(2, LENGTH, 2), nothing, [5, 9])[0]
+    assert (goal - 0.5).abs().min() > 1e-3
+    session = drafter.session(2, LENGTH, 2)
+    for weights, expected in ((bare, torch.full((2,), 0.5)), (full, goal)):
+        with torch.inference_mode():
+            session.load(session.stage(weights))
+        assert torch.equal(said(session, nothing, [5, 9])[0], expected)
+    drafter.load_weights(bare)
+    assert drafter.acceptance is not None
+    assert not any(parameter.any() for parameter in drafter.acceptance.parameters())
+    drafter.acceptance = None
+    session = drafter.session(2, LENGTH, 2)
+    with torch.inference_mode():
+        session.load(session.stage(full))
+    drafter.load_weights(full)
+    assert said(session, nothing, [5, 9])[0].tolist() == [0.5, 0.5]
+
+
+def test_a_head_that_is_not_whole_is_refused_by_name(drafter: Drafter) -> None:
+    weights = drafter.weights()
+    del weights["acceptance.odds.weight"]
+    for refuse in (drafter.session(2, LENGTH, 2).stage, drafter.load_weights):
+        with pytest.raises(DrafterError, match=r"'acceptance.odds.weight' is missing"):
+            refuse(weights)
