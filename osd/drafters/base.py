@@ -33,7 +33,7 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class Chains:
-    """Greedy drafts of B sequences: ``tokens`` of each, and ``logits`` [B, levels, draft vocabulary] that they come from.
+    """Greedy drafts of B sequences: ``tokens`` of each, and ``logits`` [B, levels, draft vocabulary] behind them.
 
     Entries of a sequence past its tokens mean nothing.
     """

@@ -11,7 +11,10 @@ from osd.config import ConfigError, Settings
 from osd.native import kernels
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "a biased pair": ({"growth": {"kind": "top_k_tree"}, "verification": "siblings"}, "siblings would bias the output: growth top_k_tree"),
+    "a biased pair": (
+        {"growth": {"kind": "top_k_tree"}, "verification": "siblings"},
+        "siblings would bias the output: growth top_k_tree",
+    ),
     "a draft that no slot has room for": (
         {"growth": {"kind": "chain", "depth": 9}, "engine": {"max_draft": 8}},
         r"growth\.kind chain drafts up to 9 tokens, and engine\.max_draft is 8",
