@@ -90,7 +90,7 @@ class Session(Protocol):
         ...
 
     def load(self, staged: dict[str, Tensor]) -> None:
-        """Copy staged weights in place, between two rounds."""
+        """Draft with staged weights from now on; called between two rounds, so it must not take long."""
         ...
 
 

@@ -15,7 +15,7 @@ from osd.target.kv_cache import KVCache, PackedRows
 
 
 class NativeEagle:
-    """Points at the weights of a session, which are swapped in place and never reallocated."""
+    """Points at the weights of a session; another one is made when they are swapped."""
 
     def __init__(
         self,

@@ -43,10 +43,8 @@ class EagleSession:
         self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
         cos, sin = drafter.rotation(torch.arange(context + scratch, device=self.device))
         self._cos, self._sin = cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous()  # [places, head_dim]
-        self._native = None
-        if isinstance(self.linear["head"], PackedLinear) and NativeEagle.fits(shape, self.embedding):
-            tables = (self.embedding, self._cos, self._sin)
-            self._native = NativeEagle(shape, self.linear, self.vector, self.cache, tables)
+        self._native = self._point() if self._fits() else None
+        self._spare: dict[str, Tensor] = {}  # weights before the last swap, which the decode thread must not free
 
     @property
     def support(self) -> Tensor:
@@ -129,14 +127,35 @@ class EagleSession:
         weights = fitted(weights, self._expected)
         check(weights, self._expected)
         check_maps(weights)
+        self._spare = {}
         laid_out = self._lay_out(weights)
         return {name: self.linear[name].stage(value) if name in _LINEAR else value for name, value in laid_out.items()}
 
     def load(self, staged: dict[str, Tensor]) -> None:
-        """See ``Session.load``."""
-        places = [self.linear[name].place if name in _LINEAR else self.vector[name] for name in staged]
-        # One call: after each, the interpreter's lock must be had again, 8 against 29 ms beside a busy thread.
-        torch._foreach_copy_(places, list(staged.values()))  # type: ignore[attr-defined]
+        """See ``Session.load``: our kernels are pointed at the staged tensors, everything else has them copied in."""
+        if self._native is None:
+            places = [self.linear[name].place if name in _LINEAR else self.vector[name] for name in staged]
+            torch._foreach_copy_(places, list(staged.values()))  # type: ignore[attr-defined]
+            return
+        self._spare = {name: self.linear[name].place if name in _LINEAR else self.vector[name] for name in staged}
+        for name, value in staged.items():
+            layer = self.linear.get(name)
+            if isinstance(layer, PackedLinear):
+                layer.take(value)
+            else:
+                self.vector[name] = value
+                if self._head is not None and name.startswith(PREFIX):
+                    self._head.get_parameter(name.removeprefix(PREFIX)).data = value
+        self._native = self._point()
+
+    def _fits(self) -> bool:
+        return all(isinstance(layer, PackedLinear) for layer in self.linear.values()) and NativeEagle.fits(
+            self.drafter.shape, self.embedding
+        )
+
+    def _point(self) -> NativeEagle:
+        tables = (self.embedding, self._cos, self._sin)
+        return NativeEagle(self.drafter.shape, self.linear, self.vector, self.cache, tables)
 
     def _lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights in the dtypes and under the names that the session uses."""

@@ -194,8 +194,7 @@ class LanguageModelSession:
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""
-        for name, value in staged.items():
-            if self._head is not None and name.startswith(PREFIX):
-                self._head.get_parameter(name.removeprefix(PREFIX)).data.copy_(value)
-            else:
-                self.model.load(name, value)
+        if self._head is not None:
+            for name in [name for name in staged if name.startswith(PREFIX)]:
+                self._head.get_parameter(name.removeprefix(PREFIX)).data.copy_(staged[name])
+        self.model.load({name: value for name, value in staged.items() if not name.startswith(PREFIX)})

@@ -23,7 +23,7 @@ CALIBRATION_ROWS = (1, 4, 8)
 class PackedLinear(nn.Module):
     """``y = x W^T + b`` with the weight packed in panels for our kernel. [..., in] -> [..., out].
 
-    The weight is frozen; ``stage`` packs another one and ``load`` copies it in place.
+    The weight is frozen; ``stage`` packs another one, to be copied to ``place`` or taken with ``take``.
     """
 
     packed: Tensor
@@ -59,8 +59,12 @@ class PackedLinear(nn.Module):
         return y
 
     def stage(self, weight: Tensor) -> Tensor:
-        """Lay out another weight for ``load``."""
+        """Lay out another weight."""
         return pack(weight, self.packed.dtype)
+
+    def take(self, staged: Tensor) -> None:
+        """Use a staged weight itself instead of a copy; the address changes."""
+        self.packed = staged
 
     @property
     def native(self) -> structs.Linear:
@@ -73,10 +77,6 @@ class PackedLinear(nn.Module):
     def place(self) -> Tensor:
         """Where a staged weight is copied to."""
         return self.packed
-
-    def load(self, staged: Tensor) -> None:
-        """Copy a staged weight in place."""
-        self.place.copy_(staged)
 
 
 class OneDnnLinear(nn.Module):
@@ -137,17 +137,13 @@ class PlainLinear(nn.Module):
 
     @staticmethod
     def stage(weight: Tensor) -> Tensor:
-        """Lay out another weight for ``load``."""
+        """Lay out another weight."""
         return weight
 
     @property
     def place(self) -> Tensor:
         """Where a staged weight is copied to."""
         return self.weight
-
-    def load(self, staged: Tensor) -> None:
-        """Copy a staged weight in place."""
-        self.place.copy_(staged)
 
 
 LinearMaker = Callable[[Tensor, Tensor | None], nn.Module]

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from osd.target import attention
 from osd.target.fused import FusedDecoder, fusable
 from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.linear import accelerate, quantise
+from osd.target.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -116,15 +116,20 @@ class SlotModel:
         stage = getattr(owner, "stage", None) if attribute == "weight" else None
         return value if stage is None else stage(value)
 
-    def load(self, name: str, staged: Tensor) -> None:
-        """Copy a staged weight in place."""
-        path, _, attribute = name.rpartition(".")
-        owner = self.model.get_submodule(path)
-        load = getattr(owner, "load", None) if attribute == "weight" else None
-        if load is None:
-            getattr(owner, attribute).data.copy_(staged)
-        else:
-            load(staged)
+    def load(self, staged: dict[str, Tensor]) -> None:
+        """Copy staged weights in place, by their names."""
+        places: dict[str, Tensor] = {}
+        for name, value in staged.items():
+            path, _, attribute = name.rpartition(".")
+            owner = self.model.get_submodule(path)
+            if attribute == "weight" and isinstance(owner, OneDnnLinear):
+                owner.load(value)
+            elif attribute == "weight" and isinstance(owner, PackedLinear | PlainLinear):
+                places[name] = owner.place
+            else:
+                places[name] = getattr(owner, attribute).data
+        # One call: after each, the interpreter's lock must be had again, which takes long beside a busy thread.
+        torch._foreach_copy_(list(places.values()), [staged[name] for name in places])  # type: ignore[attr-defined]
 
 
 def load_model(directory: Path, dtype: str, device: str) -> nn.Module:

@@ -14,6 +14,7 @@ from osd.config import DrafterSettings
 from osd.drafters import DrafterError, from_config, initial
 from osd.drafters.base import Session
 from osd.drafters.eagle import Eagle
+from osd.native import kernels
 from tests.tiny import make_tiny
 from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
 
@@ -187,8 +188,17 @@ def test_loading_a_staged_version_changes_a_running_session_to_it(eagle: Eagle, 
     for s in (session, fresh):
         s.open(0, int(tokens[0, 0]))
         s.commit(0, tokens[0, 1:10].tolist(), hidden[0, :9])
-    session.load(session.stage(other.weights()))
+    for _ in range(2):  # a second time, over what the first left behind
+        staged = session.stage(other.weights())
+        session.load(staged)
     assert torch.equal(session.support, other.draft_ids)
+    if kernels() is not None:
+        assert session.linear["head"].place is staged["head"], "a swap between two rounds copies nothing"
+    chains, goal = session.chains([0], [1], 0.0), fresh.chains([0], [1], 0.0)
+    if chains is not None and goal is not None:
+        assert torch.equal(chains.logits, goal.logits)
+    session.commit(0, [int(tokens[0, 10])], hidden[0, 9:10])
+    fresh.commit(0, [int(tokens[0, 10])], hidden[0, 9:10])
     nothing = torch.empty(1, 0, dtype=torch.int64)
     assert torch.equal(expand_chain(session, [0], nothing)[0], expand_chain(fresh, [0], nothing)[0])
 

@@ -121,7 +121,7 @@ def test_a_staged_weight_is_loaded_in_place(kind: type[PackedLinear | PlainLinea
     address = next(layer.buffers()).data_ptr()
     staged = layer.stage(second)
     assert torch.equal(layer(x), kind(first)(x)), "staging alone changes nothing"
-    layer.load(staged)
+    layer.place.copy_(staged)
     assert next(layer.buffers()).data_ptr() == address
     assert torch.equal(layer(x), kind(second)(x))
 

@@ -152,8 +152,7 @@ def test_loading_staged_weights_makes_it_the_other_model(family: str) -> None:
     staged = {name: model.stage(name, value.detach()) for name, value in other.state_dict().items()}
     assert torch.equal(model.forward(rows_of([(1, 0, tokens)]), everything(9)).logits, before)
     with torch.inference_mode():
-        for name, value in staged.items():
-            model.load(name, value)
+        model.load(staged)
     close(model.forward(rows_of([(2, 0, tokens)]), everything(9)).logits, logits_of(other, tokens))
 
 
@@ -181,9 +180,8 @@ def test_int8_weights_give_nearly_the_same_logits_and_take_staged_weights(family
     rows = rows_of([(0, 0, tokens)])
     got, goal = model.forward(rows, everything(12)).logits, logits_of(build(family), tokens)
     assert 0 < float((got - goal).norm() / goal.norm()) < 0.05
-    for name, value in build(family, 5).state_dict().items():
-        with torch.inference_mode():
-            model.load(name, model.stage(name, value.detach()))
+    with torch.inference_mode():
+        model.load({name: model.stage(name, value) for name, value in build(family, 5).state_dict().items()})
     other = narrow(5).forward(rows, everything(12)).logits
     torch.testing.assert_close(model.forward(rows, everything(12)).logits, other)
 
