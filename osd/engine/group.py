@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -57,14 +58,21 @@ class Group:
         self.raw: Tensor | None = None
         self.support: Tensor | None = None
         self._device = device
-        settings = [piece.sequence.request.sampling for piece in pieces]
-        self._sampling = SamplingBatch.of(settings, device)
+        settings = self._settings = [piece.sequence.request.sampling for piece in pieces]
+        self._greedy = all(one.temperature == 0 for one in settings)
         self._penalties: Penalties | None = None
         if any(map(penalised, settings)):
             prompts = [piece.sequence.request.prompt_ids for piece in pieces]
             outputs = [piece.sequence.tokens[len(prompt) :] for piece, prompt in zip(pieces, prompts, strict=True)]
             self._penalties = Penalties(settings, prompts, outputs, device)
-        self._noise = _noise(pieces, [piece.sequence.step for piece in pieces], device)
+
+    @cached_property
+    def _sampling(self) -> SamplingBatch:  # made when asked for: what is greedy seldom asks
+        return SamplingBatch.of(self._settings, self._device)
+
+    @cached_property
+    def _noise(self) -> Noise:
+        return _noise(self.pieces, [piece.sequence.step for piece in self.pieces], self._device)
 
     @torch.inference_mode()
     def grow(self, session: Session) -> None:
@@ -86,7 +94,7 @@ class Group:
     def _chained(self, session: Session, slots: list[int], limits: list[int]) -> bool:
         """Draft greedy chains in one call, where that is possible."""
         floor = self.growth.stops_below
-        if floor is None or self._penalties is not None or not self._sampling.all_greedy:
+        if floor is None or self._penalties is not None or not self._greedy:
             return False
         chains = session.chains(slots, limits, floor)
         if chains is None:
@@ -99,7 +107,7 @@ class Group:
     @torch.inference_mode()
     def verify(self, logits: Tensor) -> None:
         """Decide what each piece keeps, by the target's ``logits``."""
-        if self._sampling.all_greedy:
+        if self._greedy:
             self._follow(logits)
         else:
             self._test(logits)
