@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.streams import seconds_of
+from benchmarks.streams import arrivals_of, decoding_rate
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling
 
@@ -21,11 +21,17 @@ STREAMS = 8
 
 @dataclass(frozen=True)
 class Pair:
-    """Tokens per second in one turn, prefill included: one stream, transformers, and eight streams together."""
+    """Tokens per second in one turn: one stream, transformers, and eight streams together.
+
+    Prefill is included, except in ``one_decoding`` and ``eight_decoding``: those are of the time in which all streams
+    decode.
+    """
 
     one: float
     transformers: float
     eight: float
+    one_decoding: float
+    eight_decoding: float
 
 
 def measure(
@@ -55,16 +61,18 @@ def measure(
         for turn in range(turns + 1):
             report(f"turn {turn} of {turns}")
             asked = [prompts[(turn * STREAMS + n) % len(prompts)] for n in range(STREAMS)]
-            ways: dict[str, Callable[[], float]] = {
-                "one": lambda asked=asked: tokens / _decode(engine, asked[:1], tokens),
-                "transformers": lambda asked=asked: tokens / other.submit(_generate, asked[0], tokens).result(),
-                "eight": lambda asked=asked: STREAMS * tokens / _decode(engine, asked, tokens),
+            ways: dict[str, Callable[[], dict[str, float]]] = {
+                "one": lambda asked=asked: _decode(engine, asked[:1], tokens, "one"),
+                "transformers": lambda asked=asked: {
+                    "transformers": tokens / other.submit(_generate, asked[0], tokens).result()
+                },
+                "eight": lambda asked=asked: _decode(engine, asked, tokens, "eight"),
             }
             names = list(ways)
             order = names[turn % len(names) :] + names[: turn % len(names)]
-            speeds = {name: ways[name]() for name in order}
+            speeds = [ways[name]() for name in order]
             if turn:
-                pairs.append(Pair(**speeds))
+                pairs.append(Pair(**{name: speed for way in speeds for name, speed in way.items()}))
     return pairs
 
 
@@ -73,17 +81,20 @@ def ratios(pairs: Sequence[Pair]) -> dict[str, tuple[float, float, float]]:
     found = {
         "one stream, times transformers": [pair.one / pair.transformers for pair in pairs],
         "eight streams, times one": [pair.eight / pair.one for pair in pairs],
+        "eight streams, times one, while all decode": [pair.eight_decoding / pair.one_decoding for pair in pairs],
     }
     return {name: (statistics.median(values), min(values), max(values)) for name, values in found.items()}
 
 
-def _decode(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> float:
+def _decode(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, name: str) -> dict[str, float]:
     sampling = Sampling(temperature=0)
     requests = [
         Request(str(index), prompt, tokens, sampling, ignore_eos=True, speculate=False)
         for index, prompt in enumerate(prompts)
     ]
-    return seconds_of(engine, requests)
+    arrivals = arrivals_of(engine, requests)
+    seconds = max(moments[-1][0] for moments in arrivals.values())
+    return {name: len(prompts) * tokens / seconds, f"{name}_decoding": decoding_rate(arrivals)}
 
 
 _MODEL: Any = None

@@ -112,6 +112,8 @@ def turns_of(pairs: Sequence[Pair]) -> Grid:
         ("one stream, tokens/s", [pair.one for pair in pairs]),
         ("transformers generate(), tokens/s", [pair.transformers for pair in pairs]),
         ("eight streams, tokens/s", [pair.eight for pair in pairs]),
+        ("one stream, tokens/s while it decodes", [pair.one_decoding for pair in pairs]),
+        ("eight streams, tokens/s while all decode", [pair.eight_decoding for pair in pairs]),
     ):
         grid.add_row(name, f"{statistics.median(values):.1f}", f"{min(values):.1f} to {max(values):.1f}")
     for name, (middle, least, most) in ratios(pairs).items():

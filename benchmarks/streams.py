@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Update
+
+Arrivals = dict[str, list[tuple[float, int]]]
+"""Of each request, when tokens came, in seconds from the sending on, and how many at that moment."""
 
 
 def seconds_of(engine: Engine, requests: Sequence[Request]) -> float:
@@ -16,14 +20,33 @@ def seconds_of(engine: Engine, requests: Sequence[Request]) -> float:
     Raises:
         RuntimeError: one of them failed.
     """
-    updates: queue.Queue[Update] = queue.Queue()
+    return max(moments[-1][0] for moments in arrivals_of(engine, requests).values())
+
+
+def arrivals_of(engine: Engine, requests: Sequence[Request]) -> Arrivals:
+    """Send ``requests`` at once and note every arrival.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    updates: queue.Queue[tuple[float, Update]] = queue.Queue()
     begun = time.perf_counter()
     for request in requests:
-        engine.submit(request, updates.put)
+        engine.submit(request, lambda update: updates.put((time.perf_counter() - begun, update)))
+    arrivals: Arrivals = defaultdict(list)
     left = len(requests)
     while left:
-        update = updates.get()
+        moment, update = updates.get()
         if update.finish_reason == "error":
             raise RuntimeError(f"a request failed: {update.error}")
+        arrivals[update.request_id].append((moment, len(update.token_ids)))
         left -= update.finish_reason is not None
-    return time.perf_counter() - begun
+    return arrivals
+
+
+def decoding_rate(arrivals: Arrivals) -> float:
+    """Tokens per second of all requests together, from when the last of them has begun until the first one ends."""
+    begin = max(moments[0][0] for moments in arrivals.values())
+    end = min(moments[-1][0] for moments in arrivals.values())
+    tokens = sum(count for moments in arrivals.values() for moment, count in moments if begin < moment <= end)
+    return tokens / (end - begin) if end > begin else 0.0
