@@ -17,6 +17,7 @@ from benchmarks.figures import Mean, Row, Table
 from benchmarks.governor import PLAIN, Speed
 from benchmarks.overhead import Cost
 from benchmarks.plain import Pair, ratios
+from benchmarks.weights import Quality
 
 _WIDTH, _LINE, _LEFT, _SCALE = 760, 18, 250, 420  # pixels of a picture
 _FONT = 'font-family="sans-serif" font-size="12"'
@@ -118,6 +119,21 @@ def turns_of(pairs: Sequence[Pair]) -> Grid:
         grid.add_row(name, f"{statistics.median(values):.1f}", f"{min(values):.1f} to {max(values):.1f}")
     for name, (middle, least, most) in ratios(pairs).items():
         grid.add_row(name, f"{middle:.2f}", f"{least:.2f} to {most:.2f}")
+    return grid
+
+
+def narrowing(quality: Quality, times: Mapping[int, tuple[float, float, float]]) -> Grid:
+    """The table of int8 weights against full ones."""
+    grid = Grid(box=None, padding=(0, 2, 0, 0))
+    for name in (f"{quality.positions} positions", "full", "int8", ""):
+        grid.add_column(name, justify="left" if "positions" in name else "right", no_wrap=True)
+    full, int8 = quality.perplexity
+    grid.add_row("perplexity", f"{full:.3f}", f"{int8:.3f}", f"{int8 / full:.4f}")
+    grid.add_row("KL(full || int8), nats", "", "", f"{quality.divergence:.4f}")
+    grid.add_row("sum min(p, q)", "", "", f"{quality.overlap:.4f}")
+    grid.add_row("same most probable token", "", "", f"{quality.agreement:.4f}")
+    for rows, (before, after, ratio) in times.items():
+        grid.add_row(f"forward of {rows}, ms", f"{before:.1f}", f"{after:.1f}", f"{ratio:.2f} times as fast")
     return grid
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Update
@@ -29,19 +29,22 @@ def arrivals_of(engine: Engine, requests: Sequence[Request]) -> Arrivals:
     Raises:
         RuntimeError: one of them failed.
     """
-    updates: queue.Queue[tuple[float, Update]] = queue.Queue()
-    begun = time.perf_counter()
-    for request in requests:
-        engine.submit(request, lambda update: updates.put((time.perf_counter() - begun, update)))
     arrivals: Arrivals = defaultdict(list)
-    left = len(requests)
-    while left:
-        moment, update = updates.get()
-        if update.finish_reason == "error":
-            raise RuntimeError(f"a request failed: {update.error}")
+    for moment, update in _updates(engine, requests):
         arrivals[update.request_id].append((moment, len(update.token_ids)))
-        left -= update.finish_reason is not None
     return arrivals
+
+
+def texts_of(engine: Engine, requests: Sequence[Request]) -> list[tuple[tuple[int, ...], int]]:
+    """The token ids of each request, prompt and answer, and how many of them are the prompt.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    answers: dict[str, list[int]] = defaultdict(list)
+    for _, update in _updates(engine, requests):
+        answers[update.request_id] += update.token_ids
+    return [((*request.prompt_ids, *answers[request.id]), len(request.prompt_ids)) for request in requests]
 
 
 def decoding_rate(arrivals: Arrivals) -> float:
@@ -50,3 +53,18 @@ def decoding_rate(arrivals: Arrivals) -> float:
     end = min(moments[-1][0] for moments in arrivals.values())
     tokens = sum(count for moments in arrivals.values() for moment, count in moments if begin < moment <= end)
     return tokens / (end - begin) if end > begin else 0.0
+
+
+def _updates(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[float, Update]]:
+    """Send ``requests`` at once; yield every update with the seconds since then, until all have ended."""
+    updates: queue.Queue[tuple[float, Update]] = queue.Queue()
+    begun = time.perf_counter()
+    for request in requests:
+        engine.submit(request, lambda update: updates.put((time.perf_counter() - begun, update)))
+    left = len(requests)
+    while left:
+        moment, update = updates.get()
+        if update.finish_reason == "error":
+            raise RuntimeError(f"a request failed: {update.error}")
+        yield moment, update
+        left -= update.finish_reason is not None

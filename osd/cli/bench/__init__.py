@@ -8,7 +8,8 @@ from osd.cli.bench.governor import governor
 from osd.cli.bench.overhead import overhead
 from osd.cli.bench.plain import plain
 from osd.cli.bench.rules import rules
+from osd.cli.bench.weights import weights
 
 app = typer.Typer(help="Measure rules and overheads on this machine.", no_args_is_help=True)
-for command in (rules, overhead, governor, plain):
+for command in (rules, overhead, governor, plain, weights):
     app.command()(command)

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.streams import texts_of
+from benchmarks.weights import ROWS, quality, speedups
+from osd.engine.request import Request, Sampling
+from osd.native import kernels
+from osd.target.model import SlotModel, load_model
+from tests.tiny import make_tiny
+from tests.unit.engine.harness import prompts, running
+
+
+def slotted(directory, weights: str) -> SlotModel:
+    return SlotModel(load_model(directory, "float32", "cpu"), slots=1, context=128, scratch=1, weights=weights)
+
+
+@pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
+def test_int8_weights_are_near_full_ones_and_full_ones_are_themselves(tmp_path):
+    target_dir = make_tiny(tmp_path)
+    asked = [
+        Request(str(index), tuple(prompt), 20, Sampling(temperature=1.0, seed=index), ignore_eos=True, speculate=False)
+        for index, prompt in enumerate(prompts([70, 5]))
+    ]
+    with running(target_dir, slots=2) as client:
+        texts = texts_of(client.engine, asked)
+    assert [(ids[:prompt], len(ids) - prompt) for ids, prompt in texts] == [(one.prompt_ids, 20) for one in asked]
+    full, same, narrow = slotted(target_dir, "full"), slotted(target_dir, "full"), slotted(target_dir, "int8")
+    itself, found = quality(full, same, texts), quality(full, narrow, texts)
+    assert itself.positions == found.positions == 40
+    assert itself.divergence == pytest.approx(0, abs=1e-9)
+    assert itself.overlap == pytest.approx(1)
+    assert itself.agreement == 1
+    assert itself.perplexity[0] == itself.perplexity[1]
+    assert 0 < found.divergence < 0.05
+    assert 0.8 < found.overlap < 1
+    with torch.inference_mode():
+        goal = load_model(target_dir, "float32", "cpu")
+        goal.set_attn_implementation("eager")  # type: ignore[operator]
+        loss = [
+            goal(torch.tensor([ids])).logits[0, prompt - 1 : -1].log_softmax(-1)[range(20), list(ids[prompt:])]
+            for ids, prompt in texts
+        ]
+    assert found.perplexity[0] == pytest.approx(float((-torch.cat(loss).mean()).exp()), rel=1e-3)
+    times = speedups(full, narrow)
+    assert set(times) == set(ROWS)
+    assert all(min(figures) > 0 for figures in times.values())
