@@ -87,7 +87,7 @@ def _after(model: SlotModel, ids: Sequence[int], prompt: int) -> Tensor:
     parts = []
     for start in range(0, len(ids) - 1, _CHUNK):
         part = list(ids[start : min(start + _CHUNK, len(ids) - 1)])
-        wanted = torch.arange(max(prompt - 1 - start, 0), len(part))
+        wanted = torch.arange(min(max(prompt - 1 - start, 0), len(part)), len(part))
         parts.append(model.forward(_rows(part, start), wanted).logits)
     return torch.cat(parts)
 
