@@ -53,7 +53,8 @@ def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:
     kind = config.get("kind")
     if kind not in DRAFTERS:
         raise DrafterError(f"drafter kind {kind!r} is not one of {', '.join(sorted(DRAFTERS))}")
-    target = load_model(target_dir, "float32", "cpu")
+    # eagle only looks at the target's embedding and head: what is not converted is not read
+    target = load_model(target_dir, "auto" if kind == "eagle" else "float32", "cpu")
     try:
         drafter = eagle_from_config(config, target) if kind == "eagle" else LanguageModel.build(config, target)
     except (KeyError, TypeError) as error:

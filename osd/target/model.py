@@ -133,9 +133,9 @@ class SlotModel:
 
 
 def load_model(directory: Path, dtype: str, device: str) -> nn.Module:
-    """Read a causal language model from a directory, ready for ``SlotModel``."""
+    """Read a causal language model from a directory, ready for ``SlotModel``; "auto" keeps the dtype of its file."""
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=DTYPES[dtype], attn_implementation=attention.NAME, local_files_only=True
+        directory, dtype=DTYPES.get(dtype, dtype), attn_implementation=attention.NAME, local_files_only=True
     )
     return model.to(pick_device(device))  # type: ignore[arg-type]
 
