@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install develop demo test soak quality browser
+.PHONY: help install develop demo bench test soak quality browser
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -25,6 +25,16 @@ develop: .venv/.developed ## Add what the tests need
 
 demo: install ## Watch a drafter learn from live traffic; ARGS="--minutes 3 --report demo.json"
 	$(BIN)/osd demo $(ARGS)
+
+bench: install ## Measure what needs no other engine, in a few minutes; benchmarks/README.md has the long versions
+	$(BIN)/osd bench forward --turns 7
+	$(BIN)/osd bench decode --draft eagle --growth chain --synthetic-acceptance 0.6 --waves 5
+	$(BIN)/osd bench plain --turns 3
+	$(BIN)/osd bench governor --draft eagle --cycles 1
+	$(BIN)/osd bench rules --contexts 16 --temperature 1
+	$(BIN)/osd bench overhead --rounds 3
+	$(BIN)/osd bench start
+	$(BIN)/osd bench serve --rate 0.5 --duration 30
 
 test: develop browser ## Run all tests; ARGS="tests/unit -k config"
 	$(BIN)/python -m pytest $(ARGS)

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 _SIGMAS = 3.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of repeated measurements, and the least and the largest of them."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def text(self, scale: float = 1.0, digits: int = 2) -> str:
+        """All three, each times ``scale``."""
+        middle, least, most = (f"{value * scale:.{digits}f}" for value in (self.median, self.least, self.most))
+        return f"{middle} ({least} to {most})"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from benchmarks.isolated import forward_seconds
 from osd.engine.request import Sampling
 from osd.speculation.compatibility import IncompatibleError, compatible
 from osd.speculation.growth import GROWTHS, Growth
@@ -17,11 +18,9 @@ from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
 from osd.speculation.verification import VERIFICATIONS
-from osd.target.kv_cache import PackedRows
 from osd.target.model import SlotModel
 
 _STATES = 64  # different distributions
-_COMMITTED = 128  # tokens of each sequence
 _PEAK, _DISAGREEMENT = 1.5, 0.5  # of the distributions: Zipf's exponent, and noise between the two models' logits
 
 
@@ -155,7 +154,7 @@ def _policy(
             verify[rule.name].append(time.perf_counter() - begun)
     each = -(-round(statistics.mean(rows)) // batch)
     if each not in forwards:
-        forwards[each] = _forward(target, batch, each)
+        forwards[each] = min([forward_seconds(target, batch, each) for _ in range(3)][1:])
     return Cost(
         growth=name,
         rows=each * batch,
@@ -173,22 +172,3 @@ def _fits(growth: Growth, rule: str) -> bool:
     except IncompatibleError:
         return False
     return True
-
-
-def _forward(target: SlotModel, batch: int, each: int) -> float:
-    """Seconds of a forward with ``each`` rows of every sequence, the better of two after one to warm up."""
-    places = torch.arange(_COMMITTED, _COMMITTED + each).repeat(batch)
-    narrow = places.int()
-    rows = PackedRows(
-        token_ids=torch.randint(target.vocab_size, places.shape, generator=torch.Generator().manual_seed(0)),
-        positions=places,
-        slots=torch.arange(batch, dtype=torch.int32).repeat_interleave(each),
-        stores=narrow,
-        visible=narrow + 1,
-    )
-    runs = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        target.forward(rows, torch.arange(len(places)))
-        runs.append(time.perf_counter() - begun)
-    return min(runs[1:])

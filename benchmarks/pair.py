@@ -77,7 +77,12 @@ def load_engine(settings: Settings, draft: str) -> tuple[Engine, str]:
     """
     directory = resolve(settings.target.source, settings.home_dir)
     drafter, name = find_drafter(settings, draft, directory)
-    return make_engine(settings, directory, load_tokenizer(directory), Start(drafter, 1), None), name
+    return engine_with(settings, directory, drafter), name
+
+
+def engine_with(settings: Settings, directory: Path, drafter: Drafter) -> Engine:
+    """An engine as a replica has it, not started, on the target in ``directory``."""
+    return make_engine(settings, directory, load_tokenizer(directory), Start(drafter, 1), None)
 
 
 def plain_engine(settings: Settings) -> tuple[Engine, Path]:

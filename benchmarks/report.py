@@ -23,14 +23,21 @@ _WIDTH, _LINE, _LEFT, _SCALE = 760, 18, 250, 420  # pixels of a picture
 _FONT = 'font-family="sans-serif" font-size="12"'
 
 
+def columns(first: str, *others: str, title: str | None = None) -> Grid:
+    """An empty table: names on the left, figures on the right."""
+    grid = Grid(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    grid.add_column(first, no_wrap=True)
+    for name in others:
+        grid.add_column(name, justify="right", no_wrap=True)
+    return grid
+
+
 def show(console: Console, tables: Sequence[Table]) -> None:
     """Print each table."""
     for table in tables:
-        grid = Grid(title=table.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
         rounds = any(row.length is not None for row in table.rows)
-        grid.add_column("draw, drafts, rule", no_wrap=True)
-        for name in (*(["tokens/round"] if rounds else []), "first token", "formula", "bound", "gap"):
-            grid.add_column(name, justify="right", no_wrap=True)
+        names = (*(["tokens/round"] if rounds else []), "first token", "formula", "bound", "gap")
+        grid = columns("draw, drafts, rule", *names, title=table.title)
         before = ""
         for row in table.rows:
             if row.draw != before:
@@ -89,10 +96,7 @@ def _bar(row: Row, y: int) -> list[str]:
 
 def speeds(found: Sequence[Speed]) -> Grid:
     """The governor's table: tokens per second, and how many times plain decoding, with the spread over the cycles."""
-    grid = Grid(box=None, padding=(0, 2, 0, 0))
-    grid.add_column("drafts", no_wrap=True)
-    for name in ("1 at a time", "x plain", "16 at once", "x plain", "whole stream", "x plain"):
-        grid.add_column(name, justify="right", no_wrap=True)
+    grid = columns("drafts", "1 at a time", "x plain", "16 at once", "x plain", "whole stream", "x plain")
     plain = next(speed for speed in found if speed.way == PLAIN)
     for speed in found:
         cells = []
@@ -106,9 +110,7 @@ def speeds(found: Sequence[Speed]) -> Grid:
 
 def turns_of(pairs: Sequence[Pair]) -> Grid:
     """The table of plain decoding: median tokens per second of each way, and the ratios with their spread."""
-    grid = Grid(box=None, padding=(0, 2, 0, 0))
-    for name in ("", "median", "spread"):
-        grid.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    grid = columns("", "median", "spread")
     for name, values in (
         ("one stream, tokens/s", [pair.one for pair in pairs]),
         ("transformers generate(), tokens/s", [pair.transformers for pair in pairs]),
@@ -139,10 +141,8 @@ def narrowing(quality: Quality, times: Mapping[int, tuple[float, float, float]])
 
 def costs(found: Sequence[Cost]) -> Grid:
     """A table of milliseconds, and the share of a round that is no forward."""
-    grid = Grid(title="milliseconds of a round", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    grid.add_column("growth, rule", no_wrap=True)
-    for name in ("calls", "rows", "forward", "grow", "p", "verify", "share"):
-        grid.add_column(name, justify="right", no_wrap=True)
+    names = ("calls", "rows", "forward", "grow", "p", "verify", "share")
+    grid = columns("growth, rule", *names, title="milliseconds of a round")
     for cost in found:
         shared = [f"{seconds * 1e3:.1f}" for seconds in (cost.forward, cost.grow, cost.weigh)]
         grid.add_row(cost.growth, f"{cost.calls:.0f}", str(cost.rows), *shared, style="bold")

@@ -30,9 +30,23 @@ def arrivals_of(engine: Engine, requests: Sequence[Request]) -> Arrivals:
         RuntimeError: one of them failed.
     """
     arrivals: Arrivals = defaultdict(list)
-    for moment, update in _updates(engine, requests):
+    for moment, update in updates_of(engine, requests):
         arrivals[update.request_id].append((moment, len(update.token_ids)))
     return arrivals
+
+
+def decode(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[list[int]]]:
+    """Seconds until every one of ``requests``, sent at once, is answered, and the tokens of each answer.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    answers: dict[str, list[int]] = defaultdict(list)
+    last = 0.0
+    for moment, update in updates_of(engine, requests):
+        answers[update.request_id] += update.token_ids
+        last = moment
+    return last, [answers[request.id] for request in requests]
 
 
 def texts_of(engine: Engine, requests: Sequence[Request]) -> list[tuple[tuple[int, ...], int]]:
@@ -41,10 +55,11 @@ def texts_of(engine: Engine, requests: Sequence[Request]) -> list[tuple[tuple[in
     Raises:
         RuntimeError: one of them failed.
     """
-    answers: dict[str, list[int]] = defaultdict(list)
-    for _, update in _updates(engine, requests):
-        answers[update.request_id] += update.token_ids
-    return [((*request.prompt_ids, *answers[request.id]), len(request.prompt_ids)) for request in requests]
+    _, answers = decode(engine, requests)
+    return [
+        ((*request.prompt_ids, *answer), len(request.prompt_ids))
+        for request, answer in zip(requests, answers, strict=True)
+    ]
 
 
 def decoding_rate(arrivals: Arrivals) -> float:
@@ -55,8 +70,12 @@ def decoding_rate(arrivals: Arrivals) -> float:
     return tokens / (end - begin) if end > begin else 0.0
 
 
-def _updates(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[float, Update]]:
-    """Send ``requests`` at once; yield every update with the seconds since then, until all have ended."""
+def updates_of(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[float, Update]]:
+    """Send ``requests`` at once; yield every update with the seconds since then, until all have ended.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
     updates: queue.Queue[tuple[float, Update]] = queue.Queue()
     begun = time.perf_counter()
     for request in requests:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,7 +51,7 @@ def replay(
         prompts = load(source)
     except TrafficError as error:
         fail(error)
-    address = _address(settings, url)
+    address = address_of(settings, url)
     plan = Load(rate, duration, limit, max_tokens, temperature, seed)
     by_time = len(prompts) if duration is None else max(1, round(rate * duration))
     total = by_time if limit is None else limit
@@ -65,8 +64,8 @@ def replay(
             text = f"{tally.sent} sent, {tally.finished} finished, {tally.failed} failed, {tally.tokens} tokens"
             progress.update(task, completed=tally.finished + tally.failed, description=text)
 
-        tally = asyncio.run(replay(prompts, address, plan, api_key=_key(settings), on_change=show))
-    typer.echo(json.dumps(_summary(tally)))
+        tally = asyncio.run(replay(prompts, address, plan, api_key=key_of(settings), on_change=show))
+    typer.echo(json.dumps(tally.figures()))
     for error, count in tally.errors.most_common(5):
         typer.echo(f"osd: {count} failed: {error}", err=True)
     if tally.failed:
@@ -86,12 +85,12 @@ def chat(
     from rich.console import Console
 
     console = Console(highlight=False)
-    headers = {"Authorization": f"Bearer {key}"} if (key := _key(settings)) else {}
+    headers = {"Authorization": f"Bearer {key}"} if (key := key_of(settings)) else {}
     messages: list[dict[str, str]] = []
     with (
         stop_signals(),
         httpx2.Client(
-            base_url=_address(settings, url), headers=headers, timeout=httpx2.Timeout(300, connect=5)
+            base_url=address_of(settings, url), headers=headers, timeout=httpx2.Timeout(300, connect=5)
         ) as http,
     ):
         while text := _line(console):
@@ -103,7 +102,7 @@ def chat(
                     answer += piece
                     console.print(piece, end="", markup=False)
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                fail(f"{_address(settings, url)}: {error}")
+                fail(f"{address_of(settings, url)}: {error}")
             console.print()
             messages.append({"role": "assistant", "content": answer})
 
@@ -138,7 +137,7 @@ def _reason(text: str) -> str:
         return text[:200]
 
 
-def _address(settings: Settings, url: str | None) -> str:
+def address_of(settings: Settings, url: str | None) -> str:
     """Where the service is: as given, else the one that runs in the home directory, else where one would run."""
     if url is not None:
         return url.rstrip("/").removesuffix("/v1")
@@ -148,20 +147,6 @@ def _address(settings: Settings, url: str | None) -> str:
     return running.url if running else f"http://{settings.serving.host}:{settings.serving.port}"
 
 
-def _key(settings: Settings) -> str | None:
+def key_of(settings: Settings) -> str | None:
+    """What the service asks for, if anything."""
     return settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
-
-
-def _summary(tally: Tally) -> dict[str, float | int | None]:
-    """Counts, and latencies of the finished requests in seconds."""
-    figures: dict[str, float | int | None] = {
-        "sent": tally.sent,
-        "finished": tally.finished,
-        "failed": tally.failed,
-        "tokens": tally.tokens,
-    }
-    for name, values in (("latency", tally.latency), ("first_token", tally.first_token)):
-        cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
-        figures[f"{name}_p50"] = round(cuts[49], 4) if cuts else None
-        figures[f"{name}_p99"] = round(cuts[98], 4) if cuts else None
-    return figures

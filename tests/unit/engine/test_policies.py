@@ -9,9 +9,9 @@ import pytest
 
 from osd.config import GrowthSettings
 from osd.drafters import Drafter
-from osd.engine.group import follow
 from osd.engine.policy import Policy
 from osd.speculation.compatibility import IncompatibleError
+from osd.speculation.verification.greedy import follow
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 
 LENGTHS = (5, 17, 3, 30)

@@ -1,0 +1,253 @@
+"""Speculative decoding beside plain decoding on one engine, and how much of the possible speed-up it reaches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.table import Table as Grid
+from torch import Tensor
+
+from benchmarks.figures import Spread
+from benchmarks.isolated import Drafting, forward_seconds
+from benchmarks.pair import BenchError
+from benchmarks.report import columns
+from benchmarks.streams import Arrivals, decoding_rate, updates_of
+from osd.drafters.base import Chains, Drafter, Session
+from osd.engine.engine import Engine
+from osd.engine.policy import Policy
+from osd.engine.request import Request, Sampling, SpeculationCounts
+from osd.speculation.tree import TreeBuilder
+
+PLAIN, SPECULATIVE = "plain", "speculative"
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Requests decoded together in one way.
+
+    ``tokens_per_second`` is of all streams while every one of them decodes: from the last first token to the first
+    end. ``calls`` are the forwards of the drafter.
+    """
+
+    way: str
+    tokens_per_second: float
+    rounds: int
+    drafted: int
+    accepted: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a round should take by its forwards alone, each timed apart from the engine.
+
+    A plain forward of all sequences takes ``plain`` seconds. A round has ``steps`` forwards of the drafter at ``step``
+    times that, and one verification of ``rows`` tokens for each sequence at ``verify`` times it: k, c and v of
+    Leviathan et al. (2023).
+    """
+
+    plain: Spread
+    steps: float
+    step: Spread
+    rows: int
+    verify: Spread
+
+    def speedup(self, length: float) -> float:
+        """The best that a mean acceptance length can give: ``length / (k c + v)``."""
+        return length / (self.steps * self.step.median + self.verify.median)
+
+    @property
+    def draft_seconds(self) -> float:
+        """Of the drafter's forwards in a round."""
+        return self.steps * self.step.median * self.plain.median
+
+    @property
+    def verify_seconds(self) -> float:
+        """Of the target's forward in a round."""
+        return self.verify.median * self.plain.median
+
+
+@dataclass(frozen=True)
+class Found:
+    """Tokens a second of both ways, their ratio wave by wave, acceptance, and the engine's efficiency.
+
+    ``round_seconds`` is what a round of all streams took in the engine.
+    """
+
+    plain: Spread
+    speculative: Spread
+    speedup: Spread
+    acceptance_rate: float
+    mean_acceptance_length: float
+    round_seconds: float
+    model: Model
+    efficiency: float
+
+
+class Counted:
+    """A session that counts its forwards; see ``osd.drafters.base.Session``."""
+
+    def __init__(self, session: Session, calls: Calls) -> None:
+        self._session, self._calls = session, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """One forward."""
+        self._calls.made += 1
+        return self._session.expand(slots, builder, rows, nodes)
+
+    def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
+        """As many forwards as the longest of the drafts has tokens."""
+        chains = self._session.chains(slots, limits, floor)
+        if chains is not None:
+            self._calls.made += max(map(len, chains.tokens), default=0)
+        return chains
+
+
+@dataclass
+class Calls:
+    """Forwards that the sessions of a drafter have made."""
+
+    made: int = 0
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> Calls:
+        """Count those of all sessions that ``drafter`` opens from now on."""
+        calls, session = cls(), drafter.session
+        drafter.session = lambda *size: Counted(session(*size), calls)  # type: ignore[method-assign]
+        return calls
+
+
+def decode(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], waves: int, streams: int, tokens: int,
+    sampling: Sampling, policy: Policy, calls: Calls, report: Callable[[str], None] = lambda step: None,
+) -> Iterator[Wave]:  # fmt: skip
+    """Decode ``streams`` prompts at a time plainly and speculatively, in alternation; the first wave of each warms up.
+
+    Args:
+        engine: running, with a drafter and as many slots.
+        prompts: taken in order, and from the start again.
+        waves: pairs to measure.
+        streams: at the same time.
+        tokens: of each completion, whatever its end.
+        sampling: of all requests.
+        policy: how to speculate; it is not governed.
+        calls: of the engine's drafter.
+        report: told which wave begins.
+    """
+    for number in range(waves + 1):
+        report(f"wave {number} of {waves}")
+        asked = [prompts[(number * streams + n) % len(prompts)] for n in range(streams)]
+        for way in (PLAIN, SPECULATIVE) if number % 2 else (SPECULATIVE, PLAIN):
+            requests = [
+                Request(
+                    f"{way}-{n}", prompt, tokens, replace(sampling, seed=n), ignore_eos=True,
+                    speculate=way == SPECULATIVE, policy=policy,
+                )
+                for n, prompt in enumerate(asked)
+            ]  # fmt: skip
+            before = calls.made
+            speed, counts = _wave(engine, requests)
+            if number:
+                yield Wave(way, speed, counts.rounds, counts.drafted, counts.accepted, calls.made - before)
+
+
+def _wave(engine: Engine, requests: Sequence[Request]) -> tuple[float, SpeculationCounts]:
+    arrivals: Arrivals = defaultdict(list)
+    counts = SpeculationCounts()
+    for moment, update in updates_of(engine, requests):
+        arrivals[update.request_id].append((moment, len(update.token_ids)))
+        counts.add(update.counts or SpeculationCounts())
+    speed = decoding_rate(arrivals)
+    if not speed:
+        raise BenchError("the completions are too short: one ended before all had begun; ask for more tokens")
+    return speed, counts
+
+
+def model(engine: Engine, session: Session, streams: int, waves: Sequence[Wave], turns: int) -> Model:
+    """Time the forwards that the rounds of ``waves`` were made of. The engine must have stopped.
+
+    Call it on a thread with the engine's cores; ``session`` is another one of the same drafter, with slots of
+    ``DRAFT_CONTEXT`` tokens.
+
+    Raises:
+        BenchError: nothing was drafted.
+    """
+    drafted = [wave for wave in waves if wave.way == SPECULATIVE]
+    rounds = sum(wave.rounds for wave in drafted)
+    if not rounds:
+        raise BenchError("nothing was drafted")
+    # Calls are counted for all sequences together, rounds and tokens for each.
+    steps = sum(wave.calls for wave in drafted) * streams / rounds
+    rows = 1 + round(sum(wave.drafted for wave in drafted) / rounds)
+    length = 1 + round(sum(wave.accepted for wave in drafted) / rounds)
+    forwards = max(1, round(steps))
+    drafting = Drafting(session, engine.target, streams)
+    plains, step, verify = [], [], []
+    for turn in range(turns + 1):
+        plain = forward_seconds(engine.target, streams, 1)
+        many = forward_seconds(engine.target, streams, rows)
+        seconds = drafting.seconds(forwards, length)
+        if turn:
+            plains.append(plain)
+            step.append(seconds / forwards / plain)
+            verify.append(many / plain)
+    drafting.close()
+    return Model(Spread.of(plains), steps, Spread.of(step), rows, Spread.of(verify))
+
+
+def conclude(waves: Sequence[Wave], timed: Model, streams: int) -> Found:
+    """Put the figures together; waves of both ways alternate."""
+    plain, mine = ([wave for wave in waves if wave.way == way] for way in (PLAIN, SPECULATIVE))
+    speedup = Spread.of([a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, plain, strict=True)])
+    rounds, drafted, accepted = (
+        sum(getattr(wave, name) for wave in mine) for name in ("rounds", "drafted", "accepted")
+    )
+    counts = SpeculationCounts(rounds, drafted, accepted)
+    length = counts.mean_acceptance_length
+    speed = Spread.of([wave.tokens_per_second for wave in mine])
+    return Found(
+        Spread.of([wave.tokens_per_second for wave in plain]),
+        speed,
+        speedup,
+        counts.acceptance_rate,
+        length,
+        streams * length / speed.median,
+        timed,
+        speedup.median / timed.speedup(length),
+    )
+
+
+def figures(found: Found) -> dict[str, Any]:
+    """All of it, with the speed-up that the forwards allow."""
+    return {**asdict(found), "possible_speedup": found.model.speedup(found.mean_acceptance_length)}
+
+
+def table(found: Found) -> Grid:
+    """What was measured, and what the forwards allow."""
+    grid = columns("", "median (least to largest)")
+    timed = found.model
+    rest = found.round_seconds - timed.draft_seconds - timed.verify_seconds
+    for name, text in (
+        ("plain, tokens/s", found.plain.text(digits=1)),
+        ("speculative, tokens/s", found.speculative.text(digits=1)),
+        ("speed-up", found.speedup.text()),
+        ("acceptance rate", f"{found.acceptance_rate:.3f}"),
+        ("mean acceptance length", f"{found.mean_acceptance_length:.2f}"),
+        ("k, drafter steps a round", f"{timed.steps:.2f}"),
+        ("c, a step in plain forwards", timed.step.text(digits=3)),
+        (f"v, a forward of {timed.rows} in plain forwards", timed.verify.text(digits=3)),
+        ("speed-up that k, c and v allow", f"{timed.speedup(found.mean_acceptance_length):.2f}"),
+        ("engine efficiency", f"{found.efficiency:.3f}"),
+        ("a round, ms", f"{found.round_seconds * 1e3:.2f}"),
+        ("  the target's forward", f"{timed.verify_seconds * 1e3:.2f}"),
+        ("  the drafter's forwards", f"{timed.draft_seconds * 1e3:.2f}"),
+        ("  everything else", f"{rest * 1e3:.2f}"),
+    ):
+        grid.add_row(name, text)
+    return grid

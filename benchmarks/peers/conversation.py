@@ -1,0 +1,110 @@
+"""A worker process, and the talk with it; ``benchmarks.peers.worker`` is the other side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from benchmarks.peers.environments import PeerError, last_error
+
+LOAD_SECONDS, DECODE_SECONDS, END_SECONDS = 600.0, 600.0, 20.0
+
+
+class Worker:
+    """A worker that has loaded its models, until it is left.
+
+    Raises:
+        PeerError: when entering or asking: it ended, said so, or took too long.
+    """
+
+    def __init__(self, command: Sequence[str], load: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self.version = ""
+        self._command, self._load, self._environment = command, load, environment
+        self._answers: queue.Queue[str | None] = queue.Queue()
+
+    def __enter__(self) -> Worker:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=os.environ | dict(self._environment),
+            start_new_session=True,  # it may start processes of its own
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self.version = str(self._ask({"load": self._load}, LOAD_SECONDS)["version"])
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[list[int]]]:
+        """Seconds as the worker measured them, and the tokens after each prompt."""
+        answer = self._ask({"prompts": [list(prompt) for prompt in prompts], "tokens": tokens}, DECODE_SECONDS)
+        return float(answer["seconds"]), answer["ids"]
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None  # noqa: S101 - it is a pipe
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put(None)
+
+    def _ask(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            line = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            raise PeerError(f"no answer within {seconds:.0f} s") from None
+        except BrokenPipeError:
+            line = None
+        try:
+            answer = {"error": self._last_error()} if line is None else json.loads(line)
+        except ValueError:
+            raise PeerError(f"no JSON: {line!r}"[:300]) from None
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        return answer
+
+    def _last_error(self) -> str:
+        code = self._process.wait(END_SECONDS)
+        self._errors.seek(0)
+        return last_error(self._errors.read().decode(errors="replace")) or f"it ended with exit code {code}"
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # the end of its input ends it
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._errors.close()
+
+
+def command(python: Path, script: str) -> list[str]:
+    """How a worker script of this package is started."""
+    return [str(python), "-u", str(Path(__file__).parent / script)]

@@ -1,0 +1,42 @@
+"""The models in the forms that peers read."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import gguf
+from transformers import PreTrainedModel
+
+from osd.drafters.language_model import LanguageModel
+from osd.target.model import DTYPES
+
+
+def write_drafter(drafter: LanguageModel, dtype: str, directory: Path) -> Path:
+    """A drafter as a model of transformers in ``dtype``."""
+    model: PreTrainedModel = copy.deepcopy(drafter.model).to(DTYPES[dtype])  # type: ignore[assignment]
+    model.save_pretrained(directory)
+    return directory
+
+
+def write_first_layers(source: Path, layers: int, file: Path) -> Path:
+    """The first ``layers`` layers of a GGUF model under its own embedding and head, quantised as they are there."""
+    reader = gguf.GGUFReader(source)
+    architecture = str(reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(file, architecture)
+    depth = f"{architecture}.block_count"
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        kind, *inner = field.types
+        value = layers if name == depth else field.contents()
+        writer.add_key_value(name, value, kind, inner[-1] if inner else None)
+    for tensor in reader.tensors:
+        part = tensor.name.split(".")
+        if part[0] != "blk" or int(part[1]) < layers:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

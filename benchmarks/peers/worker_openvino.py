@@ -1,0 +1,36 @@
+"""OpenVINO GenAI on the target's GGUF file: plain, or with a draft model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+import worker
+
+
+class OpenVino:
+    """The target on the CPU device; GenAI reads GGUF itself."""
+
+    def __init__(self, gguf: str, threads: int, draft: str | None = None, depth: int = 0) -> None:
+        self.version = f"openvino-genai {genai.__version__}"
+        more: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+        if draft is not None:
+            more["draft_model"] = genai.draft_model(draft, "CPU", INFERENCE_NUM_THREADS=threads)
+        self._pipeline, self._depth = genai.LLMPipeline(gguf, "CPU", **more), depth
+
+    def decode(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """Prompts are padded on the left."""
+        width = max(map(len, prompts))
+        ids = np.array([[0] * (width - len(prompt)) + prompt for prompt in prompts], dtype=np.int64)
+        mask = np.array([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], dtype=np.int64)
+        config = genai.GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=False)
+        if self._depth:
+            config.num_assistant_tokens = self._depth
+        answer = self._pipeline.generate(genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(mask)), config)
+        return [list(map(int, row)) for row in answer.tokens]
+
+
+if __name__ == "__main__":
+    worker.serve(OpenVino)

@@ -1,0 +1,193 @@
+"""How a service starts: seconds to the first token, and the memory of its replica."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import psutil
+from rich.table import Table as Grid
+from safetensors import safe_open
+
+from benchmarks.pair import BenchError
+from benchmarks.report import columns
+from osd.config import Settings
+from osd.registry.versions import Registry
+from osd.target.load import resolve
+from osd.target.model import DTYPES, load_config
+
+_UP = [sys.executable, "-c", "from osd.cli import main; main()", "up"]
+_REPLICA = "ServeReplica"
+_STOP_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """How a service came up, from the start of its process.
+
+    ``ready`` seconds until it answers and ``first_token`` until the first token of the first request. The replica's
+    process then has ``resident`` bytes in memory, ``unique`` of them shared with no other process; it must hold its
+    ``weights``, target's and drafter's, and has room for the target's ``kv``, which is resident as far as it was used.
+    """
+
+    ready: float
+    first_token: float
+    resident: int
+    unique: int
+    weights: int
+    kv: int
+
+    @property
+    def ratio(self) -> float:
+        """What the process has in memory to its weights and all its KV slots."""
+        return self.resident / (self.weights + self.kv)
+
+
+def start(settings: Settings, limit: float = 300.0) -> Started:
+    """Bring a service up by ``osd up``, ask it for one token, take its measure and stop it.
+
+    Args:
+        settings: of the service; it listens on a free port of this machine.
+        limit: seconds to come up.
+
+    Raises:
+        BenchError: it did not come up, or did not answer; says why.
+        osd.target.load.TargetError: the target cannot be had.
+    """
+    with _up(settings) as (process, url, errors):
+        begun = time.perf_counter()
+        headers = {}
+        if settings.serving.api_key:
+            headers["Authorization"] = f"Bearer {settings.serving.api_key.get_secret_value()}"
+        with httpx2.Client(base_url=url, headers=headers, timeout=60) as http:
+            while not _healthy(http):
+                if process.poll() is not None:
+                    lines = errors.read_text(errors="replace").split("\n")
+                    said = [line for line in lines if line.strip()] or [f"exit code {process.returncode}"]
+                    raise BenchError(f"osd up ended: {said[-1].removeprefix('osd: ')}")
+                if time.perf_counter() - begun > limit:
+                    raise BenchError(f"osd up did not answer within {limit:.0f} s")
+                time.sleep(0.02)
+            ready = time.perf_counter() - begun
+            first_token = _first_token(http) - begun
+        resident, unique = _replica_bytes(process.pid)
+    return Started(ready, first_token, resident, unique, weight_bytes(settings), kv_bytes(settings))
+
+
+@contextmanager
+def _up(settings: Settings) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    serving = settings.serving.model_copy(update={"host": "127.0.0.1", "port": port})
+    values = settings.model_copy(update={"serving": serving}).model_dump(mode="json")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OSD_")}
+    key = values["serving"].pop("api_key")
+    if key is not None and settings.serving.api_key is not None:  # a secret belongs in no file
+        environment["OSD_SERVING__API_KEY"] = settings.serving.api_key.get_secret_value()
+    with tempfile.TemporaryDirectory() as place:
+        config, errors = Path(place, "osd.yaml"), Path(place, "errors")
+        config.write_text(json.dumps(values), encoding="utf-8")
+        with errors.open("wb") as sink:
+            process = subprocess.Popen(
+                [*_UP, "--config", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=sink,
+                env=environment,
+            )
+        try:
+            yield process, f"http://127.0.0.1:{port}", errors
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGTERM)  # the second ends every process of it at once
+                process.wait()
+
+
+def _healthy(http: httpx2.Client) -> bool:
+    try:
+        return http.get("/health").status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def _first_token(http: httpx2.Client) -> float:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0, "stream": True}
+    with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        moment = None
+        for line in response.iter_lines():
+            if moment is None and line.startswith("data:") and '"choices"' in line:
+                moment = time.perf_counter()
+    if moment is None:
+        raise BenchError(f"the service answers {response.status_code} and no token")
+    return moment
+
+
+def _replica_bytes(parent: int) -> tuple[int, int]:
+    """Of the largest replica: resident, and shared with no other process."""
+    found = []
+    for process in psutil.Process(parent).children(recursive=True):
+        try:
+            if _REPLICA in " ".join(process.cmdline()):
+                memory = process.memory_full_info()
+                found.append((memory.rss, memory.uss))
+        except psutil.Error:  # it has just ended
+            continue
+    if not found:
+        raise BenchError("the service has no replica")
+    return max(found)
+
+
+def weight_bytes(settings: Settings) -> int:
+    """Of the target in its dtype, each tensor once, and of the newest drafter version as it is stored."""
+    size = DTYPES[settings.target.dtype].itemsize
+    count = 0
+    for file in resolve(settings.target.source, settings.home_dir).glob("*.safetensors"):
+        with safe_open(file, "numpy") as tensors:
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    drafter = 0
+    whole = [info.number for info in Registry(settings.registry_dir).list(settings.domain) if not info.problem]
+    if whole and settings.drafter.kind != "none":
+        drafter = (settings.registry_dir / settings.domain / str(whole[-1]) / "model.safetensors").stat().st_size
+    return count * size + drafter
+
+
+def kv_bytes(settings: Settings) -> int:
+    """Of the target's keys and values, for all slots."""
+    config = load_config(resolve(settings.target.source, settings.home_dir))
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    places = settings.engine.context + settings.engine.max_draft + 1
+    size = DTYPES[settings.target.dtype].itemsize
+    return 2 * config.num_hidden_layers * settings.engine.slots * heads * places * dim * size
+
+
+def table(found: Started) -> Grid:
+    """Seconds and megabytes."""
+    grid = columns("from the start of osd up", "")
+    for name, text in (
+        ("answers, s", f"{found.ready:.1f}"),
+        ("first token, s", f"{found.first_token:.1f}"),
+        ("replica resident, MB", f"{found.resident / 1e6:.0f}"),
+        ("of it shared with nobody, MB", f"{found.unique / 1e6:.0f}"),
+        ("weights, MB", f"{found.weights / 1e6:.0f}"),
+        ("KV of all slots, MB", f"{found.kv / 1e6:.0f}"),
+        ("resident / (weights + KV)", f"{found.ratio:.2f}"),
+    ):
+        grid.add_row(name, text)
+    return grid

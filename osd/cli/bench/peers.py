@@ -1,0 +1,89 @@
+"""``osd bench peers``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from osd.cli.bench.options import Draft, Json, Prompts, Tokens, check_draft, check_output, loading, running, say, show
+from osd.cli.bench.options import write as write_figures
+from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+
+
+def peers(
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Only this one; may be given again. All of them otherwise.", metavar="NAME")
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Prompts decoded at the same time.")] = 1,
+    turns: Annotated[int, typer.Option(min=1, help="To take medians of.")] = 5,
+    tokens: Tokens = 96,
+    draft: Draft = "registry",
+    prompts: Prompts = "unittest",
+    json_file: Json = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Compare with other engines, each in an environment of its own under the home directory, made when it is missing.
+
+    Same prompts, lengths and threads, greedily, in alternation. A peer that cannot be installed or does not run is a
+    row that says why. Peers that draft with a small model have ours if it is one, else the first layers of the target.
+    """
+    settings = settings_of(config, overrides)
+    check_output(json_file)
+    check_draft(draft)
+    from benchmarks.peers.roster import PEERS
+
+    for name in peer or ():
+        if name not in PEERS:
+            fail(f"--peer must be one of {', '.join(PEERS)}, not {name}")
+    if settings.engine.slots < streams:
+        fail(f"--streams must be at most engine.slots {settings.engine.slots}, not {streams}")
+    import os
+    import tempfile
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from benchmarks.pair import encode, engine_with, find_drafter
+    from benchmarks.peers.measure import measure, ours, table
+    from benchmarks.peers.models import write_drafter, write_first_layers
+    from benchmarks.peers.roster import Models
+    from osd.drafters.language_model import LanguageModel
+    from osd.target.load import gguf_of, resolve
+    from osd.traffic import load
+
+    home = settings.home_dir
+    with tempfile.TemporaryDirectory() as scratch:
+        with loading():
+            texts = load(prompts)
+            directory = resolve(settings.target.source, home, say)
+            gguf = gguf_of(settings.target.source, home, say)
+            drafter, name = find_drafter(settings, draft, directory)
+            engine = engine_with(settings, directory, drafter)
+            small, draft_gguf = drafter, None
+            if not isinstance(small, LanguageModel):
+                fresh = settings.drafter.model_copy(update={"kind": "language_model", "source": None})
+                layers = settings.model_copy(update={"drafter": fresh})
+                small, _ = find_drafter(layers, "language_model", directory)
+                if gguf is not None:
+                    draft_gguf = write_first_layers(gguf, fresh.layers, Path(scratch, "draft.gguf"))
+            assert isinstance(small, LanguageModel)  # noqa: S101 - one or the other
+            models = Models(
+                directory,
+                settings.target.dtype,
+                settings.engine.context,
+                settings.engine.threads or os.cpu_count() or 1,
+                streams,
+                gguf,
+                write_drafter(small, settings.target.dtype, Path(scratch, "draft")),
+                draft_gguf,
+            )
+        asked = encode(engine.tokenizer, texts, settings.engine.context - tokens)
+        if not asked:
+            fail(f"--prompts: {prompts} holds no prompt that leaves room for {tokens} tokens")
+        chosen = {key: entry for key, entry in PEERS.items() if peer is None or key in peer}
+        with running(engine):
+            rows = measure(chosen, models, home, ours(engine, tokens), asked, tokens, turns, say)
+    show(table(rows))
+    about = {"target": settings.target.source, "draft": name, "prompts": prompts, "streams": streams, "tokens": tokens}
+    write_figures(json_file, {**about, "turns": turns, "peers": [asdict(row) for row in rows]})

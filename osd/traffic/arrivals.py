@@ -1,0 +1,77 @@
+"""When requests arrive, and how long their answers are: by chance, or as a trace recorded it."""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from osd.traffic.prompt import TrafficError
+
+_TIME, _LENGTH = "TIMESTAMP", "GeneratedTokens"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: ``due`` seconds after the start, answered with ``tokens`` tokens at most."""
+
+    due: float
+    tokens: int
+
+
+def poisson(rate: float, tokens: int, seed: int) -> Iterator[Arrival]:
+    """Arrivals without end, ``rate`` a second on average, each independent of the others."""
+    draws = random.Random(seed)  # noqa: S311 - arrival times, not secrets
+    due = 0.0
+    while True:
+        due += draws.expovariate(rate)
+        yield Arrival(due, tokens)
+
+
+def read(path: Path) -> list[Arrival]:
+    """Read a trace with the columns ``TIMESTAMP`` and ``GeneratedTokens``, as Azure publishes them.
+
+    The first request arrives at 0. Patel et al., "Splitwise: Efficient Generative LLM Inference Using Phase
+    Splitting", ISCA 2024.
+
+    Raises:
+        TrafficError: the file cannot be read, has no such column or no row, or a row is wrong; names line and field.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            for column in (_TIME, _LENGTH):
+                if column not in (reader.fieldnames or ()):
+                    raise TrafficError(f"{path} has no column {column}")
+            rows = [_row(row, f"{path}, line {reader.line_num}") for row in reader]
+    except OSError as error:
+        raise TrafficError(f"cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TrafficError(f"{path} is not CSV: {error}") from None
+    if not rows:
+        raise TrafficError(f"{path} holds no arrival")
+    rows.sort(key=lambda row: row[0])
+    start = rows[0][0]
+    return [Arrival((moment - start).total_seconds(), tokens) for moment, tokens in rows]
+
+
+def _row(row: dict[str, str], where: str) -> tuple[datetime, int]:
+    try:
+        # Seven digits of a second are more than a datetime holds.
+        moment = datetime.fromisoformat((row[_TIME] or "")[:26])
+    except ValueError:
+        raise TrafficError(f"{where}, field {_TIME}: must be a date and time, not {row[_TIME]!r}") from None
+    text = (row[_LENGTH] or "").strip()
+    if not text.isdecimal() or int(text) < 1:
+        raise TrafficError(f"{where}, field {_LENGTH}: must be a whole number of at least 1, not {text!r}")
+    return moment, int(text)
+
+
+def paced(arrivals: Sequence[Arrival], rate: float | None, longest: int) -> list[Arrival]:
+    """The same arrivals, ``rate`` a second on average if that is given, and no answer longer than ``longest``."""
+    span = arrivals[-1].due
+    stretch = 1.0 if rate is None or not span else (len(arrivals) - 1) / rate / span
+    return [Arrival(arrival.due * stretch, min(arrival.tokens, longest)) for arrival in arrivals]

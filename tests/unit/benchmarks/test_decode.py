@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.decode import PLAIN, SPECULATIVE, Model, Wave, conclude
+from benchmarks.figures import Spread
+from benchmarks.synthetic import Synthetic, forced, longest_path
+from osd.cli.app import app
+from osd.config import GrowthSettings
+from osd.engine.policy import Policy
+from osd.engine.request import Sampling
+from osd.speculation.tree import ROOT
+from tests.unit.engine.harness import prompts, running
+
+
+def test_efficiency_is_the_measured_speedup_over_what_the_forwards_allow():
+    timed = Model(
+        plain=Spread(0.01, 0.01, 0.01), steps=4.0, step=Spread(0.1, 0.1, 0.1), rows=5, verify=Spread(1.2, 1.1, 1.3)
+    )
+    assert timed.speedup(3.2) == pytest.approx(2.0)
+    waves = [Wave(PLAIN, 10.0, 0, 0, 0, 0), Wave(SPECULATIVE, 18.0, 10, 40, 22, 40)]
+    waves += [Wave(SPECULATIVE, 18.0, 10, 40, 22, 40), Wave(PLAIN, 10.0, 0, 0, 0, 0)]
+    found = conclude(waves, timed, 2)
+    assert found.speedup == Spread(1.8, 1.8, 1.8)
+    assert found.acceptance_rate == pytest.approx(0.55)
+    assert found.mean_acceptance_length == pytest.approx(3.2)
+    assert found.efficiency == pytest.approx(0.9)
+    assert found.round_seconds == pytest.approx(2 * 3.2 / 18)
+    assert (timed.draft_seconds, timed.verify_seconds) == (pytest.approx(0.004), pytest.approx(0.012))
+
+
+def test_the_longest_path_ends_at_the_first_of_the_deepest_nodes():
+    assert longest_path([ROOT, ROOT, 1, 0, 3, 2]) == [0, 3, 4]
+    assert longest_path([]) == []
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 1.0])
+def test_forced_acceptance_is_the_acceptance_rate_of_chains(acceptance: float):
+    rule, kept = Synthetic(acceptance), 0
+    for _ in range(4000):
+        path, token = rule.walk([7, 8, 9], [ROOT, 0, 1], [1, 2, 3, 4])
+        assert path == [0, 1, 2][: len(path)]
+        assert token == 1 + len(path)
+        kept += len(path)
+    print(f"accepted {kept / 12000:.4f} of {acceptance}")
+    assert kept / 12000 == pytest.approx(acceptance, abs=0.01)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("growth", [{"kind": "chain", "depth": 4}, {"kind": "dynamic_tree", "budget": 6}])
+def test_the_engine_accepts_what_it_is_forced_to(tiny_target: Path, temperature: float, growth: dict):
+    rule = "chain" if growth["kind"] == "chain" else "siblings"
+    policy = forced(Policy.of(GrowthSettings(**growth), rule), 1.0)
+    with running(tiny_target, "eagle") as client:
+        for n, prompt in enumerate(prompts([5, 9, 3])):
+            client.submit(str(n), prompt, 24, Sampling(temperature=temperature), policy=policy, ignore_eos=True)
+        results = client.wait()
+    counts = [result.counts for result in results.values()]
+    assert all(len(result.tokens) == 24 for result in results.values())
+    assert all(c is not None and c.mean_acceptance_length > 2 for c in counts)
+    if growth["kind"] == "chain":  # the last draft of a request may be cut off by its end
+        assert all(c is not None and c.acceptance_rate > 0.9 for c in counts)
+
+
+def test_forced_acceptance_cannot_be_asked_for_by_name():
+    with pytest.raises(KeyError):
+        Policy.of(GrowthSettings(kind="chain"), "synthetic")
+
+
+def osd(tiny_target: Path, tmp_path: Path, *arguments: str):
+    lines = [
+        {"id": str(n), "domain": "d", "messages": [{"role": "user", "content": f"What is {n}?"}]} for n in range(4)
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    settings = [f"target.source={tiny_target}", "target.dtype=float32", f"home={tmp_path}", "engine.threads=1"]
+    settings += ["engine.context=256", "drafter.vocabulary=100"]
+    given = [part for setting in settings for part in ("--set", setting)]
+    return CliRunner().invoke(app, ["bench", *arguments, *given])
+
+
+def test_the_command_writes_a_line_for_each_wave_and_one_of_figures(tiny_target: Path, tmp_path: Path):
+    source = ["--prompts", str(tmp_path / "prompts.jsonl"), "--draft", "eagle", "--json", str(tmp_path / "all.json")]
+    size = ["--streams", "2", "--waves", "2", "--tokens", "12", "--growth", "chain", "--synthetic-acceptance", "0.5"]
+    result = osd(tiny_target, tmp_path, "decode", *source, *size)
+    assert result.exit_code == 0, result.output
+    *waves, figures = map(json.loads, result.stdout.splitlines())
+    assert [wave["way"] for wave in waves] == [PLAIN, SPECULATIVE, SPECULATIVE, PLAIN]
+    assert all(wave["calls"] > 0 for wave in waves if wave["way"] == SPECULATIVE)
+    assert figures["model"]["steps"] > 1
+    assert figures["efficiency"] == pytest.approx(figures["speedup"]["median"] / figures["possible_speedup"])
+    assert json.loads((tmp_path / "all.json").read_text())["waves"] == waves
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["decode", "--draft", "oracle"], "--draft must be one of"),
+    (["decode", "--streams", "99"], "--streams must be at most engine.slots"),
+    (["decode", "--growth", "dynamic_tree", "--rule", "chain"], "would bias the output"),
+    (["decode", "--rule", "synthetic"], "verification"),
+    (["decode", "--growth", "chain", "--set", "engine.max_draft=2"], "engine.max_draft is 2"),
+    (["forward", "--draft", "oracle"], "--draft must be one of"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_one_sentence(arguments: list[str], words: str, tiny_target: Path, tmp_path: Path):
+    result = osd(tiny_target, tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_streams_that_never_decode_together_are_refused(tiny_target: Path, tmp_path: Path):
+    source = ["--prompts", str(tmp_path / "prompts.jsonl"), "--draft", "eagle", "--streams", "3", "--tokens", "8"]
+    result = osd(tiny_target, tmp_path, "decode", *source, "--waves", "1", "--set", "engine.prefill_chunk=1")
+    assert result.exit_code == 2
+    assert "too short" in result.stderr.splitlines()[-1]
+
+
+def test_forwards_are_timed_by_a_command(tiny_target: Path, tmp_path: Path):
+    figures = tmp_path / "forward.json"
+    result = osd(tiny_target, tmp_path, "forward", "--turns", "1", "--json", str(figures))
+    assert result.exit_code == 0, result.output
+    assert [row["tokens"] for row in json.loads(figures.read_text())["forwards"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert "GB/s" in result.stdout
+    assert torch.get_num_threads() == 1

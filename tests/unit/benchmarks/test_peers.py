@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from benchmarks.figures import Spread
+from benchmarks.pair import find_drafter
+from benchmarks.peers import environments
+from benchmarks.peers.conversation import Worker, command
+from benchmarks.peers.environments import Environment, PeerError, ggml_flags, last_error
+from benchmarks.peers.measure import compare, measure
+from benchmarks.peers.models import write_drafter, write_first_layers
+from benchmarks.peers.roster import PEERS, Entry, Models
+from osd.cli.app import app
+from osd.config import DrafterSettings, Settings, TargetSettings
+from osd.drafters.language_model import LanguageModel
+
+FAKE = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+import worker
+class Fake:
+    def __init__(self, wrong=None):
+        self.version, self._wrong = "fake 1", wrong
+        print("what a library prints is no answer")
+        if wrong == "load":
+            raise OSError("no such\\nmodel")
+        if wrong == "crash":
+            sys.stderr.write("ImportError: libfoo.so\\n")
+            sys.stderr.flush()
+            os._exit(3)
+    def decode(self, prompts, tokens):
+        if self._wrong == "decode":
+            raise MemoryError("too large")
+        time.sleep(0.05)
+        return [[prompt[0]] * (tokens - (self._wrong == "short")) for prompt in prompts]
+worker.serve(Fake)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> list[str]:
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE.format(folder=str(Path(environments.__file__).parent)))
+    return [sys.executable, "-u", str(script)]
+
+
+def run(prompts: list[list[int]], speculate: bool) -> tuple[float, list[list[int]]]:
+    """An engine of ours that always takes the same time; its second stream says something else."""
+    return (0.1 if speculate else 0.2), [[prompt[0] + (n == 1)] * 5 for n, prompt in enumerate(prompts)]
+
+
+def test_a_peer_and_both_ways_of_ours_take_turns_and_ratios_are_within_a_turn(fake: list[str]):
+    seen: list[str] = []
+    with Worker(fake, {}, {}) as worker:
+        row = compare("fake", worker, run, [(1, 2), (7,)], 2, 5, 3, seen.append)
+    assert row.version == "fake 1"
+    assert row.plain == Spread(50.0, 50.0, 50.0)
+    assert row.tokens_per_second is not None
+    assert 10 / 0.5 < row.tokens_per_second.median < 10 / 0.05
+    assert row.plain_ratio is not None
+    assert row.plain_ratio.median == pytest.approx(50 / row.tokens_per_second.median)
+    assert row.speculative_ratio is not None
+    assert row.speculative_ratio.median == pytest.approx(2 * row.plain_ratio.median)
+    assert row.same == 0.5
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("load", "OSError: no such model"), ("crash", "libfoo.so"), ("decode", "MemoryError: too large"), ("short", "4")],
+)
+def test_a_peer_that_fails_is_a_row_that_says_why_and_the_others_go_on(fake: list[str], wrong: str, words: str):
+    broken = Entry(fake[-1], None, lambda models: {"wrong": wrong})
+    whole = Entry(fake[-1], None, lambda models: {})
+    chosen = {"broken": broken, "whole": whole}
+    nothing = Path("none")
+    models = Models(nothing, "float32", 64, 1, 1, None, nothing, None)
+    first, second = measure(chosen, models, nothing, run, [(1, 2)], 5, 1)
+    assert words in str(first.problem)
+    assert first.tokens_per_second is None
+    assert second.problem is None
+
+
+def test_what_needs_a_gguf_file_says_so_where_there_is_none():
+    nothing = Path("none")
+    models = Models(nothing, "float32", 64, 1, 1, None, nothing, None)
+    for name in ("llama-cpp", "llama-cpp-lookup", "openvino", "openvino-draft-model"):
+        with pytest.raises(PeerError, match="GGUF"):
+            PEERS[name].load(models)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_has_its_script(name: str):
+    assert Path(command(Path(sys.executable), PEERS[name].script)[-1]).is_file()
+
+
+def test_an_environment_is_made_once_and_anew_when_what_it_needs_changes(tmp_path: Path, monkeypatch):
+    ran: list[list[str]] = []
+
+    def pretend(arguments: list[str], **environment: str) -> str:
+        ran.append([*arguments, *environment.values()])
+        if "venv" in arguments:
+            Path(arguments[-1]).mkdir(exist_ok=True)
+        return '["needed>=1"]'
+
+    monkeypatch.setattr(environments, "_run", pretend)
+    peer = Environment("some", "some==1", without=("torchvision",))
+    python = peer.python(tmp_path, lambda step: None)
+    assert python == tmp_path / "peers" / "some" / "bin" / "python"
+    assert ran[1][-2:] == ["--no-deps", "some==1"]
+    assert ran[2][-2:] == ["some", "torchvision"]
+    assert ran[3][-1] == "needed>=1"
+    assert peer.python(tmp_path, lambda step: None) == python
+    assert len(ran) == 4
+    other = Environment("some", "some==2", cmake=lambda: ("-DA=ON", "-DB=OFF"))
+    other.python(tmp_path, lambda step: None)
+    assert ran[-1][-2:] == ["some==2", "-DA=ON -DB=OFF"]
+
+
+def test_an_environment_that_cannot_be_made_is_one_line_and_tried_again(tmp_path: Path, monkeypatch):
+    python, real = tmp_path / "peers" / "none" / "bin" / "python", environments._run
+
+    def without_venv(arguments: list[str], **environment: str) -> str:
+        if "venv" not in arguments:
+            return real(arguments, **environment)
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text("#!/bin/sh\necho 'ERROR: no-such-folder is not there' >&2\necho bye >&2\nexit 1\n")
+        python.chmod(0o755)
+        return ""
+
+    monkeypatch.setattr(environments, "_run", without_venv)
+    peer = Environment("none", "./no-such-folder/none")
+    for _ in range(2):
+        with pytest.raises(PeerError, match="no-such-folder") as caught:
+            peer.python(tmp_path, lambda step: None)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_last_error_is_the_last_line_that_speaks_of_one():
+    text = "Traceback\n  ValueError: first\nERROR: second   thing\nnote: see above\n\n"
+    assert last_error(text) == "ERROR: second thing"
+    assert last_error("only\nthis\n") == "this"
+    assert last_error("") == ""
+
+
+def test_llama_cpp_is_built_for_this_cpu_and_never_with_amx():
+    flags = ggml_flags("processor : 0\nflags\t\t: fpu avx avx2 fma amx_tile f16c\n")
+    assert "-DGGML_NATIVE=OFF" in flags
+    assert {"-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_AVX512=OFF", "-DGGML_BMI2=OFF"} <= set(flags)
+    assert not any("AMX" in flag for flag in flags)
+
+
+def test_a_drafter_is_written_as_transformers_reads_it(tiny_target: Path, tmp_path: Path):
+    settings = Settings(target=TargetSettings(source=str(tiny_target)), drafter=DrafterSettings(layers=2))
+    drafter, _ = find_drafter(settings, "language_model", tiny_target)
+    assert isinstance(drafter, LanguageModel)
+    again = AutoModelForCausalLM.from_pretrained(write_drafter(drafter, "float32", tmp_path / "draft"))
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.allclose(again(ids).logits, drafter.model(ids).logits, atol=1e-5)
+    assert drafter.model.dtype == torch.float32
+
+
+def test_the_first_layers_of_a_gguf_file_are_the_same_tensors(tmp_path: Path):
+    writer = gguf.GGUFWriter(tmp_path / "all.gguf", "llama")
+    writer.add_block_count(3)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
+    tensors = {f"blk.{n}.attn_q.weight": np.full((4, 32), n, np.float32) for n in range(3)}
+    tensors["output_norm.weight"] = np.ones(4, np.float32)
+    for name, value in tensors.items():
+        writer.add_tensor(name, value)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    reader = gguf.GGUFReader(write_first_layers(tmp_path / "all.gguf", 2, tmp_path / "two.gguf"))
+    assert reader.fields["llama.block_count"].contents() == 2
+    assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    assert {t.name for t in reader.tensors} == set(tensors) - {"blk.2.attn_q.weight"}
+    assert all((t.data == tensors[t.name]).all() for t in reader.tensors)
+
+
+def osd(tiny_target: Path, tmp_path: Path, *arguments: str):
+    lines = [{"id": str(n), "domain": "d", "messages": [{"role": "user", "content": "?" * n}]} for n in range(1, 4)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    settings = [f"target.source={tiny_target}", "target.dtype=float32", f"home={tmp_path}", "engine.threads=1"]
+    settings += ["engine.context=128", "drafter.vocabulary=100", "growth.governed=false"]
+    given = [part for setting in settings for part in ("--set", setting)]
+    given += ["--prompts", str(tmp_path / "prompts.jsonl"), "--draft", "eagle", "--turns", "1", "--tokens", "12"]
+    return CliRunner().invoke(app, ["bench", "peers", *given, *arguments])
+
+
+def test_the_command_compares_with_another_engine_and_names_what_it_cannot_compare(tiny_target: Path, tmp_path: Path):
+    names = ["transformers-assisted", "llama-cpp"]
+    chosen = [part for name in names for part in ("--peer", name)]
+    result = osd(tiny_target, tmp_path, *chosen, "--json", str(tmp_path / "peers.json"))
+    assert result.exit_code == 0, result.output
+    rows = {row["peer"]: row for row in json.loads((tmp_path / "peers.json").read_text())["peers"]}
+    assert list(rows) == names
+    assert rows["transformers-assisted"]["same"] == 1.0, result.output
+    assert rows["transformers-assisted"]["speculative_ratio"]["median"] > 0
+    assert "GGUF" in rows["llama-cpp"]["problem"]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--peer", "nobody"], "--peer must be one of transformers, "),
+    (["--draft", "oracle"], "--draft must be one of"),
+    (["--streams", "99"], "--streams must be at most"),
+])  # fmt: skip
+def test_what_cannot_be_compared_is_one_sentence(arguments: list[str], words: str, tiny_target: Path, tmp_path: Path):
+    result = osd(tiny_target, tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from benchmarks import start
+from benchmarks.serve import Found
+from benchmarks.start import Started, kv_bytes, weight_bytes
+from osd.cli.app import app
+from osd.config import EngineSettings, Settings, TargetSettings
+from osd.traffic.replay import Tally
+
+PIECE = 0.02  # seconds between two pieces of an answer
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers each request with three pieces of two tokens; refuses prompts that say so."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)  # type: ignore[attr-defined]
+        self.send_response(503 if body["messages"][0]["content"] == "refuse" else 200)
+        self.end_headers()
+        for number in range(3):
+            time.sleep(PIECE)
+            end = "stop" if number == 2 else None
+            self._event({"choices": [{"delta": {"content": "ab"}, "finish_reason": end}]})
+        self._event({"choices": [], "usage": {"completion_tokens": 6}})
+
+    def _event(self, event: dict) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.flush()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def service() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.bodies = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def bench(service: ThreadingHTTPServer, tmp_path: Path, words: list[str], *arguments: str) -> Result:
+    lines = [{"id": w, "domain": "d", "messages": [{"role": "user", "content": w}]} for w in words]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    url = f"http://127.0.0.1:{service.server_port}"
+    given = ["--url", url, "--prompts", str(tmp_path / "prompts.jsonl"), "--json", str(tmp_path / "serve.json")]
+    return CliRunner().invoke(app, ["bench", "serve", *given, *arguments])
+
+
+def test_a_recorded_load_is_sent_with_the_lengths_of_the_trace(service, tmp_path: Path):
+    rows = "".join(f"2023-11-16 18:15:4{n}.0000000,9,{n + 5}\n" for n in range(4))
+    (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    arrivals = ["--arrivals", str(tmp_path / "trace.csv"), "--rate", "40", "--max-tokens", "7"]
+    result = bench(service, tmp_path, ["one", "two"], *arrivals)
+    assert result.exit_code == 0, result.output
+    warm, *sent = service.bodies
+    assert sorted(body["max_tokens"] for body in sent) == [5, 6, 7, 7]
+    assert all(body["ignore_eos"] for body in sent)
+    assert warm["max_tokens"] == 8
+    found = json.loads((tmp_path / "serve.json").read_text())
+    assert (found["sent"], found["failed"], found["tokens"]) == (4, 0, 24)
+    assert PIECE <= found["gaps_p50"] < 10 * PIECE
+    assert found["per_token_p50"] == pytest.approx(2 * found["gaps_p50"] / 5, rel=0.2)
+    assert found["first_token_p99"] < found["latency_p50"]
+
+
+def test_poisson_load_ends_in_time_and_failures_end_the_command_with_1(service, tmp_path: Path):
+    result = bench(service, tmp_path, ["refuse", "well"], "--rate", "30", "--duration", "1")
+    assert result.exit_code == 1
+    found = json.loads((tmp_path / "serve.json").read_text())
+    assert found["failed"] > 5
+    assert found["finished"] > 5
+    assert f"{found['failed']} failed: HTTP 503" in result.stderr
+
+
+def test_tokens_a_second_are_of_the_whole_time():
+    assert Found(Tally(tokens=90), 30.0).figures()["tokens_per_second"] == 3.0
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "--rate, --arrivals or both"),
+    (["--arrivals", "nowhere.csv"], "cannot read"),
+    (["--rate", "1", "--prompts", "nowhere"], "neither a file"),
+])  # fmt: skip
+def test_what_cannot_be_sent_is_one_sentence(arguments: list[str], words: str, tmp_path: Path):
+    result = CliRunner().invoke(app, ["bench", "serve", "--url", "http://127.0.0.1:1", *arguments])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+SERVICE = """
+import http.server, json, signal, subprocess, sys, time
+if sys.argv[1] == "--config":
+    settings = json.load(open(sys.argv[2]))
+    if settings["redis_url"]:
+        sys.exit("osd: redis_url: cannot connect")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    subprocess.run([sys.executable, __file__, "ServeReplica", str(settings["serving"]["port"])])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        time.sleep(0.3)
+        self.wfile.write(b'data: {"choices": [{}]}\\n\\n')
+    def log_message(self, *args):
+        pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that starts a child which is called like a replica, and answers like one."""
+    (tmp_path / "up.py").write_text(SERVICE)
+    monkeypatch.setattr(start, "_UP", [sys.executable, str(tmp_path / "up.py")])
+
+
+def started(tiny_target: Path, tmp_path: Path, *more: str) -> Result:
+    settings = [f"target.source={tiny_target}", f"home={tmp_path}", *more]
+    given = [part for setting in settings for part in ("--set", setting)]
+    return CliRunner().invoke(app, ["bench", "start", "--json", str(tmp_path / "start.json"), *given])
+
+
+@pytest.mark.usefixtures("up")
+def test_a_start_is_timed_to_its_first_token_and_its_replica_weighed(tiny_target: Path, tmp_path: Path):
+    result = started(tiny_target, tmp_path)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "start.json").read_text())
+    assert 0.3 < found["first_token"] - found["ready"] < 3
+    assert 5e6 < found["unique"] <= found["resident"] < 200e6  # a bare interpreter
+    assert found["ratio"] == pytest.approx(found["resident"] / (found["weights"] + found["kv"]))
+    assert "first token" in result.stdout
+
+
+@pytest.mark.usefixtures("up")
+def test_a_service_that_does_not_start_is_one_sentence(tiny_target: Path, tmp_path: Path):
+    result = started(tiny_target, tmp_path, "redis_url=redis://127.0.0.1:1/0")
+    assert result.exit_code == 2
+    assert result.stderr == "osd: osd up ended: redis_url: cannot connect\n"
+
+
+def test_a_replica_must_hold_its_weights_and_its_slots(tiny_target: Path, tmp_path: Path):
+    target = TargetSettings(source=str(tiny_target), dtype="bfloat16")
+    engine = EngineSettings(slots=3, context=100, max_draft=9)
+    settings = Settings(target=target, engine=engine, home=tmp_path)
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64
+    assert weight_bytes(settings) == 2 * (4 * layer + 64 + 64 * 259)
+    assert kv_bytes(settings) == 2 * 4 * 3 * 2 * (100 + 10) * 16 * 2
+    assert Started(1.0, 2.0, 300, 200, 100, 100).ratio == 1.5
