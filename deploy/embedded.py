@@ -22,7 +22,7 @@ from redis.exceptions import RedisError as ConnectionLost
 import serving.app
 import trainer.app
 from deploy.checks import check_settings
-from deploy.first_version import ensure_version, keep_pointer
+from deploy.first_version import ensure_version, keep_pointers
 from deploy.running import announce, lock, withdraw
 from osd.capture.server import RedisError, open_redis
 from osd.config import ConfigError, Settings
@@ -100,7 +100,7 @@ class Embedded:
         self._ends.callback(handle.close)
         self.redis_url = handle.url
         if handle.server is not None:
-            self._ends.callback(self._keep_pointer)
+            self._ends.callback(self._keep_pointers)
         # Ray needs seconds to start and the target up to a minute: neither waits for the other.
         with ThreadPoolExecutor(1, "prepare") as pool:
             prepared = pool.submit(self._prepare)
@@ -156,11 +156,11 @@ class Embedded:
         except (RayError, RuntimeError) as error:
             raise StartError(f"the service does not come up: {_last_line(error)}") from error
 
-    def _keep_pointer(self) -> None:
+    def _keep_pointers(self) -> None:
         try:
-            keep_pointer(self.settings, self.redis_url)
+            keep_pointers(self.settings, self.redis_url)
         except (ConnectionLost, OSError) as error:
-            logger.warning("the rollout pointer is not kept, the newest version starts next time: %s", error)
+            logger.warning("the rollout pointers are not kept, the newest versions start next time: %s", error)
 
     def _stop_trainer(self) -> None:
         try:

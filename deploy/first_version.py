@@ -1,4 +1,4 @@
-"""Give a domain its first drafter version, and a fresh Redis the pointer that the last one held."""
+"""Give a domain its first drafter version, and a fresh Redis the pointers that the last one held."""
 
 from __future__ import annotations
 
@@ -19,35 +19,49 @@ def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:
     """Make sure that the rollout pointer of the domain names a version of the configured drafter; return its number.
 
     Where it does not, the version that was in service when osd last stopped comes back, else the newest that fits;
-    a domain without any is given the drafter's initial weights as a version.
+    a domain without any is given the drafter's initial weights as a version. Other domains that have a version come
+    back in the same way, and where none fits they stay away.
     """
     registry = Registry(settings.registry_dir)
     with Pointer(redis_url) as pointer:
-        rollout = pointer.get(settings.domain) or _kept(settings)
         first = drafters.initial(settings.drafter, target, settings.home_dir)
         config = json.loads(json.dumps(first.config()))
-        if rollout is None or not _fits(registry, settings.domain, rollout.stable, config):
-            numbers = [info.number for info in registry.list(settings.domain)]
-            fitting = (number for number in reversed(numbers) if _fits(registry, settings.domain, number, config))
-            number = next(fitting, None)
-            if number is None:
-                number = registry.publish(settings.domain, first.weights(), config, {"parent": None, "trained_on": {}})
-            rollout = Rollout(stable=number, canary=None, share=0.0, changed=time.time())
-        pointer.set(settings.domain, rollout)
-        return rollout.stable
+        for domain in {*registry.domains(), settings.domain}:
+            rollout = _fitting(registry, domain, pointer.get(domain) or _kept(settings, domain), config)
+            if rollout is None and domain == settings.domain:
+                number = registry.publish(domain, first.weights(), config, {"parent": None, "trained_on": {}})
+                rollout = _at(number)
+            if rollout is not None:
+                pointer.set(domain, rollout)
+        own = pointer.get(settings.domain)
+    assert own is not None  # noqa: S101  it has just been set
+    return own.stable
 
 
-def keep_pointer(settings: Settings, redis_url: str) -> None:
-    """Write the domain's pointer beside its versions, for the next start with an empty Redis."""
+def keep_pointers(settings: Settings, redis_url: str) -> None:
+    """Write the pointer of each domain beside its versions, for the next start with an empty Redis."""
     with Pointer(redis_url) as pointer:
-        rollout = pointer.get(settings.domain)
-    if rollout is not None:
-        _kept_file(settings).write_bytes(msgspec.json.encode(rollout))
+        rollouts = pointer.all()
+    for domain in rollouts.keys() & set(Registry(settings.registry_dir).domains()):
+        _kept_file(settings, domain).write_bytes(msgspec.json.encode(rollouts[domain]))
 
 
-def _kept(settings: Settings) -> Rollout | None:
-    """What ``keep_pointer`` wrote; it holds for one start, because after a crash it would be out of date."""
-    file = _kept_file(settings)
+def _fitting(registry: Registry, domain: str, rollout: Rollout | None, config: dict) -> Rollout | None:
+    """``rollout`` if its version fits, else the newest version that does."""
+    if rollout is not None and _fits(registry, domain, rollout.stable, config):
+        return rollout
+    numbers = [info.number for info in registry.list(domain)]
+    number = next((number for number in reversed(numbers) if _fits(registry, domain, number, config)), None)
+    return None if number is None else _at(number)
+
+
+def _at(number: int) -> Rollout:
+    return Rollout(stable=number, canary=None, share=0.0, changed=time.time())
+
+
+def _kept(settings: Settings, domain: str) -> Rollout | None:
+    """What ``keep_pointers`` wrote; it holds for one start, because after a crash it would be out of date."""
+    file = _kept_file(settings, domain)
     try:
         return msgspec.json.decode(file.read_bytes(), type=Rollout)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -56,8 +70,8 @@ def _kept(settings: Settings) -> Rollout | None:
         file.unlink(missing_ok=True)
 
 
-def _kept_file(settings: Settings) -> Path:
-    return settings.registry_dir / f"{settings.domain}.rollout.json"
+def _kept_file(settings: Settings, domain: str) -> Path:
+    return settings.registry_dir / f"{domain}.rollout.json"
 
 
 def _fits(registry: Registry, domain: str, number: int, config: dict) -> bool:

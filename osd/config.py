@@ -30,6 +30,10 @@ class ConfigError(ValueError):
     """A setting is unknown or out of range; the message is one line that names it."""
 
 
+DOMAIN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
+"""What a domain's name looks like: it becomes the name of a folder and of a Redis key."""
+
+
 class Section(BaseModel):
     """A branch of the settings tree: unknown keys are refused, values never change."""
 
@@ -58,6 +62,7 @@ class EngineSettings(Section):
     prefill_chunk: int = Field(default=64, ge=1, description="prompt tokens of all sequences in one round")
     threads: int = Field(default=0, ge=0, description="CPU threads of a replica, 0 for all cores")
     max_draft: int = Field(default=64, ge=1, le=1024, description="tokens of a draft that a request may ask for")
+    domains: int = Field(default=4, ge=1, le=64, description="domains whose drafters a replica has at once")
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -227,7 +232,7 @@ class Settings(Section):
 
     home: Path = Field(default=Path("~/.cache/osd"), description="models, registry and checkpoints")
     redis_url: str | None = Field(default=None, description="an existing Redis; osd starts one otherwise")
-    domain: str = Field(default="general", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
+    domain: str = Field(default="general", pattern=DOMAIN)
     verification: Verification = "chain"
     target: TargetSettings = TargetSettings()
     engine: EngineSettings = EngineSettings()

@@ -11,6 +11,9 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+Name = str | tuple[str | int, ...]
+"""What a counter is called: a name, or a name and its labels."""
+
 HISTORY_SECONDS = 3600
 ALIVE_SECONDS = 5.0
 _KNOWN_REPLICAS = 256
@@ -21,8 +24,9 @@ _MARK_SECONDS = 10.0
 class Report:
     """What one replica says once a second.
 
-    ``version`` is the stable one, and ``canary`` the one that drafts for a share of requests beside it. ``counters``
-    never decrease; keys are names, or (name, label value) for counters by position or by version.
+    ``version`` is the stable one, and ``canary`` the one that drafts for a share of requests beside it; ``others`` are
+    the versions of other domains that are at hand. ``counters``
+    never decrease; labels are (position) or (domain, version) of the drafter.
     """
 
     replica: str
@@ -32,20 +36,21 @@ class Report:
     running: int
     waiting: int
     swap_stall_seconds_max: float
-    counters: Mapping[str | tuple[str, int], float]
+    counters: Mapping[Name, float]
     canary: int | None = None
+    others: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Totals:
     """Counters summed over every replica that ever reported, and the last report of each living one."""
 
-    counters: Mapping[str | tuple[str, int], float]
+    counters: Mapping[Name, float]
     replicas: list[Report]
 
-    def by_label(self, name: str) -> dict[int, float]:
-        """The counter ``name`` by its label value, in order."""
-        found = {key[1]: value for key, value in self.counters.items() if isinstance(key, tuple) and key[0] == name}
+    def by_label(self, name: str) -> dict[tuple[str | int, ...], float]:
+        """The counter ``name`` by its labels, in order."""
+        found = {key[1:]: value for key, value in self.counters.items() if isinstance(key, tuple) and key[0] == name}
         return dict(sorted(found.items()))
 
 
@@ -54,7 +59,7 @@ class Second:
     """What all replicas counted in one second, and how loaded they were at its end."""
 
     time: int
-    counts: Counter[str | tuple[str, int]] = field(default_factory=Counter)
+    counts: Counter[Name] = field(default_factory=Counter)
     load: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -80,7 +85,7 @@ class Board:
     """Totals and the last hour, in memory."""
 
     def __init__(self) -> None:
-        self._totals: Counter[str | tuple[str, int]] = Counter()
+        self._totals: Counter[Name] = Counter()
         self._last: dict[str, Report] = {}
         self._seconds: deque[Second] = deque(maxlen=HISTORY_SECONDS)
         self._swaps: deque[tuple[float, int]] = deque(maxlen=200)
@@ -122,7 +127,7 @@ class Board:
                 running, waiting = zip(*second.load.values(), strict=True)
                 loads[edge].append((sum(running), sum(waiting)))
         counts = [entry.counts for entry in merged.values()]
-        window: Counter[str | tuple[str, int]] = sum(counts, Counter())
+        window: Counter[Name] = sum(counts, Counter())
         # Of all time: a position that accepted nothing in this window is still one.
         positions = Totals(self._totals, []).by_label("accepted_per_position")
         return History(
@@ -133,7 +138,7 @@ class Board:
             running=[_mean([running for running, _ in load]) for load in loads.values()],
             waiting=[_mean([waiting for _, waiting in load]) for load in loads.values()],
             rounds=window["rounds"],
-            accepted_per_position=[window["accepted_per_position", place] for place in positions],
+            accepted_per_position=[window["accepted_per_position", *place] for place in positions],
             swaps=[mark for mark in self._swaps if mark[0] >= start],
         )
 

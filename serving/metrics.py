@@ -62,7 +62,7 @@ class _Families(Collector):
             "Accepted draft tokens by their position in the draft.",
             labels=["model_name", "position"],
         )
-        for position, value in self.totals.by_label("accepted_per_position").items():
+        for (position,), value in self.totals.by_label("accepted_per_position").items():
             family.add_metric([self.model, str(position)], value)
         yield family
         for key, (name, help_text) in _OURS.items():
@@ -71,8 +71,8 @@ class _Families(Collector):
             yield family
         for key, (name, help_text) in _BY_VERSION.items():
             family = CounterMetricFamily(name, help_text, labels=["domain", "version"])
-            for version, value in self.totals.by_label(key).items():
-                family.add_metric([self.domain, str(version)], value)
+            for (domain, version), value in self.totals.by_label(key).items():
+                family.add_metric([str(domain), str(version)], value)
             yield family
         yield from self._gauges()
 

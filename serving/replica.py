@@ -22,11 +22,12 @@ from osd.registry.load_board import LoadBoard
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
 from osd.target.load import load_tokenizer, resolve
-from osd.target.model import SlotModel, load_config, load_model
+from osd.target.model import SlotModel, decoder_layers, load_config, load_model
 from osd.target.threads import one_core
 from serving import view
 from serving.board import Board, History, Report, Totals
 from serving.control import Control, Switches
+from serving.domains import DomainWatcher
 from serving.reporter import Reporter
 from serving.service import ChatTemplateError, Model
 from serving.versions import Start, VersionWatcher, starting_drafter
@@ -75,12 +76,13 @@ class Replica:
             start = starting_drafter(settings, registry, self._pointer, directory)
         self._writer = TraceWriter(redis_url, settings.capture) if settings.capture.enabled else None
         self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer)
-        self._watcher: VersionWatcher | None = None
+        self._watchers: list[VersionWatcher | DomainWatcher] = []
         if start is not None:
-            self._watcher = VersionWatcher(settings, registry, self._pointer, self._events, self.engine, start)
+            line, common = self.engine.line(settings.domain), (settings, registry, self._pointer, self._events)
+            self._watchers = [VersionWatcher(*common, line, start), DomainWatcher(*common, self.engine)]
         self._feeds = view.Feeds(settings, redis_url, registry, self._events)
         self._reporter = Reporter(
-            name, self.engine, self._writer, self._watcher, self._load_board, self._control, self._push
+            name, self.engine, self._writer, self._watchers, self._load_board, self._control, self._push
         )
         self.model = Model(
             id=model_id(settings),
@@ -90,8 +92,8 @@ class Replica:
             created=int(time.time()),
         )
         self.engine.start()
-        if self._watcher:
-            self._watcher.start()
+        for watcher in self._watchers:
+            watcher.start()
         self._reporter.start()
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -146,8 +148,8 @@ class Replica:
 
     def close(self) -> None:
         """Stop everything; what decodes is cancelled."""
-        if self._watcher:
-            self._watcher.close()
+        for watcher in self._watchers:
+            watcher.close()
         self.engine.stop()
         if self._writer:
             self._writer.close()
@@ -169,13 +171,18 @@ def make_engine(
 ) -> Engine:
     """Load the target from ``directory`` and put an engine around it; ``start`` None decodes plainly."""
     one_core()
+    model = load_model(directory, settings.target.dtype, settings.target.device)
+    taps = start.drafter.taps if start else ()
+    if start and not taps and settings.engine.domains > 1:
+        # What no drafter reads, the router does.
+        taps = (len(decoder_layers(model)) // 2,)
     target = SlotModel(
-        load_model(directory, settings.target.dtype, settings.target.device),
+        model,
         weights=settings.target.weights,
         slots=settings.engine.slots,
         context=settings.engine.context,
         scratch=settings.engine.max_draft + 1,
-        taps=start.drafter.taps if start else (),
+        taps=taps,
     )
     sink = writer.offer if writer else None
     if start is None:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
@@ -15,6 +15,7 @@ from osd.capture.stream import TraceWriter
 from osd.registry.load_board import LoadBoard, ReplicaLoad
 from serving.board import Report
 from serving.control import Control
+from serving.domains import DomainWatcher
 from serving.versions import VersionWatcher
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ class Reporter:
         name: str,
         engine: Engine,
         writer: TraceWriter | None,
-        watcher: VersionWatcher | None,
+        watchers: Sequence[VersionWatcher | DomainWatcher],
         load_board: LoadBoard,
         control: Control,
         push: Callable[[Report], None],
     ) -> None:
-        self._name, self._engine, self._writer, self._watcher = name, engine, writer, watcher
+        self._name, self._engine, self._writer, self._watchers = name, engine, writer, watchers
         self._load_board, self._control, self._push = load_board, control, push
         self.speculation = True
         self._stop = threading.Event()
@@ -72,7 +73,7 @@ class Reporter:
         """This replica now."""
         counts, load = self._engine.counters(), self._engine.load()
         drafts = counts.speculation()
-        counters: dict[str | tuple[str, int], float] = {
+        counters: dict[str | tuple[str | int, ...], float] = {
             "requests": counts.requests,
             "failed": counts.failed,
             "cancelled": counts.cancelled,
@@ -83,14 +84,14 @@ class Reporter:
             "accepted": drafts.accepted,
             "swaps": counts.swaps,
             "busy_seconds": counts.busy_seconds,
-            "rejected_versions": self._watcher.rejected if self._watcher else 0,
+            "rejected_versions": sum(watcher.rejected for watcher in self._watchers),
         }
         for position, accepted in enumerate(drafts.accepted_per_position):
             counters["accepted_per_position", position] = accepted
-        for version, of_version in counts.by_version.items():
-            counters["version_rounds", version] = of_version.rounds
-            counters["version_drafted", version] = of_version.drafted
-            counters["version_accepted", version] = of_version.accepted
+        for drafted_by, of_version in counts.by_version.items():
+            counters["version_rounds", *drafted_by] = of_version.rounds
+            counters["version_drafted", *drafted_by] = of_version.drafted
+            counters["version_accepted", *drafted_by] = of_version.accepted
         if self._writer is not None:
             for name, value in self._writer.counters().items():
                 counters[f"traces_{name}"] = value
@@ -104,6 +105,7 @@ class Reporter:
             swap_stall_seconds_max=counts.swap_stall_seconds_max,
             counters=counters,
             canary=self._engine.canary_version,
+            others=self._engine.lanes.others() if self._engine.lanes else {},
         )
 
     def _tell_load(self) -> None:

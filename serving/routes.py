@@ -197,7 +197,7 @@ class Routes:
             stop=tuple(body.stop or ()),
             ignore_eos=bool(body.ignore_eos),
             capture=settings.capture.enabled and allowed,
-            domain=settings.domain,
+            domain=body.osd.domain if body.osd else None,
             logprobs=body.top,
         )
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from osd.config import GrowthSettings, Verification
+from osd.config import DOMAIN, GrowthSettings, Verification
 
 MOST_BIASES = 1024
 """Entries of ``logit_bias`` at most."""
@@ -121,10 +121,14 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """How this request speculates; what is left out is as the server has it. It changes speed and nothing else."""
+    """How this request speculates; what is left out is as the server has it. It changes speed and nothing else.
+
+    ``domain`` names whose drafter is wanted; one that has none is served by the server's own.
+    """
 
     growth: GrowthSettings | None = None
     verification: Verification | None = None
+    domain: str | None = Field(None, pattern=DOMAIN)
 
     @model_validator(mode="after")
     def _not_governed(self) -> Speculation:

@@ -21,7 +21,7 @@ from osd.registry.versions import Registry, Version, VersionError
 from osd.target.threads import one_core
 
 if TYPE_CHECKING:
-    from osd.engine.engine import Engine
+    from osd.engine.lanes import LineControl
 
 logger = logging.getLogger(__name__)
 
@@ -69,23 +69,107 @@ def _judging(drafter: Drafter, settings: Settings) -> Drafter:
     return drafter
 
 
-class VersionWatcher:
-    """Follows the rollout pointer in a thread: loads, checks and stages each new version beside decoding.
+class Follower:
+    """Does what a domain's rollout says: loads, checks and stages each new version beside decoding.
 
     A version that cannot be loaded or does not fit is refused: counted, logged, put on the events, and the running
-    one stays. The requests of a canary that is refused are served by the stable version. With Redis gone nothing
-    changes.
+    one stays. The requests of a canary that is refused are served by the stable version.
     """
 
     def __init__(
-        self, settings: Settings, registry: Registry, pointer: Pointer, events: Events, engine: Engine, start: Start
+        self, domain: str, registry: Registry, events: Events, line: LineControl, stop: threading.Event
     ) -> None:
-        self._domain, self._engine = settings.domain, engine
-        self._registry, self._pointer, self._events = registry, pointer, events
-        self._known_bad = set(start.refused)
+        """Follow for ``domain`` on the drafters of ``line``, until ``stop``."""
+        self._domain, self._registry, self._events, self._line, self._stop = domain, registry, events, line, stop
+        self.known_bad: set[int] = set()
         self.rejected = 0
-        self._stop = threading.Event()
+
+    def follow(self, rollout: Rollout) -> None:
+        """Bring the line where ``rollout`` says."""
+        # In this order, so that a canary that is promoted serves its share until it is swapped in for all.
+        self._follow_stable(rollout.stable)
+        self._follow_canary(rollout)
+
+    def use(self, number: int, take: Callable[[Version], None]) -> bool:
+        """Load a version for ``take``; False when it is refused."""
+        try:
+            take(self._registry.load(self._domain, number))
+        except (VersionError, DrafterError) as error:
+            self.refuse(number, str(error))
+        except Exception as error:
+            # Whatever is wrong with a version, it must not end the thread that would load the next one.
+            logger.exception("drafter version %d of %s cannot be loaded", number, self._domain)
+            self.refuse(number, type(error).__name__)
+        else:
+            return True
+        return False
+
+    def refuse(self, number: int, reason: str) -> None:
+        """Count a version that is not used, and say why."""
+        self.rejected += 1
+        logger.error("drafter version %d of %s is refused, what runs stays: %s", number, self._domain, reason)
+        self.tell("rejected", number, reason=reason, stage="load")
+
+    def _follow_stable(self, number: int) -> None:
+        before = self._line.drafter_version
+        if number == before or number in self.known_bad:
+            # Known bad only until the pointer moves: whoever points at it again wants it tried again.
+            self.known_bad.discard(number)
+            return
+        if self.use(number, lambda version: self._line.stage(number, version.weights)) and self._swapped(number):
+            logger.info("drafter version %d is in service, before it %d", number, before)
+            self.tell("swapped", number, previous=before)
+
+    def _follow_canary(self, rollout: Rollout) -> None:
+        number, running = rollout.canary, self._line.canary_version
+        if number is None or number == rollout.stable or not rollout.share:
+            if running is not None:
+                self._line.end_canary()
+                logger.info("drafter version %d is no canary any more", running)
+        elif number == running:
+            self._line.try_canary(rollout, None)
+        elif self.use(number, lambda version: self._line.try_canary(rollout, version.weights)):
+            logger.info("drafter version %d drafts for %.0f %% of requests", number, 100 * rollout.share)
+        elif running is not None:
+            self._line.end_canary()
+
+    def _swapped(self, number: int) -> bool:
+        deadline = time.monotonic() + _SWAP_SECONDS
+        while self._line.drafter_version != number and time.monotonic() < deadline:
+            if self._stop.wait(0.01):
+                return False
+        return self._line.drafter_version == number
+
+    def tell(self, kind: Kind, number: int, **figures: Any) -> None:
+        """Put an event on the list; without Redis it is only logged."""
+        try:
+            self._events.add(kind, self._domain, number, **figures)
+        except RedisError as error:
+            logger.warning("event %s of version %d is lost: %s", kind, number, error)
+
+
+class VersionWatcher:
+    """Follows the rollout pointer of the own domain in a thread; with Redis gone nothing changes."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        pointer: Pointer,
+        events: Events,
+        line: LineControl,
+        start: Start,
+    ) -> None:
+        """Follow for ``settings.domain``; the versions that ``start`` refused are told of now."""
+        self._domain, self._pointer, self._stop = settings.domain, pointer, threading.Event()
+        self._follower = Follower(settings.domain, registry, events, line, self._stop)
+        self._follower.known_bad.update(start.refused)
         self._thread = threading.Thread(target=self._run, name="version-watcher", daemon=True)
+
+    @property
+    def rejected(self) -> int:
+        """Versions that were refused."""
+        return self._follower.rejected
 
     def start(self) -> None:
         """Begin to watch."""
@@ -98,68 +182,7 @@ class VersionWatcher:
 
     def _run(self) -> None:
         one_core()
-        for number in sorted(self._known_bad):
-            self._refuse(number, "refused when the replica started")
+        for number in sorted(self._follower.known_bad):
+            self._follower.refuse(number, "refused when the replica started")
         for rollout in self._pointer.watch(self._domain, self._stop, POLL_SECONDS):
-            self._follow(rollout)
-
-    def _follow(self, rollout: Rollout) -> None:
-        # In this order, so that a canary that is promoted serves its share until it is swapped in for all.
-        self._follow_stable(rollout.stable)
-        self._follow_canary(rollout)
-
-    def _follow_stable(self, number: int) -> None:
-        before = self._engine.drafter_version
-        if number == before or number in self._known_bad:
-            # Known bad only until the pointer moves: whoever points at it again wants it tried again.
-            self._known_bad.discard(number)
-            return
-        if self._use(number, lambda version: self._engine.stage(number, version.weights)) and self._swapped(number):
-            logger.info("drafter version %d is in service, before it %d", number, before)
-            self._tell("swapped", number, previous=before)
-
-    def _follow_canary(self, rollout: Rollout) -> None:
-        number, running = rollout.canary, self._engine.canary_version
-        if number is None or number == rollout.stable or not rollout.share:
-            if running is not None:
-                self._engine.end_canary()
-                logger.info("drafter version %d is no canary any more", running)
-        elif number == running:
-            self._engine.try_canary(rollout, None)
-        elif self._use(number, lambda version: self._engine.try_canary(rollout, version.weights)):
-            logger.info("drafter version %d drafts for %.0f %% of requests", number, 100 * rollout.share)
-        elif running is not None:
-            self._engine.end_canary()
-
-    def _use(self, number: int, take: Callable[[Version], None]) -> bool:
-        """Load a version for ``take``; False when it is refused."""
-        try:
-            take(self._registry.load(self._domain, number))
-        except (VersionError, DrafterError) as error:
-            self._refuse(number, str(error))
-        except Exception as error:
-            # Whatever is wrong with a version, it must not end the thread that would load the next one.
-            logger.exception("drafter version %d cannot be loaded", number)
-            self._refuse(number, type(error).__name__)
-        else:
-            return True
-        return False
-
-    def _swapped(self, number: int) -> bool:
-        deadline = time.monotonic() + _SWAP_SECONDS
-        while self._engine.drafter_version != number and time.monotonic() < deadline:
-            if self._stop.wait(0.01):
-                return False
-        return self._engine.drafter_version == number
-
-    def _refuse(self, number: int, reason: str) -> None:
-        self.rejected += 1
-        stays = self._engine.drafter_version
-        logger.error("drafter version %d is refused, version %d stays: %s", number, stays, reason)
-        self._tell("rejected", number, reason=reason, stage="load")
-
-    def _tell(self, kind: Kind, number: int, **figures: Any) -> None:
-        try:
-            self._events.add(kind, self._domain, number, **figures)
-        except RedisError as error:
-            logger.warning("event %s of version %d is lost: %s", kind, number, error)
+            self._follower.follow(rollout)

@@ -71,7 +71,7 @@ def compose(
     rollout: Rollout | None = feeds["rollout"]
     versions = []
     for version in feeds["versions"]:
-        counts = {name: by_version.get(version["number"], 0) for name, by_version in live.items()}
+        counts = {name: by_version.get((settings.domain, version["number"]), 0) for name, by_version in live.items()}
         versions.append({**version, "in_service": version["number"] in running, "live": counts})
     names = (
         "requests",
@@ -95,6 +95,7 @@ def compose(
                 "name": report.replica,
                 "version": report.version,
                 "canary": report.canary,
+                "others": dict(report.others),
                 "speculation": report.speculation,
                 "running": report.running,
                 "waiting": report.waiting,

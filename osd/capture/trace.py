@@ -56,6 +56,9 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
       ACCEPTED or REJECTED.
     * ``hidden`` [P + C - 1, taps * hidden]: the tapped target layers side by side for every token that
       was fed, when the drafter reads them.
+
+    ``domain`` is whose request it is, and ``drafter_domain`` whose drafter served it in ``drafter_version``; as earlier
+    records do not say, an empty one is the same domain.
     """
 
     request_id: str
@@ -78,6 +81,12 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     drafted: Array
     verdict: Array
     hidden: Array | None = None
+    drafter_domain: str = ""
+
+    @property
+    def line(self) -> str:
+        """The domain whose versions ``drafter_version`` counts."""
+        return self.drafter_domain or self.domain
 
     def check(self) -> None:
         """Check that the arrays fit each other.

@@ -17,7 +17,10 @@ class EngineLoad:
 
 @dataclass
 class EngineCounters:
-    """Counts that only grow, the longest swap stall apart; seconds are wall-clock."""
+    """Counts that only grow, the longest swap stall apart; seconds are wall-clock.
+
+    ``by_version`` is by the domain and version of the drafter.
+    """
 
     requests: int = 0
     failed: int = 0
@@ -28,7 +31,7 @@ class EngineCounters:
     busy_seconds: float = 0.0
     swaps: int = 0
     swap_stall_seconds_max: float = 0.0
-    by_version: dict[int, SpeculationCounts] = field(default_factory=dict)
+    by_version: dict[tuple[str, int], SpeculationCounts] = field(default_factory=dict)
 
     def speculation(self) -> SpeculationCounts:
         """The draft counts of all versions together."""

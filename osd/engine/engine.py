@@ -19,17 +19,17 @@ from osd.drafters.base import Drafter
 from osd.engine import round as rounds
 from osd.engine.calibration import forward_seconds
 from osd.engine.counters import EngineCounters, EngineLoad
-from osd.engine.lanes import Lane, Lanes
+from osd.engine.lanes import Lanes, LineControl
 from osd.engine.piece import Piece
 from osd.engine.planner import Planner
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SpeculationCounts, Update
-from osd.engine.sequence import Sequence
+from osd.engine.routing import Routing
+from osd.engine.sequence import Sequence, Unrouted
 from osd.engine.tracing import TraceBuilder
-from osd.registry.pointer import Rollout
 from osd.speculation.governor import Governor
 from osd.target.model import SlotModel
-from osd.target.threads import one_core, several_cores
+from osd.target.threads import several_cores
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +67,18 @@ class Engine:
         self._policy = Policy.of(settings.growth, settings.verification)
         self._planner = Planner(self._policy, target.context)
         self._version = version
-        self.lanes = None if drafter is None else Lanes(drafter, version, settings.engine)
         self._speculation = True
         self._changed = threading.Condition()
+        self.lanes: Lanes | None = None
+        self._routing: Routing | None = None
+        if drafter is not None:
+            self.lanes = Lanes(drafter, settings.domain, version, settings.engine, self._changed)
+            if target.taps:
+                self._routing = Routing(self.lanes, target)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free = list(range(settings.engine.slots))[::-1]
         self._cancelled: set[str] = set()
-        self._staged: dict[Lane, tuple[int, dict[str, Tensor]]] = {}
         self._counters = EngineCounters()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -105,7 +109,8 @@ class Engine:
             raise ValueError(
                 f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, together at most {context}"
             )
-        sequence = Sequence(request, request.policy or self._policy, on_update, self.tokenizer)
+        domain = request.domain or self.settings.domain
+        sequence = Sequence(request, request.policy or self._policy, on_update, self.tokenizer, domain)
         with self._changed:
             if self._stopping:
                 raise ValueError("the engine is stopping")
@@ -119,51 +124,32 @@ class Engine:
             self._cancelled.add(request_id)
             self._changed.notify_all()
 
+    def line(self, domain: str) -> LineControl:
+        """The drafters of a domain that has a line.
+
+        Raises:
+            ValueError: the engine decodes without a drafter.
+        """
+        return LineControl(self._drafting(), domain)
+
     def stage(self, version: int, weights: dict[str, Tensor]) -> None:
-        """Check and lay out another version's weights here, to be swapped in between two rounds.
+        """Check and lay out another version's weights for the own domain, to be swapped in between two rounds.
 
         Raises:
             DrafterError: the weights do not fit; the running version stays.
         """
-        lane = self._drafting().stable
-        one_core()
-        staged = lane.session.stage(weights)
-        with self._changed:
-            self._staged[lane] = (version, staged)
-            self._changed.notify_all()
-
-    def try_canary(self, rollout: Rollout, weights: dict[str, Tensor] | None) -> None:
-        """Let the canary of ``rollout`` draft for its share of new requests, beside the stable version.
-
-        It takes the place of another canary, whose requests go on with what they have.
-
-        Args:
-            rollout: names the canary and its share.
-            weights: of the canary; None when it runs already.
-
-        Raises:
-            DrafterError: the weights do not fit; nothing changes.
-        """
         lanes = self._drafting()
-        one_core()
-        lane = None if weights is None or rollout.canary is None else lanes.make(rollout.canary, weights)
-        with self._changed:
-            lanes.try_canary(rollout, lane)
-
-    def end_canary(self) -> None:
-        """Let the stable version draft for every new request; those of a canary end with it."""
-        with self._changed:
-            self._drafting().end_canary()
+        lanes.stage(lanes.domain, version, weights)
 
     @property
     def drafter_version(self) -> int:
-        """The stable version."""
-        return self._version if self.lanes is None else self.lanes.stable.version
+        """The own domain's stable version."""
+        return self._version if self.lanes is None else self.lanes.lines[self.lanes.domain].stable.version
 
     @property
     def canary_version(self) -> int | None:
-        """The version that drafts for a share of new requests, None for none."""
-        return None if self.lanes is None else self.lanes.canary_version
+        """The version that drafts for a share of the own domain's new requests, None for none."""
+        return None if self.lanes is None else LineControl(self.lanes, self.lanes.domain).canary_version
 
     def set_speculation(self, enabled: bool) -> None:
         """Speculate from the next round on, or decode plainly."""
@@ -197,7 +183,7 @@ class Engine:
             self._planner.governor = Governor(nodes, seconds)
         while True:
             with self._changed:
-                idle = not (self._waiting or self._running or self._staged or self._stopping)
+                idle = not (self._waiting or self._running or self._stopping or (self.lanes and self.lanes.staged))
                 if idle:
                     self._cancelled.clear()
                     self._changed.wait()
@@ -216,10 +202,10 @@ class Engine:
                 self._fail(f"{type(error).__name__} while decoding")
 
     def _swap(self) -> None:
-        if not self._staged:
+        if self.lanes is None or not self.lanes.staged:
             return
         start = time.perf_counter()
-        lane, (version, staged) = self._staged.popitem()
+        lane, (version, staged) = self.lanes.staged.popitem()
         lane.version = version
         with torch.inference_mode():
             lane.session.load(staged)
@@ -227,7 +213,7 @@ class Engine:
         stall = time.perf_counter() - start
         self._counters.swaps += 1
         self._counters.swap_stall_seconds_max = max(self._counters.swap_stall_seconds_max, stall)
-        log.info("drafter %d swapped in within %.1f ms", lane.version, stall * 1e3)
+        log.info("drafter %d of %s swapped in within %.1f ms", version, lane.domain, stall * 1e3)
 
     def _drop_cancelled(self) -> None:
         gone = [s for s in [*self._running, *self._waiting] if s.request.id in self._cancelled]
@@ -249,8 +235,11 @@ class Engine:
             s = self._waiting.popleft()
             s.slot = self._free.pop()
             if self.lanes is not None and s.request.speculate:
-                s.lane = self.lanes.choose(s.request.id)
-                s.lane.session.open(s.slot, s.tokens[0])
+                if s.request.domain is None and self._routing is not None and self._routing.open:
+                    s.unrouted = Unrouted()
+                else:
+                    s.lane = self.lanes.choose(s.domain, s.request.id)
+                    s.lane.open(s.slot, s.tokens[0])
             if self._sink is not None and s.request.capture and self.settings.capture.enabled:
                 s.trace = TraceBuilder(s.request, self.settings.target.source, self.settings.capture.piece)
             self._counters.prompt_tokens += len(s.tokens)
@@ -260,7 +249,7 @@ class Engine:
         self._running.remove(s)
         self._free.append(s.slot)
         if s.lane is not None:
-            s.lane.session.close(s.slot)
+            s.lane.close(s.slot)
 
     def _round(self) -> None:
         start = time.perf_counter()
@@ -268,14 +257,15 @@ class Engine:
         if self._speculation:
             self._planner.plan(pieces)
         outcome = rounds.run(self.target, pieces)
-        report = rounds.commit(outcome, self.target, self.settings.capture.top_k)
+        reads_hidden = self.lanes is not None and self.lanes.reads_hidden
+        report = rounds.commit(outcome, self.target, self.settings.capture.top_k, reads_hidden)
         with self._changed:
             self._counters.forwards += 1
             for drawn in report:
                 self._counters.completion_tokens += drawn.tokens
                 if drawn.drafted:
-                    version = self._version_of(drawn.sequence)
-                    of_version = self._counters.by_version.setdefault(version, SpeculationCounts())
+                    drafted_by = self._drafted_by(drawn.sequence)
+                    of_version = self._counters.by_version.setdefault(drafted_by, SpeculationCounts())
                     for counts in (drawn.sequence.counts, of_version):
                         counts.count(drawn.drafted, drawn.accepted)
         for drawn in report:
@@ -284,8 +274,13 @@ class Engine:
             s.report()
             self._emit(s)
             if s.finish:
+                if self._routing is not None and self._speculation:
+                    self._routing.ended(s)
                 with self._changed:
                     self._release(s)
+            elif s.unrouted is not None and self._routing is not None:
+                with self._changed:
+                    self._routing.route(s)
         seconds = time.perf_counter() - start
         self._counters.busy_seconds += seconds
         self._planner.learn(outcome, report, seconds)
@@ -305,7 +300,7 @@ class Engine:
 
     def _emit(self, s: Sequence) -> None:
         while s.trace is not None and self._sink is not None and (s.finish or s.trace.full()):
-            trace = s.trace.build(self._version_of(s))
+            trace = s.trace.build(s.domain, *self._drafted_by(s))
             if trace is None:
                 return
             try:
@@ -314,8 +309,11 @@ class Engine:
                 log.exception("the trace of request %s is lost", s.request.id)
                 s.trace = None
 
-    def _version_of(self, s: Sequence) -> int:
-        return self.drafter_version if s.lane is None else s.lane.version
+    def _drafted_by(self, s: Sequence) -> tuple[str, int]:
+        """Domain and version of the drafter."""
+        if s.lane is None:
+            return self.settings.domain, self.drafter_version
+        return s.lane.domain, s.lane.version
 
     def _fail(self, message: str) -> None:
         with self._changed:

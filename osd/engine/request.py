@@ -39,8 +39,8 @@ class Request:
 
     ``stop`` strings end the text before they appear; ``ignore_eos`` decodes on to ``max_tokens``;
     ``capture`` allows the trainer to learn from it; ``speculate`` False decodes it plainly; ``policy`` is
-    how it speculates, None as the engine does. ``logprobs`` reports each
-    token's log-probability and those of so many most probable tokens; None reports none.
+    how it speculates, None as the engine does; ``domain`` is whose drafter it wants, None to find out.
+    ``logprobs`` reports each token's log-probability and those of so many most probable tokens; None reports none.
     """
 
     id: str
@@ -51,7 +51,7 @@ class Request:
     ignore_eos: bool = False
     capture: bool = False
     speculate: bool = True
-    domain: str = "general"
+    domain: str | None = "general"
     policy: Policy | None = None
     logprobs: int | None = None
 

@@ -74,8 +74,11 @@ def run(target: SlotModel, pieces: list[Piece]) -> Round:
 
 
 @torch.inference_mode()
-def commit(outcome: Round, target: SlotModel, trace_top_k: int) -> list[Drawn]:
-    """Keep what was accepted, in every cache, sequence and trace; one entry for each sequence that drew."""
+def commit(outcome: Round, target: SlotModel, trace_top_k: int, reads_hidden: bool) -> list[Drawn]:
+    """Keep what was accepted, in every cache, sequence and trace; one entry for each sequence that drew.
+
+    ``reads_hidden`` says that drafters read hidden states, and traces therefore keep them.
+    """
     hidden = outcome.forward.hidden
     for piece in outcome.pieces:
         s, after = piece.sequence, piece.start + piece.count
@@ -90,10 +93,14 @@ def commit(outcome: Round, target: SlotModel, trace_top_k: int) -> list[Drawn]:
             states = hidden[first:last] if straight else hidden[[first + offset for offset in offsets]]
         else:
             states = None
+        if s.unrouted is not None and states is not None:
+            s.unrouted.tokens += following + new
+            s.unrouted.states.append(states)
+        for_drafters = states if reads_hidden else None
         if s.lane is not None:
-            s.lane.session.commit(s.slot, following + new, states)
+            s.lane.session.commit(s.slot, following + new, for_drafters)
         if s.trace is not None:
-            s.trace.feed(states)
+            s.trace.feed(for_drafters)
         if piece.ends:
             taken = s.append(new, target.eos_ids)
             piece.kept = len(taken)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.engine.policy import Policy
 from osd.engine.request import FinishReason, Request, SpeculationCounts, TokenLogprobs, Update
 from osd.engine.text import TextStream
 from osd.engine.tracing import TraceBuilder
+from osd.routing import Pick
 
 if TYPE_CHECKING:
     from osd.engine.lanes import Lane
@@ -19,10 +22,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class Unrouted:
+    """What a drafter will have to be told of a sequence that has none yet: tokens, and the states before each."""
+
+    tokens: list[int] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What was decided for a sequence, when, and how many tokens it had then."""
+
+    pick: Pick
+    began: float
+    tokens: int
+
+
 class Sequence:
     """Tokens, text and counts of one request; ``slot`` is -1 until it gets one.
 
-    ``lane`` is what it drafts with, None when it decodes plainly. ``tokens`` are the prompt and what was generated;
+    ``domain`` is whose request it is, as far as is known. ``lane`` is what it drafts with, None when it decodes plainly
+    or as long as it is ``unrouted``. ``tokens`` are the prompt and what was generated;
     ``fed`` of them are in the target's KV slot, which is all but the last once the prompt is done.
     """
 
@@ -32,7 +53,9 @@ class Sequence:
         policy: Policy,
         on_update: Callable[[Update], None],
         tokenizer: PreTrainedTokenizerBase,
+        domain: str,
     ) -> None:
+        self.domain = domain
         self.request, self.policy, self._on_update = request, policy, on_update
         self.limit = policy.first_limit
         self.tokens = list(request.prompt_ids)
@@ -40,6 +63,8 @@ class Sequence:
         self.slot = -1
         self.step = 0
         self.lane: Lane | None = None
+        self.unrouted: Unrouted | None = None
+        self.routed: Routed | None = None
         self.finish: FinishReason | None = None
         self.counts = SpeculationCounts()
         self.trace: TraceBuilder | None = None

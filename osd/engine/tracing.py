@@ -92,8 +92,14 @@ class TraceBuilder:
         """Whether a piece is complete."""
         return len(self._places) >= self.piece
 
-    def build(self, drafter_version: int) -> Trace | None:
-        """The record of what was collected, or None when nothing was; the next piece starts after it."""
+    def build(self, domain: str, drafter_domain: str, drafter_version: int) -> Trace | None:
+        """The record of what was collected, or None when nothing was; the next piece starts after it.
+
+        Args:
+            domain: whose request it is.
+            drafter_domain: whose drafter served it.
+            drafter_version: of that drafter.
+        """
         places = self._places[: self.piece]  # a round may have gone past the end of the piece
         if not places:
             return None
@@ -112,8 +118,9 @@ class TraceBuilder:
         trace = Trace(
             request_id=self.request.id,
             piece=self.number,
-            domain=self.request.domain,
+            domain=domain,
             target=self.target,
+            drafter_domain=drafter_domain,
             drafter_version=drafter_version,
             created=time.time(),
             temperature=sampling.temperature,

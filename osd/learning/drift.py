@@ -78,7 +78,7 @@ class Cusum:
 
 
 class DriftWatch:
-    """A test for each domain and drafter version; a new version has a level of its own.
+    """A test for each domain of requests and drafter version; a new version has a level of its own.
 
     Args:
         fall: the drop of the acceptance rate that shall be found quickly.
@@ -87,12 +87,12 @@ class DriftWatch:
 
     def __init__(self, fall: float, records: int) -> None:
         self._fall, self._records = fall, records
-        self._tests: OrderedDict[tuple[str, int], Cusum] = OrderedDict()
+        self._tests: OrderedDict[tuple[str, str, int], Cusum] = OrderedDict()
 
     def add(self, trace: Trace) -> Drift | None:
         """Take in a record as it arrives. After an alarm the level is estimated anew: a fall is told once."""
         verdict = trace.verdict.numpy()
-        key = trace.domain, trace.drafter_version
+        key = trace.domain, trace.line, trace.drafter_version
         test = self._tests.setdefault(key, Cusum(self._fall, self._records))
         self._tests.move_to_end(key)
         while len(self._tests) > _KNOWN:
@@ -101,4 +101,4 @@ class DriftWatch:
         if now is None:
             return None
         del self._tests[key]
-        return Drift(*key, before=test.level, now=now)
+        return Drift(trace.domain, trace.drafter_version, before=test.level, now=now)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+from osd.config import DOMAIN
+
+_DOMAIN = re.compile(DOMAIN)
 
 
 def check_domain(domain: str) -> str:

@@ -16,6 +16,8 @@ from osd.registry.names import check_domain
 
 logger = logging.getLogger(__name__)
 
+_DOMAINS = "osd:domains"
+
 _Number = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -67,7 +69,18 @@ class Pointer:
         Raises:
             ValueError: a version below 1 or a share outside 0 to 1.
         """
-        self._client.set(_key(domain), _encode(domain, rollout))
+        key, data = _key(domain), _encode(domain, rollout)
+        with self._client.pipeline() as pipe:
+            pipe.sadd(_DOMAINS, domain)
+            pipe.set(key, data)
+            pipe.execute()
+
+    def all(self) -> dict[str, Rollout]:
+        """The rollout of every domain that has one, in two round trips."""
+        names: Any = self._client.smembers(_DOMAINS)
+        domains = sorted(name.decode() for name in names)
+        found = self._client.mget([_key(domain) for domain in domains]) if domains else []
+        return {name: _decode(name, data) for name, data in zip(domains, found, strict=True) if data is not None}
 
     def replace(self, domain: str, before: Rollout | None, rollout: Rollout) -> bool:
         """Move the domain's pointer if it still is ``before``, in two round trips; False when somebody else has.
@@ -83,6 +96,7 @@ class Pointer:
                 if (None if found is None else _decode(domain, found)) != before:
                     return False
                 pipe.multi()
+                pipe.sadd(_DOMAINS, domain)
                 pipe.set(key, data)
                 pipe.execute()
             except WatchError:

@@ -88,8 +88,9 @@ export function stream({ stream, totals, capture }) {
 export function replicas({ replicas }) {
   const box = document.getElementById("replicas");
   const list = element("dl", "", "facts");
-  for (const { name, version, canary, running, waiting, swap_stall_seconds_max: stall } of replicas) {
-    const drafters = canary === null ? `v${version}` : `v${version} and v${canary}`;
+  for (const { name, version, canary, others, running, waiting, swap_stall_seconds_max: stall } of replicas) {
+    const own = canary === null ? `v${version}` : `v${version} and v${canary}`;
+    const drafters = [own, ...Object.entries(others).map(([domain, other]) => `${domain} v${other}`)].join(", ");
     const pause = stall ? `, longest swap ${fixed(1)(1000 * stall)} ms` : "";
     list.append(element("dt", name), element("dd", `${drafters} · ${running} / ${waiting}${pause}`));
   }

@@ -44,10 +44,12 @@ class Service:
     def registry(self) -> Registry:
         return Registry(self.settings.registry_dir)
 
-    def point_at(self, number: int, canary: int | None = None, share: float = 0.0) -> Rollout:
+    def point_at(
+        self, number: int, canary: int | None = None, share: float = 0.0, domain: str | None = None
+    ) -> Rollout:
         rollout = Rollout(number, canary, share, time.time())
         with Pointer(self.redis.url) as pointer:
-            pointer.set(self.settings.domain, rollout)
+            pointer.set(domain or self.settings.domain, rollout)
         return rollout
 
     def data(self) -> dict[str, Any]:
@@ -67,8 +69,10 @@ class Service:
         body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, **fields}
         return self.http.post("/v1/completions", json=body)
 
-    def publish(self, change: Callable[[dict[str, Any]], None] = lambda weights: None) -> int:
-        """Publish the newest version's weights again, changed."""
+    def publish(
+        self, change: Callable[[dict[str, Any]], None] = lambda weights: None, domain: str | None = None
+    ) -> int:
+        """Publish the newest version's weights again, changed; also as a version of another domain."""
         newest = self.registry.list(self.settings.domain)[0].number
         version = self.registry.load(self.settings.domain, newest)
         weights = {name: tensor.clone() for name, tensor in version.weights.items()}
@@ -81,7 +85,7 @@ class Service:
         }
         trained = {"records": 321, "tokens": 9999, "steps": 150}
         manifest = {"parent": newest, "trained_on": trained, "gate": gate}
-        return self.registry.publish(self.settings.domain, weights, version.config, manifest)
+        return self.registry.publish(domain or self.settings.domain, weights, version.config, manifest)
 
 
 def free_port() -> int:

@@ -53,17 +53,21 @@ def test_a_published_version_is_swapped_in_under_load_and_changes_no_output(serv
     assert 0 < max(stalls) < 0.5
 
 
-def test_a_canary_serves_its_share_and_then_everything_when_it_is_promoted(service, eventually):
-    def served(count):
-        """Who served so many requests, in which words, and the traces that say so."""
-        with redis.Redis.from_url(service.redis.url) as client:
-            last = client.xinfo_stream(service.settings.capture.stream)["last-generated-id"].decode()
-            texts = [service.complete("some text").json()["choices"] for _ in range(count)]
-            after = eventually(
-                lambda: len(found := client.xrange(service.settings.capture.stream, f"({last}")) == count and found
-            )
-        return texts, [decode(fields[FIELD]) for _, fields in after]
+def served(service, eventually, count, **fields):
+    """What so many requests were answered, and the traces that say who drafted."""
+    answers = [service.complete("some text", **fields).json() for _ in range(count)]
+    ids = {f"{answer['id']}-0" for answer in answers}
 
+    def traces():
+        with redis.Redis.from_url(service.redis.url) as client:
+            entries = client.xrevrange(service.settings.capture.stream, count=3 * count)
+        found = [trace for _, fields in entries if (trace := decode(fields[FIELD])).request_id in ids]
+        return len(found) == count and found
+
+    return [answer["choices"] for answer in answers], eventually(traces)
+
+
+def test_a_canary_serves_its_share_and_then_everything_when_it_is_promoted(service, eventually):
     def canaries():
         return [replica["canary"] for replica in service.data()["replicas"]]
 
@@ -73,16 +77,33 @@ def test_a_canary_serves_its_share_and_then_everything_when_it_is_promoted(servi
     rollout = service.point_at(stable, number, 0.5)
     eventually(lambda: canaries() == [number] * 2)
     assert (service.data()["canary"], service.data()["share"]) == (number, 0.5)
-    texts, traces = served(24)
+    texts, traces = served(service, eventually, 24)
     assert [trace.drafter_version for trace in traces] == [rollout.version_for(trace.request_id) for trace in traces]
     assert {trace.drafter_version for trace in traces} == {stable, number}
     assert all(text == expected for text in texts)
 
     service.point_at(number)
     eventually(lambda: service.versions() == [number] * 2 and canaries() == [None] * 2)
-    texts, traces = served(6)
+    texts, traces = served(service, eventually, 6)
     assert {trace.drafter_version for trace in traces} == {number}
     assert all(text == expected for text in texts)
+
+
+def test_a_domain_has_its_own_drafter_as_soon_as_it_has_a_pointer(service, eventually):
+    expected = service.complete("some text").json()["choices"]
+    number = service.publish(shake, domain="code")
+    service.point_at(number, domain="code")
+    eventually(lambda: [replica["others"] for replica in service.data()["replicas"]] == [{"code": number}] * 2)
+    texts, traces = served(service, eventually, 6, osd={"domain": "code"})
+    assert {(trace.domain, trace.line, trace.drafter_version) for trace in traces} == {("code", "code", number)}
+    assert all(text == expected for text in texts)
+    _, traces = served(service, eventually, 2, osd={"domain": "poems"})
+    assert {(trace.domain, trace.line) for trace in traces} == {("poems", service.settings.domain)}
+    _, traces = served(service, eventually, 24)
+    assert {trace.line for trace in traces} == {service.settings.domain, "code"}, "both are tried"
+    with redis.Redis.from_url(service.redis.url) as client:
+        client.delete("osd:rollout:code")
+    eventually(lambda: [replica["others"] for replica in service.data()["replicas"]] == [{}] * 2)
 
 
 def test_a_damaged_version_is_refused_and_the_running_one_stays(service, eventually):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.first_version import ensure_version, keep_pointer
+from deploy.first_version import ensure_version, keep_pointers
 from osd.capture.server import RedisServer
 from osd.config import Settings, load_settings
 from osd.drafters import from_config
@@ -26,9 +26,9 @@ def settings(tiny_target: Path, tmp_path: Path) -> Settings:
     return load_settings(None, given, {})
 
 
-def pointed(settings: Settings, url: str) -> int:
+def pointed(settings: Settings, url: str, domain: str | None = None) -> int:
     with Pointer(url) as pointer:
-        rollout = pointer.get(settings.domain)
+        rollout = pointer.get(domain or settings.domain)
     assert rollout is not None
     return rollout.stable
 
@@ -70,9 +70,27 @@ def test_a_rollback_outlives_a_clean_stop_but_holds_for_one_start_only(settings,
     another(settings)
     with Pointer(server.url) as pointer:
         pointer.set(settings.domain, Rollout(stable=1, canary=None, share=0.0, changed=time.time()))
-    keep_pointer(settings, server.url)
+    keep_pointers(settings, server.url)
     assert ensure_version(settings, restarted(server), tiny_target) == 1
     assert ensure_version(settings, restarted(server), tiny_target) == 2
+
+
+def test_other_domains_come_back_too_where_their_versions_fit(settings, server, tiny_target):
+    ensure_version(settings, server.url, tiny_target)
+    registry = Registry(settings.registry_dir)
+    version = registry.load(settings.domain, 1)
+    for domain, config in (("code", version.config), ("code", version.config), ("alien", {"kind": "eagle"})):
+        registry.publish(domain, version.weights, config, {})
+    with Pointer(server.url) as pointer:
+        pointer.set("code", Rollout(stable=1, canary=None, share=0.0, changed=time.time(), pinned=True))
+    keep_pointers(settings, server.url)
+    ensure_version(settings, restarted(server), tiny_target)
+    with Pointer(server.url) as pointer:
+        assert pointer.all().keys() == {"code", settings.domain}
+        assert pointer.all()["code"].pinned
+    assert pointed(settings, server.url, "code") == 1
+    ensure_version(settings, restarted(server), tiny_target)
+    assert pointed(settings, server.url, "code") == 2
 
 
 def test_a_damaged_version_does_not_come_back(settings, server, tiny_target):

@@ -51,6 +51,16 @@ def test_anything_else_under_the_key_is_an_error_of_redis(pointer: Pointer, redi
         pointer.get("general")
 
 
+def test_all_domains_that_have_a_rollout_are_found(pointer: Pointer, redis_client: redis.Redis):
+    assert pointer.all() == {}
+    pointer.set("general", STABLE)
+    assert pointer.replace("code", None, CANARY)
+    pointer.set("general", CANARY)
+    assert pointer.all() == {"general": CANARY, "code": CANARY}
+    redis_client.delete("osd:rollout:code")
+    assert pointer.all() == {"general": CANARY}
+
+
 def test_a_rollout_is_replaced_only_while_it_is_what_it_was(pointer: Pointer, redis_client: redis.Redis):
     assert pointer.replace("general", None, STABLE)
     assert not pointer.replace("general", None, CANARY)

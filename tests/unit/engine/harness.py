@@ -91,6 +91,7 @@ def running(
     *,
     drafter: Drafter | None = None,
     traces: list[Trace] | None = None,
+    taps: tuple[int, ...] = (),
     **more: Any,
 ) -> Iterator[Client]:
     chosen, drafter = settings(directory, **more), drafter or make_drafter(kind, directory)
@@ -99,7 +100,7 @@ def running(
         slots=chosen.engine.slots,
         context=chosen.engine.context,
         scratch=chosen.engine.max_draft + 1,
-        taps=drafter.taps if drafter else (),
+        taps=(drafter.taps if drafter else ()) or taps,
     )
     engine = Engine(target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append)
     engine.start()

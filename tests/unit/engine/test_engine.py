@@ -151,9 +151,9 @@ def test_a_swap_in_mid_request_changes_speed_and_not_the_output(target_dir: Path
     assert result.tokens == oracle.greedy(prompt, 90)
     assert counters.swaps == 1
     assert counters.swap_stall_seconds_max > 0
-    assert set(counters.by_version) == {1, 2}
+    assert set(counters.by_version) == {("general", 1), ("general", 2)}
     assert sum(counts.drafted for counts in counters.by_version.values()) == result.counts.drafted
-    assert counters.by_version[2].acceptance_rate < 0.1, "random weights agree by chance only"
+    assert counters.by_version["general", 2].acceptance_rate < 0.1, "random weights agree by chance only"
 
 
 def test_a_version_that_does_not_fit_is_refused_and_the_old_one_stays(target_dir: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_swap_that_fails_fails_no_more_than_the_requests_at_hand(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(target_dir, "eagle") as client:
-        session = client.engine.lanes.stable.session  # type: ignore[union-attr]
+        session = client.engine.lanes.lines["general"].stable.session  # type: ignore[union-attr]
         assert session is not None
 
         def broken(staged: object) -> None:

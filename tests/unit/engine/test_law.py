@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
@@ -26,6 +27,7 @@ from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling, Update
 from osd.registry.pointer import Rollout
+from osd.routing import Cluster, Pick
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.penalties import Penalties
 from osd.speculation.tree import ROOT, DraftBatch
@@ -98,6 +100,8 @@ def p_value(
     *,
     count: int = COUNT,
     governor: Any = None,
+    domain: str | None = "general",
+    prepare: Callable[[Engine], None] = lambda engine: None,
     meanwhile: Callable[[Engine], None] = lambda engine: None,
 ) -> float:
     """Decode many requests that differ in their seed only, in batches of 64, and test what came first.
@@ -112,11 +116,14 @@ def p_value(
     target = SlotModel(slotted, slots=64, context=128, scratch=chosen.engine.max_draft + 1, taps=drafter.taps)
     engine = Engine(target, tokenizer(), chosen, drafter, 1)
     engine._planner.governor = governor
+    prepare(engine)
     updates: queue.Queue[Update] = queue.Queue()
     seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
     for seed in range(count):
         one = dataclasses.replace(sampling, seed=seed)
-        engine.submit(Request(str(seed), PROMPT, LENGTH + 1, one, ignore_eos=True, policy=policy), updates.put)
+        engine.submit(
+            Request(str(seed), PROMPT, LENGTH + 1, one, ignore_eos=True, policy=policy, domain=domain), updates.put
+        )
     engine.start()
     try:
         left = count
@@ -254,14 +261,47 @@ def test_a_canary_that_comes_and_is_promoted_in_the_middle_of_requests_leaves_th
         number = 2 + turn
         if call == 0:
             noise = {k: v + torch.randn_like(v) if v.is_floating_point() else v for k, v in first.items()}
-            engine.try_canary(Rollout(1 + turn, number, 0.5, 1.0), noise if turn % 2 else first)
+            engine.line("general").try_canary(Rollout(1 + turn, number, 0.5, 1.0), noise if turn % 2 else first)
         elif call == 100:
             engine.stage(number, first)
-            engine.end_canary()
+            engine.line("general").end_canary()
         versions.update(engine.counters().by_version)
 
     assert p_value(model, Sampling(1.0), count=1500, meanwhile=disturb) > 1e-4
     assert len(versions) > 10
+
+
+class Coin:
+    """A router that cannot decide."""
+
+    def __init__(self) -> None:
+        self.turn = itertools.cycle(["general", "code", "code"])
+
+    def pick(self, embedding: np.ndarray, lines: list[str]) -> Pick:
+        return Pick(Cluster(embedding), next(self.turn), "general")
+
+    def learn(self, *measured: object) -> None: ...
+
+
+def test_routing_between_the_drafters_of_domains_leaves_the_law_alone(model: LlamaForCausalLM) -> None:
+    torch.manual_seed(3)
+    other = {
+        name: value + torch.randn_like(value) if value.is_floating_point() else value
+        for name, value in eagle_from_target(copy.deepcopy(model), 4).weights().items()
+    }
+    served: set[tuple[str, int]] = set()
+
+    def prepare(engine: Engine) -> None:
+        lanes: Any = engine.lanes
+        routing: Any = engine._routing
+        lanes.open("code", 5, other)
+        routing._router = Coin()
+
+    def look(engine: Engine) -> None:
+        served.update(engine.counters().by_version)
+
+    assert p_value(model, Sampling(1.0), count=1500, domain=None, prepare=prepare, meanwhile=look) > 1e-4
+    assert served == {("general", 1), ("code", 5)}
 
 
 @pytest.mark.parametrize("sampling", [PENALISED, Sampling(1.0, repeatable=True)], ids=["penalties", "seeds"])

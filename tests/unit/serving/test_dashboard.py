@@ -71,8 +71,12 @@ def test_data_asks_for_the_window(client):
 
 def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
     board, now = Board(), time.time()
-    counters = {("version_drafted", 2): 40, ("version_accepted", 2): 30}
-    board.push(Report("r1", now, 2, True, 1, 0, 0.0, counters, canary=3))
+    counters = {
+        ("version_drafted", "general", 2): 40,
+        ("version_accepted", "general", 2): 30,
+        ("version_drafted", "code", 2): 7,
+    }
+    board.push(Report("r1", now, 2, True, 1, 0, 0.0, counters, canary=3, others={"code": 2}))
     feeds = {
         "redis": True,
         "rollout": Rollout(2, 3, 0.25, 1.0),
@@ -92,4 +96,5 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
     assert (data["stable"], data["canary"], data["share"], data["pinned"]) == (2, 3, 0.25, False)
     assert data["replicas"][0]["version"] == 2
     assert data["replicas"][0]["canary"] == 3
+    assert data["replicas"][0]["others"] == {"code": 2}
     assert data["stream"] == {"redis": True, "lag": 4, "capacity": 512}

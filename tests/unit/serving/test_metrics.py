@@ -14,7 +14,8 @@ TOTALS = Totals(
         "accepted": 25,
         ("accepted_per_position", 0): 9,
         ("accepted_per_position", 1): 6,
-        ("version_accepted", 3): 25,
+        ("version_accepted", "general", 3): 25,
+        ("version_accepted", "code", 3): 4,
         "traces_dropped": 2,
     },
     [Report("r1", 1.0, 3, True, 4, 1, 0.002, {})],
@@ -53,6 +54,7 @@ def test_prometheus_can_parse_it_and_ours_is_labelled():
     assert samples["osd_requests_total", ("domain", "general")] == 9
     assert samples["osd_traces_dropped_total", ("domain", "general")] == 2
     assert samples["osd_version_accepted_tokens_total", ("domain", "general"), ("version", "3")] == 25
+    assert samples["osd_version_accepted_tokens_total", ("domain", "code"), ("version", "3")] == 4
     assert samples["osd_running_requests", ("domain", "general"), ("replica", "r1")] == 4
     assert samples["osd_drafter_version", ("domain", "general"), ("replica", "r1")] == 3
 

@@ -97,6 +97,12 @@ def test_a_request_may_say_how_it_speculates(client, service):
     assert same is rule_only  # what speculates alike drafts together
 
 
+def test_a_request_may_say_its_domain_and_else_it_is_found_out(client, service):
+    for osd in ({"domain": "code-2"}, {"verification": "naive"}, None):
+        assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
+    assert [request.domain for request in service.submitted] == ["code-2", None, None]
+
+
 @pytest.mark.parametrize(
     ("osd", "param", "reason"),
     [
@@ -112,6 +118,8 @@ def test_a_request_may_say_how_it_speculates(client, service):
         ({"growth": {"kind": "chain", "governed": True}}, "osd.growth.governed", "is not supported"),
         ({"verification": "typical"}, "osd.verification", "should be 'chain'"),
         ({"drafter": "mine"}, "osd.drafter", "is not supported"),
+        ({"domain": "../etc"}, "osd.domain", "should match pattern"),
+        ({"domain": ""}, "osd.domain", "should match pattern"),
     ],
 )
 def test_speculation_that_is_unknown_or_would_bias_the_output_is_refused_by_name(client, service, osd, param, reason):

@@ -1,0 +1,55 @@
+"""Requests that do not say their domain: where they are sent, and what is learnt from how they do."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from osd.engine.lanes import Lanes
+from osd.engine.sequence import Routed, Sequence
+from osd.routing import Router
+from osd.target.model import SlotModel
+
+
+class Routing:
+    """Gives a sequence its lane once its prompt has been read, and the router its measurements; on one thread.
+
+    The prompt's embedding is the mean of the hidden states of one tapped layer, the middle one, over its tokens. The
+    first token is left out: whatever the text, attention makes its state far larger than all others.
+    """
+
+    def __init__(self, lanes: Lanes, target: SlotModel) -> None:
+        """Route among ``lanes`` by the states of ``target``, which has taps."""
+        self._lanes, self._router = lanes, Router(lanes.domain)
+        start = len(target.taps) // 2 * target.hidden_size
+        self._layer = slice(start, start + target.hidden_size)
+
+    @property
+    def open(self) -> bool:
+        """Whether there is more than one line to choose from."""
+        return len(self._lanes.lines) > 1
+
+    @torch.inference_mode()
+    def route(self, s: Sequence) -> None:
+        """Give a sequence whose prompt has been read its lane, and the lane all that the sequence has."""
+        unrouted, s.unrouted = s.unrouted, None
+        assert unrouted is not None  # noqa: S101  nobody else is routed
+        states = torch.cat(unrouted.states)
+        prompt = len(s.request.prompt_ids)
+        embedding = states[min(1, prompt - 1) : prompt, self._layer].float().mean(0).cpu().numpy()
+        if np.isfinite(embedding).all():
+            pick = self._router.pick(embedding, list(self._lanes.lines))
+            s.domain, s.lane = pick.domain, self._lanes.choose(pick.line, s.request.id)
+            s.routed = Routed(pick, time.perf_counter(), len(s.tokens))
+        else:
+            s.lane = self._lanes.choose(self._lanes.domain, s.request.id)
+        s.lane.open(s.slot, s.tokens[0])
+        s.lane.session.commit(s.slot, unrouted.tokens, states if self._lanes.reads_hidden else None)
+
+    def ended(self, s: Sequence) -> None:
+        """Learn how fast a sequence was that has ended by itself."""
+        if s.routed is not None and s.finish in ("stop", "length") and s.request.policy is None:
+            seconds = time.perf_counter() - s.routed.began
+            self._router.learn(s.routed.pick, len(s.tokens) - s.routed.tokens, seconds)

@@ -1,0 +1,111 @@
+"""The drafters of other domains that a replica has beside its own: they come with their pointer, without a restart."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from redis.exceptions import RedisError
+
+from osd.config import Settings
+from osd.registry.events import Events
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from osd.target.threads import one_core
+from serving.versions import POLL_SECONDS, Follower
+
+if TYPE_CHECKING:
+    from osd.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class DomainWatcher:
+    """Opens a line for each domain that has a rollout pointer and follows it, up to ``engine.domains``, in a thread.
+
+    While there is room every domain gets a line. After that one that requests ask for takes the place of the one that
+    was not used for longest, as soon as no request uses that. A line ends when its pointer is taken away. What has no
+    line is served by the own domain.
+    """
+
+    def __init__(
+        self, settings: Settings, registry: Registry, pointer: Pointer, events: Events, engine: Engine
+    ) -> None:
+        assert engine.lanes is not None  # noqa: S101  the replica has a drafter
+        self._most, self._lanes, self._engine = settings.engine.domains, engine.lanes, engine
+        self._registry, self._pointer, self._events = registry, pointer, events
+        self._followers: dict[str, Follower] = {}
+        self._seen: dict[str, Rollout] = {}
+        self._wanted: set[str] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="domain-watcher", daemon=True)
+
+    @property
+    def rejected(self) -> int:
+        """Versions that were refused."""
+        return sum(follower.rejected for follower in list(self._followers.values()))
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        one_core()
+        failing = False
+        while not self._stop.wait(POLL_SECONDS):
+            self._lanes.sweep()
+            try:
+                rollouts = self._pointer.all()
+            except RedisError as error:
+                if not failing:
+                    logger.warning("rollout pointers cannot be read (%s), keeping what is there", error)
+                failing = True
+            else:
+                failing = False
+                self.look(rollouts)
+
+    def look(self, rollouts: dict[str, Rollout]) -> None:
+        """Bring the lines where ``rollouts``, by domain, says."""
+        others = {domain: rollout for domain, rollout in rollouts.items() if domain != self._lanes.domain}
+        # Without the own pointer this is a Redis that has lost them all, and what is there stays.
+        if self._lanes.domain in rollouts:
+            for domain in self._lanes.others().keys() - others.keys():
+                self._lanes.drop(domain)
+                self._seen.pop(domain)
+                logger.info("the drafter of %s is gone: it has no rollout pointer any more", domain)
+        self._wanted |= self._lanes.wanted() & others.keys()
+        for domain, rollout in others.items():
+            if domain in self._lanes.lines and rollout != self._seen.get(domain):
+                self._seen[domain] = rollout
+                self._followers[domain].follow(rollout)
+        missing = [domain for domain in others if domain not in self._lanes.lines]
+        for domain in sorted(missing, key=lambda domain: (domain not in self._wanted, domain)):
+            refused = self._seen.get(domain) == others[domain]
+            if not refused and self._room(domain):
+                self._open(domain, others[domain])
+        self._wanted -= self._lanes.lines.keys()
+
+    def _room(self, domain: str) -> bool:
+        """Whether there is room for a line, made for a domain that is asked for."""
+        if len(self._lanes.lines) < self._most:
+            return True
+        dropped = self._lanes.drop_idle() if domain in self._wanted and self._most > 1 else None
+        if dropped is not None:
+            self._seen.pop(dropped)
+            logger.info("the drafter of %s gives way to that of %s", dropped, domain)
+        return dropped is not None
+
+    def _open(self, domain: str, rollout: Rollout) -> None:
+        number, line = rollout.stable, self._engine.line(domain)
+        new = Follower(domain, self._registry, self._events, line, self._stop)
+        follower = self._followers.setdefault(domain, new)
+        self._seen[domain] = rollout  # refused or not, it is tried again only when the pointer moves
+        if follower.use(number, lambda version: self._lanes.open(domain, number, version.weights)):
+            logger.info("drafter version %d of %s is in service", number, domain)
+            follower.follow(rollout)

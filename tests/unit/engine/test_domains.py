@@ -1,0 +1,202 @@
+"""Several domains' drafters in one engine, and requests that say their domain or do not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from osd.capture.trace import Trace
+from osd.drafters import DrafterError
+from osd.engine.request import Sampling
+from osd.registry.pointer import Rollout
+from osd.routing import Cluster, Pick
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
+
+
+def shaken(kind: str, directory: Path, noise: float) -> dict[str, Tensor]:
+    drafter = make_drafter(kind, directory)
+    assert drafter is not None
+    torch.manual_seed(5)
+    return {k: v + noise * torch.randn_like(v) if v.is_floating_point() else v for k, v in drafter.weights().items()}
+
+
+def lanes_of(client: Client) -> Any:
+    return client.engine.lanes
+
+
+class Script:
+    """A router that picks what it is told to and keeps what it is given."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines, self.embeddings, self.seen, self.learnt = list(lines), [], [], []
+
+    def pick(self, embedding: np.ndarray, lines: list[str]) -> Pick:
+        self.embeddings.append(embedding)
+        self.seen.append(lines)
+        return Pick(Cluster(embedding), self.lines.pop(0), "math")
+
+    def learn(self, pick: Pick, tokens: int, seconds: float) -> None:
+        self.learnt.append((pick.line, tokens, seconds))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "language_model"])
+def test_a_request_is_served_by_the_drafter_of_its_domain_and_has_the_targets_output(
+    target_dir: Path, oracle: Oracle, kind: str
+) -> None:
+    traces: list[Trace] = []
+    asked = prompts([9, 30, 4, 17], seed=4)
+    domains = ["general", "code", "poems", "code"]
+    with running(target_dir, kind, traces=traces) as client:
+        lanes = lanes_of(client)
+        lanes.open("code", 7, shaken(kind, target_dir, 1.0))
+        for index, (prompt, domain) in enumerate(zip(asked, domains, strict=True)):
+            client.submit(str(index), prompt, 30, ignore_eos=True, capture=True, domain=domain)
+        results = client.wait()
+        counters = client.engine.counters()
+        assert lanes.wanted() == {"poems"}
+        assert lanes.wanted() == set()
+    for index, prompt in enumerate(asked):
+        assert results[str(index)].tokens == oracle.greedy(prompt, 30), index
+    said = {trace.request_id: (trace.domain, trace.drafter_domain, trace.drafter_version) for trace in traces}
+    assert said == {
+        "0": ("general", "general", 1),
+        "1": ("code", "code", 7),
+        "2": ("poems", "general", 1),
+        "3": ("code", "code", 7),
+    }
+    assert set(counters.by_version) == {("general", 1), ("code", 7)}
+    mine = [results[str(index)].counts for index in (1, 3)]
+    assert counters.by_version["code", 7].drafted == sum(counts.drafted for counts in mine if counts)
+
+
+def test_a_version_is_swapped_and_a_canary_tried_in_one_domain_and_no_other(target_dir: Path) -> None:
+    with running(target_dir, "eagle") as client:
+        lanes, weights = lanes_of(client), shaken("eagle", target_dir, 0.0)
+        lanes.open("code", 7, weights)
+        code, own = client.engine.line("code"), client.engine.line("general")
+        code.stage(8, weights)
+        deadline = time.monotonic() + 20
+        while code.drafter_version != 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        code.try_canary(Rollout(8, 9, 1.0, 1.0), weights)
+        assert (code.drafter_version, code.canary_version) == (8, 9)
+        assert (own.drafter_version, own.canary_version) == (1, None)
+        assert client.engine.drafter_version == 1
+        assert lanes.choose("code", "r").version == 9
+        assert lanes.choose("general", "r").version == 1
+
+
+def test_the_line_that_was_not_used_for_longest_goes_first_and_none_that_is_in_use(target_dir: Path) -> None:
+    with running(target_dir, "eagle", slots=4) as client:
+        lanes, weights = lanes_of(client), shaken("eagle", target_dir, 0.0)
+        for domain in ("a", "b", "c"):
+            lanes.open(domain, 1, weights)
+        for domain in ("a", "b", "a"):
+            client.submit(f"{domain} {len(client.results)}", [1, 2], 4, domain=domain)
+            client.wait()
+        client.submit("c", [1, 2], 120, domain="c", ignore_eos=True)
+        while client.results["c"].updates < 2:
+            client.next()
+        dropped = [lanes.drop_idle(), lanes.drop_idle(), lanes.drop_idle()]
+        assert client.results["c"].finish is None
+        assert dropped == ["b", "a", None]
+        assert client.wait()["c"].error is None
+        assert lanes.drop_idle() == "c"
+        assert list(lanes.lines) == ["general"]
+
+
+def test_weights_that_do_not_fit_begin_no_line(target_dir: Path) -> None:
+    with running(target_dir, "eagle") as client:
+        weights = shaken("eagle", target_dir, 0.0)
+        del weights["head.weight"]
+        with pytest.raises(DrafterError, match=r"'head.weight' is missing"):
+            lanes_of(client).open("code", 1, weights)
+        assert list(lanes_of(client).lines) == ["general"]
+
+
+def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_the_answer(
+    target_dir: Path, oracle: Oracle
+) -> None:
+    traces: list[Trace] = []
+    asked = prompts([40, 1, 23], seed=9)
+    with running(target_dir, "eagle", traces=traces, chunk=16) as client:
+        lanes_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
+        routing: Any = client.engine._routing
+        routing._router = script = Script("code", "general", "code")
+        for index, prompt in enumerate(asked):
+            client.submit(str(index), prompt, 30, ignore_eos=True, capture=True, domain=None)
+            client.wait()
+        taps = client.engine.target.taps
+    for index, prompt in enumerate(asked):
+        assert client.results[str(index)].tokens == oracle.greedy(prompt, 30), index
+        with torch.no_grad():
+            hidden = oracle.model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+        layer = hidden[1 + taps[len(taps) // 2]][0]
+        assert np.allclose(script.embeddings[index], layer[min(1, len(prompt) - 1) :].mean(0), atol=1e-4)
+    assert script.seen == [["general", "code"]] * 3
+    assert [(line, tokens) for line, tokens, _ in script.learnt] == [("code", 29), ("general", 29), ("code", 29)]
+    assert all(0 < seconds < 60 for *_, seconds in script.learnt)
+    said = [(trace.domain, trace.drafter_domain, trace.drafter_version) for trace in traces]
+    assert said == [("math", "code", 7), ("math", "general", 1), ("math", "code", 7)]
+    assert all(result.counts.drafted > 0 for result in client.results.values())
+
+
+def test_with_one_line_there_is_nothing_to_route_and_the_domain_is_the_own(target_dir: Path) -> None:
+    traces: list[Trace] = []
+    with running(target_dir, "eagle", traces=traces) as client:
+        routing: Any = client.engine._routing
+        routing._router = script = Script()
+        client.submit("r", [1, 2, 3], 20, capture=True, domain=None, ignore_eos=True)
+        assert client.wait()["r"].counts.drafted > 0
+    assert script.embeddings == []
+    assert [(trace.domain, trace.drafter_domain) for trace in traces] == [("general", "general")]
+
+
+def test_requests_that_end_before_they_are_routed_or_are_cancelled_teach_nothing(target_dir: Path) -> None:
+    with running(target_dir, "eagle") as client:
+        lanes_of(client).open("code", 7, shaken("eagle", target_dir, 0.0))
+        routing: Any = client.engine._routing
+        routing._router = script = Script("code", "code")
+        client.submit("short", [1, 2, 3], 1, domain=None)
+        client.wait()
+        client.submit("gone", [1, 2, 3], 120, domain=None, ignore_eos=True)
+        while client.results["gone"].updates < 3:
+            client.next()
+        client.engine.cancel("gone")
+        client.submit("plain", [1, 2, 3], 20, domain=None, speculate=False)
+        client.wait()
+    assert len(script.embeddings) == 1
+    assert script.learnt == []
+
+
+def test_a_drafter_without_taps_is_routed_by_a_layer_that_only_the_router_reads(
+    target_dir: Path, oracle: Oracle
+) -> None:
+    traces: list[Trace] = []
+    prompt = prompts([30], seed=9)[0]
+    with running(target_dir, "language_model", traces=traces, taps=(2,)) as client:
+        lanes_of(client).open("code", 7, shaken("language_model", target_dir, 0.01))
+        routing: Any = client.engine._routing
+        routing._router = script = Script("code")
+        client.submit("r", prompt, 30, ignore_eos=True, capture=True, domain=None)
+        assert client.wait()["r"].tokens == oracle.greedy(prompt, 30)
+    assert script.embeddings[0].shape == (64,)
+    assert [(trace.drafter_domain, trace.hidden) for trace in traces] == [("code", None)]
+
+
+def test_a_seed_gives_the_same_text_whichever_drafter_is_picked(target_dir: Path) -> None:
+    prompt, sampling = prompts([21], seed=6)[0], Sampling(temperature=1.0, seed=77, repeatable=True)
+    with running(target_dir, "eagle") as client:
+        lanes_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
+        routing: Any = client.engine._routing
+        routing._router = Script("code", "general")
+        for name in ("one", "other"):
+            client.submit(name, prompt, 30, sampling, ignore_eos=True, domain=None)
+        results = client.wait()
+    assert results["one"].tokens == results["other"].tokens

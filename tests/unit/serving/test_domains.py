@@ -1,0 +1,207 @@
+"""The drafters of other domains: which of them a replica has, and when."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from redis.exceptions import ConnectionError as RedisGone
+
+from osd import drafters
+from osd.config import Settings
+from osd.drafters.base import DrafterError
+from osd.registry.pointer import Rollout
+from osd.registry.versions import Registry
+from serving.domains import DomainWatcher
+
+
+def at(number, canary=None, changed=1.0):
+    return Rollout(number, canary, 0.5 if canary else 0.0, changed)
+
+
+class ScriptedLine:
+    def __init__(self, version):
+        self.drafter_version, self.canary_version, self.idle = version, None, True
+
+    def stage(self, number, weights):
+        self.drafter_version = number
+
+    def try_canary(self, rollout, weights):
+        self.canary_version = rollout.canary
+
+    def end_canary(self):
+        self.canary_version = None
+
+
+class ScriptedEngine:
+    """Lines that take every version but those of ``misfits``; drops the first idle one."""
+
+    domain = "general"
+
+    def __init__(self, misfits=()):
+        self.misfits, self.asked, self.lanes = misfits, set(), self
+        self.lines = {"general": ScriptedLine(1)}
+
+    def line(self, domain):
+        return LineControl(self, domain)
+
+    def open(self, domain, number, weights):
+        if domain in self.misfits:
+            raise DrafterError("a shape is wrong")
+        self.lines[domain] = ScriptedLine(number)
+
+    def drop_idle(self):
+        idle = next((domain for domain, line in self.lines.items() if domain != "general" and line.idle), None)
+        self.lines.pop(idle, None)
+        return idle
+
+    def sweep(self):
+        pass
+
+    def drop(self, domain):
+        del self.lines[domain]
+
+    def others(self):
+        return {domain: line.drafter_version for domain, line in self.lines.items() if domain != "general"}
+
+    def wanted(self):
+        asked, self.asked = self.asked, set()
+        return asked
+
+
+class LineControl:
+    def __init__(self, engine, domain):
+        self.__dict__.update(_engine=engine, _domain=domain)
+
+    def __getattr__(self, name):
+        return getattr(self._engine.lines[self._domain], name)
+
+
+class Told:
+    def __init__(self):
+        self.events = []
+
+    def add(self, kind, domain, version, **figures):
+        self.events.append((kind, domain, version))
+
+
+@pytest.fixture(scope="module")
+def registry(tiny_target, tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    settings = Settings(home=home, drafter={"kind": "language_model"})
+    first = drafters.initial(settings.drafter, tiny_target, home)
+    registry = Registry(settings.registry_dir)
+    for domain in ("general", "code", "sql", "poems"):
+        for _ in range(2):
+            registry.publish(domain, first.weights(), first.config(), {})
+    return registry
+
+
+@pytest.fixture
+def make(registry):
+    def make(most=4, misfits=(), pointer=None):
+        engine, told = ScriptedEngine(misfits), Told()
+        settings = Settings(engine={"domains": most})
+        return DomainWatcher(settings, registry, pointer, told, engine), engine, told
+
+    return make
+
+
+def versions(engine):
+    return {domain: line.drafter_version for domain, line in engine.lines.items()}
+
+
+def test_a_domain_gets_a_line_when_its_pointer_appears_and_is_followed_from_then_on(make):
+    watcher, engine, told = make()
+    watcher.look({"general": at(2)})
+    assert versions(engine) == {"general": 1}, "the own domain is followed by another"
+    watcher.look({"general": at(2), "code": at(1)})
+    assert versions(engine) == {"general": 1, "code": 1}
+    watcher.look({"code": at(2, canary=1)})
+    assert versions(engine) == {"general": 1, "code": 2}
+    assert engine.lines["code"].canary_version == 1
+    watcher.look({"code": at(2)})
+    assert engine.lines["code"].canary_version is None
+    assert told.events == [("swapped", "code", 2)]
+
+
+def test_a_line_that_begins_during_a_trial_has_the_canary_too(make):
+    watcher, engine, _ = make()
+    watcher.look({"code": at(1, canary=2)})
+    assert (engine.lines["code"].drafter_version, engine.lines["code"].canary_version) == (1, 2)
+
+
+def test_there_are_never_more_lines_than_allowed_and_what_is_asked_for_goes_first(make):
+    watcher, engine, _ = make(most=2)
+    pointers = {"code": at(1), "poems": at(1), "sql": at(1)}
+    engine.asked = {"poems", "no such domain"}
+    watcher.look(pointers)
+    assert list(engine.lines) == ["general", "poems"]
+    watcher.look(pointers)
+    assert list(engine.lines) == ["general", "poems"], "nobody asked for the others"
+    engine.asked = {"sql"}
+    engine.lines["poems"].idle = False
+    watcher.look(pointers)
+    assert list(engine.lines) == ["general", "poems"], "a request uses it"
+    engine.lines["poems"].idle = True
+    watcher.look(pointers)
+    assert list(engine.lines) == ["general", "sql"], "the wish was kept"
+    engine.asked = {"poems"}
+    watcher.look(pointers)
+    assert list(engine.lines) == ["general", "poems"], "what gave way can come back"
+
+
+def test_a_line_ends_with_its_pointer_unless_redis_has_lost_them_all(make):
+    watcher, engine, _ = make()
+    watcher.look({"general": at(1), "code": at(1), "sql": at(1)})
+    watcher.look({})
+    assert list(engine.lines) == ["general", "code", "sql"]
+    watcher.look({"general": at(1), "sql": at(1)})
+    assert list(engine.lines) == ["general", "sql"]
+    watcher.look({"general": at(1), "code": at(2), "sql": at(1)})
+    assert versions(engine) == {"general": 1, "sql": 1, "code": 2}
+
+
+def test_with_room_for_one_there_is_only_the_own_domain(make):
+    watcher, engine, _ = make(most=1)
+    engine.asked = {"code"}
+    watcher.look({"code": at(1)})
+    assert list(engine.lines) == ["general"]
+
+
+@pytest.mark.parametrize(("misfits", "number"), [((), 99), (("code",), 1)], ids=["missing", "misfit"])
+def test_a_domain_whose_version_cannot_be_used_has_no_line_until_its_pointer_moves(make, misfits, number):
+    watcher, engine, told = make(misfits=misfits)
+    for _ in range(3):
+        watcher.look({"code": at(number), "sql": at(1)})
+    assert versions(engine) == {"general": 1, "sql": 1}
+    assert told.events == [("rejected", "code", number)]
+    assert watcher.rejected == 1
+    engine.misfits = ()
+    watcher.look({"code": at(1, changed=2.0), "sql": at(1)})
+    assert versions(engine) == {"general": 1, "sql": 1, "code": 1}
+
+
+def test_the_thread_outlives_a_redis_that_goes_and_ends_soon(make, monkeypatch):
+    monkeypatch.setattr("serving.domains.POLL_SECONDS", 0.01)
+    answers = iter([RedisGone(), {"code": at(1)}])
+    done = threading.Event()
+
+    class Pointer:
+        def all(self):
+            answer = next(answers, None)
+            if answer is None:
+                done.set()
+                return {}
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    watcher, engine, _ = make(pointer=Pointer())
+    watcher.start()
+    assert done.wait(10)
+    assert versions(engine) == {"general": 1, "code": 1}
+    begun = time.monotonic()
+    watcher.close()
+    assert time.monotonic() - begun < 2
