@@ -109,6 +109,12 @@ class _Timed:
         self.seconds += time.perf_counter() - begun
         return logits
 
+    def acceptance(self) -> Tensor:
+        begun = time.perf_counter()
+        judged = self._session.acceptance()
+        self.seconds += time.perf_counter() - begun
+        return judged
+
 
 class Drafting:
     """A session whose sequences, of ``COMMITTED`` tokens at first, are drafted for again and again."""

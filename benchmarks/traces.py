@@ -119,10 +119,14 @@ class _Recorded:
     support: Tensor | None = None
 
     def __init__(self, q: Tensor) -> None:
-        self._logits = q.log()
+        self._logits, self._asked = q.log(), 0
 
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        self._asked = len(rows)
         return self._logits[rows]
+
+    def acceptance(self) -> Tensor:
+        return torch.full((self._asked,), 0.5)
 
 
 def compare(places: Places, drafts: int, repeats: int = 8) -> Table:

@@ -24,7 +24,7 @@ class AcceptanceHead(Chain):
     """
 
     name: ClassVar[str] = "acceptance_head"
-    stops_below = None
+    stops_below: float | None = None
 
     def __init__(self, h: float, depth: int) -> None:
         """Stop above probability ``h`` in [0, 1], and after ``depth`` tokens."""

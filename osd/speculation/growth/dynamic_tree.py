@@ -31,7 +31,7 @@ class DynamicTree:
     draw = Draw.WITHOUT_REPLACEMENT
     chains = False
     fixed_width = False
-    stops_below = None
+    stops_below: float | None = None
 
     def __init__(self, budget: int, threshold: float | None = None) -> None:
         """Draft at most ``budget`` tokens, and with ``threshold`` only places that are worth so much."""

@@ -25,7 +25,7 @@ class StaticTree:
 
     name: ClassVar[str] = "static_tree"
     fixed_width = True
-    stops_below = None
+    stops_below: float | None = None
 
     def __init__(
         self,

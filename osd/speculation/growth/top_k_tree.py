@@ -27,7 +27,7 @@ class TopKTree:
     draw = Draw.DETERMINISTIC
     chains = False
     fixed_width = True
-    stops_below = None
+    stops_below: float | None = None
 
     def __init__(self, budget: int, top_k: int = 4, depth: int = 5) -> None:
         """Draft at most ``budget`` tokens, ``top_k`` of them a level, in paths of at most ``depth`` tokens."""
