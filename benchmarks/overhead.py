@@ -13,10 +13,11 @@ from torch import Tensor
 from benchmarks.isolated import forward_seconds
 from osd.engine.request import Sampling
 from osd.speculation.compatibility import IncompatibleError, compatible
+from osd.speculation.distributions import Lazy
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
-from osd.speculation.tree import TreeBuilder
+from osd.speculation.tree import Draw, TreeBuilder
 from osd.speculation.verification import VERIFICATIONS
 from osd.target.model import SlotModel
 
@@ -28,21 +29,20 @@ _PEAK, _DISAGREEMENT = 1.5, 0.5  # of the distributions: Zipf's exponent, and no
 class Cost:
     """Median seconds of a round's parts for one growth policy.
 
-    ``grow`` is what growing takes beside ``calls`` forwards of the drafter, ``weigh`` making p of the target's logits,
-    ``verify`` each rule's decision; the target's ``forward`` has ``rows`` rows.
+    ``grow`` is what growing takes beside ``calls`` forwards of the drafter, ``verify`` each rule's decision, with
+    making p of the target's logits as far as it reads them; the target's ``forward`` has ``rows`` rows.
     """
 
     growth: str
     rows: int
     calls: float
     grow: float
-    weigh: float
     forward: float
     verify: dict[str, float] = field(default_factory=dict)
 
     def share(self, rule: str) -> float:
         """Of a round in which the drafter takes no time: everything but the forward."""
-        work = self.grow + self.weigh + self.verify[rule]
+        work = self.grow + self.verify[rule]
         return work / (work + self.forward)
 
 
@@ -87,7 +87,8 @@ def policies(budget: int) -> Iterator[tuple[str, Growth]]:
     yield "acceptance_head", GROWTHS["acceptance_head"](depth=budget, h=1.0)
     yield "dynamic_tree", GROWTHS["dynamic_tree"](budget=budget)
     yield "dynamic_tree, threshold", GROWTHS["dynamic_tree"](budget=budget, threshold=1 / budget)
-    yield "static_tree", GROWTHS["static_tree"](acceptance=ranks, budget=budget)
+    for draw in (Draw.WITHOUT_REPLACEMENT, Draw.IID, Draw.TOP_THEN_DRAWN):
+        yield f"static_tree, {draw.value}", GROWTHS["static_tree"](acceptance=ranks, budget=budget, draw=draw)
     yield "sparse_tree", GROWTHS["sparse_tree"]([ranks] * 8, budget=budget)
     yield "top_k_tree", GROWTHS["top_k_tree"](budget=budget)
 
@@ -132,7 +133,7 @@ def _policy(
     settings, index = SamplingBatch.of([sampling] * batch), torch.arange(batch)
     limits = torch.full_like(index, growth.max_nodes)
     rules = [rule for rule in VERIFICATIONS.values() if _fits(growth, rule.name)]
-    grow, weigh, rows = [], [], []
+    grow, rows = [], []
     verify: dict[str, list[float]] = {rule.name: [] for rule in rules}
     models.calls = 0
     for step in range(rounds + 1):
@@ -145,12 +146,10 @@ def _policy(
         owners = index.repeat_interleave(width)
         logits = models.target(owners, torch.arange(width).repeat(batch))
         rows.append(int(draft.sizes.sum()) + batch)
-        begun = time.perf_counter()
-        p = settings.probabilities(logits, owners).view(batch, width, -1)
-        weigh.append(time.perf_counter() - begun)
+        places = torch.arange(len(logits)).view(batch, width)
         for rule in rules:
             begun = time.perf_counter()
-            rule.verify(draft, p, noise)
+            rule.verify(draft, Lazy(logits, owners, places, settings), noise)
             verify[rule.name].append(time.perf_counter() - begun)
     each = -(-round(statistics.mean(rows)) // batch)
     if each not in forwards:
@@ -160,7 +159,6 @@ def _policy(
         rows=each * batch,
         calls=models.calls / (rounds + 1),
         grow=statistics.median(grow[1:]),
-        weigh=statistics.median(weigh[1:]),
         forward=forwards[each],
         verify={name: statistics.median(seconds[1:]) for name, seconds in verify.items()},
     )

@@ -141,11 +141,11 @@ def narrowing(quality: Quality, times: Mapping[int, tuple[float, float, float]])
 
 def costs(found: Sequence[Cost]) -> Grid:
     """A table of milliseconds, and the share of a round that is no forward."""
-    names = ("calls", "rows", "forward", "grow", "p", "verify", "share")
+    names = ("calls", "rows", "forward", "grow", "verify", "share")
     grid = columns("growth, rule", *names, title="milliseconds of a round")
     for cost in found:
-        shared = [f"{seconds * 1e3:.1f}" for seconds in (cost.forward, cost.grow, cost.weigh)]
+        shared = [f"{seconds * 1e3:.1f}" for seconds in (cost.forward, cost.grow)]
         grid.add_row(cost.growth, f"{cost.calls:.0f}", str(cost.rows), *shared, style="bold")
         for rule, seconds in cost.verify.items():
-            grid.add_row(f"  {rule}", "", "", "", "", "", f"{seconds * 1e3:.1f}", f"{cost.share(rule):.1%}")
+            grid.add_row(f"  {rule}", "", "", "", "", f"{seconds * 1e3:.1f}", f"{cost.share(rule):.1%}")
     return grid

@@ -10,7 +10,9 @@ from torch import Tensor
 from osd.drafters.base import Session
 from osd.engine.piece import Piece
 from osd.engine.policy import Policy
+from osd.speculation.distributions import Lazy
 from osd.speculation.growth import Growth
+from osd.speculation.memory import recycled
 from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties, penalised
 from osd.speculation.sampling import SamplingBatch, most_probable
@@ -35,7 +37,7 @@ class Expansion:
         """One forward of the drafter; see ``osd.speculation.growth.Expander``."""
         logits = self._session.expand(self._slots, builder, rows, nodes)
         if self.raw is None:
-            self.raw = logits.new_empty(len(self._slots), 1 + self._nodes, logits.shape[-1])
+            self.raw = recycled((len(self._slots), 1 + self._nodes, logits.shape[-1]), logits.dtype, logits.device)
         self.raw[rows, 1 + nodes] = logits
         if self._penalties is None:
             return logits
@@ -129,20 +131,25 @@ class Group:
             size = len(piece.drafted)
             places.append([len(owners) + min(i, size) for i in range(width)])
             owners += [b] * (1 + size)
-        p = self._sampling.probabilities(self._penalised(logits), torch.tensor(owners, device=self._device))
-        p = p[torch.tensor(places, device=self._device)]
+        mine, owned = self._penalised(logits), torch.tensor(owners, device=self._device)
+
+        def p_of(members: list[int]) -> Lazy:
+            chosen = torch.tensor([places[b] for b in members], device=self._device)
+            return Lazy(mine, owned, chosen, self._sampling)
+
+        everybody = list(range(len(self.pieces)))
         repeatable = [piece.sequence.request.sampling.repeatable for piece in self.pieces]
         if not any(repeatable):
-            _keep(self.pieces, self.rule.verify(draft, p, self._noise))
+            _keep(self.pieces, self.rule.verify(draft, p_of(everybody), self._noise))
             return
-        steady, others = ([b for b, same in enumerate(repeatable) if same is wanted] for wanted in (True, False))
-        self._test_repeatable(draft, p, steady)
+        steady, others = ([b for b in everybody if repeatable[b] is wanted] for wanted in (True, False))
+        self._test_repeatable(draft, p_of(steady), steady)
         if others:
             rows = torch.tensor(others, device=self._device)
-            verdict = self.rule.verify(draft.select(rows), p[rows], self._noise.rows(rows))
+            verdict = self.rule.verify(draft.select(rows), p_of(others), self._noise.rows(rows))
             _keep([self.pieces[b] for b in others], verdict)
 
-    def _test_repeatable(self, draft: DraftBatch, p: Tensor, members: list[int]) -> None:
+    def _test_repeatable(self, draft: DraftBatch, p: Lazy, members: list[int]) -> None:
         """Draw from p by the places of the tokens: no text may depend on what was drafted or where rounds ended.
 
         The draft is only looked up, which is lossless for any draft.
@@ -150,7 +157,7 @@ class Group:
         pieces, rows = [self.pieces[b] for b in members], torch.tensor(members, device=self._device)
         first = torch.tensor([len(piece.sequence.tokens) for piece in pieces], device=self._device)
         noise = _noise(pieces, [0] * len(pieces), self._device)
-        _keep(pieces, Naive().verify(draft.select(rows), p[rows], noise, first))
+        _keep(pieces, Naive().verify(draft.select(rows), p, noise, first))
 
     def _penalised(self, logits: Tensor) -> Tensor:
         """The group's rows of the logits, one piece below the other, with bias and penalties."""

@@ -12,6 +12,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from osd.speculation.memory import recycled
+
 ROOT = -1
 """The parent of a first token: the last committed token of the sequence."""
 
@@ -204,7 +206,7 @@ class TreeBuilder:
             self._vocabulary = vocabulary
             width = -(-vocabulary // BLOCK) * BLOCK
             # Not initialised: rows past the last are never read, and a large vocabulary costs only what is used.
-            self.q = torch.empty(self.tokens.numel(), width, dtype=dtype, device=self.tokens.device)
+            self.q = recycled((self.tokens.numel(), width), dtype, self.tokens.device)
         end = self._used + count
         rows = self.q[self._used : end]
         rows[:, vocabulary:] = 0.0

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise
 from osd.speculation.tree import DraftBatch, Draw
 
@@ -37,13 +38,13 @@ class Rule(Protocol):
     chains_only: ClassVar[bool]
     fixed_width: ClassVar[bool]
 
-    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """Decide which drafted tokens stay, so that the output is distributed as if drawn from the target alone.
 
         Args:
             draft: the drafts of B sequences; one without nodes is decoded plainly.
-            p: [B, N + 1, V] the target's distributions, row 0 after the root and row 1 + i after node i, processed by
-                the sampling settings; float32 or float64. Rows of padding are not read.
+            p: [B, N + 1, V] the target's distributions, row 0 after the root and row 1 + i after node i, made by
+                the sampling settings; float32 or float64. Rows of padding mean nothing.
             noise: of this round.
         """
         ...

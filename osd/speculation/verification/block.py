@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
+from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
 from osd.speculation.verification.base import Verdict, residual
@@ -27,32 +27,36 @@ class Block:
     chains_only: ClassVar[bool] = True
     fixed_width: ClassVar[bool] = False
 
-    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; tests the longest prefix first and computes no further than the first that passes."""
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
+        """See ``Rule.verify``; tests the longest prefix first and computes no further than the first that passes.
+
+        As z is at most w, a prefix passes with probability w at most: where its number is not below w, z is not needed.
+        """
         batch, count = draft.tokens.shape
         rows, index = torch.arange(batch, device=p.device), torch.arange(count, device=p.device)
-        weights = p.new_ones(batch, count + 1)  # w(0) .. w(N)
-        ratio = p[rows[:, None], index, draft.tokens.clamp(min=0)] / draft.shares()
+        ratio = p[rows[:, None], index, draft.tokens.clamp(min=0)] / draft.shares()  # [B, N]
+        weights = torch.ones(batch, count + 1, dtype=p.dtype, device=p.device)  # w(0) .. w(N)
         for length in range(1, count + 1):
             weights[:, length] = (weights[:, length - 1] * ratio[:, length - 1]).clamp(max=1)
+        lengths = torch.arange(count + 1, device=p.device)
+        inside = (lengths > 0) & (lengths <= draft.sizes[:, None])
+        # [B, N + 1] the prefixes that may pass; the empty one always does
+        may = noise.accept(weights.masked_fill(~inside, 0.0), Purpose.ACCEPT, lengths[None] - 1) | (lengths == 0)
 
-        accepted = torch.zeros(batch, dtype=torch.int64, device=p.device)
-        after = p[:, 0].clone()
-        open_ = draft.sizes > 0
-        for length in range(count, -1, -1):
-            whole = (open_ & (draft.sizes == length)).nonzero().squeeze(-1)
-            part = (open_ & (draft.sizes > length)).nonzero().squeeze(-1)
-            w = weights[part, length]
-            q = draft.spread(draft.q_at(part, torch.full_like(part, length)), p.shape[-1]) if len(part) else p[part, 0]
-            rest, mass = residual(p[part, length], q, w)
-            # The empty prefix always passes; its w is 1 and so is its probability, rounding aside.
-            chance = torch.ones_like(w) if length == 0 else (mass / (mass + 1 - w)).nan_to_num(nan=1.0)
-            passed = noise.rows(part).accept(chance, Purpose.ACCEPT, length - 1)
-            kept = noise.rows(whole).accept(weights[whole, length], Purpose.ACCEPT, length - 1)
-            after[part[passed]] = rest[passed]
-            after[whole[kept]] = p[whole[kept], length]
-            closed = torch.cat([part[passed], whole[kept]])
-            accepted[closed] = length
-            open_[closed] = False
+        accepted, after = torch.zeros_like(rows), torch.empty(batch, p.shape[-1], dtype=p.dtype, device=p.device)
+        while len(rows):
+            length = torch.where(may[rows], lengths, 0).amax(-1)
+            may[rows, length] = False
+            rest = p[rows, length]
+            passed = length == draft.sizes[rows]  # the whole chain passes with probability w
+            part = (~passed).nonzero().squeeze(-1)
+            if len(part):
+                r, at = rows[part], length[part]
+                w = weights[r, at]
+                rest[part], mass = residual(rest[part], draft.spread(draft.q_at(r, at), p.shape[-1]), w)
+                chance = (mass / (mass + 1 - w)).nan_to_num(nan=1.0).masked_fill(at == 0, 1.0)  # rounding aside
+                passed[part] = noise.rows(r).accept(chance, Purpose.ACCEPT, at - 1)
+            after[rows[passed]], accepted[rows[passed]] = rest[passed], length[passed]
+            rows = rows[~passed]
         token = noise.pick(after, Purpose.RESIDUAL, accepted)
         return Verdict(torch.where(index < accepted[:, None], index, -1), accepted, token)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
+from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
 from osd.speculation.verification.base import Verdict, residual
@@ -27,16 +27,19 @@ class Chain:
     chains_only: ClassVar[bool] = True
     fixed_width: ClassVar[bool] = False
 
-    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; reads single entries of p and q, and one row of each per sequence."""
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
+        """See ``Rule.verify``; reads p no further than the first rejection."""
         batch, count = draft.tokens.shape
-        rows = torch.arange(batch, device=p.device)
-        index = torch.arange(count, device=p.device)
-        valid = draft.valid
-        p_drawn = p[rows[:, None], index, draft.tokens.clamp(min=0)]  # [B, N]
-        keep = noise.accept((p_drawn / draft.shares()).masked_fill(~valid, 0.0), Purpose.ACCEPT, index[None])
-        accepted = keep.long().cumprod(-1).sum(-1)
-        after = p[rows, accepted]  # [B, V]
+        index, shares = torch.arange(count, device=p.device), draft.shares()
+        accepted = torch.zeros(batch, dtype=torch.int64, device=p.device)
+        rows = draft.sizes.nonzero().squeeze(-1)
+        while len(rows):
+            level = accepted[rows]  # the same for all
+            chance = p[rows, level, draft.tokens[rows, level]] / shares[rows, level]
+            rows = rows[noise.rows(rows).accept(chance, Purpose.ACCEPT, level)]
+            accepted[rows] += 1
+            rows = rows[accepted[rows] < draft.sizes[rows]]
+        after = p[torch.arange(batch, device=p.device), accepted]  # [B, V]
         rejected = (accepted < draft.sizes).nonzero().squeeze(-1)
         if len(rejected):
             q = draft.spread(draft.q_at(rejected, accepted[rejected]), p.shape[-1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
+from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
 from osd.speculation.verification.base import Verdict, residual
@@ -31,7 +31,7 @@ class GreedyMultidraft:
     chains_only: ClassVar[bool] = False
     fixed_width: ClassVar[bool] = True
 
-    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """See ``Rule.verify``; touches one row of p and of q for each token that it emits."""
         batch, count = draft.tokens.shape
         index, vocabulary = torch.arange(count, device=p.device), p.shape[-1]

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
 from osd.speculation.verification.base import Verdict
@@ -29,14 +30,14 @@ class KSeq:
     chains_only: ClassVar[bool] = False
     fixed_width: ClassVar[bool] = True
 
-    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """See ``Rule.verify``; touches one row of p and of q for each token that it emits."""
         batch, count = draft.tokens.shape
         index = torch.arange(count, device=p.device)
         path = torch.full((batch, int(draft.depths().max()) if count else 0), -1, device=p.device)
         accepted = torch.zeros(batch, dtype=torch.int64, device=p.device)
-        after = p[:, 0].clone()
         rows, here = torch.arange(batch, device=p.device), torch.zeros_like(accepted)
+        after = p[rows, here]
         stand = torch.zeros_like(accepted)
         while count and len(rows):
             child = draft.valid[rows] & (draft.parents[rows] == here[:, None] - 1)  # [M, N]
@@ -68,7 +69,7 @@ def _plan(p: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Bisection ends at the upper end of its bracket, where a <= rho b holds: exact however few the halvings.
     """
     low, high = torch.ones_like(p[:, 0]), k.to(p.dtype)
-    for _ in range(_HALVINGS):
+    for _ in range(_HALVINGS if int(k.max()) > 1 else 0):  # a single child leaves rho no choice
         middle = (low + high) / 2
         b = torch.minimum(p / middle[:, None], q).sum(-1)
         more = 1 - (1 - b) ** k > middle * b

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
 from osd.speculation.verification.base import Verdict
@@ -25,7 +26,7 @@ class Naive:
     chains_only: ClassVar[bool] = False
     fixed_width: ClassVar[bool] = False
 
-    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise, first: Tensor | None = None) -> Verdict:
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise, first: Tensor | None = None) -> Verdict:
         """See ``Rule.verify``; reads one row of p for each token that it emits and never q.
 
         With ``first`` [B] int64, the draws are keyed by the places of their tokens in the sequence, ``first`` being the

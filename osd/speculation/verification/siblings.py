@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
+from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
 from osd.speculation.verification.base import Verdict, residual
@@ -27,9 +27,9 @@ class Siblings:
     chains_only: ClassVar[bool] = False
     fixed_width: ClassVar[bool] = False
 
-    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """See ``Rule.verify``; touches whole rows of the vocabulary only at a rejection."""
-        batch, vocabulary = len(p), p.shape[-1]
+        batch, _, vocabulary = p.shape
         first, following = draft.links()
         sequences = torch.arange(batch, device=p.device)
         here = torch.zeros(batch, dtype=torch.int64, device=p.device)  # the row of p that a sequence stands on
@@ -38,7 +38,7 @@ class Siblings:
         path = torch.full((batch, int(draft.depths().max()) if draft.tokens.numel() else 0), -1, device=p.device)
         # r and d [B, V or Vd] are filled at a node's first rejection; until then they are p and q.
         fresh = torch.ones(batch, dtype=torch.bool, device=p.device)
-        left = p.new_empty(batch, vocabulary)
+        left = torch.empty(batch, vocabulary, dtype=p.dtype, device=p.device)
         drawn = draft.q.new_empty(batch, draft.q.shape[-1])
 
         while len(rows := (candidate >= 0).nonzero().squeeze(-1)):

@@ -7,6 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from osd.speculation.distributions import Distributions
+from osd.speculation.memory import recycled
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw
 from osd.speculation.verification.base import Verdict, residual
@@ -29,68 +31,105 @@ class Traversal:
     chains_only: ClassVar[bool] = False
     fixed_width: ClassVar[bool] = False
 
-    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; keeps one row of the vocabulary per depth and touches it only at a rejection."""
-        batch, vocabulary = len(p), p.shape[-1]
-        first, following = draft.links()
-        deepest = int(draft.depths().max()) if draft.tokens.numel() else 0
-        sequences = torch.arange(batch, device=p.device)
-        here = torch.zeros(batch, dtype=torch.int64, device=p.device)  # the row of p that a sequence stands on
-        depth = torch.zeros_like(here)
-        candidate = first[:, 0]  # the next child to judge, -1 when all are rejected
-        done = torch.zeros(batch, dtype=torch.bool, device=p.device)
-        # The state of each node on the way from the root, by depth. r and d are p and q while ``fresh``.
-        weight = p.new_ones(batch, deepest + 1)
-        fresh = torch.ones(batch, deepest + 1, dtype=torch.bool, device=p.device)
-        left = p.new_empty(batch, deepest + 1, vocabulary)
-        drawn = draft.q.new_empty(batch, deepest + 1, draft.q.shape[-1])
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
+        """See ``Rule.verify``; keeps one row of the vocabulary per depth and touches it only where it matters.
 
-        while not done.all():
-            down = (candidate >= 0).nonzero().squeeze(-1)
-            up = ((candidate < 0) & ~done).nonzero().squeeze(-1)
-            if len(down):
-                node, level = candidate[down], depth[down]
-                token, column, new = draft.tokens[down, node], draft.columns[down, node], fresh[down, level]
-                r = torch.where(new, p[down, here[down], token], left[down, level, token])
-                d = torch.where(new, draft.q[draft.q_row[down, node], column], drawn[down, level, column])
-                weight[down, level + 1] = (weight[down, level] * r / d).clamp(max=1)
-                fresh[down, level + 1] = True
-                here[down], depth[down], candidate[down] = node + 1, level + 1, first[down, node + 1]
-            if len(up):
-                passed = (here[up] == 0) | noise.rows(up).accept(
-                    weight[up, depth[up]].masked_fill(here[up] == 0, 1.0), Purpose.ACCEPT, here[up] - 1
-                )
-                done[up[passed]] = True
-                self._reject(draft, p, up[~passed], (here, depth, candidate), (weight, fresh, left, drawn), following)
+        As s is at most c, a node never gets more weight than it began with. Where its number is not below that, the
+        node is lost, and its r and c are computed only for the sake of children that are still to be judged.
+        """
+        return _Walk(draft, p, noise).verdict()
 
-        after = torch.where(fresh[sequences, depth][:, None], p[sequences, here], left[sequences, depth])
-        return Verdict(draft.path_of(here - 1), depth, noise.pick(after, Purpose.RESIDUAL, here))
 
-    @staticmethod
-    def _reject(
-        draft: DraftBatch,
-        p: Tensor,
-        rows: Tensor,
-        place: tuple[Tensor, Tensor, Tensor],
-        state: tuple[Tensor, Tensor, Tensor, Tensor],
-        following: Tensor,
-    ) -> None:
-        """Go back from the nodes that sequences ``rows`` stand on to their parents and update these."""
+class _Walk:
+    """Where each of B sequences stands in its tree, and what is left of p and q on the way there from the root."""
+
+    def __init__(self, draft: DraftBatch, p: Distributions, noise: Noise) -> None:
+        batch, _, vocabulary = p.shape
+        device = p.device
+        self.draft, self.p, self.noise = draft, p, noise
+        self.first, self.following = draft.links()
+        self.deepest = int(draft.depths().max()) if draft.tokens.numel() else 0
+        self.depth = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.candidate = self.first[:, 0].clone()  # the next child to judge, -1 when all are rejected
+        # By depth: the row of p after the node that stands there, its weight, and whether it may still pass.
+        levels = batch, self.deepest + 1
+        self.row = torch.zeros(levels, dtype=torch.int64, device=device)
+        self.weight = torch.ones(levels, dtype=p.dtype, device=device)
+        self.may_pass = torch.ones(levels, dtype=torch.bool, device=device)
+        # r and d are p and q while ``fresh``.
+        self.fresh = torch.ones(levels, dtype=torch.bool, device=device)
+        self.left = recycled((*levels, vocabulary), p.dtype, device)
+        self.drawn = recycled((*levels, draft.q.shape[-1]), draft.q.dtype, device)
+
+    def verdict(self) -> Verdict:
+        sequences = torch.arange(len(self.depth), device=self.depth.device)
+        rows = sequences
+        while len(rows):
+            down = self.candidate[rows] >= 0
+            self._down(rows[down])
+            up = rows[~down]
+            passed = self._passes(up)
+            self._up(up[~passed])
+            rows = torch.cat([rows[down], up[~passed]])
+        here = self.row[sequences, self.depth]
+        fresh = self.fresh[sequences, self.depth]
+        after = self.left[sequences, self.depth]
+        after[fresh] = self.p[sequences[fresh], here[fresh]]
+        return Verdict(self.draft.path_of(here - 1), self.depth, self.noise.pick(after, Purpose.RESIDUAL, here))
+
+    def _down(self, rows: Tensor) -> None:
+        """Go to the candidate children and weigh them."""
         if not len(rows):
             return
-        here, depth, candidate = place
-        weight, fresh, left, drawn = state
-        node, level = here[rows] - 1, depth[rows] - 1
-        above = draft.parents[rows, node] + 1
-        new = fresh[rows, level].nonzero().squeeze(-1)
-        start, at = rows[new], level[new]
-        left[start, at] = p[start, above[new]]
-        drawn[start, at] = draft.q_at(start, node[new])
-        fresh[start, at] = False
-        c, d = weight[rows, level], drawn[rows, level]
-        left[rows, level], mass = residual(left[rows, level], draft.spread(d, p.shape[-1]), c)
-        weight[rows, level] = (mass / (mass + 1 - c)).nan_to_num(nan=1.0)
+        draft, node, level = self.draft, self.candidate[rows], self.depth[rows]
+        token, column = draft.tokens[rows, node], draft.columns[rows, node]
+        new = self.fresh[rows, level]
+        chance = torch.empty_like(self.weight[rows, level])
+        if bool(new.any()):
+            r, n = rows[new], node[new]
+            chance[new] = self.p[r, self.row[r, level[new]], token[new]] / draft.q[draft.q_row[r, n], column[new]]
+        old = ~new
+        r, at = rows[old], level[old]
+        chance[old] = self.left[r, at, token[old]] / self.drawn[r, at, column[old]]
+        weight = (self.weight[rows, level] * chance).clamp(max=1)
+        below = level + 1
+        self.row[rows, below], self.weight[rows, below], self.fresh[rows, below] = node + 1, weight, True
+        self.may_pass[rows, below] = self.noise.rows(rows).accept(weight, Purpose.ACCEPT, node)
+        self.depth[rows], self.candidate[rows] = below, self.first[rows, node + 1]
+
+    def _passes(self, rows: Tensor) -> Tensor:
+        """[M] bool, whether the nodes that sequences ``rows`` [M] stand on pass, their children being rejected."""
+        level = self.depth[rows]
+        node = self.row[rows, level] - 1
+        # The root always passes.
+        return (level == 0) | self.noise.rows(rows).accept(
+            self.weight[rows, level].masked_fill(~self.may_pass[rows, level] | (level == 0), 0.0), Purpose.ACCEPT, node
+        )
+
+    def _up(self, rows: Tensor) -> None:
+        """Go back from rejected nodes to the next ones above that may pass or have children to judge."""
+        if not len(rows):
+            return
+        levels = torch.arange(self.deepest + 1, device=rows.device)
+        child = self.row[rows][:, 1:] - 1  # [M, deepest] on the way down from each level
+        stop = self.may_pass[rows]
+        stop[:, :-1] |= self.following[rows].gather(1, child.clamp(min=0)) >= 0
+        level = torch.where(stop & (levels < self.depth[rows, None]), levels, 0).amax(-1)
+        node = self.row[rows, level + 1] - 1
+        self.depth[rows], self.candidate[rows] = level, self.following[rows, node]
+        self._reject(rows, level, node)
+
+    def _reject(self, rows: Tensor, level: Tensor, node: Tensor) -> None:
+        """Take what the rejected children ``node`` [M] cover out of what is left at the levels above them."""
+        draft, fresh = self.draft, self.fresh[rows, level]
+        here = self.row[rows, level]
+        r, d = self.left[rows, level], self.drawn[rows, level]
+        r[fresh] = self.p[rows[fresh], here[fresh]]
+        d[fresh] = draft.q_at(rows[fresh], node[fresh])
+        c = self.weight[rows, level]
+        r, mass = residual(r, draft.spread(d, r.shape[-1]), c)
         if draft.draw is Draw.WITHOUT_REPLACEMENT:
-            d[torch.arange(len(rows), device=p.device), draft.columns[rows, node]] = 0.0
-            drawn[rows, level] = d / d.sum(-1, keepdim=True)
-        here[rows], depth[rows], candidate[rows] = above, level, following[rows, node]
+            d[torch.arange(len(rows), device=d.device), draft.columns[rows, node]] = 0.0
+            d /= d.sum(-1, keepdim=True)
+        self.left[rows, level], self.drawn[rows, level], self.fresh[rows, level] = r, d, False
+        self.weight[rows, level] = (mass / (mass + 1 - c)).nan_to_num(nan=1.0)

@@ -28,6 +28,7 @@ from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling, Update
 from osd.registry.pointer import Rollout
 from osd.routing import Cluster, Pick
+from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.penalties import Penalties
 from osd.speculation.tree import ROOT, DraftBatch
@@ -313,9 +314,9 @@ def test_a_tree_does_not_change_the_law_either(model: LlamaForCausalLM, sampling
 class AcceptEverything(Chain):
     """What must not pass: every drafted token is kept."""
 
-    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         index = torch.arange(draft.tokens.shape[1])
-        token = noise.pick(p[torch.arange(len(p)), draft.sizes], Purpose.RESIDUAL, draft.sizes)
+        token = noise.pick(p[torch.arange(len(draft.sizes)), draft.sizes], Purpose.RESIDUAL, draft.sizes)
         # One in four rounds stays honest, so that both outcomes are there to be counted.
         honest = VERIFICATIONS["honest"].verify(draft, p, noise)
         broken = noise.uniform(Purpose.BONUS) < 0.75

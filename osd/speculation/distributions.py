@@ -1,0 +1,77 @@
+"""The target's distributions of a round, as verification rules read them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from osd.speculation.memory import recycled
+from osd.speculation.sampling import SamplingBatch
+
+
+class Distributions(Protocol):
+    """p [B, N + 1, V] of B sequences, entry 0 after the root and entry 1 + i after node i: a tensor, or its like."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """B, N + 1 and V."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers, float32 or float64."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        ...
+
+    def __getitem__(self, index: tuple[Tensor, ...], /) -> Tensor:
+        """Whole rows for sequences and entries, single numbers for sequences, entries and tokens."""
+        ...
+
+
+class Lazy:
+    """Distributions that are made of the target's logits where they are first read.
+
+    A rule seldom reads past the first rejection, and a softmax over the vocabulary is the dearest part of a round after
+    the forwards.
+    """
+
+    def __init__(self, logits: Tensor, owners: Tensor, places: Tensor, sampling: SamplingBatch) -> None:
+        """Make nothing yet.
+
+        Args:
+            logits: [R, V] the target's, with penalties and bias.
+            owners: [R] the sequence of each row, as ``sampling`` numbers them.
+            places: [B, N + 1] the row after the root and after each node; any row for padding.
+            sampling: what makes p.
+        """
+        self._logits, self._owners, self._places, self._sampling = logits, owners, places, sampling
+        self.dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        self.device = logits.device
+        self.shape = torch.Size((*places.shape, logits.shape[-1]))
+        self._made = recycled(tuple(logits.shape), self.dtype, self.device)
+        self._used = 0
+        self._where = torch.full((len(logits),), -1, device=self.device)  # [R] the row of ``_made``, -1 for none
+
+    def __getitem__(self, index: tuple[Tensor, ...], /) -> Tensor:
+        """See ``Distributions``; the first read of a row makes all of it."""
+        sequences, entries, *tokens = index
+        rows = self._places[sequences, entries]
+        where = self._where[rows]
+        if bool((where < 0).any()):
+            self._make(rows[where < 0].unique())
+            where = self._where[rows]
+        return self._made[(where, *tokens)]
+
+    def _make(self, rows: Tensor) -> None:
+        begin, self._used = self._used, self._used + len(rows)
+        first, last = int(rows[0]), int(rows[-1])
+        neighbours = last - first == len(rows) - 1  # they ascend, and copying them would cost
+        logits = self._logits[first : last + 1] if neighbours else self._logits[rows]
+        self._sampling.probabilities(logits, self._owners[rows], out=self._made[begin : self._used])
+        self._where[rows] = torch.arange(begin, self._used, device=self.device)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from osd.speculation import memory
+from osd.speculation.memory import recycled
+
+LARGE = (64, 8192)  # 2 MiB of float32
+
+
+@pytest.fixture(autouse=True)
+def free(monkeypatch: pytest.MonkeyPatch) -> deque[np.ndarray]:
+    blocks: deque[np.ndarray] = deque()
+    monkeypatch.setattr(memory, "_free", blocks)
+    return blocks
+
+
+def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone(free: deque[np.ndarray]) -> None:
+    tensor = recycled(LARGE, torch.float32)
+    place, view = tensor.data_ptr(), tensor[3:5].flatten()
+    del tensor
+    assert not free
+    other = recycled(LARGE, torch.float32)
+    assert other.data_ptr() != place
+    del view
+    assert recycled(LARGE, torch.float32).data_ptr() == place
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(LARGE, torch.float32), ((4, 3, 100_000), torch.float64), ((3,), torch.float32)]
+)
+def test_a_tensor_has_the_shape_and_the_kind_asked_for(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        tensor = recycled(shape, dtype).fill_(1.5)
+    assert tensor.shape == shape
+    assert tensor.dtype == dtype
+    assert float(tensor.sum()) == 1.5 * tensor.numel()
+
+
+def test_tensors_that_live_at_the_same_time_share_nothing() -> None:
+    first = recycled(LARGE, torch.float32).fill_(1.0)
+    again = recycled(LARGE, torch.float32).fill_(2.0)
+    assert float(first.sum()) == first.numel()
+    assert float(again.sum()) == 2 * again.numel()
+
+
+def test_what_became_too_small_is_let_go(free: deque[np.ndarray]) -> None:
+    small = [recycled(LARGE, torch.float32) for _ in range(3)]
+    del small
+    assert len(free) == 3
+    large = recycled((200, 8192), torch.float32)
+    assert not free
+    del large
+    smaller = recycled(LARGE, torch.float32)
+    assert not free, "the larger block serves"
+    del smaller
+    assert len(free) == 1
+
+
+def test_threads_share_the_memory_and_no_tensor() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        tensors = list(pool.map(lambda i: recycled(LARGE, torch.float32).fill_(float(i)), range(8)))
+    assert [float(tensor[0, 0]) for tensor in tensors] == list(range(8))
+    assert len({tensor.data_ptr() for tensor in tensors}) == 8
