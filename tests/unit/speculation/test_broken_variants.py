@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,8 +19,10 @@ from tests.unit.speculation.enumeration import ForkingNoise, Toy, law_of, plain_
 
 PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)])
 TOP_PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.DETERMINISTIC)
+TWINS = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.IID)
 CHAIN = GROWTHS["chain"](2)
 Spoil = Callable[[DraftBatch], DraftBatch]
+Outcome = tuple[DraftBatch, Verdict]
 
 
 @pytest.fixture(autouse=True)
@@ -101,13 +104,11 @@ def test_dropping_a_last_token_that_the_head_doubts_is_caught(rule: str) -> None
 
 
 def test_a_second_sibling_that_depends_on_the_first_is_caught_where_the_width_must_be_fixed() -> None:
-    twins = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.IID)
-
     def adapt(draft: DraftBatch) -> DraftBatch:
         return keep(draft, 1 + (draft.shares()[:, 0] < 0.4).long())
 
-    assert error(twins, "siblings", adapt) < 1e-9
-    assert error(twins, "k_seq", adapt) > 1e-3
+    assert error(TWINS, "siblings", adapt) < 1e-9
+    assert error(TWINS, "k_seq", adapt) > 1e-3
     assert error(PAIR, "siblings", adapt) < 1e-9
     assert error(PAIR, "greedy_multidraft", adapt) > 1e-3
 
@@ -149,3 +150,114 @@ def test_a_bonus_token_drawn_from_the_drafter_is_caught() -> None:
         return draft, VERIFICATIONS["chain"].verify(draft, p, noise)
 
     assert law_of(run, toy, 2).error > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["siblings", "traversal"])
+def test_siblings_drawn_with_replacement_and_verified_as_without_are_caught(rule: str) -> None:
+    assert error(TWINS, rule, lambda draft: draft) < 1e-9
+    assert error(TWINS, rule, lambda draft: replace(draft, draw=Draw.WITHOUT_REPLACEMENT)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["siblings", "traversal", "k_seq"])
+def test_dropping_a_sibling_because_it_was_drawn_before_is_caught(rule: str) -> None:
+    def merge(draft: DraftBatch) -> DraftBatch:
+        return keep(draft, 1 + (draft.tokens[:, 0] != draft.tokens[:, 1]).long())
+
+    assert error(TWINS, rule, merge) > 1e-3
+
+
+def test_a_prune_that_seldom_happens_is_caught() -> None:
+    assert 1e-4 < error(PAIR, "siblings", lambda draft: keep(draft, 2 - (draft.shares()[:, 1] < 0.04).long())) < 0.05
+
+
+READS_Q = {
+    "chain": CHAIN,
+    "block": CHAIN,
+    "siblings": PAIR,
+    "traversal": PAIR,
+    "k_seq": TWINS,
+    "greedy_multidraft": GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.TOP_THEN_DRAWN),
+}
+"""Every rule that reads q, with drafts for it."""
+
+
+@pytest.mark.parametrize("rule", READS_Q)
+def test_a_q_that_was_rounded_after_the_draw_is_caught(rule: str) -> None:
+    assert error(READS_Q[rule], rule, lambda draft: draft) < 1e-9
+    assert error(READS_Q[rule], rule, lambda draft: replace(draft, q=draft.q.bfloat16().double())) > 1e-5
+
+
+@pytest.mark.parametrize("rule", ["chain", "block"])
+def test_the_most_probable_token_verified_as_if_it_had_been_drawn_is_caught(rule: str) -> None:
+    argmax = GROWTHS["static_tree"](paths=[(0,)], draw=Draw.DETERMINISTIC)
+    assert error(argmax, rule, lambda draft: draft) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["chain", "block"])
+def test_a_drafter_that_ignores_a_token_passes_and_a_q_that_heeds_it_is_caught(rule: str) -> None:
+    worst = {"same": 0.0, "other": 0.0}
+    for seed, kind in itertools.product(range(4), worst):
+        toy = Toy.random(seed, 3, 3, agreement=0.2)
+        blind = replace(toy, q=torch.cat([toy.q[:1], toy.q[1:2].expand(3, -1), toy.q[4:]]))
+
+        def run(noise: ForkingNoise, batch: int, toy: Toy = toy, blind: Toy = blind, kind: str = kind) -> Outcome:
+            draft = CHAIN.grow(blind, plain_sampling(batch), noise, torch.full((batch,), 2))
+            if kind == "other":
+                q = draft.q.clone()
+                q[draft.q_row[:, 1]] = toy.q[toy.codes(draft.tokens, draft.parents)[:, 0]]
+                draft = replace(draft, q=q)
+            return draft, VERIFICATIONS[rule].verify(draft, toy.target(draft), noise)
+
+        worst[kind] = max(worst[kind], law_of(run, toy, 3).error)
+    print(f"{rule}: largest errors {worst}")
+    assert worst["same"] < 1e-9
+    assert worst["other"] > 1e-3
+
+
+def typical(draft: DraftBatch, p: Tensor, noise: ForkingNoise) -> Verdict:
+    """Medusa's acceptance: keep a token of p above min(0.09, 0.3 exp(-entropy)), whatever q is."""
+    rows, index = torch.arange(len(p)), torch.arange(draft.tokens.shape[1])
+    least = (0.3 * torch.exp(torch.xlogy(p, p).sum(-1))).clamp(max=0.09)[:, :-1]  # [B, N]
+    keep = p[rows[:, None], index, draft.tokens] > least
+    accepted = keep.long().cumprod(-1).sum(-1)
+    token = noise.pick(p[rows, accepted], Purpose.BONUS, accepted)
+    return Verdict(torch.where(index < accepted[:, None], index, -1), accepted, token)
+
+
+def ensemble(draft: DraftBatch, p: Tensor, noise: ForkingNoise) -> Verdict:
+    """The drafter has a say in what is kept."""
+    mixed = 0.9 * p
+    mixed[:, :-1] += 0.1 * draft.q[draft.q_row]
+    return VERIFICATIONS["chain"].verify(draft, mixed / mixed.sum(-1, keepdim=True), noise)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verify", [typical, ensemble])
+def test_rules_that_are_known_to_be_biased_are_caught(
+    verify: Callable[[DraftBatch, Tensor, ForkingNoise], Verdict],
+) -> None:
+    worst = 0.0
+    for seed in range(4):
+        toy = Toy.random(seed, 3, 3, agreement=0.2)
+
+        def run(noise: ForkingNoise, batch: int, toy: Toy = toy) -> Outcome:
+            draft = CHAIN.grow(toy, plain_sampling(batch), noise, torch.full((batch,), 2))
+            return draft, verify(draft, toy.target(draft), noise)
+
+        worst = max(worst, law_of(run, toy, 3).error)
+    print(f"largest error {worst:.3g}")
+    assert worst > 1e-3
+
+
+class Coarse(ForkingNoise):
+    """Acceptance by a uniform number of four decimals."""
+
+    def accept(self, probability: Tensor, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
+        return super().accept((probability * 10_000).ceil() / 10_000, purpose, index)
+
+
+@pytest.mark.parametrize("rule", ["chain", "block"])
+def test_a_uniform_number_of_four_decimals_is_caught(rule: str) -> None:
+    toy = Toy.random(0, 3, 3, agreement=0.2)
+    run = round_of(CHAIN, VERIFICATIONS[rule], toy)
+    assert law_of(run, toy, 3).error < 1e-9
+    assert law_of(run, toy, 3, Coarse).error > 1e-7
