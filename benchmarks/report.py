@@ -15,6 +15,7 @@ from rich.table import Table as Grid
 
 from benchmarks.figures import Mean, Row, Table
 from benchmarks.governor import PLAIN, Speed
+from benchmarks.lossless import Tally
 from benchmarks.overhead import Cost
 from benchmarks.plain import Pair, ratios
 from benchmarks.weights import Quality
@@ -148,4 +149,19 @@ def costs(found: Sequence[Cost]) -> Grid:
         grid.add_row(cost.growth, f"{cost.calls:.0f}", str(cost.rows), *shared, style="bold")
         for rule, seconds in cost.verify.items():
             grid.add_row(f"  {rule}", "", "", "", "", f"{seconds * 1e3:.1f}", f"{cost.share(rule):.1%}")
+    return grid
+
+
+def identity(draft: str, tallies: Sequence[Tally]) -> Grid:
+    """A table of how often each way to speculate gave the answers of plain decoding."""
+    names = "identical", "of", "near ties", "other", "accepted", "drafted"
+    grid = columns("growth, rule", *names, title=f"greedy answers as plain, {draft}")
+    for tally in tallies:
+        others = len(tally.differences) - tally.ties
+        figures = tally.identical, tally.total, tally.ties, others, tally.accepted, tally.drafted
+        grid.add_row(f"{tally.growth}, {tally.rule}", *map(str, figures))
+        for difference in tally.differences:
+            grid.add_row(
+                f"  prompt {difference.prompt}, token {difference.place}: {difference.gap:.2g} between the best"
+            )
     return grid

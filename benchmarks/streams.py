@@ -6,9 +6,10 @@ import queue
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from osd.engine.engine import Engine
-from osd.engine.request import Request, Update
+from osd.engine.request import Request, SpeculationCounts, TokenLogprobs, Update
 
 Arrivals = dict[str, list[tuple[float, int]]]
 """Of each request, when tokens came, in seconds from the sending on, and how many at that moment."""
@@ -60,6 +61,30 @@ def texts_of(engine: Engine, requests: Sequence[Request]) -> list[tuple[tuple[in
         ((*request.prompt_ids, *answer), len(request.prompt_ids))
         for request, answer in zip(requests, answers, strict=True)
     ]
+
+
+@dataclass
+class Answer:
+    """What came of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+
+def answers_of(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
+    """Send ``requests`` at once and wait for every answer; by the requests' ids.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    found = {request.id: Answer() for request in requests}
+    for _, update in updates_of(engine, requests):
+        answer = found[update.request_id]
+        answer.tokens += update.token_ids
+        answer.logprobs += update.logprobs
+        answer.counts = update.counts or answer.counts
+    return found
 
 
 def decoding_rate(arrivals: Arrivals) -> float:

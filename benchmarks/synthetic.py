@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from osd.engine.policy import Policy
+from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import ROOT, DraftBatch, Draw
 from osd.speculation.verification import Verdict
@@ -40,7 +40,7 @@ class Synthetic:
         kept = path[: int(wanted) + (self._random.random() < wanted % 1)]
         return kept, best[1 + (kept[-1] if kept else ROOT)]
 
-    def verify(self, draft: DraftBatch, p: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """See ``Rule.verify``; the token after the kept path is drawn from p."""
         trees = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.sizes.tolist(), strict=True)
         nothing = [ROOT] * (1 + draft.tokens.shape[1])

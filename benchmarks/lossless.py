@@ -1,0 +1,130 @@
+"""Whether greedy decoding says the same with every way to speculate as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.streams import Answer, answers_of
+from osd.config import GrowthSettings
+from osd.engine.engine import Engine
+from osd.engine.policy import Policy
+from osd.engine.request import Request, Sampling
+from osd.speculation.compatibility import IncompatibleError
+from osd.speculation.growth import GROWTHS
+from osd.speculation.verification import VERIFICATIONS
+
+BATCH = 8
+"""Prompts sent at once, and slots that an engine needs to decode them together."""
+
+_PLAIN = "plain"
+_SIZES = {"depth": 4, "budget": 8}  # of drafts, where a growth policy has them
+_VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "dynamic_tree": ({}, {"threshold": 0.1}),
+    "static_tree": ({}, {"draw": "iid"}, {"draw": "top_then_drawn"}),
+}
+_TIE = 1e-4  # difference of two log-probabilities that rounding in float32 may turn around
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that differs: of which prompt, its place in the answer, and how close the two best tokens are.
+
+    ``gap`` is the difference of their log-probabilities without speculation.
+    """
+
+    prompt: int
+    place: int
+    gap: float
+
+
+@dataclass
+class Tally:
+    """How often one way to speculate gave the answer of plain decoding; ``ties`` are near ties among the others."""
+
+    growth: str
+    rule: str
+    total: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def identical(self) -> int:
+        """Answers without a difference."""
+        return self.total - len(self.differences)
+
+    @property
+    def ties(self) -> int:
+        """Differences where the two best tokens are as likely as float32 can tell."""
+        return sum(difference.gap <= _TIE for difference in self.differences)
+
+    def add(self, prompt: int, plain: Answer, mine: Answer) -> None:
+        """Count one answer."""
+        self.total += 1
+        self.drafted += mine.counts.drafted
+        self.accepted += mine.counts.accepted
+        place = differs_at(plain.tokens, mine.tokens)
+        if place is not None:
+            best = [logprob for _, logprob in plain.logprobs[place].top] if place < len(plain.logprobs) else [0.0, 0.0]
+            self.differences.append(Difference(prompt, place, best[0] - best[1]))
+
+
+def differs_at(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place at which two answers differ, None when they are the same."""
+    places = range(max(len(one), len(other)))
+    return next((place for place in places if one[place : place + 1] != other[place : place + 1]), None)
+
+
+def policies() -> Iterator[tuple[str, str, Policy]]:
+    """Every growth policy, in every way to draw, with every rule that is lossless for it: two names and the policy."""
+    for kind in GROWTHS:
+        sizes = {name: size for name, size in _SIZES.items() if name in GrowthSettings.PARAMETERS[kind]}
+        for variant in _VARIANTS.get(kind, ({},)):
+            growth = GrowthSettings(kind=kind, **sizes, **variant)  # type: ignore[arg-type]
+            name = ", ".join([kind, *(f"{key} {value}" for key, value in variant.items())])
+            for rule in VERIFICATIONS:
+                try:
+                    yield name, rule, Policy.of(growth, rule)
+                except IncompatibleError:
+                    continue
+
+
+def compare(
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    tokens: int,
+    report: Callable[[int], None] = lambda done: None,
+) -> list[Tally]:
+    """Decode every prompt greedily, plainly and in every way, all ways in one engine.
+
+    Args:
+        engine: running, on a target in float32, not governed.
+        prompts: sent ``BATCH`` at once, with each of the ways.
+        tokens: of an answer at most.
+        report: told how many prompts are done.
+    """
+    ways = list(policies())
+    tallies = [Tally(growth, rule) for growth, rule, _ in ways]
+    for start in range(0, len(prompts), BATCH):
+        batch = prompts[start : start + BATCH]
+        requests = [_request(_PLAIN, index, prompt, tokens, None) for index, prompt in enumerate(batch)]
+        for number, (_, _, policy) in enumerate(ways):
+            requests += (_request(str(number), index, prompt, tokens, policy) for index, prompt in enumerate(batch))
+        found = answers_of(engine, requests)
+        for index in range(len(batch)):
+            plain = found[f"{_PLAIN} {index}"]
+            for number, tally in enumerate(tallies):
+                tally.add(start + index, plain, found[f"{number} {index}"])
+        report(start + len(batch))
+    return tallies
+
+
+def _request(way: str, index: int, prompt: tuple[int, ...], tokens: int, policy: Policy | None) -> Request:
+    greedy = Sampling(temperature=0)
+    # The logits of plain decoding say how near a difference was.
+    logprobs = 2 if policy is None else None
+    return Request(
+        f"{way} {index}", prompt, tokens, greedy, speculate=policy is not None, policy=policy, logprobs=logprobs
+    )
