@@ -52,7 +52,7 @@ def lossless(
     for kind in draft:
         with loading():
             engine, name = load_engine(settings, kind)
-        asked = encode(engine.tokenizer, texts, settings.engine.context - tokens)[:count]
+        asked = encode(engine.tokenizer, texts[: 4 * count], settings.engine.context - tokens)[:count]
         if len(asked) < count:
             fail(f"--count: {', '.join(prompts)} hold only {len(asked)} prompts that are short enough, not {count}")
         with running(engine):
