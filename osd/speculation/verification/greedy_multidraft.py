@@ -51,8 +51,9 @@ class GreedyMultidraft:
                 r, y = rows[at], last[at]
                 q = draft.q_at(r, y)
                 fixed, which = (child[at] & (index != y[:, None])).nonzero(as_tuple=True)
-                q[fixed, draft.columns[r[fixed], which]] = 0.0
-                q /= q.sum(-1, keepdim=True)
+                if len(fixed):
+                    q[fixed, draft.columns[r[fixed], which]] = 0.0
+                    q /= q.sum(-1, keepdim=True)
                 chance = after[at, draft.tokens[r, y]] / q[torch.arange(len(at), device=p.device), draft.columns[r, y]]
                 keep = noise.rows(r).accept(chance, Purpose.ACCEPT, y)
                 node[at[keep]] = y[keep]

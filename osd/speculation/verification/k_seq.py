@@ -45,17 +45,24 @@ class KSeq:
             rows, here, child = rows[inner], here[inner], child[inner]
             if not len(rows):
                 break
-            target = p[rows, here]
-            q = draft.spread(draft.q_at(rows, child.long().argmax(-1)), p.shape[-1])
-            rho, share, rest = _plan(target, q, child.sum(-1))
+            first, k = child.long().argmax(-1), child.sum(-1)
+            rho = torch.ones(len(rows), dtype=p.dtype, device=p.device)
+            m = (k > 1).nonzero().squeeze(-1)  # a single child leaves rho no choice
+            if len(m):
+                q = draft.spread(draft.q_at(rows[m], first[m]), p.shape[-1])
+                rho[m] = _rho(p[rows[m], here[m]], q, k[m])
 
-            tokens = draft.tokens[rows].clamp(min=0)
-            chance = target.gather(-1, tokens) / (rho[:, None] * q.gather(-1, tokens))
+            tokens, columns = draft.tokens[rows].clamp(min=0), draft.columns[rows].clamp(min=0)  # [M, N]
+            shares = draft.q[draft.q_row[rows, first, None], columns]
+            chance = p[rows[:, None], here[:, None], tokens] / (rho[:, None] * shares)
             keep = noise.rows(rows).accept(chance.masked_fill(~child, 0.0), Purpose.ACCEPT, index[None])  # [M, N]
             node = torch.where(keep, index, count).amin(-1)
-            off = node == count
-            after[rows[off]] = (target - share[:, None] * rest).clamp_(min=0)[off]
-            rows, here = rows[~off], node[~off] + 1
+            m = (node == count).nonzero().squeeze(-1)
+            if len(m):
+                q = draft.spread(draft.q_at(rows[m], first[m]), p.shape[-1])
+                after[rows[m]] = _left(p[rows[m], here[m]], q, rho[m], k[m])
+            on = node < count
+            rows, here = rows[on], node[on] + 1
             path[rows, accepted[rows]] = here - 1
             accepted[rows] += 1
             stand[rows] = here
@@ -63,17 +70,23 @@ class KSeq:
         return Verdict(path, accepted, noise.pick(after, Purpose.RESIDUAL, stand))
 
 
-def _plan(p: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rho [M], a / b [M] and min(p / rho, q) [M, V] for p and q [M, V] and k [M] children.
+def _rho(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Rho [M] for p and q [M, V] and k [M] children.
 
     Bisection ends at the upper end of its bracket, where a <= rho b holds: exact however few the halvings.
     """
     low, high = torch.ones_like(p[:, 0]), k.to(p.dtype)
-    for _ in range(_HALVINGS if int(k.max()) > 1 else 0):  # a single child leaves rho no choice
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
         b = torch.minimum(p / middle[:, None], q).sum(-1)
         more = 1 - (1 - b) ** k > middle * b
         low, high = torch.where(more, middle, low), torch.where(more, high, middle)
-    kept = torch.minimum(p / high[:, None], q)
+    return high
+
+
+def _left(p: Tensor, q: Tensor, rho: Tensor, k: Tensor) -> Tensor:
+    """[M, V] in proportion to what p has left when none of ``k`` children is kept."""
+    kept = torch.minimum(p / rho[:, None], q)
     b = kept.sum(-1)
-    return high, (1 - (1 - b) ** k) / torch.where(b > 0, b, 1.0), kept
+    share = (1 - (1 - b) ** k) / torch.where(b > 0, b, 1.0)  # a / b
+    return torch.addcmul(p, kept, share[:, None], value=-1).clamp_(min=0)

@@ -40,12 +40,13 @@ class Siblings:
         fresh = torch.ones(batch, dtype=torch.bool, device=p.device)
         left = torch.empty(batch, vocabulary, dtype=p.dtype, device=p.device)
         drawn = draft.q.new_empty(batch, draft.q.shape[-1])
+        with_replacement = draft.draw is Draw.IID
 
         while len(rows := (candidate >= 0).nonzero().squeeze(-1)):
             nodes, new = candidate[rows], fresh[rows]
             tokens, columns = draft.tokens[rows, nodes], draft.columns[rows, nodes]
             r = torch.where(new, p[rows, here[rows], tokens], left[rows, tokens])
-            d = torch.where(new, draft.q[draft.q_row[rows, nodes], columns], drawn[rows, columns])
+            d = torch.where(new | with_replacement, draft.q[draft.q_row[rows, nodes], columns], drawn[rows, columns])
             keep = noise.rows(rows).accept(r / d, Purpose.ACCEPT, nodes)
 
             on, node = rows[keep], nodes[keep]
@@ -55,18 +56,20 @@ class Siblings:
             candidate[on] = first[on, node + 1]
             fresh[on] = True
 
-            off, node = rows[~keep], nodes[~keep]
+            off, node, new = rows[~keep], nodes[~keep], new[~keep]
             if not len(off):
                 continue
-            start = off[new[~keep]]
-            left[start] = p[start, here[start]]
-            drawn[start] = draft.q_at(start, candidate[start])
-            fresh[start] = False
-            left[off] = residual(left[off], draft.spread(drawn[off], vocabulary))[0]
-            if draft.draw is Draw.WITHOUT_REPLACEMENT:
-                drawn[off, columns[~keep]] = 0.0
-                drawn[off] /= drawn[off].sum(-1, keepdim=True)  # a sibling follows only where some mass is left
-            candidate[off] = following[off, node]
+            r, d = p[off, here[off]], draft.q_at(off, node)
+            if not bool(new.all()):
+                r = torch.where(new[:, None], r, left[off])
+                d = torch.where(new[:, None] | with_replacement, d, drawn[off])
+            left[off] = residual(r, draft.spread(d, vocabulary))[0]
+            candidate[off], fresh[off] = following[off, node], False
+            if not with_replacement:
+                m = (candidate[off] >= 0).nonzero().squeeze(-1)  # where no sibling follows d is needed no more
+                d[m, columns[~keep][m]] = 0.0
+                d = d[m]
+                drawn[off[m]] = d / d.sum(-1, keepdim=True)
 
         after = torch.where(fresh[:, None], p[sequences, here], left)
         return Verdict(path, accepted, noise.pick(after, Purpose.RESIDUAL, here))

@@ -59,7 +59,9 @@ class _Walk:
         # r and d are p and q while ``fresh``.
         self.fresh = torch.ones(levels, dtype=torch.bool, device=device)
         self.left = recycled((*levels, vocabulary), p.dtype, device)
-        self.drawn = recycled((*levels, draft.q.shape[-1]), draft.q.dtype, device)
+        # Drawn with replacement, d stays q.
+        urns = draft.draw is Draw.WITHOUT_REPLACEMENT
+        self.drawn = recycled((*levels, draft.q.shape[-1]), draft.q.dtype, device) if urns else None
 
     def verdict(self) -> Verdict:
         sequences = torch.arange(len(self.depth), device=self.depth.device)
@@ -84,14 +86,14 @@ class _Walk:
         draft, node, level = self.draft, self.candidate[rows], self.depth[rows]
         token, column = draft.tokens[rows, node], draft.columns[rows, node]
         new = self.fresh[rows, level]
-        chance = torch.empty_like(self.weight[rows, level])
-        if bool(new.any()):
-            r, n = rows[new], node[new]
-            chance[new] = self.p[r, self.row[r, level[new]], token[new]] / draft.q[draft.q_row[r, n], column[new]]
-        old = ~new
-        r, at = rows[old], level[old]
-        chance[old] = self.left[r, at, token[old]] / self.drawn[r, at, column[old]]
-        weight = (self.weight[rows, level] * chance).clamp(max=1)
+        d = draft.q[draft.q_row[rows, node], column]
+        if bool(new.all()):
+            r = self.p[rows, self.row[rows, level], token]
+        else:
+            r = self.left[rows, level, token]
+            r[new] = self.p[rows[new], self.row[rows[new], level[new]], token[new]]
+            d = d if self.drawn is None else torch.where(new, d, self.drawn[rows, level, column])
+        weight = (self.weight[rows, level] * r / d).clamp(max=1)
         below = level + 1
         self.row[rows, below], self.weight[rows, below], self.fresh[rows, below] = node + 1, weight, True
         self.may_pass[rows, below] = self.noise.rows(rows).accept(weight, Purpose.ACCEPT, node)
@@ -121,15 +123,27 @@ class _Walk:
 
     def _reject(self, rows: Tensor, level: Tensor, node: Tensor) -> None:
         """Take what the rejected children ``node`` [M] cover out of what is left at the levels above them."""
-        draft, fresh = self.draft, self.fresh[rows, level]
-        here = self.row[rows, level]
-        r, d = self.left[rows, level], self.drawn[rows, level]
-        r[fresh] = self.p[rows[fresh], here[fresh]]
-        d[fresh] = draft.q_at(rows[fresh], node[fresh])
+        draft = self.draft
+        r, d = self._remains(rows, level, node)
         c = self.weight[rows, level]
-        r, mass = residual(r, draft.spread(d, r.shape[-1]), c)
-        if draft.draw is Draw.WITHOUT_REPLACEMENT:
-            d[torch.arange(len(rows), device=d.device), draft.columns[rows, node]] = 0.0
-            d /= d.sum(-1, keepdim=True)
-        self.left[rows, level], self.drawn[rows, level], self.fresh[rows, level] = r, d, False
+        self.left[rows, level], mass = residual(r, draft.spread(d, r.shape[-1]), c)
         self.weight[rows, level] = (mass / (mass + 1 - c)).nan_to_num(nan=1.0)
+        self.fresh[rows, level] = False
+        if self.drawn is not None:
+            m = (self.candidate[rows] >= 0).nonzero().squeeze(-1)  # the others need d no more
+            d[m, draft.columns[rows[m], node[m]]] = 0.0
+            d = d[m]
+            self.drawn[rows[m], level[m]] = d / d.sum(-1, keepdim=True)
+
+    def _remains(self, rows: Tensor, level: Tensor, node: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of r [M, V] and d [M, Vd], as they were when the children ``node`` [M] were judged."""
+        fresh, here = self.fresh[rows, level], self.row[rows, level]
+        if bool(fresh.all()):
+            return self.p[rows, here], self.draft.q_at(rows, node)
+        r = self.left[rows, level]
+        r[fresh] = self.p[rows[fresh], here[fresh]]
+        if self.drawn is None:
+            return r, self.draft.q_at(rows, node)
+        d = self.drawn[rows, level]
+        d[fresh] = self.draft.q_at(rows[fresh], node[fresh])
+        return r, d
