@@ -187,6 +187,9 @@ class TrainerSettings(Section):
     steps_per_candidate: int = Field(default=150, ge=1, description="micro-steps between two gates")
     min_records: int = Field(default=12, ge=1, description="records before the first step")
     threads: int = Field(default=1, ge=1)
+    latency_objective_ms: float | None = Field(
+        default=None, gt=0, description="mean time between two tokens above which training rests; none: queues only"
+    )
     duty: float = Field(default=1.0, gt=0, le=1, description="share of time trained while nothing waits")
 
     @field_validator("anchors")

@@ -11,6 +11,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from osd.registry.ledger import Spent
+
 Name = str | tuple[str | int, ...]
 """What a counter is called: a name, or a name and its labels."""
 
@@ -43,10 +45,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counters summed over every replica that ever reported, and the last report of each living one."""
+    """Counters summed over every replica that ever reported, and the last report of each living one.
+
+    ``spent`` is what the trainer says of its CPU seconds.
+    """
 
     counters: Mapping[Name, float]
     replicas: list[Report]
+    spent: Spent = field(default_factory=Spent)
 
     def by_label(self, name: str) -> dict[tuple[str | int, ...], float]:
         """The counter ``name`` by its labels, in order."""

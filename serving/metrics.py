@@ -34,6 +34,12 @@ _BY_VERSION = {
     "version_rounds": ("osd_version_rounds", "Rounds that drafted, by drafter version."),
     "version_drafted": ("osd_version_draft_tokens", "Draft tokens, by drafter version."),
     "version_accepted": ("osd_version_accepted_tokens", "Accepted draft tokens, by drafter version."),
+    "version_tokens": ("osd_version_tokens", "Tokens of rounds with drafts, by drafter version."),
+    "version_plain_seconds": (
+        "osd_version_plain_seconds",
+        "Seconds that plain decoding would have taken for these tokens, by drafter version.",
+    ),
+    "version_decode_seconds": ("osd_version_decode_seconds", "Seconds that they took, by drafter version."),
 }
 
 
@@ -74,7 +80,25 @@ class _Families(Collector):
             for (domain, version), value in self.totals.by_label(key).items():
                 family.add_metric([str(domain), str(version)], value)
             yield family
+        yield from self._training()
         yield from self._gauges()
+
+    def _training(self) -> Iterator[Metric]:
+        spent = self.totals.spent
+        total = CounterMetricFamily(
+            "osd_training_cpu_seconds",
+            "CPU seconds of the trainer, those since the last version too.",
+            labels=["domain"],
+        )
+        total.add_metric([self.domain], spent.total)
+        yield total
+        family = CounterMetricFamily(
+            "osd_version_training_cpu_seconds", "CPU seconds of the trainer, by the version they led to.",
+            labels=["domain", "version"],
+        )  # fmt: skip
+        for version, seconds in sorted(spent.by_version.items()):
+            family.add_metric([self.domain, str(version)], seconds)
+        yield family
 
     def _gauges(self) -> Iterator[Metric]:
         labels = ["domain", "replica"]

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -128,7 +129,8 @@ class Replica:
 
     async def totals(self) -> Totals:
         """See ``Service``; with the shared board out of reach, the counters of this replica."""
-        return await self._shared.totals() or self._own.totals(time.time())
+        totals = await self._shared.totals() or self._own.totals(time.time())
+        return replace(totals, spent=await asyncio.to_thread(self._feeds.spent))
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         """See ``Service``."""

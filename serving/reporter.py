@@ -19,11 +19,17 @@ from serving.domains import DomainWatcher
 from serving.versions import VersionWatcher
 
 if TYPE_CHECKING:
+    from osd.engine.counters import EngineCounters
     from osd.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-LOAD_SECONDS = 0.2
+LOAD_SECONDS = 0.1
+"""Between two reports of the load."""
+
+LOOK_SECONDS = 0.02
+"""Within which the trainer is told that requests wait, or no longer do."""
+
 REPORT_SECONDS = 1.0
 
 
@@ -92,6 +98,10 @@ class Reporter:
             counters["version_rounds", *drafted_by] = of_version.rounds
             counters["version_drafted", *drafted_by] = of_version.drafted
             counters["version_accepted", *drafted_by] = of_version.accepted
+        for drafted_by, took in counts.seconds_by_version.items():
+            counters["version_tokens", *drafted_by] = took.tokens
+            counters["version_plain_seconds", *drafted_by] = took.plain
+            counters["version_decode_seconds", *drafted_by] = took.decode
         if self._writer is not None:
             for name, value in self._writer.counters().items():
                 counters[f"traces_{name}"] = value
@@ -111,15 +121,20 @@ class Reporter:
     def _tell_load(self) -> None:
         # The last second of (time, tokens): the difference of its ends is the speed.
         window: deque[tuple[float, int]] = deque(maxlen=round(1 / LOAD_SECONDS) + 1)
-        failing = False
-        while not self._stop.wait(LOAD_SECONDS):
-            load = self._engine.load()
-            window.append((time.monotonic(), self._engine.counters().completion_tokens))
-            (then, before), (now, tokens) = window[0], window[-1]
+        failing, waited, told_at, told = False, False, 0.0, self._engine.counters()
+        while not self._stop.wait(LOOK_SECONDS):
+            load, now = self._engine.load(), time.monotonic()
+            if now - told_at < LOAD_SECONDS and bool(load.waiting) == waited:
+                continue
+            counts = self._engine.counters()
+            window.append((now, counts.completion_tokens))
+            (then, before), (_, tokens) = window[0], window[-1]
             speed = (tokens - before) / (now - then) if now > then else 0.0
+            latency = _inter_token_ms(told, counts)
+            waited, told_at, told = bool(load.waiting), now, counts
             try:
-                told = ReplicaLoad(load.running, load.waiting, self._engine.drafter_version, speed)
-                self._load_board.report(self._name, told)
+                mine = ReplicaLoad(load.running, load.waiting, self._engine.drafter_version, speed, latency)
+                self._load_board.report(self._name, mine)
                 self.set_speculation(self._control.get().speculation)
             except RedisError as error:
                 if not failing:
@@ -132,3 +147,8 @@ class Reporter:
         while not self._stop.wait(REPORT_SECONDS):
             self._push(self.report())
         self._push(self.report())
+
+
+def _inter_token_ms(before: EngineCounters, now: EngineCounters) -> float:
+    tokens = now.completion_tokens - before.completion_tokens
+    return 1000 * (now.token_seconds - before.token_seconds) / tokens if tokens else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from redis.exceptions import RedisError
 from osd.capture.stream import TraceReader
 from osd.config import Settings
 from osd.registry.events import Events
+from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionInfo
 from serving.board import History, Totals
@@ -30,6 +32,8 @@ class Feeds:
         self._reader = TraceReader(
             redis_url, settings.capture, group=f"trainer-{settings.domain}", consumer="dashboard"
         )
+        self._ledger = Ledger(redis_url)
+        self._spent, self._spent_at = Spent(), 0.0
         self._lock = threading.Lock()
         self._read_at = 0.0
         self._latest: dict[str, Any] = {}
@@ -42,8 +46,19 @@ class Feeds:
                 self._read_at = time.monotonic()
             return self._latest
 
+    def spent(self) -> Spent:
+        """What the trainer spent, as last known when Redis is gone. Blocks for a moment."""
+        with self._lock:
+            if time.monotonic() - self._spent_at > _FRESH_SECONDS:
+                with contextlib.suppress(RedisError):
+                    # A Redis that lost it must not make a counter go backwards: the trainer tells it again.
+                    self._spent = max(self._spent, self._ledger.get(self._domain), key=lambda spent: spent.total)
+                self._spent_at = time.monotonic()
+            return self._spent
+
     def close(self) -> None:
         """Close the connections."""
+        self._ledger.close()
         self._reader.close()
         self._pointer.close()
 
@@ -60,6 +75,28 @@ class Feeds:
 
 def _version(info: VersionInfo) -> dict[str, Any]:
     return {"number": info.number, "problem": info.problem, "manifest": info.manifest}
+
+
+def ledger(totals: Totals, domain: str) -> dict[str, Any]:
+    """Seconds saved in serving against seconds spent training, by version of ``domain`` and in ``total``.
+
+    ``saved`` is ``plain - decode``, see ``osd.engine.savings``: seconds of the engine, on all the cores that it has.
+    ``training`` are CPU seconds of the trainer; those since the last version count in the total only. ``net`` is
+    ``saved - training``.
+    """
+    tokens, plain, decode = (
+        {labels[1]: value for labels, value in totals.by_label(f"version_{name}").items() if labels[0] == domain}
+        for name in ("tokens", "plain_seconds", "decode_seconds")
+    )
+    spent = totals.spent.by_version
+    rows = []
+    for version in sorted({*tokens, *spent}):
+        saved, training = plain.get(version, 0.0) - decode.get(version, 0.0), spent.get(version, 0.0)
+        rows.append({"version": version, "tokens": tokens.get(version, 0), "plain": plain.get(version, 0.0)})
+        rows[-1] |= {"decode": decode.get(version, 0.0), "saved": saved, "training": training, "net": saved - training}
+    total = {name: sum(row[name] for row in rows) for name in ("tokens", "plain", "decode", "saved")}
+    total |= {"training": totals.spent.total, "net": total["saved"] - totals.spent.total}
+    return {"versions": rows, "unpublished": totals.spent.unpublished, "total": total}
 
 
 def compose(
@@ -104,6 +141,7 @@ def compose(
             for report in totals.replicas
         ],
         "versions": versions,
+        "ledger": ledger(totals, settings.domain),
         "stable": rollout.stable if rollout else None,
         "canary": rollout.canary if rollout else None,
         "share": rollout.share if rollout else 0.0,

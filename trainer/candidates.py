@@ -15,6 +15,7 @@ from osd.learning.replay import Replay
 from trainer.pace import Pace
 from trainer.progress import Progress
 from trainer.rollout import Publisher
+from trainer.spending import Spending
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Candidates:
         progress: knows the step of the next candidate.
         pace: told what the gate said.
         status: where candidates are counted.
+        spending: charged with each version.
         spare: waits until serving can spare the capacity for a micro-batch; False when the loop shall end.
     """
 
@@ -53,6 +55,7 @@ class Candidates:
         progress: Progress,
         pace: Pace,
         status: Status,
+        spending: Spending,
         spare: Callable[[], bool],
     ) -> None:
         self._steps = settings.steps_per_candidate
@@ -61,6 +64,7 @@ class Candidates:
         self._progress = progress
         self._pace = pace
         self._status = status
+        self._spending = spending
         self._spare = spare
         self._gate_after = 0.0
         self._canary_after = 0.0
@@ -95,6 +99,7 @@ class Candidates:
         self._pace.judged(verdict, status.held_out)
         if outcome.version is not None:
             status.published += 1
+            self._spending.published(outcome.version)
         elif not verdict.waits:
             status.rejected += 1
         return True

@@ -1,8 +1,14 @@
-"""Training in what serving leaves over: lowest priority, short micro-steps, and a pause while requests wait."""
+"""Training in what serving leaves over: lowest priority, short micro-steps, and pauses while serving needs the machine.
+
+Serving needs it while a request waits, and while the time between two tokens is above ``trainer.latency_objective_ms``.
+A replica tells of waiting requests within 0.02 s and of its latency every 0.1 s, and micro-steps are kept to 0.15 s:
+training yields within 200 ms of the first waiting request, and within 300 ms of a latency that is too long.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -16,11 +22,11 @@ from osd.target.threads import several_cores
 
 logger = logging.getLogger(__name__)
 
-LONGEST_STEP = 0.2
-"""Seconds within which training yields: no micro-step should last longer."""
+LONGEST_STEP = 0.15
+"""Seconds that a micro-step should not exceed."""
 
 _SMALLEST = 32
-_POLL = 0.05
+_POLL = 0.02
 _RETRY = 1.0
 
 
@@ -35,7 +41,7 @@ class Capacity:
     """Says when to train, and how many tokens at a time.
 
     ``tokens`` starts at ``trainer.micro_batch_tokens`` and never exceeds it. It shrinks when micro-steps come near to
-    0.2 s and grows back slowly while they are short.
+    0.15 s and grows back slowly while they are short.
     """
 
     def __init__(self, board: LoadBoard, settings: TrainerSettings) -> None:
@@ -46,8 +52,11 @@ class Capacity:
         self.tokens = settings.micro_batch_tokens
         self.reachable = True
 
-    def serving_waits(self) -> bool:
-        """Whether a request waits in some replica. With the board out of reach nobody is known to wait."""
+    def serving_needs(self) -> bool:
+        """Whether in some replica a request waits, or tokens come slower than the objective allows.
+
+        With the board out of reach nobody is known to need anything.
+        """
         now = time.monotonic()
         if now < self._unreadable_until:
             return False
@@ -60,7 +69,8 @@ class Capacity:
             self._unreadable_until = now + _RETRY
             return False
         self.reachable = True
-        return any(load.waiting > 0 for load in loads.values())
+        objective = self._settings.latency_objective_ms or math.inf
+        return any(load.waiting > 0 or load.inter_token_ms > objective for load in loads.values())
 
     def wait(self, stop: threading.Event, paused: threading.Event, say: Callable[[str], None]) -> bool:
         """Return when a micro-step may run, or False when ``stop`` was set.
@@ -73,7 +83,7 @@ class Capacity:
         while not stop.is_set():
             if paused.is_set():
                 say("paused")
-            elif self.serving_waits():
+            elif self.serving_needs():
                 say("yielding")
             elif (rest := self._resting_until - time.monotonic()) > 0:
                 stop.wait(min(rest, _POLL))

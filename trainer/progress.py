@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import time
 
+import msgspec
+
 from osd.config import Settings
 from osd.drafters.acceptance_head import without_head
 from osd.drafters.base import Drafter
 from osd.learning.distiller import Distiller
 from osd.learning.replay import Replay
+from osd.registry.ledger import Spent
 from osd.registry.versions import Version
 from trainer import checkpoint
+from trainer.spending import Spending
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
@@ -20,7 +24,7 @@ _SAVED = ("records", "trained", "held_out", "refused", "tokens", "published", "r
 
 
 class Progress:
-    """Saves the drafter in training with its optimizer, counters and random numbers, and takes them up again.
+    """Saves the drafter in training with its optimizer, counters, cost and random numbers, and takes them up again.
 
     The replay buffer itself is not kept: it fills again from the traffic.
 
@@ -28,11 +32,12 @@ class Progress:
         next_gate: the step of the next candidate.
     """
 
-    def __init__(self, settings: Settings, status: Status, replay: Replay) -> None:
+    def __init__(self, settings: Settings, status: Status, replay: Replay, spending: Spending) -> None:
         self._path = settings.home_dir / "trainer" / f"{settings.domain}.safetensors"
         self._settings = settings
         self._status = status
         self._replay = replay
+        self._spending = spending
         self._saved_at = time.monotonic()
         self._saved_steps = 0
         self.next_gate = settings.trainer.steps_per_candidate
@@ -65,10 +70,12 @@ class Progress:
             distiller.load_state_dict(tensors, state["distiller"])
             counters = {name: int(state["counters"].get(name, 0)) for name in _SAVED}
             next_gate = int(state["next_gate"])
+            spent = msgspec.convert(state.get("spent", {}), Spent, strict=False)
             self._replay.set_random_state(state["random"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("training starts from version %d, not from the checkpoint: %s", version.number, error)
             return None
+        self._spending.resume(spent)
         for name, value in counters.items():
             setattr(self._status, name, value)
         # A smaller steps_per_candidate than last time counts at once.
@@ -87,6 +94,7 @@ class Progress:
             "distiller": counters,
             "counters": {name: getattr(self._status, name) for name in _SAVED},
             "next_gate": self.next_gate,
+            "spent": msgspec.to_builtins(self._spending.spent(), str_keys=True),
             "random": self._replay.random_state(),
         }
         try:

@@ -19,6 +19,7 @@ from osd.learning.distiller import Distiller
 from osd.learning.drift import DriftWatch
 from osd.learning.gate import Gate
 from osd.registry.events import Events
+from osd.registry.ledger import Ledger, Spent
 from osd.registry.load_board import LoadBoard
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry, Version
@@ -28,6 +29,7 @@ from trainer.intake import Intake
 from trainer.pace import Pace
 from trainer.progress import Progress
 from trainer.rollout import Build, Publisher
+from trainer.spending import Spending
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,9 @@ class Worker:
         self._workshop = workshop
         self._status = Status()
         self._intake = Intake(settings, redis_url, workshop.vocabulary, self._status, self._observe)
-        self._progress = Progress(settings, self._status, self._intake.replay)
+        self._ledger = Ledger(redis_url)
+        self._spending = Spending(self._domain, self._ledger)
+        self._progress = Progress(settings, self._status, self._intake.replay, self._spending)
         self._pointer, self._events, self._board = Pointer(redis_url), Events(redis_url), LoadBoard(redis_url)
         trainer = settings.trainer
         self._capacity = Capacity(self._board, trainer)
@@ -71,8 +75,9 @@ class Worker:
         self._drift = DriftWatch(trainer.drift_fall, trainer.drift_records)
         self._pace = Pace(trainer)
         self._candidates = Candidates(
-            trainer, self._publisher, self._intake.replay, self._progress, self._pace, self._status, self._spare
-        )
+            trainer, self._publisher, self._intake.replay, self._progress, self._pace, self._status, self._spending,
+            self._spare,
+        )  # fmt: skip
         self._distiller: Distiller | None = None
         self._width = 0
         self._told_at = 0.0
@@ -98,7 +103,7 @@ class Worker:
             if self._distiller is not None:
                 self._checkpoint(self._distiller)
         finally:
-            for connection in (self._intake, self._pointer, self._events, self._board):
+            for connection in (self._intake, self._pointer, self._events, self._board, self._ledger):
                 connection.close()
 
     def stop(self) -> None:
@@ -132,6 +137,7 @@ class Worker:
         self._distiller = self._progress.resume(version, self._fresh(version))
         if self._distiller is None:
             self._distiller = Distiller(self._fresh(version), self._settings.trainer)
+            self._spending.resume(Spent())
         else:
             self._pace.resumed()
         self._width = len(self._distiller.drafter.taps) * self._workshop.hidden_size
@@ -150,6 +156,7 @@ class Worker:
         distiller = self._distiller
         if distiller is None:
             return
+        self._spending.tell()
         ready = self._ready()
         self._pace.arrived(self._intake.read(self._width, 1 if ready else _IDLE_MS))
         if self._ready():
@@ -224,6 +231,7 @@ class Worker:
 
     def _spare(self) -> bool:
         """Wait until serving leaves room for a micro-step; False when the loop shall end."""
+        self._spending.tell()
         return self._capacity.wait(self._stop, self._paused, self._rest)
 
     def _checkpoint(self, distiller: Distiller) -> None:

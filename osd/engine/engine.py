@@ -18,13 +18,14 @@ from osd.config import Settings
 from osd.drafters.base import Drafter
 from osd.engine import round as rounds
 from osd.engine.calibration import forward_seconds
-from osd.engine.counters import EngineCounters, EngineLoad
+from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
 from osd.engine.lanes import Lanes, LineControl
 from osd.engine.piece import Piece
 from osd.engine.planner import Planner
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SpeculationCounts, Update
 from osd.engine.routing import Routing
+from osd.engine.savings import PlainCost, Savings
 from osd.engine.sequence import Sequence, Unrouted
 from osd.engine.tracing import TraceBuilder
 from osd.speculation.governor import Governor
@@ -68,6 +69,7 @@ class Engine:
         self._planner = Planner(self._policy, target.context)
         self._version = version
         self._speculation = True
+        self._savings = Savings(PlainCost({}))
         self._changed = threading.Condition()
         self.lanes: Lanes | None = None
         self._routing: Routing | None = None
@@ -177,10 +179,12 @@ class Engine:
 
     def _run(self) -> None:
         several_cores(self.settings.engine.threads)
-        if self.lanes is not None and self.settings.growth.governed:
+        if self.lanes is not None:
             nodes = self._policy.growth.max_nodes
             seconds = forward_seconds(self.target, self.settings.engine.slots * (1 + nodes))
-            self._planner.governor = Governor(nodes, seconds)
+            self._savings = Savings(PlainCost(seconds))
+            if self.settings.growth.governed:
+                self._planner.governor = Governor(nodes, seconds)
         while True:
             with self._changed:
                 idle = not (self._waiting or self._running or self._stopping or (self.lanes and self.lanes.staged))
@@ -282,7 +286,11 @@ class Engine:
                 with self._changed:
                     self._routing.route(s)
         seconds = time.perf_counter() - start
-        self._counters.busy_seconds += seconds
+        with self._changed:
+            self._counters.busy_seconds += seconds
+            self._counters.token_seconds += seconds * len(report)
+            for version, added in self._savings.of_round(outcome, report, seconds).items():
+                self._counters.seconds_by_version.setdefault(version, DecodeSeconds()).add(added)
         self._planner.learn(outcome, report, seconds)
 
     def _pieces(self) -> list[Piece]:

@@ -28,11 +28,17 @@ class Round:
     groups: list[Group]
     forward: Forward
     draft_seconds: dict[Lane, float]
+    forward_seconds: float
 
     @property
     def rows(self) -> int:
         """Rows of the target's forward."""
         return sum(piece.rows for piece in self.pieces)
+
+    @property
+    def plain_rows(self) -> int:
+        """Rows of the target's forward without the drafts."""
+        return sum(piece.count for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -67,10 +73,14 @@ def run(target: SlotModel, pieces: list[Piece]) -> Round:
             group.grow(lane.session)
             draft_seconds[lane] += time.perf_counter() - begun
         groups.append(group)
+    grown = time.perf_counter()
     forward = target.forward(*pack(pieces, groups, target.device))
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)  # verification would wait for it anyway
+    forwarded = time.perf_counter()
     for group in groups:
         group.verify(forward.logits)
-    return Round(pieces, groups, forward, draft_seconds)
+    return Round(pieces, groups, forward, draft_seconds, forwarded - grown)
 
 
 @torch.inference_mode()

@@ -38,12 +38,16 @@ return fresh
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):
-    """What a replica does now: requests running and waiting, its drafter version, completion tokens per second."""
+    """What a replica does now: requests running and waiting, its drafter version, completion tokens per second.
+
+    ``inter_token_ms`` is the mean time between two tokens of a request since the report before, 0 without tokens.
+    """
 
     running: int
     waiting: int
     drafter_version: int
     tokens_per_second: float
+    inter_token_ms: float = 0.0
 
 
 class LoadBoard:

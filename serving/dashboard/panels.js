@@ -140,6 +140,30 @@ export function versions(data) {
   document.getElementById("versions-empty").hidden = rows.length > 0;
 }
 
+const seconds = (value) => (value == null ? "–" : `${value < 0 ? "−" : ""}${fixed(1)(Math.abs(value))} s`);
+
+export function ledger({ ledger: { versions, unpublished, total } }) {
+  const line = (name, values) => {
+    const row = element("tr");
+    row.dataset.version = name;
+    row.append(element("td", name), element("td", values.tokens == null ? "–" : whole(values.tokens), "number"));
+    for (const column of ["plain", "decode", "saved", "training", "net"]) {
+      const judged = ["saved", "net"].includes(column) && values[column] != null;
+      const cell = element("td", "", "number");
+      const mood = judged ? (values[column] < 0 ? "bad" : "good") : "";
+      cell.append(element("span", seconds(values[column]), mood));
+      row.append(cell);
+    }
+    return row;
+  };
+  const rows = [...versions].reverse().map((values) => line(`v${values.version}`, values));
+  if (unpublished) rows.unshift(line("in training", { training: unpublished }));
+  if (rows.length) rows.push(line("total", total));
+  document.querySelector("#ledger tbody").replaceChildren(...rows);
+  document.getElementById("ledger").hidden = !rows.length;
+  document.getElementById("ledger-empty").hidden = rows.length > 0;
+}
+
 const kinds = {
   published: ["published", "on"],
   swapped: ["swapped", "on"],

@@ -13,7 +13,9 @@ import torch
 from osd.capture.stream import TraceWriter
 from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.config import Settings
+from osd.learning.distiller import Distiller
 from osd.registry.events import Events
+from osd.registry.ledger import Ledger
 from osd.registry.load_board import LoadBoard, ReplicaLoad
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
@@ -46,6 +48,7 @@ class Loop:
         self.worker: Worker | None = None
         self.thread: threading.Thread | None = None
         self.sent = 0
+        self.build = Toy
 
     def first_version(self, drafter=None):
         torch.manual_seed(0)
@@ -65,7 +68,7 @@ class Loop:
             time.sleep(0.01)
 
     def start(self):
-        self.worker = Worker(self.settings, self.url, Workshop(VOCABULARY, HIDDEN, lambda config: Toy()))
+        self.worker = Worker(self.settings, self.url, Workshop(VOCABULARY, HIDDEN, lambda config: self.build()))
         self.thread = threading.Thread(target=self.worker.run)
         self.thread.start()
         return self.worker
@@ -214,6 +217,64 @@ def test_training_stands_still_while_requests_wait(make_loop, eventually):
     board.report("replica", ReplicaLoad(8, 0, 1, 100.0))
     eventually(lambda: worker.status()["steps"] > 5)
     board.close()
+
+
+class Slow(Toy):
+    """Takes 2 ms a token, as a drafter does for which the machine is small."""
+
+    def unroll(self, batch, depth):
+        time.sleep(0.002 * batch.token_ids.numel())
+        return super().unroll(batch, depth)
+
+
+@pytest.mark.parametrize("load", [ReplicaLoad(8, 1, 1, 100.0), ReplicaLoad(8, 0, 1, 100.0, inter_token_ms=51.0)])
+def test_training_yields_within_200_ms_when_serving_needs_the_machine(make_loop, eventually, monkeypatch, load):
+    steps: list[float] = []
+    step = Distiller.step
+
+    def timed(self, batch):
+        result = step(self, batch)
+        steps.append(time.monotonic())
+        return result
+
+    monkeypatch.setattr(Distiller, "step", timed)
+    loop = make_loop(steps_per_candidate=10_000, micro_batch_tokens=256, latency_objective_ms=50.0)
+    loop.build = Slow
+    loop.first_version(Slow())
+    board = LoadBoard(loop.url)
+    loop.send(40)
+    loop.start()
+    eventually(lambda: len(steps) > 8)  # the first micro-steps are too long, and shrink
+    for _ in range(3):
+        told = time.monotonic()
+        while time.monotonic() < told + 0.6:
+            board.report("replica", load)
+            time.sleep(0.05)
+        late = [at - told for at in steps if at > told]
+        assert all(after < 0.2 for after in late), late
+        seen = len(steps)
+        board.report("replica", ReplicaLoad(1, 0, 1, 100.0, 20.0))
+        eventually(lambda seen=seen: len(steps) > seen + 1)
+    board.close()
+
+
+def test_what_training_costs_is_told_charged_to_versions_and_kept_by_the_checkpoint(
+    make_loop, eventually, redis_client
+):
+    loop = make_loop()
+    loop.first_version()
+    ledger = Ledger(loop.url)
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["published"] >= 2)
+    loop.stop()
+    told = ledger.get("general")
+    assert set(told.by_version) == set(range(2, 2 + worker.status()["published"]))
+    assert all(seconds > 0 for seconds in told.by_version.values())
+    redis_client.delete("osd:ledger:general")
+    loop.start()
+    eventually(lambda: ledger.get("general").by_version == told.by_version)
+    ledger.close()
 
 
 def test_pause_comes_to_rest_and_resume_goes_on(make_loop, eventually):

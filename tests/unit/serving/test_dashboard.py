@@ -8,12 +8,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from osd.config import Settings
+from osd.registry.ledger import Spent
 from osd.registry.pointer import Rollout
 from serving import dashboard
-from serving.board import Board, Report
+from serving.board import Board, Report, Totals
 from serving.routes import create_app
 from serving.service import Model
-from serving.view import compose
+from serving.view import compose, ledger
 
 FOLDER = Path(dashboard.__file__).parent
 
@@ -97,4 +98,22 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
     assert data["replicas"][0]["version"] == 2
     assert data["replicas"][0]["canary"] == 3
     assert data["replicas"][0]["others"] == {"code": 2}
+    assert data["ledger"]["versions"] == []
     assert data["stream"] == {"redis": True, "lag": 4, "capacity": 512}
+
+
+def test_the_ledger_sets_what_serving_saved_against_what_training_took():
+    counters: dict[str | tuple[str | int, ...], float] = {
+        ("version_tokens", "code", 1): 9, ("version_plain_seconds", "code", 1): 1.0,
+        ("version_tokens", "general", 1): 100, ("version_plain_seconds", "general", 1): 5.0, ("version_decode_seconds", "general", 1): 6.0,
+        ("version_tokens", "general", 2): 300, ("version_plain_seconds", "general", 2): 15.0, ("version_decode_seconds", "general", 2): 9.0,
+    }  # fmt: skip
+    shown = ledger(Totals(counters, [], Spent({2: 2.0, 3: 1.0}, 0.5)), "general")
+    one, two, three = shown["versions"]
+    assert (one["version"], one["saved"], one["training"], one["net"]) == (1, -1.0, 0.0, -1.0)
+    assert (two["version"], two["saved"], two["training"], two["net"]) == (2, 6.0, 2.0, 4.0)
+    assert (three["version"], three["tokens"], three["saved"], three["net"]) == (3, 0, 0.0, -1.0)
+    assert shown["unpublished"] == 0.5
+    assert shown["total"] == {
+        "tokens": 400, "plain": 20.0, "decode": 15.0, "saved": 5.0, "training": 3.5, "net": 1.5,
+    }  # fmt: skip

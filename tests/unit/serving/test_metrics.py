@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from osd.registry.ledger import Spent
 from serving.board import Report, Totals
 from serving.metrics import render
 
@@ -16,9 +17,12 @@ TOTALS = Totals(
         ("accepted_per_position", 1): 6,
         ("version_accepted", "general", 3): 25,
         ("version_accepted", "code", 3): 4,
+        ("version_plain_seconds", "general", 3): 7.5,
+        ("version_decode_seconds", "general", 3): 5.0,
         "traces_dropped": 2,
     },
     [Report("r1", 1.0, 3, True, 4, 1, 0.002, {})],
+    Spent({2: 4.0, 3: 6.0}, 1.5),
 )
 
 
@@ -55,6 +59,10 @@ def test_prometheus_can_parse_it_and_ours_is_labelled():
     assert samples["osd_traces_dropped_total", ("domain", "general")] == 2
     assert samples["osd_version_accepted_tokens_total", ("domain", "general"), ("version", "3")] == 25
     assert samples["osd_version_accepted_tokens_total", ("domain", "code"), ("version", "3")] == 4
+    assert samples["osd_version_plain_seconds_total", ("domain", "general"), ("version", "3")] == 7.5
+    assert samples["osd_version_decode_seconds_total", ("domain", "general"), ("version", "3")] == 5.0
+    assert samples["osd_training_cpu_seconds_total", ("domain", "general")] == 11.5
+    assert samples["osd_version_training_cpu_seconds_total", ("domain", "general"), ("version", "3")] == 6.0
     assert samples["osd_running_requests", ("domain", "general"), ("replica", "r1")] == 4
     assert samples["osd_drafter_version", ("domain", "general"), ("replica", "r1")] == 3
 

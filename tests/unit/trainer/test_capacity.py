@@ -15,8 +15,9 @@ from trainer.capacity import LONGEST_STEP, Capacity, lower_priority
 class Board:
     """Says what the test wants."""
 
-    def __init__(self, *waiting):
+    def __init__(self, *waiting, latency=0.0):
         self.waiting = list(waiting)
+        self.latency = latency
         self.gone = False
         self.reads = 0
 
@@ -24,7 +25,7 @@ class Board:
         self.reads += 1
         if self.gone:
             raise RedisConnectionError("gone")
-        return {f"r{n}": ReplicaLoad(1, waiting, 1, 10.0) for n, waiting in enumerate(self.waiting)}
+        return {f"r{n}": ReplicaLoad(1, waiting, 1, 10.0, self.latency) for n, waiting in enumerate(self.waiting)}
 
 
 def capacity(board=None, **changes):
@@ -48,6 +49,14 @@ def test_running_requests_do_not_hold_training_up():
     assert time.monotonic() - began < 0.05
 
 
+@pytest.mark.parametrize(
+    ("objective", "latency", "needed"),
+    [(None, 1e6, False), (50.0, 49.0, False), (50.0, 51.0, True), (50.0, 0.0, False)],
+)
+def test_tokens_that_come_slower_than_the_objective_hold_training_up(objective, latency, needed):
+    assert capacity(Board(0, 0, latency=latency), latency_objective_ms=objective).serving_needs() is needed
+
+
 def test_a_stop_ends_the_wait():
     stop = threading.Event()
     threading.Timer(0.1, stop.set).start()
@@ -58,7 +67,7 @@ def test_an_unreadable_board_lets_training_go_on_and_is_not_asked_at_every_step(
     board = Board(5)
     board.gone = True
     it = capacity(board)
-    assert [it.serving_waits() for _ in range(50)] == [False] * 50
+    assert [it.serving_needs() for _ in range(50)] == [False] * 50
     assert board.reads == 1
     assert not it.reachable
 

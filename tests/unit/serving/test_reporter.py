@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
+from serving.control import Switches
+from serving.reporter import LOAD_SECONDS, Reporter
+
+
+class Engine:
+    """What a reporter reads of an engine."""
+
+    drafter_version = 3
+
+    def __init__(self):
+        self.now = EngineLoad(1, 0)
+        self.counts = EngineCounters(seconds_by_version={3: DecodeSeconds(7, 0.5, 0.25)})
+
+    def load(self):
+        return self.now
+
+    def counters(self):
+        return EngineCounters(**vars(self.counts))
+
+    def set_speculation(self, enabled):
+        pass
+
+
+class Board:
+    """Keeps every report with its time."""
+
+    def __init__(self):
+        self.told = []
+
+    def report(self, name, load):
+        self.told.append((time.monotonic(), load))
+
+
+class Control:
+    def get(self):
+        return Switches()
+
+
+@pytest.fixture
+def scene():
+    engine, board = Engine(), Board()
+    reporter = Reporter("r1", engine, None, None, board, Control(), lambda report: None)  # type: ignore[arg-type]
+    reporter.start()
+    yield engine, board, reporter
+    reporter.close()
+
+
+def test_waiting_requests_are_told_at_once_and_that_none_waits_any_more_too(scene):
+    engine, board, _ = scene
+    for waiting in (2, 0, 1, 0):
+        engine.now = EngineLoad(8, waiting)
+        changed = time.monotonic()
+        while not board.told or board.told[-1][1].waiting != waiting:
+            assert time.monotonic() - changed < 0.08, "the load board was told too late"
+            time.sleep(0.001)
+
+
+def test_a_load_that_does_not_change_is_told_regularly(scene):
+    _, board, _ = scene
+    time.sleep(6 * LOAD_SECONDS)
+    assert 3 <= len(board.told) <= 7
+
+
+def test_the_latency_is_that_of_the_tokens_since_the_report_before(scene):
+    engine, board, _ = scene
+    while not board.told:
+        time.sleep(0.001)
+    engine.counts.token_seconds, engine.counts.completion_tokens = 0.6, 20
+    while board.told[-1][1].inter_token_ms == 0:
+        time.sleep(0.001)
+    assert board.told[-1][1].inter_token_ms == pytest.approx(30.0)
+    time.sleep(2.5 * LOAD_SECONDS)
+    assert board.told[-1][1].inter_token_ms == 0.0
+
+
+def test_a_report_has_the_seconds_of_each_version(scene):
+    counters = scene[2].report().counters
+    assert counters["version_tokens", 3] == 7
+    assert counters["version_plain_seconds", 3] == 0.5
+    assert counters["version_decode_seconds", 3] == 0.25

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from osd.registry.ledger import Spent
+from trainer.spending import Spending
+
+
+class Book:
+    """Stands in for the ledger in Redis."""
+
+    def __init__(self, told=None):
+        self.told = told or Spent()
+        self.gone = False
+
+    def get(self, domain):
+        if self.gone:
+            raise RedisConnectionError("gone")
+        return self.told
+
+    def set(self, domain, spent):
+        if self.gone:
+            raise RedisConnectionError("gone")
+        self.told = spent
+
+
+class Clock:
+    seconds = 100.0
+
+    def __call__(self):
+        return self.seconds
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_each_version_is_charged_with_what_was_spent_since_the_one_before(clock):
+    book = Book()
+    spending = Spending("general", book, clock)
+    clock.seconds += 5
+    spending.published(2)
+    clock.seconds += 3
+    spending.published(3)
+    clock.seconds += 1
+    assert spending.spent() == Spent({2: 5.0, 3: 3.0}, 1.0)
+    assert spending.spent().total == 9.0
+    assert book.told == Spent({2: 5.0, 3: 3.0}, 0.0)
+
+
+def test_a_successor_goes_on_from_the_checkpoint_or_from_what_serving_knows_whichever_is_more(clock):
+    saved, told = Spent({2: 5.0}, 1.0), Spent({2: 5.0, 3: 4.0}, 0.5)
+    for book in (Book(told), Book(Spent({}, 0.1))):
+        spending = Spending("general", book, clock)
+        clock.seconds += 2
+        spending.resume(saved)
+        before = max(saved, book.told, key=lambda spent: spent.total)
+        assert spending.spent() == Spent(before.by_version, before.unpublished + 2)
+
+
+def test_without_redis_nothing_is_lost_and_it_is_told_later(clock):
+    book = Book()
+    book.gone = True
+    spending = Spending("general", book, clock)
+    spending.resume(Spent({2: 5.0}, 1.0))
+    clock.seconds += 4
+    spending.published(3)
+    book.gone = False
+    spending.published(4)
+    assert book.told == Spent({2: 5.0, 3: 5.0, 4: 0.0}, 0.0)
+
+
+def test_the_clock_is_the_cpu_time_of_the_whole_process_and_not_the_wall():
+    import threading
+    import time
+
+    spending = Spending("general", Book())
+    time.sleep(0.1)
+    assert spending.spent().total < 0.05
+    deadline = time.process_time() + 0.15
+
+    def burn():
+        while time.process_time() < deadline:
+            pass
+
+    other = threading.Thread(target=burn)
+    other.start()
+    other.join()
+    assert spending.spent().total >= 0.15
