@@ -48,7 +48,7 @@ def keep_pointers(settings: Settings, redis_url: str) -> None:
 
 def _fitting(registry: Registry, domain: str, rollout: Rollout | None, config: dict) -> Rollout | None:
     """``rollout`` if its version fits, else the newest version that does."""
-    if rollout is not None and _fits(registry, domain, rollout.stable, config):
+    if rollout is not None and _serves(registry, domain, rollout.stable, config):
         return rollout
     numbers = [info.number for info in registry.list(domain)]
     number = next((number for number in reversed(numbers) if _fits(registry, domain, number, config)), None)
@@ -72,6 +72,17 @@ def _kept(settings: Settings, domain: str) -> Rollout | None:
 
 def _kept_file(settings: Settings, domain: str) -> Path:
     return settings.registry_dir / f"{domain}.rollout.json"
+
+
+def _serves(registry: Registry, domain: str, number: int, config: dict) -> bool:
+    """Whether a version that was put in service stays: it fits, or was trained elsewhere and brings its own sizes."""
+    if _fits(registry, domain, number, config):
+        return True
+    try:
+        version = registry.load(domain, number)
+    except VersionError:
+        return False
+    return "imported" in version.manifest and version.config.get("kind") == config["kind"]
 
 
 def _fits(registry: Registry, domain: str, number: int, config: dict) -> bool:

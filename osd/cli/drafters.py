@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from osd.cli import rollout
+from osd.cli import exchange, rollout
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> Non
 
 for _command in (rollout.rollback, rollout.promote, rollout.pin, rollout.unpin):
     app.command()(_command)
+app.command("export")(exchange.export_version)
+app.command("import")(exchange.import_drafter)
 
 
 def _state(number: int, rollout: Rollout | None) -> str:

@@ -9,7 +9,7 @@ logits and the feature of the next step. Only the most frequent target ids can b
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,12 @@ from osd.drafters.base import Batch, Drafter, DrafterError, check
 
 @dataclass(frozen=True)
 class EagleShape:
-    """Everything that fixes the tensors of an EAGLE drafter."""
+    """Everything that fixes the tensors of an EAGLE drafter, and how they are used.
+
+    Drafters of ours are the defaults of the last three; those trained elsewhere may differ. ``tap_norm`` says what is
+    normalised before the taps are fused: each tap, all of them as one vector, or nothing. With ``residual_norm`` the
+    layer's residual is the normalised feature, with ``output_norm`` the next step reads the normalised output.
+    """
 
     hidden: int
     heads: int
@@ -33,6 +38,26 @@ class EagleShape:
     taps: tuple[int, ...]
     eps: float
     rope_theta: float
+    tap_norm: Literal["each", "joint", "none"] = "each"
+    residual_norm: bool = False
+    output_norm: bool = False
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is used as the drafters are that we make; the native kernels compute no others."""
+        return (self.tap_norm, self.residual_norm, self.output_norm) == ("each", False, False)
+
+    def fused(self, taps: Tensor, weight: Tensor) -> Tensor:
+        """Tapped states [..., taps * hidden] as the fusing layer reads them; ``weight`` [taps, hidden] of the norms."""
+        if self.tap_norm == "none":
+            return taps.float()
+        if self.tap_norm == "joint":
+            return F.rms_norm(taps.float(), (weight.numel(),), weight.flatten(), self.eps)
+        parts = taps.unflatten(-1, (len(self.taps), self.hidden))
+        return (F.rms_norm(parts.float(), (self.hidden,), None, self.eps) * weight).flatten(-2)
+
+
+_VARIANT = ("tap_norm", "residual_norm", "output_norm")
 
 
 class Eagle(Drafter):
@@ -82,11 +107,15 @@ class Eagle(Drafter):
     def adapt_vocabulary(self, counts: Tensor) -> None:
         """Draft the most frequent ids, by their ``counts`` [target vocabulary]; among equals the lower ones.
 
-        The head's rows are the target's.
+        New ids start from the target's rows of the head. A row that is there stays: elsewhere heads are trained too.
         """
         ids = torch.sort(counts.float(), descending=True, stable=True).indices[: self.shape.vocabulary].sort().values
+        before = self.draft_ids
         with torch.no_grad():
-            self.head.weight.copy_(self.target_head[ids])
+            rows = self.target_head[ids].to(self.head.weight.dtype)
+            kept = self.t2d[ids]
+            rows[kept] = self.head.weight[torch.searchsorted(before, ids[kept])]
+            self.head.weight.copy_(rows)
         self.set_vocabulary(ids)
 
     @property
@@ -96,7 +125,10 @@ class Eagle(Drafter):
 
     def config(self) -> dict[str, Any]:
         """See ``Drafter.config``."""
-        return {"kind": self.kind, **asdict(self.shape), **head_config(self.acceptance)}
+        fields = asdict(self.shape)
+        if self.shape.ours:  # as it always was: versions are compared by it
+            fields = {name: value for name, value in fields.items() if name not in _VARIANT}
+        return {"kind": self.kind, **fields, **head_config(self.acceptance)}
 
     @property
     def state_width(self) -> int:
@@ -116,9 +148,7 @@ class Eagle(Drafter):
 
     def features(self, hidden: Tensor) -> Tensor:
         """Fuse tapped hidden states [..., taps * hidden] into features [..., hidden]."""
-        taps = hidden.unflatten(-1, (len(self.taps), self.shape.hidden))
-        taps = F.rms_norm(taps.float(), (self.shape.hidden,), None, self.shape.eps) * self.tap_norm
-        return self.fuse(taps.flatten(-2))
+        return self.fuse(self.shape.fused(hidden, self.tap_norm))
 
     def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
         """What attention reads of (token, feature) pairs: [..., 2 * hidden]."""
@@ -144,7 +174,7 @@ class Eagle(Drafter):
 
     def finish(self, features: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer: features [..., hidden] and attention's output [..., heads * dim] to the next ones."""
-        x = features + self.o_proj(attended)
+        x = (self.feature_norm(features) if self.shape.residual_norm else features) + self.o_proj(attended)
         y = self.mlp_norm(x)
         return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
 
@@ -203,6 +233,8 @@ class Eagle(Drafter):
                 mixed = mixed + weight[..., pairs + index].transpose(1, 2)[..., None] * v
             features = self.finish(features, mixed.flatten(-2))
             result.append(features[row, (pair - first[row]).clamp(min=0)])
+            if self.shape.output_norm:
+                features = self.norm(features)
         return result
 
     def session(self, slots: int, context: int, scratch: int) -> Any:

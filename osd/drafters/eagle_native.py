@@ -68,7 +68,7 @@ class NativeEagle:
     @classmethod
     def fits(cls, shape: EagleShape, embedding: Tensor) -> bool:
         """Whether the kernels can compute such a drafter."""
-        return embedding.dtype in DTYPES and embedding.is_contiguous() and shape.head_dim % 8 == 0
+        return shape.ours and embedding.dtype in DTYPES and embedding.is_contiguous() and shape.head_dim % 8 == 0
 
     def step(self, tokens: Tensor, features: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
         """See ``EagleSession._step``."""

@@ -177,10 +177,7 @@ class EagleSession:
         return F.rms_norm(x, x.shape[-1:], self.vector[name], self.drafter.shape.eps)
 
     def _fuse(self, hidden: Tensor) -> Tensor:
-        shape = self.drafter.shape
-        taps = hidden.unflatten(-1, (len(shape.taps), shape.hidden))
-        taps = F.rms_norm(taps, (shape.hidden,), None, shape.eps) * self.vector["tap_norm"]
-        return self.linear["fuse"](taps.flatten(-2))
+        return self.linear["fuse"](self.drafter.shape.fused(hidden, self.vector["tap_norm"]))
 
     def _step(self, tokens: Tensor, features: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
         """The decoder layer on [R] tokens and [R, hidden] features.
@@ -190,15 +187,17 @@ class EagleSession:
         """
         shape, linear = self.drafter.shape, self.linear
         embedded = self._norm(self.embedding[tokens].float(), "embedding_norm")
-        x = torch.cat([embedded, self._norm(features, "feature_norm")], -1)
+        normed = self._norm(features, "feature_norm")
+        x = torch.cat([embedded, normed], -1)
         q, k, v = (linear[name](x).unflatten(-1, (-1, shape.head_dim)) for name in "qkv")
         cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)
         keys, values = self.cache.keys[0], self.cache.values[0]
         mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, keys, values, rows, scale=shape.head_dim**-0.5)
-        x = features + linear["o"](mixed.flatten(-2))
+        x = (normed if shape.residual_norm else features) + linear["o"](mixed.flatten(-2))
         y = self._norm(x, "mlp_norm")
         x = (x + linear["down"](F.silu(linear["gate"](y)) * linear["up"](y)))[last]
-        return x, linear["head"](self._norm(x, "norm"))
+        output = self._norm(x, "norm")
+        return output if shape.output_norm else x, linear["head"](output)
 
 
 _PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")

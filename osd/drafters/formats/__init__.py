@@ -1,0 +1,74 @@
+"""Drafters as other libraries store them, by name, and what a directory holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from osd.drafters.base import Drafter
+from osd.drafters.formats.base import CONFIG, PROVENANCE, WEIGHTS, Format, FormatError, Origin, read_json
+from osd.drafters.formats.speculators import Speculators
+from osd.drafters.formats.transformers import Transformers
+
+FORMATS: dict[str, Format] = {"speculators": Speculators(), "transformers": Transformers()}
+"""What ``osd drafters export --format`` may name; the first that recognises a directory reads it."""
+
+__all__ = ["FORMATS", "FormatError", "Origin", "read", "write"]
+
+
+def write(drafter: Drafter, name: str, origin: Origin, folder: Path) -> None:
+    """Write a drafter to a new directory, which appears when it is whole.
+
+    Raises:
+        FormatError: the format has no such drafter, or the directory is there and not empty.
+        OSError: the disk does not take it.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FormatError(f"{folder} is there already and not empty")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    temporary.mkdir()
+    try:
+        FORMATS[name].write(drafter, origin, temporary)
+        provenance = {"domain": origin.domain, "version": origin.version, "sha256": _hash(temporary / WEIGHTS)}
+        (temporary / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
+        os.replace(temporary, folder)  # onto an empty directory or nothing
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def read(folder: Path, target: Path) -> tuple[str, Drafter]:
+    """Read a directory in whatever format it is, and check it: hash where one is given, names, shapes, finite numbers.
+
+    Args:
+        folder: the directory.
+        target: that of the target which the drafter is for.
+
+    Returns:
+        The name of the format, and the drafter.
+
+    Raises:
+        FormatError: no format recognises it, it is damaged, or we have no such drafter.
+        osd.drafters.base.DrafterError: a weight is missing, unknown, of a wrong shape or not finite.
+    """
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        raise FormatError(f"{folder} must hold {CONFIG} and {WEIGHTS}")
+    if (folder / PROVENANCE).is_file():
+        expected = read_json(folder / PROVENANCE).get("sha256")
+        if expected != _hash(folder / WEIGHTS):
+            raise FormatError(f"{folder / WEIGHTS} does not match the sha256 of {PROVENANCE}")
+    config = read_json(folder / CONFIG)
+    for name, one in FORMATS.items():
+        if one.recognises(config):
+            return name, one.read(folder, config, target)
+    raise FormatError(f"{folder / CONFIG} is of none of the formats {', '.join(FORMATS)}")
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()

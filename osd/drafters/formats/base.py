@@ -1,0 +1,71 @@
+"""What a format is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from osd.drafters.base import Drafter
+
+CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "osd.json"
+
+
+class FormatError(ValueError):
+    """A drafter cannot be written or read in a format; one line that says why."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What an exported drafter is: ``version`` of ``domain``, for the target in ``target``.
+
+    ``name`` is what another library finds the target by: a hub id, else a directory. ``depth`` is how many tokens a
+    draft has when nobody says otherwise.
+    """
+
+    domain: str
+    version: int
+    name: str
+    target: Path
+    depth: int
+
+
+class Format(Protocol):
+    """One way to store a drafter, as ``config.json`` and ``model.safetensors``."""
+
+    def write(self, drafter: Drafter, origin: Origin, folder: Path) -> None:
+        """Write both files, and what else the format has.
+
+        Raises:
+            FormatError: there is no such drafter in this format.
+        """
+        ...
+
+    def recognises(self, config: dict[str, Any]) -> bool:
+        """Whether a ``config.json`` is of this format."""
+        ...
+
+    def read(self, folder: Path, config: dict[str, Any], target: Path) -> Drafter:
+        """Read a drafter for the target in ``target``.
+
+        Raises:
+            FormatError: the config describes what we do not have.
+            osd.drafters.base.DrafterError: a weight is wrong.
+        """
+        ...
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        FormatError: there is none.
+    """
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{file} cannot be read: {type(error).__name__}") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{file} is not a JSON object")
+    return value

@@ -1,0 +1,62 @@
+"""Small language models as transformers' ``save_pretrained`` writes them: any of its users loads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from osd.drafters.base import Drafter
+from osd.drafters.formats.base import FormatError, Origin
+from osd.drafters.language_model import LanguageModel
+from osd.target.load import load_tokenizer
+from osd.target.model import load_model
+
+
+class Transformers:
+    """A whole model with the target's tokenizer beside it; the embedding is written even where it is the target's."""
+
+    def write(self, drafter: Drafter, origin: Origin, folder: Path) -> None:
+        """See ``Format.write``."""
+        if not isinstance(drafter, LanguageModel):
+            raise FormatError(f"transformers has no {drafter.kind} drafter; export it with --format speculators")
+        drafter.model.save_pretrained(folder, max_shard_size="1TB")  # type: ignore[operator]
+        load_tokenizer(origin.target).save_pretrained(folder)
+
+    def recognises(self, config: dict[str, Any]) -> bool:
+        """See ``Format.recognises``."""
+        return "model_type" in config and "speculators_model_type" not in config
+
+    def read(self, folder: Path, config: dict[str, Any], target: Path) -> Drafter:
+        """See ``Format.read``; an embedding and head that equal the target's are shared with it, and stay frozen."""
+        try:
+            model, told = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa",
+                output_loading_info=True, trust_remote_code=False,
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise FormatError(f"{folder} is no causal language model of transformers: {_line(error)}") from None
+        wrong = {name: told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[name]}
+        for name, keys in wrong.items():
+            raise FormatError(f"{folder}: {name.replace('_keys', '')} weight {min(map(str, keys))}")
+        of_target = load_model(target, "float32", "cpu")
+        mine, theirs = model.config.vocab_size, of_target.config.vocab_size  # type: ignore[union-attr]
+        if mine != theirs:
+            raise FormatError(f"{folder} has {mine} tokens, but the target has {theirs}; they must be the same")
+        return LanguageModel(model, shared=_same_ends(model, of_target))
+
+
+def _same_ends(one: nn.Module, other: nn.Module) -> bool:
+    pairs = (
+        (getattr(one, name)().weight, getattr(other, name)().weight)
+        for name in ("get_input_embeddings", "get_output_embeddings")
+    )
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
