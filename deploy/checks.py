@@ -6,15 +6,17 @@ from osd.config import ConfigError, Settings
 from osd.engine.policy import Policy
 from osd.native import kernels
 from osd.target.model import pick_device
+from trainer import tracking
 
 
 def check_settings(settings: Settings) -> None:
     """Refuse settings that contradict each other, before anything is started.
 
     Raises:
-        ConfigError: verification would bias the drafts of growth, the draft is larger than a slot has room for, or this
-            machine cannot compute with int8 weights.
+        ConfigError: a package for ``trainer.tracking`` is missing, verification would bias the drafts of growth, the
+            draft is larger than a slot has room for, or this machine cannot compute with int8 weights.
     """
+    tracking.check(settings)
     if settings.target.weights == "int8" and (kernels() is None or pick_device(settings.target.device).type != "cpu"):
         raise ConfigError("target.weights int8 needs a CPU with AVX2 and the kernels built for it: use full")
     try:

@@ -65,6 +65,10 @@ class Pace:
         self._improving = divergence < WORTHWHILE * min(verdict.baseline.divergence, self._best)
         self._best = min(self._best, divergence)
 
+    def figures(self) -> dict[str, float]:
+        """How far along the update is: completion tokens still to be trained on, and the best divergence so far."""
+        return {"budget": self._budget} | ({} if math.isinf(self._best) else {"best_divergence": self._best})
+
     def due(self, fresh: int, now: float) -> bool:
         """Whether a micro-step is worth it.
 

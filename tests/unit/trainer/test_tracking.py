@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from osd.config import ConfigError, Settings
+from osd.registry.events import Events
+from trainer import tracking
+from trainer.tracking import TRACKERS
+from trainer.tracking.events import TrackedEvents
+
+
+def settings(home, name):
+    return Settings(home=home, trainer={"tracking": name})  # type: ignore[arg-type]
+
+
+def test_tensorboard_is_the_default_and_has_every_number_at_its_step(tmp_path):
+    assert Settings().trainer.tracking == "tensorboard"
+    tracker = tracking.make(settings(tmp_path, "tensorboard"))
+    tracker.numbers(3, {"train_step/loss": 0.5})
+    tracker.numbers(4, {"train_step/loss": 0.25})
+    tracker.text(4, "rejected/reason", "acceptance fell")
+    tracker.close()
+    read = EventAccumulator(str(tmp_path / "tracking" / "tensorboard" / "general"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("train_step/loss")] == [(3, 0.5), (4, 0.25)]
+    (words,) = read.Tensors("rejected/reason/text_summary")
+    assert words.tensor_proto.string_val[0] == b"acceptance fell"
+
+
+@pytest.mark.parametrize(("name", "extra"), [("mlflow", "osd[mlflow]"), ("wandb", "osd[wandb]")])
+def test_a_tracker_that_is_not_installed_is_refused_in_one_sentence(tmp_path, monkeypatch, name, extra):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(ConfigError) as refused:
+        tracking.check(settings(tmp_path, name))
+    assert str(refused.value) == f"trainer.tracking {name} needs a package that is not installed: pip install '{extra}'"
+
+
+def test_no_tracker_and_no_trainer_need_no_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    tracking.check(settings(tmp_path, "none"))
+    tracking.check(Settings(trainer={"tracking": "wandb", "enabled": False}))  # type: ignore[arg-type]
+
+
+def test_every_tracker_that_a_setting_may_name_is_there():
+    named = Settings.model_fields["trainer"].annotation.model_fields["tracking"].annotation  # type: ignore[union-attr]
+    assert set(named.__args__) == set(TRACKERS)  # type: ignore[union-attr]
+
+
+class Kept:
+    """A tracker that keeps what it is given, and fails when told to."""
+
+    def __init__(self):
+        self.given = []
+        self.fails = False
+
+    def numbers(self, step, values):
+        if self.fails:
+            raise OSError("disk full")
+        self.given.append((step, values))
+
+    def text(self, step, name, words):
+        self.given.append((step, name, words))
+
+    def close(self):
+        self.given.append("closed")
+
+
+@pytest.fixture
+def told(monkeypatch):
+    told = []
+    monkeypatch.setattr(Events, "add", lambda self, kind, domain, version=None, **figures: told.append(kind))
+    return told
+
+
+def test_everything_the_trainer_tells_is_tracked_at_the_step_of_training(told):
+    kept = Kept()
+    events = TrackedEvents("redis://127.0.0.1:1", lambda: kept)
+    events.add("train_step", "general", None, loss=0.5, step=7, lag=None)
+    events.add("rejected", "general", 2, reason="fell", acceptance=0.25, per_depth=[0.5])
+    events.add("published", "general", 3, loss=math.nan)
+    events.close()
+    assert told == ["train_step", "rejected", "published"]
+    assert kept.given == [
+        (7, {"train_step/loss": 0.5, "train_step/step": 7.0}),
+        (7, {"rejected/version": 2.0, "rejected/acceptance": 0.25}),
+        (7, "rejected/reason", "fell"),
+        (7, {"published/version": 3.0}),
+        "closed",
+    ]
+
+
+def test_a_tracker_that_fails_costs_no_event_and_is_left_alone(told, caplog):
+    kept = Kept()
+    events = TrackedEvents("redis://127.0.0.1:1", lambda: kept)
+    kept.fails = True
+    for step in range(3):
+        events.add("train_step", "general", None, step=step)
+    events.close()
+    assert told == ["train_step"] * 3
+    assert kept.given == []
+    assert len([r for r in caplog.records if "not tracked any more: OSError: disk full" in r.getMessage()]) == 1
+
+
+def test_a_tracker_that_cannot_be_made_costs_no_training(told, caplog):
+    def fail():
+        raise RuntimeError("no server")
+
+    events = TrackedEvents("redis://127.0.0.1:1", fail)
+    events.add("train_step", "general", None, step=1)
+    assert told == ["train_step"]
+    assert "not tracked any more: RuntimeError: no server" in caplog.text
+
+
+def test_mlflow_gets_one_run_with_metrics_by_step_and_words_as_tags(tmp_path, monkeypatch):
+    calls = []
+
+    class Client:
+        def __init__(self, tracking_uri):
+            calls.append(("server", tracking_uri))
+
+        def get_experiment_by_name(self, name):
+            return None
+
+        def create_experiment(self, name):
+            return "7"
+
+        def create_run(self, experiment, run_name, tags):
+            calls.append(("run", experiment, run_name, tags))
+            return SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+        def log_batch(self, run, metrics):
+            calls.append(("batch", run, [(metric[0], metric[1], metric[3]) for metric in metrics]))
+
+        def set_tag(self, run, name, words):
+            calls.append(("tag", run, name, words))
+
+        def set_terminated(self, run):
+            calls.append(("end", run))
+
+    module, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+    module.MlflowClient, entities.Metric = Client, lambda *fields: fields  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5")
+    tracker = tracking.make(settings(tmp_path, "mlflow"))
+    tracker.numbers(3, {"a": 1.0, "b": 2.0})
+    tracker.text(3, "a/reason", "so")
+    tracker.close()
+    assert calls == [
+        ("server", "http://127.0.0.1:5"),
+        ("run", "7", "general", {"domain": "general"}),
+        ("batch", "r", [("a", 1.0, 3), ("b", 2.0, 3)]),
+        ("tag", "r", "a/reason", "step 3: so"),
+        ("end", "r"),
+    ]
+
+
+@pytest.mark.parametrize(("key", "mode"), [("secret", "online"), (None, "offline")])
+def test_weights_and_biases_gets_one_run_and_stays_on_disk_without_a_key(tmp_path, monkeypatch, key, mode):
+    calls, summary = [], {}
+
+    class Run:
+        def __init__(self):
+            self.summary = summary
+
+        def define_metric(self, name, step_metric):
+            calls.append((name, step_metric))
+
+        def log(self, values):
+            calls.append(values)
+
+        def finish(self):
+            calls.append("end")
+
+    def init(**given):
+        calls.append(given)
+        return Run()
+
+    module = ModuleType("wandb")
+    module.api, module.init = SimpleNamespace(api_key=key), init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    tracker = tracking.make(settings(tmp_path, "wandb"))
+    tracker.numbers(3, {"a": 1.0})
+    tracker.text(3, "a/reason", "so")
+    tracker.close()
+    folder = str(tmp_path / "tracking" / "wandb")
+    assert calls == [
+        {"project": "osd", "name": "general", "dir": folder, "mode": mode},
+        ("*", "step"),
+        {"a": 1.0, "step": 3},
+        "end",
+    ]
+    assert summary == {"a/reason": "step 3: so"}
