@@ -147,6 +147,12 @@ class CaptureSettings(Section):
     top_k: int = Field(default=32, ge=1, le=512, description="log-probabilities kept of each distribution")
     stream: str = "osd:traces"
     max_records: int = Field(default=512, ge=1, description="length of the Redis Stream")
+    keep_days: float | None = Field(
+        default=None, gt=0, description="age at which a record is deleted, from the stream and the trainer's memory"
+    )
+    keep_mb: int | None = Field(
+        default=None, ge=1, description="size of the Redis Stream above which its oldest records are deleted"
+    )
     max_queue: int = Field(default=64, ge=1, description="records that wait for Redis before new ones drop")
     piece: int = Field(default=512, ge=16, description="completion tokens of one record at most")
 
@@ -186,6 +192,9 @@ class TrainerSettings(Section):
     canary_seconds: float = Field(default=600.0, gt=0, description="a canary undecided for so long is rolled back")
     steps_per_candidate: int = Field(default=150, ge=1, description="micro-steps between two gates")
     min_records: int = Field(default=12, ge=1, description="records before the first step")
+    tracking: Literal["tensorboard", "mlflow", "wandb", "none"] = Field(
+        default="tensorboard", description="where losses, verdicts and versions are recorded"
+    )
     threads: int = Field(default=1, ge=1)
     latency_objective_ms: float | None = Field(
         default=None, gt=0, description="mean time between two tokens above which training rests; none: queues only"

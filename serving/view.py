@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from osd.capture.stream import TraceReader
 from osd.config import Settings
 from osd.registry.events import Events
+from osd.registry.learnt import REQUESTS
 from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionInfo
@@ -74,7 +75,9 @@ class Feeds:
 
 
 def _version(info: VersionInfo) -> dict[str, Any]:
-    return {"number": info.number, "problem": info.problem, "manifest": info.manifest}
+    # What a version has learnt from is a long list, and nothing to look at.
+    manifest = {name: value for name, value in info.manifest.items() if name != REQUESTS}
+    return {"number": info.number, "problem": info.problem, "manifest": manifest}
 
 
 def ledger(totals: Totals, domain: str) -> dict[str, Any]:

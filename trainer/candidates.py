@@ -12,6 +12,7 @@ from osd.config import TrainerSettings
 from osd.learning.batch import DistillBatch, collate, pack
 from osd.learning.distiller import Distiller
 from osd.learning.replay import Replay
+from trainer.learnt import Learnt
 from trainer.pace import Pace
 from trainer.progress import Progress
 from trainer.rollout import Publisher
@@ -44,6 +45,7 @@ class Candidates:
         pace: told what the gate said.
         status: where candidates are counted.
         spending: charged with each version.
+        learnt: named in the manifest of each version.
         spare: waits until serving can spare the capacity for a micro-batch; False when the loop shall end.
     """
 
@@ -56,6 +58,7 @@ class Candidates:
         pace: Pace,
         status: Status,
         spending: Spending,
+        learnt: Learnt,
         spare: Callable[[], bool],
     ) -> None:
         self._steps = settings.steps_per_candidate
@@ -65,6 +68,7 @@ class Candidates:
         self._pace = pace
         self._status = status
         self._spending = spending
+        self._learnt = learnt
         self._spare = spare
         self._gate_after = 0.0
         self._canary_after = 0.0
@@ -83,7 +87,8 @@ class Candidates:
         distiller.update()
         trained_on = {"records": status.trained, "tokens": status.tokens, "steps": distiller.steps}
         try:
-            outcome = self._publisher.propose(distiller.drafter, self._held_out, trained_on)
+            learnt = self._learnt.state()
+            outcome = self._publisher.propose(distiller.drafter, self._held_out, trained_on, learnt)
         except RedisError as error:
             logger.warning("no candidate is published while Redis is gone: %s", error)
             self._gate_after = time.monotonic() + 2.0
@@ -100,6 +105,7 @@ class Candidates:
         if outcome.version is not None:
             status.published += 1
             self._spending.published(outcome.version)
+            self._learnt.published()
         elif not verdict.waits:
             status.rejected += 1
         return True

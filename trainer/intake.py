@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from osd.capture.retention import belongs
 from osd.capture.stream import TraceReader
 from osd.capture.trace import Trace, TraceError
 from osd.config import Settings
@@ -33,6 +34,9 @@ class Intake:
         vocabulary: number of the target's ids.
         status: where records are counted.
         observe: told of each new record, held out or not, in the order of arrival.
+
+    Attributes:
+        purged: requests that are refused.
     """
 
     def __init__(
@@ -45,7 +49,9 @@ class Intake:
     ) -> None:
         trainer = settings.trainer
         self.replay = Replay(trainer.replay_tokens, trainer.held_out, anchors=trainer.anchors)
-        self._oldest = None if trainer.replay_days is None else trainer.replay_days * _DAY
+        ages = [days * _DAY for days in (trainer.replay_days, settings.capture.keep_days) if days is not None]
+        self._oldest = min(ages, default=None)
+        self.purged: set[str] = set()
         self._expire_at = 0.0
         self._every_domain = trainer.domains == "all"
         self._observe = observe
@@ -70,10 +76,19 @@ class Intake:
             wait_ms: longest wait for a first record.
         """
         tokens = sum(self._take(d.id, d.trace, width) for d in self._reader.read(_READ_RECORDS, wait_ms))
-        if self._oldest is not None and time.monotonic() >= self._expire_at:
+        if time.monotonic() >= self._expire_at:
             self._expire_at = time.monotonic() + _EXPIRE_SECONDS
-            self.finish(self.replay.expire(time.time() - self._oldest))
+            self._reader.sweep()
+            if self._oldest is not None:
+                self.finish(self.replay.expire(time.time() - self._oldest))
         return tokens
+
+    def purge(self, asked: str) -> int:
+        """Forget a request, and refuse what still comes of it; returns how many records there were."""
+        self.purged.add(asked)
+        gone = self.replay.purge(lambda request_id: belongs(request_id, asked))
+        self.finish(gone)
+        return len(gone)
 
     def finish(self, keys: Iterable[Key]) -> None:
         """These records were trained on, or are no longer there."""
@@ -95,7 +110,8 @@ class Intake:
 
     def _take(self, stream_id: str, trace: Trace, width: int) -> int:
         foreign = trace.domain != self._domain and not self._every_domain
-        if foreign or (self._oldest is not None and trace.created < time.time() - self._oldest):
+        purged = any(belongs(trace.request_id, asked) for asked in self.purged)
+        if foreign or purged or (self._oldest is not None and trace.created < time.time() - self._oldest):
             self._finished.append(stream_id)
             return 0
         try:

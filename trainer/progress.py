@@ -15,6 +15,7 @@ from osd.learning.replay import Replay
 from osd.registry.ledger import Spent
 from osd.registry.versions import Version
 from trainer import checkpoint
+from trainer.learnt import Learnt
 from trainer.spending import Spending
 from trainer.status import Status
 
@@ -26,18 +27,19 @@ _SAVED = ("records", "trained", "held_out", "refused", "tokens", "published", "r
 class Progress:
     """Saves the drafter in training with its optimizer, counters, cost and random numbers, and takes them up again.
 
-    The replay buffer itself is not kept: it fills again from the traffic.
+    The replay buffer itself is not kept: it fills again from the traffic, and no record of a request is in the file.
 
     Attributes:
         next_gate: the step of the next candidate.
     """
 
-    def __init__(self, settings: Settings, status: Status, replay: Replay, spending: Spending) -> None:
+    def __init__(self, settings: Settings, status: Status, replay: Replay, spending: Spending, learnt: Learnt) -> None:
         self._path = settings.home_dir / "trainer" / f"{settings.domain}.safetensors"
         self._settings = settings
         self._status = status
         self._replay = replay
         self._spending = spending
+        self._learnt = learnt
         self._saved_at = time.monotonic()
         self._saved_steps = 0
         self.next_gate = settings.trainer.steps_per_candidate
@@ -70,12 +72,14 @@ class Progress:
             distiller.load_state_dict(tensors, state["distiller"])
             counters = {name: int(state["counters"].get(name, 0)) for name in _SAVED}
             next_gate = int(state["next_gate"])
+            learnt = list(state.get("learnt", []))
             spent = msgspec.convert(state.get("spent", {}), Spent, strict=False)
             self._replay.set_random_state(state["random"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("training starts from version %d, not from the checkpoint: %s", version.number, error)
             return None
         self._spending.resume(spent)
+        self._learnt.resume(learnt)
         for name, value in counters.items():
             setattr(self._status, name, value)
         # A smaller steps_per_candidate than last time counts at once.
@@ -95,6 +99,7 @@ class Progress:
             "counters": {name: getattr(self._status, name) for name in _SAVED},
             "next_gate": self.next_gate,
             "spent": msgspec.to_builtins(self._spending.spent(), str_keys=True),
+            "learnt": self._learnt.state(),
             "random": self._replay.random_state(),
         }
         try:

@@ -24,6 +24,7 @@ from osd.drafters.base import Drafter
 from osd.learning.batch import DistillBatch
 from osd.learning.gate import Gate, Verdict
 from osd.registry.events import Events, Kind
+from osd.registry.learnt import REQUESTS
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version, VersionError
 from trainer.canary import Canary, Judgement, expected_rate
@@ -94,7 +95,11 @@ class Publisher:
         return None
 
     def propose(
-        self, candidate: Drafter, batches: Callable[[], Iterable[DistillBatch]], trained_on: dict[str, int]
+        self,
+        candidate: Drafter,
+        batches: Callable[[], Iterable[DistillBatch]],
+        trained_on: dict[str, int],
+        learnt: list[str],
     ) -> Outcome:
         """Judge a candidate and put it in service, as a canary first where that is asked for, if it passes.
 
@@ -102,6 +107,7 @@ class Publisher:
             candidate: the drafter in training.
             batches: gives the held-out positions, anew at each call.
             trained_on: records, tokens and steps, for the manifest.
+            learnt: hashes of the requests that were learnt from since the last version, for the manifest.
 
         Raises:
             redis.exceptions.RedisError: Redis is gone; nothing was put in service.
@@ -128,7 +134,7 @@ class Publisher:
         moved = Outcome(Verdict(False, True, "the rollout pointer moved during the evaluation"), None)
         if self._pointer.get(self._domain) != before:
             return moved
-        manifest = {"parent": self.stable, "trained_on": trained_on, "gate": verdict.figures()}
+        manifest = {"parent": self.stable, "trained_on": trained_on, "gate": verdict.figures(), REQUESTS: learnt}
         number = self._registry.publish(self._domain, candidate.weights(), candidate.config(), manifest)
         share = self._settings.canary_share
         if share:

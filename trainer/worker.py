@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from redis.exceptions import RedisError
 
+from osd.capture.purge import Purges
 from osd.capture.trace import Trace
 from osd.config import Settings
 from osd.drafters.base import Drafter
@@ -18,19 +19,22 @@ from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from osd.learning.drift import DriftWatch
 from osd.learning.gate import Gate
-from osd.registry.events import Events
 from osd.registry.ledger import Ledger, Spent
 from osd.registry.load_board import LoadBoard
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry, Version
+from trainer import tracking
 from trainer.candidates import Candidates, StoppedError
 from trainer.capacity import Capacity, lower_priority
+from trainer.forgetting import Forgetting
 from trainer.intake import Intake
+from trainer.learnt import Learnt
 from trainer.pace import Pace
 from trainer.progress import Progress
 from trainer.rollout import Build, Publisher
 from trainer.spending import Spending
 from trainer.status import Status
+from trainer.tracking.events import TrackedEvents
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +69,11 @@ class Worker:
         self._intake = Intake(settings, redis_url, workshop.vocabulary, self._status, self._observe)
         self._ledger = Ledger(redis_url)
         self._spending = Spending(self._domain, self._ledger)
-        self._progress = Progress(settings, self._status, self._intake.replay, self._spending)
-        self._pointer, self._events, self._board = Pointer(redis_url), Events(redis_url), LoadBoard(redis_url)
+        self._learnt = Learnt()
+        self._forgetting = Forgetting(self._domain, Purges(redis_url), self._intake, self._learnt)
+        self._progress = Progress(settings, self._status, self._intake.replay, self._spending, self._learnt)
+        self._pointer, self._board = Pointer(redis_url), LoadBoard(redis_url)
+        self._events = TrackedEvents(redis_url, lambda: tracking.make(settings))
         trainer = settings.trainer
         self._capacity = Capacity(self._board, trainer)
         gate = Gate(settings.growth.depth, trainer.divergence)
@@ -76,7 +83,7 @@ class Worker:
         self._pace = Pace(trainer)
         self._candidates = Candidates(
             trainer, self._publisher, self._intake.replay, self._progress, self._pace, self._status, self._spending,
-            self._spare,
+            self._learnt, self._spare,
         )  # fmt: skip
         self._distiller: Distiller | None = None
         self._width = 0
@@ -92,6 +99,7 @@ class Worker:
             while not self._stop.is_set():
                 if self._paused.is_set():
                     self._rest("paused")
+                    self._forgetting.look()
                     continue
                 if self._distiller is None and not self._open():
                     self._stop.wait(0.5)
@@ -103,7 +111,7 @@ class Worker:
             if self._distiller is not None:
                 self._checkpoint(self._distiller)
         finally:
-            for connection in (self._intake, self._pointer, self._events, self._board, self._ledger):
+            for connection in (self._intake, self._pointer, self._events, self._board, self._ledger, self._forgetting):
                 connection.close()
 
     def stop(self) -> None:
@@ -157,6 +165,7 @@ class Worker:
         if distiller is None:
             return
         self._spending.tell()
+        self._forgetting.look()
         ready = self._ready()
         self._pace.arrived(self._intake.read(self._width, 1 if ready else _IDLE_MS))
         if self._ready():
@@ -196,6 +205,7 @@ class Worker:
         step = distiller.step(batch)
         self._capacity.worked(time.monotonic() - began)
         self._intake.finish(sample.fresh)
+        self._learnt.add(request_id for request_id, _ in sample.fresh)
         self._status.trained += len(sample.fresh)
         self._status.tokens += batch.positions
         self._pace.worked(batch.positions)
@@ -209,6 +219,7 @@ class Worker:
                 "train_step", None, loss=self._status.loss, step=distiller.steps, tokens=self._status.tokens,
                 records=self._status.records, lag=self._status.lag, skipped=distiller.skipped,
                 **({} if distiller.head_loss is None else {"head_loss": distiller.head_loss}),
+                cpu_seconds=round(self._spending.spent().total, 3), **self._pace.figures(),
             )  # fmt: skip
 
     def _adapt(self, distiller: Distiller) -> None:
@@ -232,6 +243,7 @@ class Worker:
     def _spare(self) -> bool:
         """Wait until serving leaves room for a micro-step; False when the loop shall end."""
         self._spending.tell()
+        self._forgetting.alive()
         return self._capacity.wait(self._stop, self._paused, self._rest)
 
     def _checkpoint(self, distiller: Distiller) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -19,16 +20,16 @@ from typing import Any
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from osd.capture.backoff import Backoff
-from osd.capture.trace import Trace, TraceError, decode, encode
+from osd.capture.retention import Retention
+from osd.capture.trace import FIELD, Trace, TraceError, decode, encode
 from osd.config import CaptureSettings
 from osd.redis_client import connect
 
 logger = logging.getLogger(__name__)
 
-FIELD = b"t"
-
 _READ_TIMEOUT = 5.0  # seconds
 _LONGEST_WAIT_MS = 2000
+_SWEEP_SECONDS = 10.0
 _MANY = 10_000
 
 # The id is a counter that starts at the time in milliseconds: ids stay in order when the counter or the whole
@@ -58,12 +59,14 @@ class TraceWriter:
     """Puts traces on the stream from a thread of its own; every trace offered is written or counted as dropped.
 
     With Redis gone or out of memory records are dropped, not kept: the newest traffic is worth more than a backlog.
+    The thread also takes off the stream what ``capture.keep_days`` and ``capture.keep_mb`` no longer allow.
     """
 
     def __init__(self, url: str, settings: CaptureSettings) -> None:
         self._settings = settings
         self._client = connect(url, timeout=1.0)
         self._add = self._client.register_script(_ADD)
+        self._retention = Retention(self._client, settings)
         self._queue: queue.Queue[Trace | None] = queue.Queue(settings.max_queue)
         self._lock = threading.Lock()
         self._written = 0
@@ -111,7 +114,17 @@ class TraceWriter:
             self._queue.put_nowait(None)
 
     def _run(self) -> None:
-        while (trace := self._queue.get()) is not None:
+        swept = -math.inf
+        while True:
+            if time.monotonic() - swept >= _SWEEP_SECONDS:
+                self._sweep()
+                swept = time.monotonic()
+            try:
+                trace = self._queue.get(timeout=_SWEEP_SECONDS)
+            except queue.Empty:
+                continue
+            if trace is None:
+                break
             written = not self._backoff.remaining and self._write(trace)
             with self._lock:
                 if written:
@@ -139,7 +152,21 @@ class TraceWriter:
         if self._backoff.failing:
             logger.info("Redis takes traces again")
         self._backoff.worked()
+        self._keep_small()
         return True
+
+    def _keep_small(self) -> None:
+        try:
+            self._retention.shrink()
+        except RedisError as error:
+            logger.warning("the trace stream cannot be kept small: %s", error)
+
+    def _sweep(self) -> None:
+        try:
+            if not self._backoff.remaining:
+                self._retention.enforce(time.time())
+        except RedisError as error:
+            logger.warning("old traces could not be deleted, trying again: %s", error)
 
     def _make_room(self) -> None:
         """Give up the oldest quarter of the stream: under noeviction nothing else would ever free memory."""
@@ -180,6 +207,7 @@ class TraceReader:
         self._min_idle_ms = min_idle_ms
         # Batches are large: traces with hidden states take about a megabyte each.
         self._client = connect(url, timeout=_READ_TIMEOUT)
+        self._retention = Retention(self._client, settings)
         self._backoff = Backoff()
         self._joined = False
         self._claimed: deque[str] = deque()  # pending with us, but not yet given to the caller
@@ -215,6 +243,15 @@ class TraceReader:
                 self._send_acks()
             except RedisError as error:
                 self._failed(error)
+
+    def sweep(self) -> None:
+        """Take off the stream what the settings no longer allow; while Redis is gone this waits."""
+        if self._backoff.remaining:
+            return
+        try:
+            self._retention.enforce(time.time())
+        except RedisError as error:
+            self._failed(error)
 
     def lag(self) -> int:
         """Records that are not acknowledged: never delivered (and not trimmed away), or pending.

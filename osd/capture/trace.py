@@ -8,6 +8,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+FIELD = b"t"
+"""The field of a stream entry that holds the trace."""
+
 NOT_DRAFTED, ACCEPTED, REJECTED = 0, 1, 2
 """Values of ``Trace.verdict``."""
 

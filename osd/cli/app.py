@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from osd import __version__
-from osd.cli import analyze, bench, client, drafters, service
+from osd.cli import analyze, bench, client, drafters, service, traces
 
 app = typer.Typer(
     name="osd",
@@ -20,6 +20,7 @@ app.command()(service.demo)
 app.command()(client.replay)
 app.command()(client.chat)
 app.add_typer(drafters.app, name="drafters")
+app.add_typer(traces.app, name="traces")
 app.add_typer(bench.app, name="bench")
 app.add_typer(analyze.app, name="analyze")
 

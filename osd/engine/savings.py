@@ -45,8 +45,8 @@ class Savings:
 
     Assumptions, all to the drafter's disadvantage or small: plain decoding pays for nothing but the target's forwards,
     although it chooses and keeps tokens too; the n sequences share a round equally; and they would have been the same n
-    without drafts. Rounds in which nobody drafted are plain decoding: they save nothing and are not counted, and neither
-    are sequences that asked not to be drafted for. Seconds are of wall clock while the engine computes.
+    without drafts. Rounds in which nobody drafted are plain decoding: they save nothing and are not counted, and
+    neither are sequences that asked not to be drafted for. Seconds are of wall clock while the engine computes.
     """
 
     def __init__(self, cost: PlainCost) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,6 +91,14 @@ class Replay:
         expired = [key for part in (self._train, self._held_out) for key in part.expire(created)]
         anchors = self._anchors.expire(created)
         return self._forget([*expired, *(key for key in anchors if key in old)])
+
+    def purge(self, wanted: Callable[[str], bool]) -> list[Key]:
+        """Drop every record, anchors and held-out ones too, whose request id is ``wanted``; returns which."""
+        parts = (self._train, self._held_out, self._anchors)
+        keys = {key for part in parts for key in part.records if wanted(key[0])}
+        for part in parts:
+            part.discard(list(keys))
+        return self._forget(sorted(keys))
 
     def token_counts(self, vocabulary: int) -> np.ndarray:
         """How often each target id is expected in the part to train on: the target's mass, summed; [vocabulary]."""

@@ -53,10 +53,14 @@ class Shelf:
 
     def expire(self, created: float) -> list[Key]:
         """Remove what was made before ``created``, in seconds since the epoch; returns which."""
-        expired = [key for key, trace in self.records.items() if trace.created < created]
-        for key in expired:
+        return self.discard([key for key, trace in self.records.items() if trace.created < created])
+
+    def discard(self, keys: list[Key]) -> list[Key]:
+        """Remove these records as far as they are here; returns which."""
+        gone = [key for key in keys if key in self.records]
+        for key in gone:
             self._remove(key)
-        return expired
+        return gone
 
     def _remove(self, key: Key) -> None:
         self._count(self.records.pop(key), -1)
@@ -93,9 +97,13 @@ class Anchors:
 
     def expire(self, created: float) -> list[Key]:
         """Remove what was made before ``created``; returns which."""
-        expired = [key for key, trace in self.records.items() if trace.created < created]
-        for key in expired:
+        return self.discard([key for key, trace in self.records.items() if trace.created < created])
+
+    def discard(self, keys: list[Key]) -> list[Key]:
+        """Remove these records as far as they are here; returns which."""
+        gone = [key for key in keys if key in self.records]
+        for key in gone:
             self._tokens -= length(self.records.pop(key))
         self._heap = [entry for entry in self._heap if entry[1] in self.records]
         heapq.heapify(self._heap)
-        return expired
+        return gone

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from osd.capture.server import RedisServer
 from osd.capture.trace import Array, Trace
+from tests.integration.loop import Loop
 from tests.tiny import HIDDEN, VOCABULARY
 from tests.traces import small_trace
 
@@ -70,3 +71,16 @@ def eventually() -> Callable[..., None]:
             time.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture
+def make_loop(redis_url, tmp_path):
+    made = []
+
+    def make(**trainer):
+        made.append(Loop(redis_url, tmp_path, **trainer))
+        return made[-1]
+
+    yield make
+    for loop in made:
+        loop.close()

@@ -57,7 +57,7 @@ def propose(tmp_path):
         candidate = Toy()
         candidate.load_weights(registry.load("general", 1).weights)
         batches = [collate([make_trace(completion=30)])]
-        return publisher.propose(candidate, lambda: batches, {"steps": 1}), registry, publisher
+        return publisher.propose(candidate, lambda: batches, {"steps": 1}, ["aa"]), registry, publisher
 
     return run
 
@@ -180,7 +180,7 @@ def test_a_decision_of_somebody_else_is_left_alone(canary):
 
 def test_while_a_canary_is_on_trial_the_next_candidate_waits(canary):
     publisher, registry, _ = canary
-    outcome = publisher.propose(Toy(), lambda: [], {"steps": 2})
+    outcome = publisher.propose(Toy(), lambda: [], {"steps": 2}, [])
     assert outcome.verdict.waits
     assert outcome.verdict.reason == "version 2 is still a canary"
     assert len(registry.list("general")) == 2

@@ -1,0 +1,88 @@
+"""``osd traces``: what was captured of requests, and how it is forgotten."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
+
+if TYPE_CHECKING:
+    from osd.capture.purge import Removed
+    from osd.config import Settings
+
+app = typer.Typer(help="Forget what was captured of a request.", no_args_is_help=True)
+
+_ANSWER_SECONDS = 60.0
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command()
+def purge(
+    request: Annotated[str, typer.Option(help="The id of the response, as in chatcmpl-...", metavar="ID")],
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Remove a request's records from the stream and from the trainers' memory, and name the versions that saw it."""
+    settings = settings_of(config, overrides)
+    from redis.exceptions import RedisError
+
+    from osd.registry.learnt import versions_with
+    from osd.registry.versions import Registry
+
+    url = redis_url(settings)
+    streamed, answers, silent = 0, {}, set()
+    if url is not None:
+        try:
+            streamed, answers, silent = _forget(settings, url, request)
+        except RedisError as error:
+            fail(f"Redis does not answer, the request may not be removed: {error}")
+    registry = Registry(settings.registry_dir)
+    versions = {domain: versions_with(registry, domain, request) for domain in registry.domains()}
+    versions = {domain: numbers for domain, numbers in versions.items() if numbers}
+    remembered = sum(removed.records for removed in answers.values())
+    learning = sorted(domain for domain, removed in answers.items() if removed.learnt)
+    if silent:
+        names = ", ".join(sorted(silent))
+        fail(f"the trainer of {names} did not answer; it forgets request {request} as soon as it runs, ask again")
+    if not (streamed or remembered or learning or versions):
+        fail(
+            f"there is no request {request} in the stream, in the memory of a trainer or in what a version learnt from"
+        )
+    typer.echo(f"{request}: {streamed} records removed from the stream, {remembered} from the memory of trainers")
+    typer.echo("checkpoints hold weights and no records")
+    for domain in learning:
+        typer.echo(f"the drafter in training of {domain} has learnt from it, and its next version will have")
+    for domain, numbers in versions.items():
+        typer.echo(f"versions of {domain} that have learnt from it: {', '.join(map(str, numbers))}")
+    if not versions:
+        typer.echo("no version has learnt from it")
+
+
+def _forget(settings: Settings, url: str, request: str) -> tuple[int, dict[str, Removed], set[str]]:
+    """Records removed from the stream, what each trainer removed, and the trainers that do not answer."""
+    from osd.capture.purge import Purges
+    from osd.capture.retention import Retention
+    from osd.redis_client import connect
+
+    client, purges = connect(url, timeout=5.0), Purges(url)
+    try:
+        retention = Retention(client, settings.capture)
+        purges.ask(request)  # first, so that nothing of it is taken in from here on
+        streamed = retention.purge(request)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while missing := purges.trainers() - purges.answers(request).keys():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        streamed += retention.purge(request)  # what was on its way
+        return streamed, purges.answers(request), missing
+    finally:
+        purges.close()
+        client.close()

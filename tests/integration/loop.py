@@ -1,0 +1,79 @@
+"""A trainer's surroundings: a home, a registry, a writer of traces and workers on them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from osd.capture.stream import TraceWriter
+from osd.config import Settings
+from osd.registry.events import Events
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
+from trainer.worker import Worker, Workshop
+
+
+class Loop:
+    """A home, a registry, a writer of traces and workers on them."""
+
+    def __init__(self, url, home, **trainer):
+        defaults = {
+            "learning_rate": 0.03,
+            "steps_per_candidate": 25,
+            "min_records": 8,
+            "held_out": 0.3,
+            "micro_batch_tokens": 64,
+            "update_tokens": 1,
+        }
+        self.settings = Settings(
+            home=home,
+            target={"source": "toy"},  # type: ignore[arg-type]
+            trainer={**defaults, **trainer},  # type: ignore[arg-type]
+            capture={"max_records": 2000},  # type: ignore[arg-type]
+        )
+        self.url = url
+        self.registry, self.pointer, self.events = Registry(home / "registry"), Pointer(url), Events(url)
+        self.writer = TraceWriter(url, self.settings.capture.model_copy(update={"max_queue": 2000}))
+        self.worker: Worker | None = None
+        self.thread: threading.Thread | None = None
+        self.sent = 0
+        self.build = Toy
+
+    def first_version(self, drafter=None):
+        torch.manual_seed(0)
+        drafter = drafter or Toy()
+        number = self.registry.publish("general", drafter.weights(), drafter.config(), {})
+        self.point(number)
+        return number
+
+    def point(self, number):
+        self.pointer.set("general", Rollout(number, None, 0.0, time.time()))
+
+    def send(self, count, **changes):
+        for n in range(self.sent, self.sent + count):
+            assert self.writer.offer(make_trace(f"request-{n}", completion=30, seed=n, **changes))
+        self.sent += count
+        while sum(self.writer.counters().values()) < self.sent:
+            time.sleep(0.01)
+
+    def start(self):
+        self.worker = Worker(self.settings, self.url, Workshop(VOCABULARY, HIDDEN, lambda config: self.build()))
+        self.thread = threading.Thread(target=self.worker.run)
+        self.thread.start()
+        return self.worker
+
+    def stop(self):
+        if self.worker is not None and self.thread is not None:
+            self.worker.stop()
+            self.thread.join(10)
+            assert not self.thread.is_alive()
+            self.worker = None
+
+    def close(self):
+        self.stop()
+        self.writer.close()
+        for part in (self.pointer, self.events):
+            part.close()

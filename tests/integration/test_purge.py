@@ -1,0 +1,118 @@
+"""``osd traces purge`` against a trainer at work."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner
+
+from osd.capture.purge import Purges
+from osd.cli.app import app
+from tests.unit.learning.toys import make_trace
+from trainer import checkpoint
+
+
+def purge(loop, request):
+    arguments = ["traces", "purge", "--request", request]
+    values = {"home": loop.settings.home, "redis_url": loop.url}
+    for key, value in values.items():
+        arguments += ["--set", f"{key}={value}"]
+    return CliRunner().invoke(app, arguments)
+
+
+def memory(worker):
+    replay = worker._intake.replay
+    parts = (replay._train, replay._held_out, replay._anchors)
+    return {key[0] for part in parts for key in part.records}
+
+
+def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_versions_are_named(
+    make_loop, eventually, redis_client
+):
+    loop = make_loop()
+    loop.first_version()
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["published"] >= 1)
+    name = next(iter(worker._intake.replay._train.records))[0]
+    before = redis_client.xlen("osd:traces")
+    result = purge(loop, name)
+    assert result.exit_code == 0, result.output
+    assert f"{name}: 1 records removed from the stream, 1 from the memory of trainers" in result.output
+    assert "versions of general that have learnt from it: 2" in result.output
+    assert redis_client.xlen("osd:traces") == before - 1
+    assert name not in memory(worker)
+    loop.writer.offer(make_trace(name))
+    loop.send(3)
+    eventually(lambda: worker.status()["records"] == 43)
+    assert name not in memory(worker)
+
+
+def test_a_held_out_request_is_forgotten_and_no_version_has_learnt_from_it(make_loop, eventually):
+    loop = make_loop()
+    loop.first_version()
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["published"] >= 1)
+    name = next(iter(worker._intake.replay._held_out.records))[0]
+    result = purge(loop, name)
+    assert result.exit_code == 0, result.output
+    assert "no version has learnt from it" in result.output
+    assert name not in memory(worker)
+
+
+def test_a_paused_trainer_forgets_too(make_loop, eventually):
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["steps"] > 3)
+    assert worker.pause()
+    name = next(iter(worker._intake.replay._train.records))[0]
+    result = purge(loop, name)
+    assert result.exit_code == 0, result.output
+    assert name not in memory(worker)
+
+
+def test_what_was_purged_while_no_trainer_ran_is_never_learnt_from(make_loop, eventually):
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(20)
+    assert purge(loop, "request-3").exit_code == 0
+    loop.writer.offer(make_trace("request-3"))
+    worker = loop.start()
+    eventually(lambda: worker.status()["records"] == 19)
+    assert "request-3" not in memory(worker)
+
+
+def test_a_request_that_nobody_knows_is_an_error_that_says_so(make_loop, eventually):
+    loop = make_loop()
+    loop.first_version()
+    result = purge(loop, "chatcmpl-unknown")
+    assert result.exit_code == 2
+    assert "there is no request chatcmpl-unknown in the stream, in a trainer's memory" in result.output
+
+
+def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
+    from osd.cli import traces
+
+    monkeypatch.setattr(traces, "_ANSWER_SECONDS", 0.2)
+    loop = make_loop()
+    loop.first_version()
+    loop.send(1)
+    purges = Purges(loop.url)
+    purges.alive("elsewhere")
+    purges.close()
+    result = purge(loop, "request-0")
+    assert result.exit_code == 2
+    assert "the trainer of elsewhere did not answer" in result.output
+
+
+def test_a_checkpoint_holds_weights_and_no_record_of_any_request(make_loop, eventually):
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(20)
+    worker = loop.start()
+    eventually(lambda: worker.status()["steps"] > 5)
+    loop.stop()
+    tensors, state = checkpoint.load(loop.settings.home_dir / "trainer" / "general.safetensors") or ({}, {})
+    assert all(name.startswith(("drafter.", "optimizer.")) for name in tensors)
+    assert "request-" not in str(state)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from osd.capture.retention import Retention, belongs
+from osd.capture.stream import TraceReader, TraceWriter
+from osd.capture.trace import encode
+from osd.config import CaptureSettings
+
+DAY = 86_400.0
+
+
+def put(client, settings, trace):
+    client.xadd(settings.stream, {"t": encode(trace)})
+
+
+def left(redis_url, settings):
+    reader = TraceReader(redis_url, settings, "look", "look")
+    try:
+        return [delivered.trace.request_id for delivered in reader.read(1000, 1)]
+    finally:
+        reader.close()
+
+
+def aged(make_trace, name, days, **more):
+    return msgspec.structs.replace(make_trace(name, **more), created=time.time() - days * DAY)
+
+
+def test_records_older_than_the_limit_are_deleted_and_younger_ones_stay(redis_url, redis_client, make_trace):
+    settings = CaptureSettings(keep_days=2.0)
+    for name, days in (("a", 9), ("b", 3), ("c", 1.9), ("d", 0)):
+        put(redis_client, settings, aged(make_trace, name, days))
+    assert Retention(redis_client, settings).enforce(time.time()) == 2
+    assert left(redis_url, settings) == ["c", "d"]
+
+
+def test_an_unreadable_record_at_the_end_does_not_keep_old_ones_alive(redis_url, redis_client, make_trace):
+    settings = CaptureSettings(keep_days=2.0)
+    redis_client.xadd(settings.stream, {"t": b"broken"})
+    for name, days in (("a", 9), ("b", 0)):
+        put(redis_client, settings, aged(make_trace, name, days))
+    assert Retention(redis_client, settings).enforce(time.time()) == 2
+    assert left(redis_url, settings) == ["b"]
+
+
+def test_the_stream_is_kept_below_its_size_and_the_newest_stay(redis_url, redis_client, make_trace):
+    settings = CaptureSettings(keep_mb=1)
+    for number in range(40):
+        put(redis_client, settings, make_trace(str(number), padding=5000))
+    assert redis_client.memory_usage(settings.stream, samples=0) > 4 << 20
+    gone = Retention(redis_client, settings).enforce(time.time())
+    assert (1 << 19) < redis_client.memory_usage(settings.stream, samples=0) <= 1 << 20
+    assert left(redis_url, settings) == [str(number) for number in range(gone, 40)]
+
+
+def test_without_limits_nothing_is_deleted(redis_client, make_trace):
+    settings = CaptureSettings()
+    put(redis_client, settings, aged(make_trace, "a", 1000))
+    assert Retention(redis_client, settings).enforce(time.time()) == 0
+    assert redis_client.xlen(settings.stream) == 1
+
+
+def test_a_writer_deletes_what_is_too_old_and_too_much_by_itself(redis_url, redis_client, make_trace, eventually):
+    settings = CaptureSettings(keep_days=2.0, keep_mb=1)
+    put(redis_client, settings, aged(make_trace, "old", 9))
+    writer = TraceWriter(redis_url, settings)
+    try:
+        eventually(lambda: redis_client.xlen(settings.stream) == 0)
+        for number in range(20):
+            writer.offer(aged(make_trace, str(number), 0, padding=5000))
+        eventually(lambda: writer.counters() == {"written": 20, "dropped": 0})
+        eventually(lambda: redis_client.memory_usage(settings.stream, samples=0) <= 1 << 20)
+        assert left(redis_url, settings)[-1] == "19"
+    finally:
+        writer.close()
+
+
+def test_the_reader_deletes_too_when_no_writer_runs(redis_url, redis_client, make_trace):
+    settings = CaptureSettings(keep_days=2.0)
+    put(redis_client, settings, aged(make_trace, "old", 9))
+    reader = TraceReader(redis_url, settings, "g", "c")
+    reader.sweep()
+    reader.close()
+    assert redis_client.xlen(settings.stream) == 0
+
+
+def test_purging_a_response_deletes_all_records_of_all_its_choices_and_no_other(redis_url, redis_client, make_trace):
+    settings = CaptureSettings()
+    names = ["cmpl-1-0", "cmpl-12-0", "cmpl-1-1", "other", "cmpl-1-0"]
+    for name in names * 4:
+        put(redis_client, settings, make_trace(name))
+    retention = Retention(redis_client, settings)
+    assert retention.purge("cmpl-1") == 12
+    assert sorted(set(left(redis_url, settings))) == ["cmpl-12-0", "other"]
+    assert retention.purge("cmpl-1") == 0
+
+
+@pytest.mark.parametrize(
+    ("request_id", "asked", "yes"),
+    [("a-0", "a", True), ("a-0", "a-0", True), ("a-0", "a-", False), ("ab-0", "a", False), ("a", "a", True)],
+)
+def test_a_record_belongs_to_its_request_and_to_its_response(request_id, asked, yes):
+    assert belongs(request_id, asked) is yes
