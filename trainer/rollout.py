@@ -80,6 +80,7 @@ class Publisher:
         Raises:
             redis.exceptions.RedisError: the pointer cannot be read.
         """
+        self._finish()
         rollout = self._pointer.get(self._domain)
         if rollout is None:
             return None
@@ -114,6 +115,7 @@ class Publisher:
             osd.registry.versions.VersionError: the registry does not take it.
             OSError: the disk does not take it.
         """
+        self._finish()
         before = self._pointer.get(self._domain)
         if before is not None:
             self._follow(before)
@@ -134,23 +136,64 @@ class Publisher:
         moved = Outcome(Verdict(False, True, "the rollout pointer moved during the evaluation"), None)
         if self._pointer.get(self._domain) != before:
             return moved
-        manifest = {"parent": self.stable, "trained_on": trained_on, "gate": verdict.figures(), REQUESTS: learnt}
-        number = self._registry.publish(self._domain, candidate.weights(), candidate.config(), manifest)
         share = self._settings.canary_share
-        if share:
-            rollout = Rollout(stable=self.stable, canary=number, share=share, changed=time.time())
-            if not self._pointer.replace(self._domain, before, rollout):
-                return moved
-            self._follow(rollout)
-            self.tell("canary", number, parent=self.stable, share=share, **verdict.figures())
-            return Outcome(verdict, number)
-        rollout = Rollout(stable=number, canary=None, share=0.0, changed=time.time())
-        if not self._pointer.replace(self._domain, before, rollout):
+        attempt = self._registry.begin(self._domain, {"parent": self.stable, "share": share})
+        manifest = {
+            "parent": self.stable,
+            "trained_on": trained_on,
+            "gate": verdict.figures(),
+            "attempt": attempt,
+            REQUESTS: learnt,
+        }
+        number = self._registry.publish(self._domain, candidate.weights(), candidate.config(), manifest)
+        if not self._put(number, before, share, manifest):
             return moved
-        self._baseline.load_weights(candidate.weights())
-        self.tell("published", number, parent=self.stable, trained_on=trained_on, **verdict.figures())
-        self.stable = number
+        if not share:
+            self._baseline.load_weights(candidate.weights())
+            self.stable = number
         return Outcome(verdict, number)
+
+    def _put(self, number: int, before: Rollout | None, share: float, manifest: dict[str, Any]) -> bool:
+        """Put a published version in service, or on trial; False when somebody moved the pointer from ``before``."""
+        stable = manifest["parent"] if share else number
+        rollout = Rollout(stable=stable, canary=number if share else None, share=share, changed=time.time())
+        put = self._pointer.replace(self._domain, before, rollout)
+        if put:
+            self._follow(rollout)
+            self._tell_put(number, share, manifest)
+        self._registry.finish(self._domain)
+        return put
+
+    def _tell_put(self, number: int, share: float, manifest: dict[str, Any]) -> None:
+        kind, more = ("canary", {"share": share}) if share else ("published", {"trained_on": manifest["trained_on"]})
+        self.tell(kind, number, parent=manifest["parent"], **more, **manifest["gate"])
+
+    def _finish(self) -> None:
+        """Finish what a trainer that was killed, or lost Redis, had published and not put in service yet.
+
+        Raises:
+            redis.exceptions.RedisError: Redis is gone; it is tried again.
+        """
+        begun = self._registry.begun(self._domain)
+        if begun is None:
+            return
+        intention, number = begun
+        share, rollout = float(intention.get("share", 0.0)), self._pointer.get(self._domain)
+        try:
+            manifest = {} if number is None else self._registry.load(self._domain, number).manifest
+        except VersionError as error:
+            logger.warning("%s", error)
+            number, manifest = None, {}
+        if number is not None and rollout is not None:
+            if number in (rollout.stable, rollout.canary):
+                kinds = ("published", "canary")
+                events = self._events.recent(steps=False)
+                if not any(event["version"] == number and event["kind"] in kinds for event in events):
+                    self._tell_put(number, share, manifest)
+            elif (rollout.stable, rollout.canary, rollout.pinned) == (intention.get("parent"), None, False):
+                logger.info("version %d was published and not put in service; now it is", number)
+                self._put(number, rollout, share, manifest)
+        self._registry.finish(self._domain)
 
     def observe(self, trace: Trace) -> None:
         """Take in a live request, as evidence for or against the canary."""

@@ -52,9 +52,7 @@ def purge(
         names = ", ".join(sorted(silent))
         fail(f"the trainer of {names} did not answer; it forgets request {request} as soon as it runs, ask again")
     if not (streamed or remembered or learning or versions):
-        fail(
-            f"there is no request {request} in the stream, in the memory of a trainer or in what a version learnt from"
-        )
+        fail(f"there is no request {request} in the stream, in a trainer's memory or in what a version learnt from")
     typer.echo(f"{request}: {streamed} records removed from the stream, {remembered} from the memory of trainers")
     typer.echo("checkpoints hold weights and no records")
     for domain in learning:

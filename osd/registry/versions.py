@@ -24,6 +24,8 @@ from torch import Tensor
 from osd.registry.names import check_domain
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
+_ATTEMPT = "attempt"
+_STALE_SECONDS = 3600.0
 _PACKAGES = ("torch", "transformers", "safetensors")
 
 
@@ -91,6 +93,7 @@ class Registry:
         except (TypeError, ValueError) as error:
             raise VersionError(f"{domain}: not published: config or manifest is not JSON ({error})") from None
         folder.mkdir(parents=True, exist_ok=True)
+        _remove_stale(folder)
         # The dot keeps it out of every listing; the random part keeps concurrent publishers apart.
         temporary = folder / f".{secrets.token_hex(8)}"
         temporary.mkdir()
@@ -104,6 +107,41 @@ class Registry:
             raise
         _sync_directory(folder)
         return number
+
+    def begin(self, domain: str, intention: dict[str, Any]) -> str:
+        """Write down what a version that is about to be published is for, and return a token for its manifest.
+
+        Whoever finds it with ``begun`` after a crash can finish what was begun: a version that nobody put in service
+        yet is told from one that somebody took out of service.
+
+        Args:
+            domain: of the version.
+            intention: JSON, for whoever takes over.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        folder, token = self._folder(domain), secrets.token_hex(8)
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{secrets.token_hex(8)}"
+        _write(temporary, _to_json({**intention, _ATTEMPT: token}))
+        os.replace(temporary, folder / f".{_ATTEMPT}.json")
+        _sync_directory(folder)
+        return token
+
+    def begun(self, domain: str) -> tuple[dict[str, Any], int | None] | None:
+        """The intention that was begun and not finished, and the number of its version if it was published."""
+        try:
+            intention = _read_object(self._folder(domain) / f".{_ATTEMPT}.json", domain)
+        except VersionError:
+            return None
+        token = intention.get(_ATTEMPT)
+        found = (info.number for info in reversed(self.list(domain)) if info.manifest.get(_ATTEMPT) == token)
+        return intention, next(found, None) if token else None
+
+    def finish(self, domain: str) -> None:
+        """What was begun is done, or given up."""
+        (self._folder(domain) / f".{_ATTEMPT}.json").unlink(missing_ok=True)
 
     def load(self, domain: str, number: int) -> Version:
         """Read a version and verify it: hashes, format, finite weights.
@@ -174,6 +212,16 @@ def _numbers(folder: Path) -> list[int]:
         return []
     names = (entry.name for entry in folder.iterdir())
     return sorted(int(name) for name in names if name.isascii() and name.isdigit() and name[0] != "0")
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what publishers that were killed left behind."""
+    for entry in folder.glob(".*"):
+        try:
+            if entry.is_dir() and time.time() - entry.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(entry, ignore_errors=True)
+        except OSError:  # somebody else removed it
+            continue
 
 
 def _is_domain(name: str) -> bool:

@@ -10,7 +10,6 @@ from osd.engine.savings import PlainCost, Savings
 from tests.unit.engine.harness import prompts, running
 
 
-
 def a_round(cost, plain_rows, seconds, drawn, drafted=1):
     """What ``drawn``, pairs of a version and its tokens, add; the forward was as fast as ever."""
     rows = plain_rows + len(drawn) * drafted

@@ -13,6 +13,7 @@ class Engine:
     """What a reporter reads of an engine."""
 
     drafter_version = 3
+    canary_version = None
 
     def __init__(self):
         self.now = EngineLoad(1, 0)
