@@ -97,7 +97,8 @@ class EagleSession:
         step = self._step if self._native is None else self._native.step
         packed_rows = packed.rows(torch.tensor(ids, device=self.device))
         output, logits = step(packed_rows.token_ids, features, packed_rows, packed.last)
-        self.features[torch.tensor(asked, device=self.device), 1 + nodes] = output
+        following = self._norm(output, "norm") if self.drafter.shape.output_norm else output
+        self.features[torch.tensor(asked, device=self.device), 1 + nodes] = following
         self._states = output
         return logits
 
@@ -196,8 +197,7 @@ class EagleSession:
         x = (normed if shape.residual_norm else features) + linear["o"](mixed.flatten(-2))
         y = self._norm(x, "mlp_norm")
         x = (x + linear["down"](F.silu(linear["gate"](y)) * linear["up"](y)))[last]
-        output = self._norm(x, "norm")
-        return output if shape.output_norm else x, linear["head"](output)
+        return x, linear["head"](self._norm(x, "norm"))
 
 
 _PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
