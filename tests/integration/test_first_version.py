@@ -114,3 +114,17 @@ def test_other_drafter_settings_start_a_version_of_their_own(settings, server, t
     wider = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": 2})})
     assert ensure_version(wider, server.url, tiny_target) == 2
     assert pointed(settings, server.url) == 2
+
+
+def test_a_version_that_was_trained_elsewhere_stays_in_service_whatever_its_size(settings, server, tiny_target):
+    ensure_version(settings, server.url, tiny_target)
+    registry = Registry(settings.registry_dir)
+    first = registry.load(settings.domain, 1)
+    other = registry.publish(settings.domain, first.weights, {**first.config, "shared": False}, {"imported": {}})
+    with Pointer(server.url) as pointer:
+        pointer.set(settings.domain, Rollout(other, None, 0.0, time.time()))
+    assert ensure_version(settings, server.url, tiny_target) == other
+    foreign = registry.publish(settings.domain, first.weights, {**first.config, "kind": "eagle"}, {"imported": {}})
+    with Pointer(server.url) as pointer:
+        pointer.set(settings.domain, Rollout(foreign, None, 0.0, time.time()))
+    assert ensure_version(settings, server.url, tiny_target) == 1
