@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import queue
 import threading
 import time
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _READ_TIMEOUT = 5.0  # seconds
 _LONGEST_WAIT_MS = 2000
-_SWEEP_SECONDS = 10.0
+_FIRST_SWEEP_SECONDS, _SWEEP_SECONDS = 0.5, 10.0
 _MANY = 10_000
 
 # The id is a counter that starts at the time in milliseconds: ids stay in order when the counter or the whole
@@ -114,23 +113,21 @@ class TraceWriter:
             self._queue.put_nowait(None)
 
     def _run(self) -> None:
-        swept = -math.inf
+        sweep_at = time.monotonic() + _FIRST_SWEEP_SECONDS
         while True:
-            if time.monotonic() - swept >= _SWEEP_SECONDS:
+            with contextlib.suppress(queue.Empty):
+                trace = self._queue.get(timeout=max(0.0, sweep_at - time.monotonic()))
+                if trace is None:
+                    break
+                written = not self._backoff.remaining and self._write(trace)
+                with self._lock:
+                    if written:
+                        self._written += 1
+                    else:
+                        self._dropped += 1
+            if time.monotonic() >= sweep_at:
                 self._sweep()
-                swept = time.monotonic()
-            try:
-                trace = self._queue.get(timeout=_SWEEP_SECONDS)
-            except queue.Empty:
-                continue
-            if trace is None:
-                break
-            written = not self._backoff.remaining and self._write(trace)
-            with self._lock:
-                if written:
-                    self._written += 1
-                else:
-                    self._dropped += 1
+                sweep_at = time.monotonic() + _SWEEP_SECONDS
         self._client.close()
 
     def _write(self, trace: Trace) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _EXPERIMENT = "osd"
 
@@ -14,13 +16,12 @@ class MLflow:
     """One run for each start of the trainer, named after the domain; words become tags. The extra ``osd[mlflow]``."""
 
     def __init__(self, folder: Path, domain: str) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric
-
-        self._metric = Metric
+        # Extras are not there when types are checked.
+        mlflow: Any = importlib.import_module("mlflow")
+        self._metric = importlib.import_module("mlflow.entities").Metric
         folder.mkdir(parents=True, exist_ok=True)
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
-        self._client = MlflowClient(tracking_uri=address)
+        self._client = mlflow.MlflowClient(tracking_uri=address)
         known = self._client.get_experiment_by_name(_EXPERIMENT)
         experiment = known.experiment_id if known else self._client.create_experiment(_EXPERIMENT)
         self._run = self._client.create_run(experiment, run_name=domain, tags={"domain": domain}).info.run_id

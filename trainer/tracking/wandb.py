@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _PROJECT, _STEP = "osd", "step"
 
@@ -12,8 +14,7 @@ class WeightsAndBiases:
     """One run for each start of the trainer, named after the domain. The extra ``osd[wandb]``."""
 
     def __init__(self, folder: Path, domain: str) -> None:
-        import wandb
-
+        wandb: Any = importlib.import_module("wandb")  # not there when types are checked
         folder.mkdir(parents=True, exist_ok=True)
         mode = "online" if wandb.api.api_key else "offline"
         self._run = wandb.init(project=_PROJECT, name=domain, dir=str(folder), mode=mode)

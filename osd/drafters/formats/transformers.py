@@ -34,7 +34,7 @@ class Transformers:
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Drafter:
         """See ``Format.read``; an embedding and head that equal the target's are shared with it, and stay frozen."""
         try:
-            model, told = AutoModelForCausalLM.from_pretrained(
+            model, told = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa",
                 output_loading_info=True, trust_remote_code=False,
             )  # fmt: skip
