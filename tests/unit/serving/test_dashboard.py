@@ -103,11 +103,13 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
 
 
 def test_the_ledger_sets_what_serving_saved_against_what_training_took():
-    counters: dict[str | tuple[str | int, ...], float] = {
-        ("version_tokens", "code", 1): 9, ("version_plain_seconds", "code", 1): 1.0,
-        ("version_tokens", "general", 1): 100, ("version_plain_seconds", "general", 1): 5.0, ("version_decode_seconds", "general", 1): 6.0,
-        ("version_tokens", "general", 2): 300, ("version_plain_seconds", "general", 2): 15.0, ("version_decode_seconds", "general", 2): 9.0,
-    }  # fmt: skip
+    seconds = {("general", 1): (100, 5.0, 6.0), ("general", 2): (300, 15.0, 9.0), ("code", 1): (9, 1.0, 0.5)}
+    names = ("version_tokens", "version_plain_seconds", "version_decode_seconds")
+    counters = {
+        (name, *drafted_by): value
+        for drafted_by, values in seconds.items()
+        for name, value in zip(names, values, strict=True)
+    }
     shown = ledger(Totals(counters, [], Spent({2: 2.0, 3: 1.0}, 0.5)), "general")
     one, two, three = shown["versions"]
     assert (one["version"], one["saved"], one["training"], one["net"]) == (1, -1.0, 0.0, -1.0)
