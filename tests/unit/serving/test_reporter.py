@@ -14,10 +14,11 @@ class Engine:
 
     drafter_version = 3
     canary_version = None
+    lanes = None
 
     def __init__(self):
         self.now = EngineLoad(1, 0)
-        self.counts = EngineCounters(seconds_by_version={3: DecodeSeconds(7, 0.5, 0.25)})
+        self.counts = EngineCounters(seconds_by_version={("general", 3): DecodeSeconds(7, 0.5, 0.25)})
 
     def load(self):
         return self.now
@@ -47,7 +48,7 @@ class Control:
 @pytest.fixture
 def scene():
     engine, board = Engine(), Board()
-    reporter = Reporter("r1", engine, None, None, board, Control(), lambda report: None)  # type: ignore[arg-type]
+    reporter = Reporter("r1", engine, None, [], board, Control(), lambda report: None)  # type: ignore[arg-type]
     reporter.start()
     yield engine, board, reporter
     reporter.close()
@@ -83,6 +84,6 @@ def test_the_latency_is_that_of_the_tokens_since_the_report_before(scene):
 
 def test_a_report_has_the_seconds_of_each_version(scene):
     counters = scene[2].report().counters
-    assert counters["version_tokens", 3] == 7
-    assert counters["version_plain_seconds", 3] == 0.5
-    assert counters["version_decode_seconds", 3] == 0.25
+    assert counters["version_tokens", "general", 3] == 7
+    assert counters["version_plain_seconds", "general", 3] == 0.5
+    assert counters["version_decode_seconds", "general", 3] == 0.25
