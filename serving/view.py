@@ -88,7 +88,7 @@ def ledger(totals: Totals, domain: str) -> dict[str, Any]:
     ``saved - training``.
     """
     tokens, plain, decode = (
-        {labels[1]: value for labels, value in totals.by_label(f"version_{name}").items() if labels[0] == domain}
+        {int(labels[1]): value for labels, value in totals.by_label(f"version_{name}").items() if labels[0] == domain}
         for name in ("tokens", "plain_seconds", "decode_seconds")
     )
     spent = totals.spent.by_version
