@@ -33,7 +33,7 @@ class Drafted:
 
 
 class Live:
-    """Sequences that decode in slots 0, 1, ... of a pair."""
+    """Sequences that decode in slots 0, 1, ... of a pair; ``calls`` counts what growth policies asked the drafter."""
 
     def __init__(self, pair: Pair, prompts: Sequence[tuple[int, ...]], sampling: Sampling, number: int) -> None:
         """Read the prompts, each of two tokens at least; ``number`` keys the noise and belongs to no other batch."""
@@ -42,6 +42,7 @@ class Live:
         self._sampling = SamplingBatch.of([sampling] * len(prompts), pair.target.device)
         self._next = [prompt[-1] for prompt in prompts]  # committed, but not fed yet
         self._round = 0
+        self.calls = 0
         self._after_root: Tensor | None = None
         for slot, prompt in zip(self._slots, prompts, strict=True):
             self._read(slot, prompt)
@@ -71,6 +72,7 @@ class Live:
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``osd.speculation.growth.Expander``; a session can be asked about a root only once a round."""
         session = self._pair.session
+        self.calls += 1
         if self._after_root is None:
             every = torch.arange(len(self._slots), device=rows.device)
             self._after_root = session.expand(self._slots, builder, every, torch.full_like(every, ROOT))

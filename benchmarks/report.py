@@ -15,6 +15,7 @@ from rich.table import Table as Grid
 
 from benchmarks.figures import Mean, Row, Table
 from benchmarks.governor import PLAIN, Speed
+from benchmarks.growth import Comparison
 from benchmarks.lossless import Tally
 from benchmarks.overhead import Cost
 from benchmarks.plain import Pair, ratios
@@ -93,6 +94,21 @@ def _bar(row: Row, y: int) -> list[str]:
         f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y - 13}" y2="{y + 4}" stroke="#e45756" stroke-width="2"/>',
         f'<text x="{_LEFT + _SCALE + 12}" y="{y}">{row.acceptance:.3f} of {row.bound:.3f}</text>',
     ]
+
+
+def growths(found: Comparison) -> Grid:
+    """A table of accepted tokens by growth policy and rule, and how much more one accepts than another."""
+    limit = f", top-p {found.top_p:g}" if found.top_p < 1 else ""
+    title = f"temperature {found.temperature:g}{limit}, {found.contexts} contexts"
+    grid = Grid(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    grid.add_column("growth, rule", no_wrap=True)
+    for name in ("accepted/round", "drafted", "drafter calls"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for row in found.rows:
+        grid.add_row(f"{row.growth}, {row.rule}", _mean(row.accepted), f"{row.drafted:.1f}", f"{row.calls:.1f}")
+    for name, mean in found.differences.items():
+        grid.add_row(name, f"{mean.value:+.3f} ±{mean.error:.2f}", style="bold")
+    return grid
 
 
 def speeds(found: Sequence[Speed]) -> Grid:

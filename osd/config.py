@@ -103,12 +103,14 @@ class GrowthSettings(Section):
     threshold: float | None = Field(default=None, gt=0, le=1, description="worth below which a tree does not grow")
     top_k: int = Field(default=4, ge=1, le=32, description="tokens of one level of a tree")
     acceptance: tuple[Share, ...] = Field(
-        default=(0.6, 0.15, 0.06, 0.03), min_length=1, description="how often the child of each rank is accepted"
+        default=(0.6, 0.15, 0.06, 0.03),
+        min_length=1,
+        description="how often the child of each rank is accepted, until traffic has told",
     )
     ranks: tuple[Annotated[tuple[Share, ...], Field(min_length=1)], ...] = Field(
-        default=((0.6, 0.15, 0.06), (0.5, 0.12), (0.4,)),
+        default=((0.6, 0.15, 0.06, 0.03), (0.5, 0.12, 0.05), (0.45, 0.1), (0.4, 0.08), (0.35,)),
         min_length=1,
-        description="how often the candidate of each rank is right, by depth",
+        description="how often the candidate of each rank is right, by depth, until traffic has told",
     )
     draw: Literal["without_replacement", "iid", "top_then_drawn"] = Field(
         default="without_replacement", description="how siblings of a static tree are drawn"

@@ -27,6 +27,7 @@ from osd.engine.request import Request, SpeculationCounts, Update
 from osd.engine.routing import Routing
 from osd.engine.savings import PlainCost, Savings
 from osd.engine.sequence import Sequence, Unrouted
+from osd.engine.shapes import Shapes
 from osd.engine.tracing import TraceBuilder
 from osd.speculation.governor import Governor
 from osd.target.model import SlotModel
@@ -183,6 +184,7 @@ class Engine:
             nodes = self._policy.growth.max_nodes
             seconds = forward_seconds(self.target, self.settings.engine.slots * (1 + nodes))
             self._savings = Savings(PlainCost(seconds))
+            self._planner.shapes = Shapes(seconds)
             if self.settings.growth.governed:
                 self._planner.governor = Governor(nodes, seconds)
         while True:

@@ -9,6 +9,7 @@ from osd.engine.lanes import Lane
 from osd.engine.piece import Piece
 from osd.engine.policy import Policy
 from osd.engine.round import Drawn, Round
+from osd.engine.shapes import Shapes
 from osd.speculation.governor import Drafted, Governor
 
 
@@ -19,11 +20,13 @@ class Planner:
 
     Attributes:
         governor: the one that the lanes' are made of; None governs nothing.
+        shapes: reshapes the trees of static shape; None leaves them as they are.
     """
 
     def __init__(self, policy: Policy, context: int) -> None:
         """Govern the drafts of ``policy``, in slots of ``context`` tokens."""
         self.governor: Governor | None = None
+        self.shapes: Shapes | None = None
         self._policy, self._context = policy, context
         self._governors: WeakKeyDictionary[Lane, Governor] = WeakKeyDictionary()
 
@@ -50,18 +53,26 @@ class Planner:
 
     def learn(self, outcome: Round, report: list[Drawn], seconds: float) -> None:
         """Take in what a round cost and gave."""
-        if self.governor is None:
-            return
+        if self.governor is not None:
+            self._govern(self.governor, outcome, report, seconds)
+        if self.shapes is not None and self._policy.growth in self.shapes.observe(report):
+            nodes = self._policy.growth.max_nodes
+            for governor in filter(None, (self.governor, *self._governors.values())):
+                governor.reshape(nodes)
+
+    def _govern(self, first: Governor, outcome: Round, report: list[Drawn], seconds: float) -> None:
         verifying = seconds - sum(outcome.draft_seconds.values())
         for lane in dict.fromkeys(piece.sequence.lane for piece in outcome.pieces):
             mine = [d for d in report if d.drafted and d.sequence.lane is lane and d.sequence.policy is self._policy]
             drafts = [Drafted(drawn.drafted, drawn.path) for drawn in mine]
             drafting = outcome.draft_seconds.get(lane, 0.0) if lane else 0.0
-            governor = self._governor_of(lane) if lane else self.governor
+            governor = self._governor_of(lane) if lane else first
             governor.observe(outcome.rows, verifying + drafting, drafting, drafts)
 
     def renew(self, lane: Lane) -> None:
         """Expect another drafter in a lane from now on."""
+        if self.shapes is not None:
+            self.shapes.renew()
         if lane in self._governors:
             self._governors[lane].renew()
 

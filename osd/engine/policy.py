@@ -30,7 +30,9 @@ class Policy:
 
     def next_limit(self, limit: int, drafted: int, accepted: int) -> int:
         """The limit of a request's next draft, after one with ``limit`` and what came of it."""
-        return self.growth.adapt(limit, drafted, accepted) if isinstance(self.growth, Heuristic) else limit
+        if isinstance(self.growth, Heuristic):
+            return self.growth.adapt(limit, drafted, accepted)
+        return self.growth.max_nodes  # a tree may have another shape by then
 
     @classmethod
     def of(cls, growth: GrowthSettings, verification: str) -> Policy:

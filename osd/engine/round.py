@@ -43,12 +43,20 @@ class Round:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a round gave one sequence: ``tokens`` that it kept, and of ``drafted`` nodes those on the kept ``path``."""
+    """What a round gave one sequence: ``tokens`` that it kept, and of its draft's nodes those on the kept ``path``.
+
+    ``parents`` are those of the draft's nodes.
+    """
 
     sequence: Sequence
     tokens: int
-    drafted: int
+    parents: list[int]
     path: list[int]
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens."""
+        return len(self.parents)
 
     @property
     def accepted(self) -> int:
@@ -120,7 +128,7 @@ def commit(outcome: Round, target: SlotModel, trace_top_k: int, reads_hidden: bo
             s.step += 1
     for group in outcome.groups:
         _trace(group, outcome.forward, trace_top_k)
-    return [Drawn(piece.sequence, piece.kept, len(piece.drafted), piece.path) for piece in outcome.pieces if piece.ends]
+    return [Drawn(piece.sequence, piece.kept, piece.parents, piece.path) for piece in outcome.pieces if piece.ends]
 
 
 def _trace(group: Group, forward: Forward, k: int) -> None:

@@ -76,6 +76,11 @@ class Acceptance:
             self._drafted[node] *= weight
             self._kept[node] *= weight
 
+    def resize(self, nodes: int) -> None:
+        """Have room for drafts of ``nodes`` nodes; what is known of later ones is kept in case they come back."""
+        more = [0.0] * (nodes - len(self._drafted))
+        self._drafted, self._kept = self._drafted + more, self._kept + more
+
     def gains(self) -> list[float]:
         """Tokens that drafts of 0, 1, 2, ... nodes are expected to add to a round."""
         gains, first, before = [0.0], 0.5, 1.0
@@ -164,6 +169,12 @@ class Governor:
             curve.observe(largest, draft_seconds / largest)
         for draft in drafts:
             self._acceptance.observe(draft.size, draft.kept)
+
+    def reshape(self, nodes: int) -> None:
+        """Expect drafts of another shape from now on, of up to ``nodes`` nodes."""
+        self.nodes = nodes
+        self._acceptance.resize(nodes)
+        self._acceptance.forget()
 
     def renew(self) -> None:
         """Expect another drafter from now on."""

@@ -7,6 +7,7 @@ import typer
 from osd.cli.bench.decode import decode
 from osd.cli.bench.forward import forward
 from osd.cli.bench.governor import governor
+from osd.cli.bench.growth import growth
 from osd.cli.bench.lossless import lossless
 from osd.cli.bench.overhead import overhead
 from osd.cli.bench.peers import peers
@@ -16,5 +17,5 @@ from osd.cli.bench.serve import serve, start
 from osd.cli.bench.weights import weights
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-for command in (forward, decode, serve, start, peers, rules, lossless, overhead, governor, plain, weights):
+for command in (forward, decode, serve, start, peers, rules, growth, lossless, overhead, governor, plain, weights):
     app.command()(command)

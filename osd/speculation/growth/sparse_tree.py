@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from osd.speculation.growth.acceptance_table import AcceptanceTable
 from osd.speculation.growth.static_tree import StaticTree
-from osd.speculation.growth.tree_shape import best_paths, hardware_aware_size
+from osd.speculation.growth.tree_shape import best_paths, hardware_aware_size, shape_of_paths
 from osd.speculation.tree import Draw
 
 
@@ -43,8 +44,13 @@ class SparseTree(StaticTree):
             raise ValueError("sparse_tree needs at least one node, and the share of one rank at each depth")
         if not all(0 <= share <= 1 for level in ranks for share in level):
             raise ValueError("sparse_tree needs shares between 0 and 1")
-        paths = best_paths(ranks, budget)
+        self.draw = Draw(draw)
+        self._shape = ()
+        self._follow(ranks, budget, seconds)
+
+    def _best(self, table: AcceptanceTable, seconds: Mapping[int, float] | None) -> tuple[int, ...]:
+        paths = best_paths(table.by_depth(), self._budget)
         if seconds is not None:
             tokens = list(itertools.accumulate((share for _, share in paths), initial=1.0))
             paths = paths[: max(1, hardware_aware_size(tokens, seconds))]
-        super().__init__([path for path, _ in paths], draw)
+        return shape_of_paths([path for path, _ in paths])

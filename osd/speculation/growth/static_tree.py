@@ -8,8 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from osd.speculation.growth.acceptance_table import AcceptanceTable
 from osd.speculation.growth.base import Expander, expanded
-from osd.speculation.growth.tree_shape import best_shape, expected_tokens, hardware_aware_size, shape_of_paths
+from osd.speculation.growth.tree_shape import (
+    best_shape,
+    expected_tokens,
+    hardware_aware_size,
+    paths_of_shape,
+    shape_of_paths,
+)
 from osd.speculation.growth.urns import Urns
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -21,6 +28,10 @@ class StaticTree:
 
     The shape is Sequoia's for measured acceptance by child rank (Chen et al., NeurIPS 2024) or a list of paths as
     Medusa has it (Cai et al., ICML 2024). A node whose distribution runs out of tokens gets fewer children.
+
+    A computed shape follows what is counted in ``table``: ``reshape`` takes the best one for it, between two rounds.
+    The shape of a round is then a function of rounds before it and of nothing that this round draws, so that, given
+    these, the round is one of a tree whose shape was fixed, and every round is lossless.
     """
 
     name: ClassVar[str] = "static_tree"
@@ -51,17 +62,53 @@ class StaticTree:
             raise ValueError("static_tree needs either paths or acceptance")
         if acceptance is not None and (not len(acceptance) or budget < 1 or depth < 1):
             raise ValueError("static_tree needs at least one acceptance, node and level")
+        if seconds is not None and acceptance is None:
+            raise ValueError("static_tree needs acceptance to choose a size by seconds")
+        self.table: AcceptanceTable | None = None
+        self.draw = Draw(draw)
+        self._shape: tuple[int, ...] = ()
+        if acceptance is not None:
+            self._follow([acceptance] * depth, budget, seconds)
+        else:
+            self._take(shape_of_paths(paths or ()))
+            self.chains = len(set(self._shape)) == len(self._shape)
+
+    def _follow(self, prior: Sequence[Sequence[float]], budget: int, seconds: Mapping[int, float] | None) -> None:
+        """Have the best shape of at most ``budget`` nodes, by ``prior`` as long as nothing is counted."""
+        self.table, self._budget = AcceptanceTable(prior), budget
+        self.chains = all(len(level) == 1 for level in prior)  # whatever shape there will be
+        self.reshape(seconds)
+
+    def reshape(self, seconds: Mapping[int, float] | None) -> bool:
+        """Take the best shape for what ``table`` says by now.
+
+        Args:
+            seconds: as when made; None for as many nodes as the budget has.
+
+        Returns:
+            Whether it is another shape; False for one that was given by its paths.
+        """
+        return self.table is not None and self._take(self._best(self.table, seconds))
+
+    def _best(self, table: AcceptanceTable, seconds: Mapping[int, float] | None) -> tuple[int, ...]:
+        acceptance, depth, budget = table.by_rank(), len(table.by_depth()), self._budget
         if seconds is not None:
-            if acceptance is None:
-                raise ValueError("static_tree needs acceptance to choose a size by seconds")
             budget = max(1, hardware_aware_size(expected_tokens(acceptance, budget, depth), seconds))
-        shape = shape_of_paths(paths) if paths is not None else best_shape(acceptance or (), budget, depth)[0]
+        return best_shape(acceptance, budget, depth)[0]
+
+    def _take(self, shape: tuple[int, ...]) -> bool:
         if not shape:
             raise ValueError("static_tree needs at least one path")
-        self.draw = Draw(draw)
+        if shape == self._shape:
+            return False
+        self._shape, self._levels = shape, _levels(shape)
         self.max_nodes = len(shape)
-        self.chains = len(set(shape)) == len(shape)
-        self._levels = _levels(shape)
+        return True
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """The child ranks from the root to each node of the shape as it is now."""
+        return paths_of_shape(self._shape)
 
     def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
         """See ``Growth.grow``; a limit cuts the shape after so many nodes, level by level."""

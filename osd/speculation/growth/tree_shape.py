@@ -36,6 +36,15 @@ def shape_of_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(number[path[:-1]] if len(path) > 1 else ROOT for path in order)
 
 
+def paths_of_shape(shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """The nodes' paths of child ranks, of a tree given by its nodes' parents; undoes ``shape_of_paths``."""
+    paths: list[tuple[int, ...]] = []
+    for node, parent in enumerate(shape):
+        rank = sum(other == parent for other in shape[:node])
+        paths.append((*(() if parent == ROOT else paths[parent]), rank))
+    return paths
+
+
 def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[tuple[int, ...], float]:
     """The tree that accepts most when a child of rank k is accepted with probability ``acceptance[k]`` everywhere.
 
@@ -74,6 +83,8 @@ class _Programme:
         size = nodes + 1  # with the root
         nothing = -torch.inf
         self._depth = depth
+        count = torch.arange(size + 1)
+        rest = (count - count[1:, None]).clamp(min=0)  # [m, n] n - m; no tree has 0 nodes
         # value[d][b, n]: most tokens, the root counted, of a tree of n nodes, depth d and b children of its root.
         value = [torch.full((ranks + 1, size + 1), nothing, dtype=torch.float64) for _ in range(depth + 1)]
         taken = [torch.zeros(ranks + 1, size + 1, dtype=torch.int64) for _ in range(depth + 1)]
@@ -83,11 +94,10 @@ class _Programme:
                 continue
             below = value[d - 1].amax(0)  # [size + 1] the best subtree of each size
             for b in range(1, ranks + 1):
-                gain = acceptance[b - 1] * below[1:]  # of giving m = 1.. nodes to the b-th child
-                for n in range(b + 1, size + 1):
-                    options = value[d][b - 1, 1:n].flip(0) + gain[: n - 1]  # n - m nodes for the rest, m for the child
-                    best, m = options.max(0)
-                    value[d][b, n], taken[d][b, n] = best, m + 1
+                # Of giving m = 1.. nodes to the b-th child; 0 times a tree that is not there is nothing either.
+                gain = torch.where(below[1:].isfinite(), acceptance[b - 1] * below[1:], nothing)
+                options = value[d][b - 1][rest] + gain[:, None]  # [m, n]: m nodes for the child and n - m for the rest
+                value[d][b], taken[d][b] = options.max(0)
         self._value, self._taken = value, taken
 
     def accepted(self, nodes: int) -> float:
@@ -103,7 +113,7 @@ class _Programme:
         while pending:
             path, d, n, b = pending.pop()
             while b:
-                m = int(taken[d][b, n])
+                m = int(taken[d][b, n]) + 1
                 child = (*path, b - 1)
                 paths.append(child)
                 pending.append((child, d - 1, m, int(value[d - 1][:, m].argmax())))

@@ -26,9 +26,11 @@ from osd.drafters.eagle_initial import eagle_from_target
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling, Update
+from osd.engine.shapes import Shapes
 from osd.registry.pointer import Rollout
 from osd.routing import Cluster, Pick
 from osd.speculation.distributions import Distributions
+from osd.speculation.growth.acceptance_table import AcceptanceTable
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.penalties import Penalties
 from osd.speculation.tree import ROOT, DraftBatch
@@ -310,6 +312,22 @@ def test_routing_between_the_drafters_of_domains_leaves_the_law_alone(model: Lla
 
     assert p_value(model, Sampling(1.0), count=1500, domain=None, prepare=prepare, meanwhile=look) > 1e-4
     assert served == {("general", 1), ("code", 5)}
+
+
+def test_trees_that_take_another_shape_after_every_round_leave_the_law_alone(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance, shapes = random.Random(0), set()  # noqa: S311 - repeatable, not secret
+    policy = Policy.of(GrowthSettings(kind="static_tree", budget=4, depth=2), "siblings")
+
+    def whim(self: Shapes, together: float) -> dict[int, float]:
+        shapes.add(policy.growth.max_nodes)
+        return {1: 1.0, 2: 1.0, chance.choice([3, 5]): chance.choice([1.0, 9.0])}
+
+    monkeypatch.setattr(AcceptanceTable, "due", lambda self: True)
+    monkeypatch.setattr(Shapes, "of_one", whim)
+    assert p_value(model, Sampling(1.0), policy, count=2500) > 1e-4
+    assert len(shapes) > 2
 
 
 @pytest.mark.parametrize("sampling", [PENALISED, Sampling(1.0, repeatable=True)], ids=["penalties", "seeds"])

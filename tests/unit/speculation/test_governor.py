@@ -153,3 +153,12 @@ def test_gains_are_the_running_shares_of_nodes_in_draw_order() -> None:
     assert gains[1] == pytest.approx(0.5, abs=0.02)
     assert gains[2] - gains[1] == pytest.approx(0.0, abs=0.02)
     assert gains[3] - gains[2] == pytest.approx(0.5, abs=0.02)
+
+
+def test_drafts_of_another_shape_are_planned_up_to_their_own_size() -> None:
+    machine = Machine(base=0.03, slope=0.0001, draft=0.0005, rate=0.95)
+    governor = Governor(NODES, machine.forward_seconds())
+    assert run(governor, machine, 1, 100)[-1] == NODES
+    for nodes in (2, NODES + 2):
+        governor.reshape(nodes)
+        assert run(governor, machine, 1, 100)[-1] == nodes

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.growth import RULES, Comparison, Plan, measure
+from benchmarks.pair import encode, load_pair
+from osd.cli.app import app
+from osd.config import DrafterSettings, Settings, TargetSettings
+from osd.engine.request import Sampling
+from osd.traffic.prompt import Prompt
+
+PLAN = Plan(budget=4, depth=4, contexts=96, rounds=6, repeats=2)
+TEXTS = [Prompt(f"p{number}", "d", (f"What is {number} times {number}?",)) for number in range(16)]
+
+
+def compared(directory: Path, layers: int, temperature: float, plan: Plan = PLAN) -> Comparison:
+    torch.set_num_threads(1)
+    target = TargetSettings(source=str(directory), dtype="float32")
+    settings = Settings(target=target, drafter=DrafterSettings(kind="language_model", layers=layers), home=directory)
+    pair = load_pair(settings, "language_model", slots=plan.batch, context=256, nodes=plan.budget)
+    found = measure(pair, encode(pair.tokenizer, TEXTS, 100), Sampling(temperature=temperature), plan)
+    print(*found.rows, found.differences, sep="\n")
+    return found
+
+
+def test_with_a_drafter_that_is_always_right_every_tree_becomes_a_chain(tiny_target: Path) -> None:
+    found = compared(tiny_target, 4, 0.0)
+    accepted = {row.growth: row.accepted.value for row in found.rows}
+    assert found.static_tree == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
+    assert accepted["chain"] > 3.9  # the session computes in half precision
+    assert accepted["static_tree"] == accepted["sparse_tree"] == accepted["chain"]
+
+
+def test_every_policy_is_measured_at_the_same_places_with_drafts_of_one_size(tiny_target: Path) -> None:
+    found = compared(tiny_target, 1, 1.0)
+    assert found.contexts == PLAN.contexts
+    assert {(row.growth, row.rule) for row in found.rows} == {(g, r) for g, rules in RULES.items() for r in rules}
+    by = {(row.growth, row.rule): row for row in found.rows}
+    assert all(row.drafted == PLAN.budget for row in found.rows)
+    assert by["chain", "chain"].calls == PLAN.budget
+    assert by["static_tree", "siblings"].calls < PLAN.budget + 1
+    name = "dynamic_tree, traversal - chain, block"
+    gain = by["dynamic_tree", "traversal"].accepted.value - by["chain", "block"].accepted.value
+    assert abs(found.differences[name].value - gain) < 1e-9
+
+
+def test_the_command_prints_a_table_for_each_temperature_and_writes_its_figures(tiny_target: Path, tmp_path) -> None:
+    prompts, figures = tmp_path / "prompts.jsonl", tmp_path / "growth.json"
+    lines = [{"id": t.id, "domain": t.domain, "messages": [{"role": "user", "content": t.turns[0]}]} for t in TEXTS]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    settings = ["--set", f"target.source={tiny_target}", "--set", f"home={tmp_path}", "--set", "engine.threads=1"]
+    size = ["--budget", "3", "--depth", "3", "--contexts", "16", "--prompts", str(prompts), "--json", str(figures)]
+    result = CliRunner().invoke(app, ["bench", "growth", "--draft", "eagle", *settings, *size])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("dynamic_tree, siblings - static_tree, siblings") == 2
+    found = json.loads(figures.read_text())
+    assert [table["temperature"] for table in found["tables"]] == [0.0, 1.0]
+    assert found["plan"]["budget"] == 3

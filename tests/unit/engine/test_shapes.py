@@ -1,0 +1,96 @@
+"""Trees of static shape inside the engine: counted from live rounds, sized by measured forwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from osd.config import GrowthSettings
+from osd.engine.policy import Policy
+from osd.engine.round import Drawn
+from osd.engine.shapes import Shapes
+from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
+
+FLAT, STEEP = {1: 1.0, 64: 1.0}, {1: 1.0, 2: 1.9, 64: 60.0}
+LENGTHS = (5, 17, 3, 30)
+
+
+def tree(kind: str = "static_tree", **given: Any) -> Policy:
+    rule = "siblings" if kind == "static_tree" else "naive"
+    return Policy.of(GrowthSettings(kind=kind, budget=6, **given), rule)  # type: ignore[arg-type]
+
+
+def drawn(policy: Policy, path: list[int]) -> Drawn:
+    parents = list(policy.growth._shape)  # type: ignore[attr-defined]
+    return Drawn(SimpleNamespace(policy=policy), len(path) + 1, parents, path)  # type: ignore[arg-type]
+
+
+def test_a_forward_that_several_sequences_share_is_longer_by_all_of_their_nodes() -> None:
+    seconds = Shapes({1: 1.0, 4: 4.0, 8: 8.0, 16: 32.0}).of_one(4)
+    assert seconds == {1: 4.0, 2: 8.0, 3: 20.0, 4: 32.0}
+    assert Shapes({1: 1.0, 2: 2.0}).of_one(5) == {1: 2.0}
+
+
+def test_trees_shrink_while_many_sequences_draft_together_and_grow_when_one_is_alone() -> None:
+    policy = tree()
+    shapes = Shapes({1: 1.0, 16: 1.0, 32: 10.0, 64: 30.0})
+    for _ in range(64):
+        shapes.observe([drawn(policy, []) for _ in range(8)])
+    few = policy.growth.max_nodes
+    for _ in range(2000):
+        shapes.observe([drawn(policy, [])])
+    assert few < 3
+    assert policy.growth.max_nodes == 6
+
+
+def test_only_shapes_that_changed_are_told_and_other_policies_are_left_alone() -> None:
+    policy, chain = tree(), Policy.of(GrowthSettings(kind="chain"), "chain")
+    shapes, told = Shapes(STEEP), []
+    for _ in range(16 + 32 + 64):
+        one = Drawn(SimpleNamespace(policy=chain), 1, [-1, 0], [])  # type: ignore[arg-type]
+        told += shapes.observe([drawn(policy, []), one])
+    assert told == [policy.growth]
+
+
+@pytest.mark.parametrize("kind", ["static_tree", "sparse_tree"])
+@pytest.mark.parametrize(("seconds", "size"), [(STEEP, 1), (FLAT, 6)], ids=["steep", "flat"])
+def test_the_engine_draws_trees_of_the_size_that_its_forwards_ask_for(
+    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, kind: str, seconds: dict[int, float], size: int
+) -> None:
+    monkeypatch.setattr("osd.engine.engine.forward_seconds", lambda target, most: seconds)
+    policy = tree(kind)
+    with running(target_dir, "eagle", slots=1) as client:
+        for index, prompt in enumerate(prompts(LENGTHS)):
+            client.submit(str(index), prompt, 24, ignore_eos=True, policy=policy)
+        results = client.wait()
+        for index, prompt in enumerate(prompts(LENGTHS)):
+            client.submit(f"later {index}", prompt, 24, ignore_eos=True, policy=policy)
+        client.wait()
+    assert policy.growth.max_nodes == size
+    for index, prompt in enumerate(prompts(LENGTHS)):
+        later = results[f"later {index}"]
+        assert results[str(index)].tokens == later.tokens == oracle.greedy(prompt, 24)
+        assert later.counts is not None
+        assert later.counts.drafted <= size * later.counts.rounds
+        assert later.counts.drafted > (size - 1) * later.counts.rounds * 0.8
+    assert policy.growth.table is not None  # type: ignore[attr-defined]
+    assert policy.growth.table.by_rank()[0] != GrowthSettings(kind="static_tree").acceptance[0]  # type: ignore[attr-defined]
+
+
+def test_another_drafter_begins_to_count_anew(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd.engine.engine.forward_seconds", lambda target, most: FLAT)
+    policy = tree()
+    drafter = make_drafter("eagle", target_dir)
+    assert drafter is not None
+    with running(target_dir, "eagle", drafter=drafter, slots=1) as client:
+        client.submit("before", [1, 2, 3], 30, ignore_eos=True, policy=policy)
+        client.wait()
+        table = policy.growth.table  # type: ignore[attr-defined]
+        counted = table.by_depth()
+        client.engine.stage(2, drafter.weights())
+        client.submit("after", [1, 2, 3], 2, ignore_eos=True, policy=policy)
+        client.wait()
+    assert table._prior == counted
