@@ -154,17 +154,20 @@ def _replica_bytes(parent: int) -> tuple[int, int]:
 
 
 def weight_bytes(settings: Settings) -> int:
-    """Of the target in its dtype, each tensor once, and of the newest drafter version as it is stored."""
+    """Of the target as it is served, each tensor once, and of the newest drafter version as it is stored."""
     size = DTYPES[settings.target.dtype].itemsize
-    count = 0
+    target = 0
     for file in resolve(settings.target.source, settings.home_dir).glob("*.safetensors"):
         with safe_open(file, "numpy") as tensors:
-            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+            for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+                shape = tensors.get_slice(name).get_shape()
+                quantised = settings.target.weights == "int8" and len(shape) == 2 and "embed" not in name
+                target += math.prod(shape) * (1 if quantised else size)
     drafter = 0
     whole = [info.number for info in Registry(settings.registry_dir).list(settings.domain) if not info.problem]
     if whole and settings.drafter.kind != "none":
         drafter = (settings.registry_dir / settings.domain / str(whole[-1]) / "model.safetensors").stat().st_size
-    return count * size + drafter
+    return target + drafter
 
 
 def kv_bytes(settings: Settings) -> int:

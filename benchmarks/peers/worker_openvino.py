@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,10 @@ class OpenVino:
         self.version = f"openvino-genai {genai.__version__}"
         more: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
         if draft is not None:
-            more["draft_model"] = genai.draft_model(draft, "CPU", INFERENCE_NUM_THREADS=threads)
+            # Only the target may be GGUF; reading the draft model once leaves it beside its file in OpenVINO's form.
+            genai.LLMPipeline(draft, "CPU", enable_save_ov_model=True)
+            folder = str(Path(draft).parent)
+            more["draft_model"] = genai.draft_model(folder, "CPU", INFERENCE_NUM_THREADS=threads)
         self._pipeline, self._depth = genai.LLMPipeline(gguf, "CPU", **more), depth
 
     def decode(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:

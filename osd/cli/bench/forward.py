@@ -34,7 +34,14 @@ def forward(
             directory = resolve(settings.target.source, settings.home_dir)
             drafter, name = find_drafter(settings, draft, directory)
             model = load_model(directory, settings.target.dtype, settings.target.device)
-        target = SlotModel(model, slots=1, context=CONTEXT, scratch=COUNTS[-1], taps=drafter.taps)
+        target = SlotModel(
+            model,
+            slots=1,
+            context=CONTEXT,
+            scratch=COUNTS[-1],
+            taps=drafter.taps,
+            weights=settings.target.weights,
+        )
         session = drafter.session(1, DRAFT_CONTEXT, STEPS + 1)
         found = on_several_cores(lambda: measure(target, drafter, session, turns, say), settings.engine.threads)
     show(table(found))

@@ -66,7 +66,9 @@ def peers(
                 layers = settings.model_copy(update={"drafter": fresh})
                 small, _ = find_drafter(layers, "language_model", directory)
                 if gguf is not None:
-                    draft_gguf = write_first_layers(gguf, fresh.layers, Path(scratch, "draft.gguf"))
+                    folder = Path(scratch, "gguf")
+                    folder.mkdir()
+                    draft_gguf = write_first_layers(gguf, fresh.layers, folder / "draft.gguf")
             assert isinstance(small, LanguageModel)  # noqa: S101 - one or the other
             models = Models(
                 directory,

@@ -125,3 +125,13 @@ def test_forwards_are_timed_by_a_command(tiny_target: Path, tmp_path: Path):
     assert [row["tokens"] for row in json.loads(figures.read_text())["forwards"]] == [1, 2, 4, 8, 16, 32, 64]
     assert "GB/s" in result.stdout
     assert torch.get_num_threads() == 1
+
+
+def test_int8_weights_are_timed_as_they_are_held(tiny_target: Path, tmp_path: Path):
+    moved = {}
+    for weights in ("full", "int8"):
+        figures = tmp_path / f"{weights}.json"
+        given = ["--turns", "1", "--json", str(figures), "--set", f"target.weights={weights}"]
+        assert osd(tiny_target, tmp_path, "forward", *given).exit_code == 0
+        moved[weights] = json.loads(figures.read_text())["forwards"][0]["linear_moved"]
+    assert 3 < moved["full"] / moved["int8"] <= 4  # float32, and a scale for each output

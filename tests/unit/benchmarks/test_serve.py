@@ -166,5 +166,7 @@ def test_a_replica_must_hold_its_weights_and_its_slots(tiny_target: Path, tmp_pa
     settings = Settings(target=target, engine=engine, home=tmp_path)
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64
     assert weight_bytes(settings) == 2 * (4 * layer + 64 + 64 * 259)
+    narrow = settings.model_copy(update={"target": target.model_copy(update={"weights": "int8"})})
+    assert weight_bytes(narrow) == 4 * (layer - 2 * 64) + 2 * (4 * 2 * 64 + 64 + 64 * 259)
     assert kv_bytes(settings) == 2 * 4 * 3 * 2 * (100 + 10) * 16 * 2
     assert Started(1.0, 2.0, 300, 200, 100, 100).ratio == 1.5
