@@ -30,7 +30,7 @@ _OURS = {
     "traces_written": ("osd_traces_written", "Trace records written to the stream."),
     "traces_dropped": ("osd_traces_dropped", "Trace records dropped before the stream."),
 }
-_BY_VERSION = {
+BY_VERSION = {
     "version_rounds": ("osd_version_rounds", "Rounds that drafted, by drafter version."),
     "version_drafted": ("osd_version_draft_tokens", "Draft tokens, by drafter version."),
     "version_accepted": ("osd_version_accepted_tokens", "Accepted draft tokens, by drafter version."),
@@ -41,6 +41,7 @@ _BY_VERSION = {
     ),
     "version_decode_seconds": ("osd_version_decode_seconds", "Seconds that they took, by drafter version."),
 }
+"""Counters by domain and version: their names on the board, and their names and help in ``/metrics``."""
 
 
 def render(totals: Totals, domain: str, model: str) -> bytes:
@@ -75,7 +76,7 @@ class _Families(Collector):
             family = CounterMetricFamily(name, help_text, labels=["domain"])
             family.add_metric([self.domain], counters.get(key, 0))
             yield family
-        for key, (name, help_text) in _BY_VERSION.items():
+        for key, (name, help_text) in BY_VERSION.items():
             family = CounterMetricFamily(name, help_text, labels=["domain", "version"])
             for (domain, version), value in self.totals.by_label(key).items():
                 family.add_metric([str(domain), str(version)], value)

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from osd.cli.app import app
 from osd.config import Settings, load_settings
 from serving.board import Report, Totals
-from serving.metrics import render
+from serving.metrics import BY_VERSION, render
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -45,7 +45,7 @@ def test_every_folder_with_code_is_a_package():
 def test_grafana_asks_only_for_metrics_that_the_service_exports():
     report = Report("r", 0.0, 1, True, 0, 0, 0.0, {})
     counters: dict = {("accepted_per_position", 0): 1.0}
-    counters |= {(name, 1): 1.0 for name in ("version_rounds", "version_drafted", "version_accepted")}
+    counters |= {(name, "general", 1): 1.0 for name in BY_VERSION}
     text = render(Totals(counters, [report]), "general", "model").decode()
     exported = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     dashboard = json.loads((ROOT / "deploy/grafana/osd.json").read_text())

@@ -28,7 +28,7 @@ def recorded():
     builder.feed(torch.zeros(2, 4))
     builder.add([4, 8, 2], top(logits[2:], VOCABULARY), top(torch.zeros(2, VOCABULARY), 4), [4, 8], accepted=2)
     builder.feed(torch.zeros(3, 4))
-    trace = builder.build(1)
+    trace = builder.build("general", "general", 1)
     assert trace is not None
     return trace, logits
 
