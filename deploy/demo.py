@@ -107,6 +107,8 @@ async def _sample(client: httpx2.AsyncClient, service: Embedded, story: Story) -
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(response.text):
         for metric in family.samples:
+            if metric.labels.get("domain", service.settings.domain) != service.settings.domain:
+                continue
             combine = max if family.type == "gauge" else float.__add__
             totals[metric.name] = combine(totals.get(metric.name, 0.0), float(metric.value))
     story.trainer = await asyncio.to_thread(ray.get, service.trainer.status.remote())

@@ -134,7 +134,7 @@ class Clusters:
 class Pick:
     """What the router decided: the drafter of ``line`` serves, and ``domain`` is whose request it seems to be.
 
-    They differ where a drafter is tried that is not known to be the best one.
+    They differ where a drafter is tried that is not clearly the best one.
     """
 
     cluster: Cluster
@@ -169,10 +169,11 @@ class Router:
         cluster = self._clusters.assign(embedding)
         self._forget_others(lines)
         order = sorted(lines, key=lambda line: (line != self._fallback, line))
-        known = [line for line in order if line in self._everywhere]
-        domain = max(known, key=lambda line: self._expected(cluster, line), default=self._fallback)
-        evidence = sum(arm.weight for arm in cluster.arms.values()) + _SHARED
-        line = max(order, key=lambda line: self._hoped(cluster, line, evidence))
+        line = max(order, key=lambda line: self._bounds(cluster, line)[1])
+        # Whose request it is decides who learns from it: an advantage that may be chance makes it nobody else's.
+        usual = self._bounds(cluster, self._fallback)[1]
+        clear = [line for line in order if self._bounds(cluster, line)[0] > usual]
+        domain = max(clear, key=lambda line: self._expected(cluster, line), default=self._fallback)
         return Pick(cluster, line, domain)
 
     def learn(self, pick: Pick, tokens: int, seconds: float) -> None:
@@ -198,13 +199,15 @@ class Router:
         arm, shared = cluster.arms.get(line, Arm()), self._shared(line)
         return (arm.total + shared * self._everywhere[line].mean) / (arm.weight + shared)
 
-    def _hoped(self, cluster: Cluster, line: str, evidence: float) -> float:
-        """What it may well add, as far as is known; evidence fades, and what was not tried for long is tried again."""
+    def _bounds(self, cluster: Cluster, line: str) -> tuple[float, float]:
+        """Between what and what it may well add; evidence fades, so that what was not tried for long may add a lot."""
         if line not in self._everywhere:
-            return math.inf
+            return -math.inf, math.inf
+        evidence = sum(arm.weight for arm in cluster.arms.values()) + _SHARED
         weight = cluster.arms.get(line, Arm()).weight + self._shared(line)
-        noise = max(self._noise, _FLOOR)
-        return self._expected(cluster, line) + math.sqrt(_EXPLORATION * noise * math.log(1 + evidence) / weight)
+        width = math.sqrt(_EXPLORATION * max(self._noise, _FLOOR) * math.log(1 + evidence) / weight)
+        expected = self._expected(cluster, line)
+        return expected - width, expected + width
 
     def _shared(self, line: str) -> float:
         return min(_SHARED, self._everywhere[line].weight)

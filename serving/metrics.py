@@ -116,4 +116,6 @@ class _Families(Collector):
             values = (report.running, report.waiting, report.version, report.swap_stall_seconds_max)
             for gauge, value in zip(gauges.values(), values, strict=True):
                 gauge.add_metric([self.domain, report.replica], value)
+            for domain, version in report.others.items():
+                gauges["osd_drafter_version"].add_metric([domain, report.replica], version)
         yield from gauges.values()

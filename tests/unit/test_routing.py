@@ -138,6 +138,19 @@ def test_a_drafter_that_comes_later_is_tried_and_one_that_goes_is_forgotten():
     assert "code" not in router._everywhere
 
 
+def test_requests_stay_with_the_own_domain_unless_another_is_clearly_faster():
+    same = Machine(Traffic(6), [[1.0, 1.0, 1.0]] * 3, 0.2)
+    router = Router("general")
+    _, picks = same.serve(router, 500)
+    assert Counter(pick.line for pick in picks)["code"] > 50, "it is tried"
+    assert Counter(pick.domain for pick in picks)["general"] > 450
+    machine, router = Machine(Traffic(6), SPEEDS, 0.2), Router("general")
+    machine.serve(router, 300)
+    _, picks = machine.serve(router, 300)
+    print(Counter(pick.domain for pick in picks))
+    assert Counter(pick.domain for pick in picks)["code"] > 50
+
+
 def test_the_same_stream_gives_the_same_decisions():
     runs = []
     for _ in range(2):

@@ -21,7 +21,7 @@ TOTALS = Totals(
         ("version_decode_seconds", "general", 3): 5.0,
         "traces_dropped": 2,
     },
-    [Report("r1", 1.0, 3, True, 4, 1, 0.002, {})],
+    [Report("r1", 1.0, 3, True, 4, 1, 0.002, {}, others={"code": 7})],
     Spent({2: 4.0, 3: 6.0}, 1.5),
 )
 
@@ -65,6 +65,7 @@ def test_prometheus_can_parse_it_and_ours_is_labelled():
     assert samples["osd_version_training_cpu_seconds_total", ("domain", "general"), ("version", "3")] == 6.0
     assert samples["osd_running_requests", ("domain", "general"), ("replica", "r1")] == 4
     assert samples["osd_drafter_version", ("domain", "general"), ("replica", "r1")] == 3
+    assert samples["osd_drafter_version", ("domain", "code"), ("replica", "r1")] == 7
 
 
 def test_counters_that_nobody_counted_yet_are_zero_and_not_missing():
