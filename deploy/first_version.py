@@ -24,10 +24,12 @@ def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:
     """
     registry = Registry(settings.registry_dir)
     with Pointer(redis_url) as pointer:
+        domains = {*registry.domains(), settings.domain}
+        before = {domain: pointer.get(domain) or _kept(settings, domain) for domain in domains}
         first = drafters.initial(settings.drafter, target, settings.home_dir)
         config = json.loads(json.dumps(first.config()))
-        for domain in {*registry.domains(), settings.domain}:
-            rollout = _fitting(registry, domain, pointer.get(domain) or _kept(settings, domain), config)
+        for domain in domains:
+            rollout = _fitting(registry, domain, before[domain], config)
             if rollout is None and domain == settings.domain:
                 number = registry.publish(domain, first.weights(), config, {"parent": None, "trained_on": {}})
                 rollout = _at(number)
