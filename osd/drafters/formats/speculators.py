@@ -107,7 +107,8 @@ class Speculators:
         elif shape.tap_norm == "joint":
             tensors["input_norm.weight"] = weights["tap_norm"].flatten().clone()
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        safetensors.torch.save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+        # Not save_file: it lets nobody else read the file.
+        (folder / WEIGHTS).write_bytes(safetensors.torch.save(tensors, {"format": "pt"}))
 
     def recognises(self, config: dict[str, Any]) -> bool:
         """See ``Format.recognises``."""

@@ -1,0 +1,149 @@
+"""A trainer that is killed at any instant of publishing and saving: nothing is lost, nothing is half there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from osd.capture.stream import TraceWriter
+from osd.registry.events import Events
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from tests.integration.killed import settings
+from tests.unit.learning.toys import Toy, make_trace
+from trainer import checkpoint
+
+ROOT = Path(__file__).parents[2]
+RECORDS, POINTS = 40, 9
+
+
+class Killer:
+    """Runs trainers in processes of their own."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.killed"], cwd=ROOT, text=True, bufsize=1,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def run(self, url, home, kill_at=0):
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"url": url, "home": str(home), "kill_at": kill_at}) + "\n")
+        return json.loads(self.process.stdout.readline())
+
+    def close(self):
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+
+def prepare(url, home):
+    """A domain with a first version and records to learn from."""
+    registry, toy = Registry(settings(home).registry_dir), Toy()
+    registry.publish("general", toy.weights(), toy.config(), {})
+    with Pointer(url) as pointer:
+        pointer.set("general", Rollout(1, None, 0.0, 1.0))
+    writer = TraceWriter(url, settings(home).capture.model_copy(update={"max_queue": RECORDS}))
+    for n in range(RECORDS):
+        assert writer.offer(make_trace(f"request-{n}", completion=30, seed=n))
+    writer.close()
+    assert writer.counters() == {"written": RECORDS, "dropped": 0}
+    return registry
+
+
+def check_whole(url, home, registry):
+    """Everything that can be seen is whole, as it is found after the kill."""
+    numbers = [info.number for info in registry.list("general")]
+    for number in numbers:
+        registry.load("general", number)
+    with Pointer(url) as pointer:
+        assert pointer.get("general").stable in numbers
+    path = settings(home).home_dir / "trainer" / "general.safetensors"
+    if path.exists():
+        assert checkpoint.load(path) is not None
+
+
+def test_killed_at_any_instant_it_loses_no_version_no_record_and_leaves_nothing_half_done(
+    redis_url, redis_client, tmp_path
+):
+    killer = Killer()
+    try:
+        registry = prepare(redis_url, tmp_path / "whole")
+        whole = killer.run(redis_url, tmp_path / "whole")
+        assert whole["signal"] == 0
+        assert whole["lines"] > 100
+        assert len(registry.list("general")) > 1
+        check_finished(redis_url, redis_client, tmp_path / "whole", registry)
+        lines = whole["lines"]
+        killed = 0
+        for point in range(POINTS):
+            redis_client.flushall()
+            home = tmp_path / str(point)
+            registry = prepare(redis_url, home)
+            killed += killer.run(redis_url, home, 1 + point * lines // POINTS)["signal"] == 9
+            check_whole(redis_url, home, registry)
+            assert killer.run(redis_url, home)["signal"] == 0
+            check_whole(redis_url, home, registry)
+            check_finished(redis_url, redis_client, home, registry)
+        assert killed >= POINTS * 3 // 4  # a later run may take a few lines less than the first
+    finally:
+        killer.close()
+
+
+def check_finished(url, client, home, registry):
+    """The successor put every version in service once, and every record was trained on or kept, and acknowledged."""
+    numbers = [info.number for info in registry.list("general")]
+    events = Events(url)
+    told = [event["version"] for event in events.recent() if event["kind"] == "published"]
+    events.close()
+    assert sorted(told) == numbers[1:]
+    with Pointer(url) as pointer:
+        assert pointer.get("general").stable == numbers[-1]
+    (group,) = client.xinfo_groups("osd:traces")
+    assert group["pending"] == 0
+    found = checkpoint.load(settings(home).home_dir / "trainer" / "general.safetensors")
+    assert found is not None
+    # Delivered again after a crash a record may count twice, and none is missing.
+    assert found[1]["counters"]["records"] >= RECORDS
+    assert registry.begun("general") is None
+    left = [entry.name for entry in (registry.root / "general").iterdir() if entry.name.startswith(".")]
+    assert all(len(name) == 17 for name in left), left  # a directory that was never renamed; an hour later it goes
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_version_that_was_published_and_not_put_in_service_is_unless_somebody_moved_the_pointer(
+    redis_url, tmp_path, moved
+):
+    from osd.learning.gate import Gate
+    from trainer.rollout import Publisher
+
+    registry, toy = Registry(tmp_path), Toy()
+    first = registry.publish("general", toy.weights(), toy.config(), {})
+    with Pointer(redis_url) as pointer:
+        pointer.set("general", Rollout(first, None, 0.0, 1.0))
+        attempt = registry.begin("general", {"parent": first, "share": 0.0})
+        manifest = {"parent": first, "trained_on": {"steps": 1}, "gate": {"acceptance": 0.5}, "attempt": attempt}
+        second = registry.publish("general", toy.weights(), toy.config(), manifest)
+        if moved:
+            pointer.set("general", Rollout(first, None, 0.0, 2.0, pinned=True))
+        events = Events(redis_url)
+        trainer = settings(tmp_path).trainer
+        gate = Gate(2, "forward_kl")
+        publisher = Publisher("general", trainer, registry, pointer, events, gate, lambda config: Toy())
+        found = publisher.in_service()
+        assert found is not None
+        assert found.number == pointer.get("general").stable == (first if moved else second)
+        assert [event["kind"] for event in events.recent()] == ([] if moved else ["published"])
+        assert registry.begun("general") is None
+        events.close()
