@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -66,6 +67,14 @@ class EngineSettings(Section):
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
+
+Domains = Annotated[
+    tuple[Annotated[str, Field(pattern=DOMAIN)], ...],
+    BeforeValidator(
+        lambda given: [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
+    ),
+]
+"""Names of domains, in a list or with commas between them."""
 
 Verification = Literal["chain", "block", "siblings", "traversal", "naive", "greedy_multidraft", "k_seq"]
 """The verification rules, by name."""
@@ -186,6 +195,7 @@ class TrainerSettings(Section):
     )
     replay_days: float | None = Field(default=None, gt=0, description="age at which a record is forgotten")
     domains: Literal["own", "all"] = Field(default="own", description="whose traffic this domain's drafter learns from")
+    lines: Domains = Field(default=(), description="further domains to train, which begin with this one's drafter")
     trigger_records: int = Field(default=1, ge=1, description="new records that start an update")
     trigger_seconds: float = Field(default=60.0, ge=0, description="longest wait of a new record for its update")
     drift_fall: float = Field(default=0.1, gt=0, lt=1, description="drop of the acceptance rate that starts an update")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from osd.config import Settings
+from trainer.school import School
 from trainer.status import Status
-from trainer.worker import Worker, Workshop
+from trainer.worker import Workshop
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -23,9 +24,9 @@ _LONGEST_BACKOFF = 30.0
 
 
 class Trainer:
-    """Runs a worker; after an error that nobody foresaw a new one takes up the checkpoint, later and later.
+    """Runs the workers; after an error that nobody foresaw new ones take up their checkpoints, later and later.
 
-    When the process dies Ray starts it again with the same arguments, and the worker takes up the checkpoint too.
+    When the process dies Ray starts it again with the same arguments, and the workers take up the checkpoints too.
     """
 
     def __init__(self, settings: Settings, redis_url: str) -> None:
@@ -33,7 +34,7 @@ class Trainer:
         self._settings = settings
         self._redis_url = redis_url
         self._lock = threading.Lock()
-        self._worker: Worker | None = None
+        self._worker: School | None = None
         self._paused = False
         self._stop = threading.Event()
         self._failure = ""
@@ -41,7 +42,7 @@ class Trainer:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """The fields of ``trainer.status.Status``, and ``failure``: the last error that nobody foresaw, or ""."""
+        """What ``School.status`` says, and ``failure``: the last error that nobody foresaw, or ""."""
         with self._lock:
             status = self._worker.status() if self._worker else Status().__dict__
             return {**status, "failure": self._failure}
@@ -73,7 +74,7 @@ class Trainer:
         backoff = 1.0
         while not self._stop.is_set():
             try:
-                worker = Worker(self._settings, self._redis_url, open_workshop(self._settings))
+                worker = School(self._settings, self._redis_url, open_workshop(self._settings))
                 with self._lock:
                     self._worker = worker
                     if self._paused:
@@ -101,7 +102,7 @@ def open_workshop(settings: Settings) -> Workshop:
 
 
 def start(settings: Settings, redis_url: str) -> ActorProxy[Trainer]:
-    """Start the trainer of ``settings.domain`` under the name "osd-trainer" in the caller's Ray namespace.
+    """Start the trainer of all that ``settings`` name under the name "osd-trainer" in the caller's Ray namespace.
 
     It takes no core from Ray's books: it lives on what serving leaves over. Ray starts it again whenever it dies.
     """

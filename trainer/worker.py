@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from trainer.rollout import Build, Publisher
 from trainer.spending import Spending
 from trainer.status import Status
 from trainer.tracking.events import TrackedEvents
+from trainer.turns import DRIFT_WEIGHT, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +63,16 @@ class Worker:
     over reads the checkpoint and is given all others again.
     """
 
-    def __init__(self, settings: Settings, redis_url: str, workshop: Workshop) -> None:
+    def __init__(self, settings: Settings, redis_url: str, workshop: Workshop, turns: Turns | None = None) -> None:
+        """Train ``settings.domain``; with ``turns`` beside the workers of other domains."""
         self._settings = settings
         self._domain = settings.domain
+        self._turns = turns or Turns((self._domain,))
         self._workshop = workshop
         self._status = Status()
         self._intake = Intake(settings, redis_url, workshop.vocabulary, self._status, self._observe)
         self._ledger = Ledger(redis_url)
-        self._spending = Spending(self._domain, self._ledger)
+        self._spending = Spending(self._domain, self._ledger, partial(self._turns.clock, self._domain))
         self._learnt = Learnt()
         self._forgetting = Forgetting(self._domain, Purges(redis_url), self._intake, self._learnt)
         self._progress = Progress(settings, self._status, self._intake.replay, self._spending, self._learnt)
@@ -111,6 +115,7 @@ class Worker:
             if self._distiller is not None:
                 self._checkpoint(self._distiller)
         finally:
+            self._turns.give(self._domain)
             for connection in (self._intake, self._pointer, self._events, self._board, self._ledger, self._forgetting):
                 connection.close()
 
@@ -167,6 +172,8 @@ class Worker:
         self._spending.tell()
         self._forgetting.look()
         ready = self._ready()
+        if not ready:
+            self._turns.give(self._domain)
         self._pace.arrived(self._intake.read(self._width, 1 if ready else _IDLE_MS))
         if self._ready():
             self._train(distiller)
@@ -175,6 +182,7 @@ class Worker:
             self._say("training", "evaluating a candidate")
             self._adapt(distiller)
             if self._candidates.propose(distiller):
+                self._turns.weigh(self._domain, 1.0)
                 self._checkpoint(distiller)
         self._note()
         if self._progress.age(distiller, self._intake.finished) > CHECKPOINT_SECONDS:
@@ -237,14 +245,20 @@ class Worker:
         self._status.drifts += 1
         self._status.drift = asdict(drift)
         self._pace.drifted()
+        self._turns.weigh(self._domain, DRIFT_WEIGHT)
         figures = {"before": round(drift.before, 4), "now": round(drift.now, 4), "source": drift.domain}
         self._publisher.tell("drift", drift.version, **figures)
 
     def _spare(self) -> bool:
-        """Wait until serving leaves room for a micro-step; False when the loop shall end."""
+        """Wait for the turn, and until serving leaves room for a micro-step; False when the loop shall end."""
         self._spending.tell()
         self._forgetting.alive()
-        return self._capacity.wait(self._stop, self._paused, self._rest)
+        while self._turns.take(self._domain, self._stop):
+            if not self._capacity.wait(self._stop, self._paused, self._rest):
+                return False
+            if self._turns.has(self._domain):
+                return True
+        return False
 
     def _checkpoint(self, distiller: Distiller) -> None:
         """Save, then acknowledge: in this order nothing is lost in between."""
@@ -257,6 +271,7 @@ class Worker:
         self._status.version = self._publisher.stable
 
     def _rest(self, why: str) -> None:
+        self._turns.give(self._domain)
         self._say(why, "")
         if why == "paused":
             self._resting.set()

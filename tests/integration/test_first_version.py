@@ -93,6 +93,19 @@ def test_other_domains_come_back_too_where_their_versions_fit(settings, server, 
     assert pointed(settings, server.url, "code") == 2
 
 
+def test_a_line_that_is_to_be_trained_begins_with_the_drafter_in_service_and_only_once(settings, server, tiny_target):
+    ensure_version(settings, server.url, tiny_target)
+    another(settings)
+    with Pointer(server.url) as pointer:
+        pointer.set(settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
+    more = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"lines": ("code",)})})
+    for _ in range(2):
+        ensure_version(more, server.url, tiny_target)
+    (version,) = Registry(settings.registry_dir).list("code")
+    assert version.manifest["copied"] == f"{settings.domain}/2"
+    assert pointed(settings, server.url, "code") == 1
+
+
 def test_a_damaged_version_does_not_come_back(settings, server, tiny_target):
     ensure_version(settings, server.url, tiny_target)
     another(settings)

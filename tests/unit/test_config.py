@@ -120,3 +120,13 @@ def test_settings_arrive_unchanged_in_a_process_with_another_environment(monkeyp
 def test_settings_never_change():
     with pytest.raises(ValueError, match="frozen"):
         Settings().domain = "other"  # type: ignore[misc]
+
+
+def test_domains_are_given_in_a_list_or_with_commas(tmp_path):
+    file = tmp_path / "osd.yaml"
+    file.write_text("trainer: {lines: [code, sql]}\n")
+    assert load_settings(file, environ={}).trainer.lines == ("code", "sql")
+    assert load_settings(None, ["trainer.lines=code, sql"], {}).trainer.lines == ("code", "sql")
+    assert load_settings(None, (), {"OSD_TRAINER__LINES": "code"}).trainer.lines == ("code",)
+    with pytest.raises(ConfigError, match=r"trainer\.lines.*must match"):
+        load_settings(None, ["trainer.lines=code,../etc"], {})

@@ -1,0 +1,110 @@
+"""One trainer for the drafters of several domains, on a real Redis."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from osd.capture.stream import TraceWriter
+from osd.config import Settings
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
+from trainer.school import School
+from trainer.worker import Workshop
+
+Start = Callable[..., School]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    trainer = {
+        "lines": "code",
+        "learning_rate": 0.03,
+        "steps_per_candidate": 25,
+        "min_records": 8,
+        "held_out": 0.3,
+        "micro_batch_tokens": 64,
+        "update_tokens": 1,
+    }
+    given: dict[str, Any] = {"home": tmp_path, "target": {"source": "toy"}, "trainer": trainer}
+    return Settings(**given, capture={"max_records": 2000})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pointer(redis_url: str) -> Iterator[Pointer]:
+    with Pointer(redis_url) as pointer:
+        yield pointer
+
+
+@pytest.fixture
+def start(redis_url: str, settings: Settings, pointer: Pointer) -> Iterator[Start]:
+    """Begins training on so many requests of each domain."""
+    torch.manual_seed(0)
+    registry, drafter = Registry(settings.registry_dir), Toy()
+    for domain in ("general", "code"):
+        number = registry.publish(domain, drafter.weights(), drafter.config(), {})
+        pointer.set(domain, Rollout(number, None, 0.0, time.time()))
+    schools: list[tuple[School, threading.Thread]] = []
+    writer = TraceWriter(redis_url, settings.capture.model_copy(update={"max_queue": 2000}))
+
+    def begin(build: Callable[..., Toy] = lambda config: Toy(), **records: int) -> School:
+        school = School(settings, redis_url, Workshop(VOCABULARY, HIDDEN, build))
+        for domain, count in records.items():
+            for n in range(count):
+                assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
+        thread = threading.Thread(target=school.run)
+        thread.start()
+        schools.append((school, thread))
+        return school
+
+    yield begin
+    for school, thread in schools:
+        school.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+    writer.close()
+
+
+def test_every_line_learns_from_its_own_traffic_and_has_versions_of_its_own(
+    start: Start, settings: Settings, pointer: Pointer, eventually
+) -> None:
+    school = start(general=40, code=50)
+    eventually(lambda: school.status()["published"] and school.status()["lines"]["code"]["published"], 20)
+    general, code = school.status(), school.status()["lines"]["code"]
+    assert (general["records"], code["records"]) == (40, 50)
+    for domain in ("general", "code"):
+        rollout = pointer.get(domain)
+        assert rollout is not None
+        assert rollout.stable >= 2
+        gate = Registry(settings.registry_dir).load(domain, rollout.stable).manifest["gate"]
+        assert gate["acceptance"] > gate["baseline_acceptance"]
+
+
+def test_a_line_without_traffic_costs_the_others_nothing_and_all_rest_when_told(start: Start, eventually) -> None:
+    school = start(code=40)
+    eventually(lambda: school.status()["lines"]["code"]["steps"] > 10)
+    assert school.status()["steps"] == 0
+    assert school.pause()
+    steps = school.status()["lines"]["code"]["steps"]
+    time.sleep(0.3)
+    assert school.status()["lines"]["code"]["steps"] == steps
+    school.resume()
+    eventually(lambda: school.status()["lines"]["code"]["steps"] > steps)
+
+
+def test_an_error_in_one_line_ends_the_others_and_is_raised(
+    redis_url: str, settings: Settings, pointer: Pointer, start: Start
+) -> None:
+    def broken(config: dict[str, Any]) -> Toy:
+        raise MemoryError("no memory")
+
+    school = School(settings, redis_url, Workshop(VOCABULARY, HIDDEN, broken))
+    with pytest.raises(MemoryError, match="no memory"):
+        school.run()

@@ -1,0 +1,119 @@
+"""Whose turn it is to compute."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from trainer.turns import Turns
+
+
+@pytest.fixture
+def race():
+    """Lets domains compute in turns, each step as long as it says, and tells how long each computed in all."""
+    threads: list[threading.Thread] = []
+    stop = threading.Event()
+
+    def start(turns: Turns, steps: dict[str, float], seconds: float) -> dict[str, float]:
+        spent = dict.fromkeys(steps, 0.0)
+        inside: list[str] = []
+
+        def work(domain: str, step: float) -> None:
+            while turns.take(domain, stop):
+                inside.append(domain)
+                began = time.monotonic()
+                time.sleep(step)
+                assert inside == [domain], "two at a time"
+                inside.clear()
+                spent[domain] += time.monotonic() - began
+
+        threads.extend(threading.Thread(target=work, args=item) for item in steps.items())
+        for thread in threads:
+            thread.start()
+        time.sleep(seconds)
+        stop.set()
+        for thread in threads:
+            thread.join(5)
+            assert not thread.is_alive()
+        return spent
+
+    return start
+
+
+def test_each_gets_the_same_time_however_long_its_steps_are(race: Callable[..., dict[str, float]]):
+    spent = race(Turns("ab"), {"a": 0.01, "b": 0.03}, 0.6)
+    assert spent["a"] == pytest.approx(spent["b"], rel=0.3)
+
+
+def test_a_heavier_one_gets_more(race: Callable[..., dict[str, float]]):
+    turns = Turns("ab")
+    turns.weigh("a", 3.0)
+    spent = race(turns, {"a": 0.01, "b": 0.01}, 0.6)
+    assert spent["a"] / spent["b"] == pytest.approx(3.0, rel=0.3)
+
+
+def test_one_alone_never_waits_and_rest_is_not_saved_up():
+    turns, stop = Turns("ab"), threading.Event()
+    began = time.monotonic()
+    for _ in range(50):
+        assert turns.take("a", stop)
+        time.sleep(0.002)
+    assert time.monotonic() - began < 1
+    order: list[str] = []
+    first = threading.Event()
+
+    def late() -> None:
+        for _ in range(10):
+            assert turns.take("b", stop)
+            order.append("b")
+            time.sleep(0.01)
+            first.set()
+        turns.give("b")
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    turns.give("a")
+    first.wait(5)
+    for _ in range(8):
+        assert turns.take("a", stop)
+        order.append("a")
+        time.sleep(0.01)
+    turns.give("a")
+    thread.join(5)
+    assert order[:10].count("a") >= 3, "b, which has computed far less so far, does not catch up with it first"
+
+
+def test_a_turn_that_nobody_gives_back_is_not_waited_for_after_the_end():
+    turns, stop = Turns("ab"), threading.Event()
+    assert turns.take("a", stop)
+    threading.Timer(0.1, stop.set).start()
+    began = time.monotonic()
+    assert not turns.take("b", stop)
+    assert time.monotonic() - began < 2
+    turns.give("b")
+    stop.clear()
+    turns.give("a")
+    assert turns.take("b", stop)
+
+
+def test_cpu_seconds_belong_to_who_has_the_turn_and_to_all_when_nobody_has():
+    def compute(seconds: float) -> None:
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+
+    turns, stop = Turns("abc"), threading.Event()
+    began = time.process_time()
+    before = {domain: turns.clock(domain) for domain in "abc"}
+    assert turns.take("a", stop)
+    compute(0.2)
+    assert turns.clock("a") - before["a"] >= 0.2
+    turns.give("a")
+    compute(0.3)
+    spent = {domain: turns.clock(domain) - before[domain] for domain in "abc"}
+    assert spent["a"] == pytest.approx(0.3, abs=0.05)
+    assert [spent["b"], spent["c"]] == pytest.approx([0.1, 0.1], abs=0.03)
+    assert sum(spent.values()) == pytest.approx(time.process_time() - began, abs=0.01)

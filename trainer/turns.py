@@ -1,0 +1,89 @@
+"""Several domains' workers take turns: one computes at a time, and drift gets it more of the time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+DRIFT_WEIGHT = 4.0
+"""How much more of the time a domain gets whose acceptance fell, until its next candidate."""
+
+
+class Turns:
+    """Whose turn it is, by stride scheduling (Waldspurger and Weihl, 1995): each waits for its share and no longer.
+
+    A domain's pass grows by the seconds that it computed over its weight, and of those that wait the one with the
+    lowest pass is next. Who comes back from a rest starts level with the others: rest is not saved up.
+    """
+
+    def __init__(self, domains: Iterable[str]) -> None:
+        """Take turns among ``domains``."""
+        self._changed = threading.Condition()
+        self._passes = dict.fromkeys(domains, 0.0)
+        self._charged = dict.fromkeys(self._passes, 0.0)
+        self._mark = time.process_time()
+        self._weights: dict[str, float] = {}
+        self._waiting: set[str] = set()
+        self._holder: str | None = None
+        self._since = self._level = 0.0
+
+    def weigh(self, domain: str, weight: float) -> None:
+        """Let a domain's seconds count for so much less than another's of weight 1."""
+        with self._changed:
+            self._weights[domain] = weight
+
+    def take(self, domain: str, stop: threading.Event) -> bool:
+        """Wait for the turn; False when ``stop`` was set. Who has it already gives others the chance first."""
+        with self._changed:
+            rested = self._holder != domain
+            self._give(domain)
+            if rested:
+                self._passes[domain] = max(self._passes[domain], self._level)
+            self._waiting.add(domain)
+            while not stop.is_set():
+                if self._holder is None and domain == min(self._waiting, key=lambda name: (self._passes[name], name)):
+                    self._waiting.discard(domain)
+                    self._charge()
+                    self._holder, self._since = domain, time.monotonic()
+                    self._level = self._passes[domain]
+                    return True
+                self._changed.wait(0.05)
+            self._waiting.discard(domain)
+            self._changed.notify_all()
+            return False
+
+    def has(self, domain: str) -> bool:
+        """Whether it is this domain's turn."""
+        with self._changed:
+            return self._holder == domain
+
+    def give(self, domain: str) -> None:
+        """Let others have the turn; nothing happens when it is not this domain's."""
+        with self._changed:
+            self._give(domain)
+
+    def clock(self, domain: str) -> float:
+        """CPU seconds of the process, on all its threads, that are this domain's.
+
+        Those are the ones of its turns, and its part of what was computed when it was nobody's: those of all domains
+        add up to what the process computed.
+        """
+        with self._changed:
+            self._charge()
+            return self._charged[domain]
+
+    def _charge(self) -> None:
+        now = time.process_time()
+        spent, self._mark = now - self._mark, now
+        charged = self._charged if self._holder is None else (self._holder,)
+        for domain in charged:
+            self._charged[domain] += spent / len(charged)
+
+    def _give(self, domain: str) -> None:
+        if self._holder != domain:
+            return
+        self._charge()
+        self._passes[domain] += (time.monotonic() - self._since) / self._weights.get(domain, 1.0)
+        self._holder = None
+        self._changed.notify_all()
