@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from osd.cli.bench.adaptation import ablate, adapt, poison, shift
 from osd.cli.bench.decode import decode
 from osd.cli.bench.forward import forward
 from osd.cli.bench.governor import governor
@@ -17,5 +18,22 @@ from osd.cli.bench.serve import serve, start
 from osd.cli.bench.weights import weights
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-for command in (forward, decode, serve, start, peers, rules, growth, lossless, overhead, governor, plain, weights):
+for command in (
+    forward,
+    decode,
+    serve,
+    start,
+    peers,
+    rules,
+    growth,
+    lossless,
+    overhead,
+    governor,
+    plain,
+    weights,
+    adapt,
+    shift,
+    ablate,
+    poison,
+):
     app.command()(command)

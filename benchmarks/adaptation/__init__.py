@@ -1,0 +1,1 @@
+"""What online distillation earns: experiments on text that the target wrote once."""

@@ -1,0 +1,124 @@
+"""Ablations of online learning: one setting at a time, over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.adaptation.curves import Spread
+from benchmarks.adaptation.lab import Lab, Stream
+from benchmarks.adaptation.learner import Online, Recipe, Work, copied
+from benchmarks.adaptation.ruler import Counts, total
+
+Change = Callable[[Recipe], Recipe]
+
+
+def _trainer(**values: object) -> Change:
+    """Other values of ``trainer.*``."""
+    return lambda recipe: replace(recipe, settings=recipe.settings.model_copy(update=values))
+
+
+def _recipe(**values: object) -> Change:
+    return lambda recipe: replace(recipe, **values)  # type: ignore[arg-type]
+
+
+ABLATIONS: dict[str, dict[str, Change]] = {
+    "divergence": {
+        name: _trainer(divergence=name)
+        for name in ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "hybrid")
+    },
+    "positions": {name: _trainer(positions=name) for name in ("all", "rejected", "weighted")},
+    "interval": {f"every {count} records": _recipe(interval=count) for count in (1, 8, 32)},
+    "unroll": {f"{depth} steps": _trainer(unroll=depth) for depth in (1, 2, 4)},
+    "gate": {"through the gate": _recipe(gated=True), "without": _recipe(gated=False)},
+    "learning_rate": {f"{rate:g}": _trainer(learning_rate=rate) for rate in (3e-4, 1e-3, 3e-3)},
+    "passes": {f"{count:g} passes": _recipe(passes=count) for count in (2.0, 4.0, 8.0)},
+}
+"""What may be compared on one stream; the domains are compared in ``domains``."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One value of a setting over all seeds: agreement (accepted / tested) while it learned and on unseen records."""
+
+    name: str
+    arriving: Spread
+    unseen: Spread
+    length: Spread
+    work: list[Work]
+
+
+def ablate(
+    lab: Lab,
+    stream: Stream,
+    kind: str,
+    recipe: Recipe,
+    ablation: str,
+    seeds: Sequence[int],
+    report: Callable[[str], None] = lambda step: None,
+) -> list[Variant]:
+    """Learn a stream online with each value of a setting and each seed; the seed is that of the replay's samples."""
+    found = []
+    drafter = lab.fresh(kind)
+    start = copied(drafter)
+    ruler = lab.ruler(drafter, stream)
+    for name, change in ABLATIONS[ablation].items():
+        arriving, unseen, work = [], [], []
+        for seed in seeds:
+            report(f"{ablation}: {name}, seed {seed}")
+            drafter.load_weights(start)
+            online = Online(drafter, replace(change(recipe), seed=seed), ruler)
+            arriving.append(total(online.serve(stream.arriving)))
+            unseen.append(total([one.counts for one in ruler.measure(online.in_service, stream.unseen)]))
+            work.append(online.work)
+        found.append(_variant(name, arriving, unseen, work))
+    return found
+
+
+def domains(
+    lab: Lab,
+    streams: Sequence[Stream],
+    kind: str,
+    recipe: Recipe,
+    seeds: Sequence[int],
+    report: Callable[[str], None] = lambda step: None,
+) -> list[Variant]:
+    """One drafter for streams that arrive in turns, record by record, against one drafter for each of them."""
+    drafter = lab.fresh(kind)
+    start = copied(drafter)
+    ruler = lab.ruler(drafter, *streams)
+    turns = [trace for group in zip(*(stream.arriving for stream in streams), strict=True) for trace in group]
+    rest = [trace for stream in streams for trace in stream.unseen]
+    ways: dict[str, tuple[list[Counts], list[Counts], list[Work]]] = {}
+    for seed in seeds:
+        report(f"one drafter, seed {seed}")
+        drafter.load_weights(start)
+        one = Online(drafter, replace(recipe, seed=seed), ruler)
+        mixed = total(one.serve(turns)), total([x.counts for x in ruler.measure(one.in_service, rest)])
+        arriving, unseen, work = [], [], []
+        for stream in streams:
+            report(f"a drafter of {stream.name}, seed {seed}")
+            drafter.load_weights(start)
+            own = Online(drafter, replace(recipe, seed=seed), ruler)
+            arriving += own.serve(stream.arriving)
+            unseen += [x.counts for x in ruler.measure(own.in_service, stream.unseen)]
+            work.append(own.work)
+        for name, here, there, done in (
+            ("one for all", mixed[0], mixed[1], [one.work]),
+            ("one a domain", total(arriving), total(unseen), work),
+        ):
+            kept = ways.setdefault(name, ([], [], []))
+            kept[0].append(here)
+            kept[1].append(there)
+            kept[2].extend(done)
+    return [_variant(name, *kept) for name, kept in ways.items()]
+
+
+def _variant(name: str, arriving: list[Counts], unseen: list[Counts], work: list[Work]) -> Variant:
+    return Variant(
+        name,
+        Spread(tuple(counts.agreement for counts in arriving)),
+        Spread(tuple(counts.agreement for counts in unseen)),
+        Spread(tuple(counts.acceptance_length for counts in unseen)),
+        work,
+    )

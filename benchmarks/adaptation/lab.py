@@ -1,0 +1,123 @@
+"""Recorded streams, drafters and rulers for the experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.adaptation.learner import Recipe
+from benchmarks.adaptation.record import Studio, record
+from benchmarks.adaptation.recording import Asked, Recording, RecordingError
+from benchmarks.adaptation.ruler import Ruler, longest
+from osd import drafters
+from osd.capture.trace import Trace
+from osd.config import Settings
+from osd.drafters.base import Drafter
+from osd.engine.policy import Policy
+from osd.target.model import load_config
+from osd.traffic.prompt import Prompt
+
+KINDS = ("eagle", "language_model")
+"""The drafters that learn."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much text an experiment takes of each stream.
+
+    ``records`` arrive one after the other, and ``unseen`` more are only measured on; each answer has at most
+    ``tokens`` tokens and each prompt at most ``longest``. Recording what is missing may take ``minutes``.
+    """
+
+    records: int
+    unseen: int
+    tokens: int
+    longest: int = 320
+    minutes: float = 10.0
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Recorded text: what arrives, in order, and what is only measured on."""
+
+    name: str
+    arriving: list[Trace]
+    unseen: list[Trace]
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A target whose text is recorded, and the settings of everything that drafts and learns."""
+
+    settings: Settings
+    studio: Studio
+    size: Size
+    report: Callable[[str], None] = lambda step: None
+
+    @classmethod
+    def of(cls, settings: Settings, size: Size, report: Callable[[str], None] = lambda step: None) -> Lab:
+        """Open a lab.
+
+        Raises:
+            osd.target.load.TargetError: the target cannot be had.
+            osd.drafters.DrafterError: it is too small to be tapped.
+        """
+        return cls(settings, Studio.of(settings, size.tokens), size, report)
+
+    def stream(self, name: str, prompts: Sequence[Prompt]) -> Stream:
+        """Record a stream, as far as that was not done before.
+
+        Raises:
+            RecordingError: there are too few prompts, or the time did not suffice.
+        """
+        wanted = self.size.records + self.size.unseen
+        asked = self.studio.asked(prompts, self.size.longest)[:wanted]
+        if len(asked) < wanted:
+            raise RecordingError(f"{name} has {len(asked)} prompts of at most {self.size.longest} tokens, not {wanted}")
+        traces = self.recorded(name, asked)
+        return Stream(name, traces[: self.size.records], traces[self.size.records :])
+
+    def recorded(self, name: str, asked: Sequence[Asked]) -> list[Trace]:
+        """The text after each prompt, in order."""
+        recording = Recording(self.settings.home_dir, name, self.studio.take)
+        if {one.id for one in asked} - recording.ids():
+
+            def tell(done: int, total: int) -> None:
+                if done % 20 == 0 or done == total:
+                    self.report(f"{name}: {done} of {total} records")
+
+            left = record(self.studio, recording, asked, 60 * self.size.minutes, tell)
+            if left:
+                raise RecordingError(
+                    f"{name}: {left} of {len(asked)} records are still to be made; the same command goes on from there"
+                )
+        found = recording.read(one.id for one in asked)
+        return [found[one.id] for one in asked]
+
+    def fresh(self, kind: str) -> Drafter:
+        """A drafter that has learned nothing yet, the same one every time."""
+        chosen = self.settings.drafter.model_copy(update={"kind": kind})
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            drafter = drafters.initial(chosen, self.studio.directory, self.settings.home_dir)
+        if self.settings.growth.kind == "acceptance_head":
+            drafter.add_acceptance_head()
+        return drafter
+
+    def ruler(self, drafter: Drafter, *streams: Stream) -> Ruler:
+        """A ruler for drafters like this one on these streams."""
+        traces = [trace for stream in streams for trace in (*stream.arriving, *stream.unseen)]
+        policy = Policy.of(self.settings.growth, self.settings.verification)
+        return Ruler(drafter, self.studio.tokenizer, policy, longest(traces), self.size.tokens)
+
+    def recipe(self, passes: float, interval: int, seed: int) -> Recipe:
+        """How drafters learn here."""
+        vocabulary = load_config(self.studio.directory).vocab_size
+        return Recipe(self.settings.trainer, self.settings.growth.depth, vocabulary, passes, interval, seed=seed)
+
+
+def first(stream: Stream, share: float) -> list[Trace]:
+    """The first ``share`` of what arrives, at least one record."""
+    return stream.arriving[: max(round(share * len(stream.arriving)), 1)]

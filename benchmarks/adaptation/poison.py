@@ -1,0 +1,148 @@
+"""Poisoned streams and corrupted candidates: what an attacker, or a bug, can do to a drafter that learns."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.adaptation.lab import Lab, Stream
+from benchmarks.adaptation.learner import Online, Recipe, copied, held_out
+from benchmarks.adaptation.recording import RecordingError
+from benchmarks.adaptation.ruler import Counts, total
+from osd.capture.trace import Trace
+from osd.drafters.base import Drafter
+from osd.drafters.eagle import Eagle
+from osd.learning.gate import Gate
+from osd.traffic.prompt import Prompt
+
+POISON = "poison"
+"""The name of the recording, and the domain, of poisoned prompts."""
+
+CLEAN, ANCHORED, BARE = "clean", "poisoned, with anchors", "poisoned, without anchors"
+
+_WORDS = 24
+
+
+def prompts(count: int, seed: int = 0) -> list[Prompt]:
+    """Random text: half of it words of random letters, half of it any printable characters."""
+    random = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        letters = string.ascii_lowercase if number % 2 else string.printable[:94]
+        words = ["".join(random.choice(list(letters), random.integers(2, 9))) for _ in range(_WORDS)]
+        found.append(Prompt(f"{POISON}-{number}", POISON, (" ".join(words),)))
+    return found
+
+
+def mixed(clean: Sequence[Trace], poison: Sequence[Trace]) -> list[Trace]:
+    """``clean`` in order, with ``poison`` spread evenly among it."""
+    places = [((index + 0.5) / len(part), trace) for part in (clean, poison) for index, trace in enumerate(part)]
+    return [trace for _, trace in sorted(places, key=lambda one: one[0])]
+
+
+@dataclass(frozen=True)
+class Poisoned:
+    """A way to learn: counts on clean records nobody trained on, and the weights in service in the end."""
+
+    way: str
+    clean: Counts
+    weights: dict[str, Tensor]
+
+
+def poison(
+    lab: Lab,
+    stream: Stream,
+    poisoned: Sequence[Trace],
+    kind: str,
+    recipe: Recipe,
+    report: Callable[[str], None] = lambda step: None,
+) -> list[Poisoned]:
+    """Learn a clean stream, the same with poison in it, and that without anchors."""
+    drafter = lab.fresh(kind)
+    start = copied(drafter)
+    ruler = lab.ruler(drafter, stream, Stream(POISON, list(poisoned), []))
+    bare = replace(recipe, settings=recipe.settings.model_copy(update={"anchors": 0.0}))
+    found = []
+    for way, arriving, chosen in (
+        (CLEAN, stream.arriving, recipe),
+        (ANCHORED, mixed(stream.arriving, poisoned), recipe),
+        (BARE, mixed(stream.arriving, poisoned), bare),
+    ):
+        report(f"{stream.name}, {kind}: {way}, {len(arriving)} records")
+        drafter.load_weights(start)
+        online = Online(drafter, chosen, ruler)
+        online.serve(arriving)
+        clean = total([one.counts for one in ruler.measure(online.in_service, stream.unseen)])
+        found.append(Poisoned(way, clean, copied(online.served)))
+    return found
+
+
+def _permuted(drafter: Drafter, random: np.random.Generator) -> None:
+    """The rows of every weight matrix in another order."""
+    for _, weight in sorted(drafter.weights().items()):
+        if weight.dim() == 2:
+            with torch.no_grad():
+                weight.copy_(weight[torch.from_numpy(random.permutation(len(weight)))])
+
+
+def _not_a_number(drafter: Drafter, random: np.random.Generator) -> None:
+    """One number of one weight."""
+    weights = [weight for _, weight in sorted(drafter.weights().items()) if weight.is_floating_point()]
+    weight = weights[random.integers(len(weights))]
+    with torch.no_grad():
+        weight.view(-1)[random.integers(weight.numel())] = torch.nan
+
+
+def _shifted_map(drafter: Drafter, random: np.random.Generator) -> None:
+    """Each draft token means the target token after the right one, and the two maps agree on it."""
+    assert isinstance(drafter, Eagle)  # noqa: S101  nothing else has such a map
+    step = int(random.integers(1, 8))
+    room = drafter.shape.target_vocabulary
+    drafter.set_vocabulary(((drafter.draft_ids + step) % room).sort().values)
+
+
+SHIFTED_MAP = "vocabulary map shifted"
+
+CORRUPTIONS: dict[str, Callable[[Drafter, np.random.Generator], None]] = {
+    "weights permuted": _permuted,
+    SHIFTED_MAP: _shifted_map,
+    "NaN": _not_a_number,
+}
+"""What may happen to a candidate on its way to the gate."""
+
+
+def corrupted(
+    lab: Lab, stream: Stream, drafter: Drafter, recipe: Recipe, trials: int, seed: int = 0
+) -> dict[str, tuple[int, int]]:
+    """Bring corrupted copies of ``drafter`` to the gate, which compares them with it; (promoted, tried) of each kind.
+
+    The gate sees what ``trainer.held_out`` keeps aside of the stream.
+
+    Raises:
+        RecordingError: that is too little to judge by.
+    """
+    replay = recipe.replay()
+    for trace in stream.arriving:
+        replay.add(trace)
+    batches = list(held_out(replay))
+    gate = Gate(recipe.depth, recipe.settings.divergence)
+    random = np.random.default_rng(seed)
+    names = [name for name in CORRUPTIONS if name != SHIFTED_MAP or isinstance(drafter, Eagle)]
+    found: dict[str, tuple[int, int]] = dict.fromkeys(names, (0, 0))
+    for trial in range(trials):
+        name = names[trial % len(names)]
+        candidate = deepcopy(drafter)
+        CORRUPTIONS[name](candidate, random)
+        verdict = gate.judge(candidate, drafter, lambda: batches)
+        if verdict.waits:
+            raise RecordingError(f"{stream.name}: {verdict.reason}; take more records")
+        promoted, tried = found[name]
+        found[name] = promoted + verdict.passed, tried + 1
+        lab.report(f"corrupted candidate {trial + 1} of {trials}, {name}: {verdict.reason}")
+    return found

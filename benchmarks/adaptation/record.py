@@ -1,0 +1,139 @@
+"""Recording: the target decodes a stream plainly, and what its forwards computed is kept."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from benchmarks.adaptation.recording import Asked, Recording, RecordingError, Take
+from benchmarks.pair import encode
+from osd import drafters
+from osd.capture.trace import Trace
+from osd.config import DrafterSettings, GrowthSettings, Settings
+from osd.drafters.base import Drafter
+from osd.engine.engine import Engine
+from osd.engine.request import Request, Sampling, Update
+from osd.target.load import load_tokenizer, resolve
+from osd.target.model import SlotModel, load_model
+from osd.traffic.prompt import Prompt
+
+SLOTS = 16
+"""Sequences that are recorded at the same time: a forward of 16 tokens costs little more than one of 8."""
+
+_CHUNK = 256  # prompt tokens of a round: nobody waits for the others' next token
+
+
+@dataclass(frozen=True)
+class Studio:
+    """A target that can be recorded, its tokenizer, and what its recordings keep.
+
+    ``reader`` is a drafter of the kind that reads hidden states: what it reads is captured, and it never drafts.
+    """
+
+    settings: Settings
+    directory: Path
+    tokenizer: PreTrainedTokenizerBase
+    reader: Drafter
+    take: Take
+
+    @classmethod
+    def of(cls, settings: Settings, tokens: int) -> Studio:
+        """Find the target.
+
+        Raises:
+            osd.target.load.TargetError: the target cannot be had.
+            osd.drafters.DrafterError: it is too small to be tapped.
+        """
+        directory = resolve(settings.target.source, settings.home_dir)
+        reader = drafters.initial(DrafterSettings(kind="eagle"), directory, settings.home_dir)
+        take = Take(settings.target.source, settings.target.dtype, reader.taps, tokens, settings.capture.top_k)
+        return cls(settings, directory, load_tokenizer(directory), reader, take)
+
+    def asked(self, prompts: Sequence[Prompt], longest: int) -> list[Asked]:
+        """The distinct prompts of at most ``longest`` tokens, in order, as the service would encode them."""
+        found = {}
+        for prompt in prompts:
+            for ids in encode(self.tokenizer, [prompt], longest):
+                one = Asked.of(prompt.domain, ids)
+                found.setdefault(one.id, one)
+        return list(found.values())
+
+    def engine(self, slots: int, sink: Callable[[Trace], object]) -> Engine:
+        """An engine that decodes plainly and captures everything, not started."""
+        context = self.settings.engine.context
+        model = load_model(self.directory, self.take.dtype, self.settings.target.device)
+        target = SlotModel(model, slots=slots, context=context, scratch=1, taps=self.take.taps)
+        engine = self.settings.engine.model_copy(update={"slots": slots, "prefill_chunk": _CHUNK, "max_draft": 1})
+        capture = self.settings.capture.model_copy(update={"enabled": True, "piece": max(self.take.tokens, 16)})
+        growth = GrowthSettings(kind="chain", depth=1, governed=False)
+        chosen = self.settings.model_copy(update={"engine": engine, "capture": capture, "growth": growth})
+        return Engine(target, self.tokenizer, chosen, self.reader, sink=sink)
+
+
+def record(
+    studio: Studio,
+    recording: Recording,
+    asked: Sequence[Asked],
+    seconds: float,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> int:
+    """Record what is missing of ``asked``, greedily; returns how many are still missing.
+
+    No prompt is begun after ``seconds``; those under way are finished.
+
+    Args:
+        studio: the target.
+        recording: what is there already, and where the rest goes.
+        asked: prompts, each of them with room for its tokens.
+        seconds: to begin new prompts in.
+        report: told how many of how many are recorded.
+
+    Raises:
+        RecordingError: a prompt does not fit or failed, or another process is recording the same.
+    """
+    with recording.append() as writer:
+        there = recording.ids()
+        missing = [one for one in asked if one.id not in there]
+        if not missing:
+            return 0
+        updates: queue.Queue[Update] = queue.Queue()
+        traces: queue.Queue[Trace] = queue.Queue()
+        engine = studio.engine(min(SLOTS, len(missing)), traces.put)
+        done, begun, flying = 0, time.monotonic(), 0
+        waiting = iter(missing)
+        engine.start()
+        try:
+            while True:
+                while flying < SLOTS and time.monotonic() - begun < seconds and (one := next(waiting, None)):
+                    _submit(engine, one, studio.take.tokens, updates)
+                    flying += 1
+                if not flying:
+                    break
+                update = updates.get()
+                if update.finish_reason is None:
+                    continue
+                if update.finish_reason not in ("stop", "length"):
+                    raise RecordingError(f"the target failed on a prompt: {update.error or update.finish_reason}")
+                flying -= 1
+                # The engine gives the trace right after the last update.
+                writer.add(traces.get(timeout=60))
+                done += 1
+                report(len(asked) - len(missing) + done, len(asked))
+        finally:
+            engine.stop()
+    return len(missing) - done
+
+
+def _submit(engine: Engine, one: Asked, tokens: int, updates: queue.Queue[Update]) -> None:
+    request = Request(
+        one.id, one.prompt_ids, tokens, Sampling(temperature=0), capture=True, speculate=False, domain=one.domain
+    )
+    try:
+        engine.submit(request, updates.put)
+    except ValueError as error:
+        raise RecordingError(str(error)) from None

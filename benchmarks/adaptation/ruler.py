@@ -1,0 +1,209 @@
+"""What a drafter would have been worth on recorded text, by the session that serves it.
+
+Greedy output does not depend on the drafter: what it would have drafted at each round, and how much of it the target
+would have kept, follows from the recorded tokens and hidden states alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
+from osd.drafters.base import Drafter
+from osd.engine.group import Group
+from osd.engine.piece import Piece
+from osd.engine.policy import Policy
+from osd.engine.request import Request, Sampling
+from osd.engine.sequence import Sequence as Running
+from osd.learning.batch import length
+from osd.speculation.tree import ROOT
+from osd.speculation.verification.greedy import follow
+
+SLOTS = 16
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What drafting did on some text.
+
+    ``drafted`` tokens in ``rounds`` rounds, of which ``accepted`` became output; ``tested`` counts those that stood
+    where the output went on: the accepted ones, and the first that was not.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tested: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.rounds + other.rounds,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            self.tested + other.tested,
+        )
+
+    @property
+    def acceptance(self) -> float:
+        """Acceptance rate: accepted / drafted, 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def agreement(self) -> float:
+        """Accepted / tested, 0 when nothing was tested."""
+        return self.accepted / self.tested if self.tested else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean acceptance length: 1 + accepted / rounds, 1 when nothing was drafted."""
+        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
+
+
+def total(counts: Sequence[Counts]) -> Counts:
+    """The counts of all texts together."""
+    return sum(counts, Counts())
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What drafting did on one text.
+
+    ``drafted`` and ``verdict`` [C] say for each completion token what was drafted there, -1 for nothing, and what
+    became of it.
+    """
+
+    counts: Counts
+    drafted: np.ndarray
+    verdict: np.ndarray
+
+    def mark(self, trace: Trace) -> Trace:
+        """The record as the service would have captured it with this drafter at work."""
+        return msgspec.structs.replace(trace, drafted=Array.of(self.drafted), verdict=Array.of(self.verdict))
+
+
+class Ruler:
+    """Drafts along recorded text with a drafter's session, round by round, ungoverned, as the engine does.
+
+    The hidden states are those of the record, in bfloat16; an engine drafts from what they were rounded from.
+
+    Args:
+        drafter: of the kind that is measured; ``measure`` takes the weights of any like it.
+        tokenizer: the target's.
+        policy: grows the drafts.
+        context: tokens of the longest text.
+        tokens: a request's ``max_tokens`` when the text was recorded; the last one of them is never drafted.
+    """
+
+    def __init__(
+        self, drafter: Drafter, tokenizer: PreTrainedTokenizerBase, policy: Policy, context: int, tokens: int
+    ) -> None:
+        self._tokenizer, self._policy, self._tokens = tokenizer, policy, tokens
+        self._session = drafter.session(SLOTS, context, policy.growth.max_nodes + 1)
+        self._reads_hidden = bool(drafter.taps)
+
+    @torch.inference_mode()
+    def measure(self, weights: dict[str, Tensor], traces: Sequence[Trace]) -> list[Drafted]:
+        """Draft along each text with a drafter of these weights.
+
+        Raises:
+            osd.drafters.DrafterError: the weights are not those of this kind of drafter.
+        """
+        self._session.load(self._session.stage(weights))
+        found: dict[int, Drafted] = {}
+        waiting = iter(enumerate(traces))
+        running: list[_Text] = []
+        free = list(range(SLOTS))
+        while True:
+            while free and (following := next(waiting, None)):
+                running.append(self._open(free.pop(), *following))
+            if not running:
+                return [found[index] for index in range(len(traces))]
+            drafting = [text for text in running if text.limit]
+            if drafting:
+                self._round(drafting)
+            for text in [text for text in running if not text.limit]:
+                self._session.close(text.sequence.slot)
+                free.append(text.sequence.slot)
+                running.remove(text)
+                found[text.index] = Drafted(text.counts, text.drafted, text.verdict)
+
+    def _open(self, slot: int, index: int, trace: Trace) -> _Text:
+        prompt, completion = trace.prompt_ids.numpy().tolist(), trace.completion_ids.numpy().tolist()
+        request = Request(trace.request_id, tuple(prompt), self._tokens, Sampling(temperature=0))
+        sequence = Running(request, self._policy, lambda update: None, self._tokenizer, trace.domain)
+        sequence.slot = slot
+        hidden = None
+        if self._reads_hidden and trace.hidden is not None:
+            hidden = torch.from_numpy(trace.hidden.numpy().copy()).view(torch.bfloat16)
+        text = _Text(index, sequence, [*prompt, *completion], hidden)
+        self._session.open(slot, prompt[0])
+        self._commit(text, 0, 1 + len(prompt))  # the first token of an answer comes from the prompt's own forward
+        return text
+
+    def _commit(self, text: _Text, first: int, size: int) -> None:
+        """Make the text ``size`` tokens long, and tell the session those after the token ``first``."""
+        text.sequence.tokens = text.tokens[:size]
+        hidden = None if text.hidden is None else text.hidden[first : size - 1]
+        self._session.commit(text.sequence.slot, text.tokens[first + 1 : size], hidden)
+
+    def _round(self, texts: list[_Text]) -> None:
+        pieces = [Piece(text.sequence, len(text.sequence.tokens) - 1, 1, text.limit) for text in texts]
+        Group(self._policy, pieces, torch.device("cpu")).grow(self._session)
+        for text, piece in zip(texts, pieces, strict=True):
+            before, sequence = len(text.sequence.tokens), text.sequence
+            kept = text.test(piece.drafted, piece.parents)
+            sequence.limit = self._policy.next_limit(sequence.limit, len(piece.drafted), kept)
+            self._commit(text, before - 1, min(before + kept + 1, len(text.tokens)))
+
+
+@dataclass
+class _Text:
+    """A text under way: ``sequence`` is what an engine would have of ``tokens`` so far."""
+
+    index: int
+    sequence: Running
+    tokens: list[int]
+    hidden: Tensor | None
+    counts: Counts = Counts()
+
+    def __post_init__(self) -> None:
+        """Nothing is drafted yet."""
+        completion = len(self.tokens) - len(self.sequence.request.prompt_ids)
+        self.drafted = np.full(completion, -1, np.int32)
+        self.verdict = np.full(completion, NOT_DRAFTED, np.int8)
+
+    @property
+    def limit(self) -> int:
+        """Nodes of the next draft at most, 0 when the text is over."""
+        over = len(self.sequence.tokens) == len(self.tokens)
+        return 0 if over else min(self.sequence.limit, self.sequence.remaining - 1)
+
+    def test(self, tokens: list[int], parents: list[int]) -> int:
+        """Count what the text keeps of a draft; returns how many tokens."""
+        at, end = len(self.sequence.tokens), len(self.tokens)
+        depths = [0]
+        for parent in parents:
+            depths.append(depths[1 + parent] + 1)
+        best = [self.tokens[at + depth] if at + depth < end else -1 for depth in depths]  # -1 past the end
+        path, _ = follow(tokens, parents, best)
+        last = path[-1] if path else ROOT
+        tested = [*path, *(node for node, parent in enumerate(parents) if parent == last)][: len(path) + 1]
+        tested = tested[: end - at]
+        place = at - len(self.sequence.request.prompt_ids)
+        for depth, node in enumerate(tested):
+            self.drafted[place + depth] = tokens[node]
+            self.verdict[place + depth] = ACCEPTED if depth < len(path) else REJECTED
+        self.counts += Counts(1, len(tokens), len(path), len(tested))
+        return len(path)
+
+
+def longest(traces: Sequence[Trace]) -> int:
+    """Tokens of the longest text."""
+    return max(length(trace) for trace in traces)

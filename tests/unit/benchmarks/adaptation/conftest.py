@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.adaptation.lab import Lab, Size
+from osd.config import DrafterSettings, EngineSettings, GrowthSettings, Settings, TargetSettings, TrainerSettings
+from osd.traffic.prompt import Prompt
+from tests.tiny import make_tiny
+
+
+def made_up(count: int, name: str = "tiny", seed: int = 0) -> list[Prompt]:
+    random = np.random.default_rng(seed)
+    texts = ["".join(map(chr, random.integers(97, 123, size=random.integers(4, 24)))) for _ in range(count)]
+    return [Prompt(f"{name}-{index}", name, (text,)) for index, text in enumerate(texts)]
+
+
+def small_lab(home: Path) -> Lab:
+    settings = Settings(
+        home=home,
+        target=TargetSettings(source=str(make_tiny(home / "tiny")), dtype="float32"),
+        engine=EngineSettings(slots=4, context=160, prefill_chunk=16, threads=1),
+        drafter=DrafterSettings(vocabulary=200, layers=2),
+        growth=GrowthSettings(kind="chain", depth=3, governed=False),
+        trainer=TrainerSettings(min_records=4, steps_per_candidate=20, held_out=0.2, learning_rate=3e-3),
+    )
+    return Lab.of(settings, Size(records=24, unseen=8, tokens=12, longest=120))
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory):
+    return small_lab(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="session")
+def stream(lab):
+    return lab.stream("tiny", made_up(32))

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.adaptation.ablate import ABLATIONS, ablate, domains
+from benchmarks.adaptation.lab import Stream
+from benchmarks.adaptation.shift import shift
+from osd.cli.app import app
+from osd.config import TrainerSettings
+from tests.unit.benchmarks.adaptation.conftest import made_up
+
+
+def halves(stream):
+    return (
+        Stream("a", stream.arriving[:12], stream.unseen[:4]),
+        Stream("b", stream.arriving[12:], stream.unseen[4:]),
+    )
+
+
+def test_a_shift_measures_every_record_of_each_stream_in_order(lab, stream):
+    recipe = replace(lab.recipe(passes=2, interval=4, seed=0), gated=False)
+    found = shift(lab, halves(stream), "eagle", recipe, [0.5, 1.0], most=2)
+    assert [phase.stream for phase in found.phases] == ["a", "b"]
+    assert len(found.online) == 24
+    assert set(found.frozen) == {0.5, 1.0}
+    assert found.work["100%"].positions > 1.5 * found.work["50%"].positions
+    drafter = lab.fresh("eagle")
+    first = lab.ruler(drafter, stream).measure(drafter.weights(), stream.arriving[:4])
+    assert found.online[:4] == [one.counts for one in first]
+    for phase in found.phases:
+        assert set(phase.frozen) == {0.5, 1.0}
+
+
+def test_every_variant_of_an_ablation_starts_from_the_same_drafter(lab, stream):
+    recipe = replace(lab.recipe(passes=1, interval=8, seed=0), gated=False)
+    found = ablate(lab, stream, "eagle", recipe, "positions", [0, 1])
+    assert [variant.name for variant in found] == list(ABLATIONS["positions"])
+    again = ablate(lab, stream, "eagle", recipe, "positions", [0, 1])
+    assert [(v.arriving, v.unseen, v.length) for v in found] == [(v.arriving, v.unseen, v.length) for v in again]
+    assert len({(variant.arriving, variant.unseen, variant.length) for variant in found}) > 1
+    assert all(len(variant.work) == 2 for variant in found)
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_every_variant_of_an_ablation_is_another_recipe(lab, name):
+    recipe = lab.recipe(passes=8, interval=8, seed=0)
+    changed = [change(recipe) for change in ABLATIONS[name].values()]
+    assert len({one.settings.model_dump_json() + str(replace(one, settings=TrainerSettings())) for one in changed}) == (
+        len(changed)
+    )
+    for one in changed:
+        TrainerSettings.model_validate(one.settings.model_dump())
+
+
+def test_one_drafter_is_compared_with_one_for_each_domain(lab, stream):
+    recipe = replace(lab.recipe(passes=1, interval=4, seed=0), gated=False)
+    found = domains(lab, halves(stream), "eagle", recipe, [0])
+    assert [variant.name for variant in found] == ["one for all", "one a domain"]
+    assert [len(variant.work) for variant in found] == [1, 2]
+
+
+def command(lab, tmp_path, *arguments):
+    config = tmp_path / "osd.yaml"
+    config.write_text(json.dumps(json.loads(lab.settings.model_dump_json(exclude_defaults=True))))
+    return CliRunner().invoke(app, ["bench", *map(str, arguments), "--config", str(config)])
+
+
+def streams_of(tmp_path, *names):
+    paths = []
+    for seed, name in enumerate(names):
+        paths.append(tmp_path / f"{name}.jsonl")
+        lines = [
+            json.dumps({"id": p.id, "domain": p.domain, "messages": [{"role": "user", "content": p.turns[0]}]})
+            for p in made_up(32, name, seed)
+        ]
+        paths[-1].write_text("\n".join(lines))
+    return paths
+
+
+def test_the_command_writes_its_tables_its_plot_and_every_figure(lab, tmp_path):
+    (stream,) = streams_of(tmp_path, "tiny")
+    files = [tmp_path / name for name in ("a.json", "a.svg", "a.md")]
+    result = command(
+        lab, tmp_path, "adapt", "--stream", stream, "--drafter", "eagle", "--records", 24, "--unseen", 8, "--tokens",
+        12, "--passes", 1, "--most", 2, "--json", files[0], "--plot", files[1], "--markdown", files[2],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    figures = json.loads(files[0].read_text())
+    assert [len(counts) for counts in figures["runs"][0]["arriving"].values()] == [24, 24, 24]
+    assert files[1].read_text().count("<polyline") == 3
+    assert "accepted / tested of each 100 records" in files[2].read_text()
+    assert "beside the paper" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["adapt", "--drafter", "medusa"], "--drafter must be one of eagle, language_model, not medusa"),
+        (["shift"], "--stream must be given at least twice"),
+        (["ablate", "--ablation", "mood"], "--ablation must be one of divergence"),
+        (["ablate", "--ablation", "domains"], "--ablation domains needs --stream at least twice"),
+        (["adapt", "--records", "31"], "tiny has 32 prompts of at most 320 tokens, not 71"),
+        (["adapt", "--markdown", "/nowhere/a.md"], "--markdown: cannot write /nowhere/a.md"),
+    ],
+)
+def test_what_cannot_be_measured_ends_with_one_sentence(lab, tmp_path, arguments, sentence):
+    (stream,) = streams_of(tmp_path, "tiny")
+    result = command(lab, tmp_path, *arguments, "--stream", stream, "--tokens", 12)
+    assert result.exit_code == 2
+    assert sentence in " ".join(result.output.split())

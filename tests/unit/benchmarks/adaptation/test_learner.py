@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.adaptation import learner
+from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, WAYS, adapt
+from benchmarks.adaptation.learner import Online, copied, distill, held_out
+from benchmarks.adaptation.ruler import total
+from osd.learning.evaluation import evaluate
+from osd.learning.replay import is_held_out
+
+
+@pytest.fixture
+def recipe(lab):
+    return lab.recipe(passes=4, interval=4, seed=0)
+
+
+def measured(ruler, drafter, texts):
+    return total([one.counts for one in ruler.measure(drafter.weights(), texts)])
+
+
+def test_each_record_is_drafted_for_before_anything_is_learned_from_it(lab, stream, recipe):
+    drafter = lab.fresh("language_model")
+    ruler = lab.ruler(drafter, stream)
+    fresh = [one.counts for one in ruler.measure(drafter.weights(), stream.arriving)]
+    seen = []
+    whole = ruler.measure
+
+    class Watched:
+        def measure(self, weights, traces):
+            seen.append((copied(drafter), [trace.request_id for trace in traces]))
+            return whole(weights, traces)
+
+    online = Online(drafter, replace(recipe, gated=False), Watched())
+    counts = online.serve(stream.arriving)
+    assert [ids for _, ids in seen] == [
+        [trace.request_id for trace in stream.arriving[start : start + 4]] for start in range(0, 24, 4)
+    ]
+    assert counts[:4] == fresh[:4]
+    assert online.work.published == 6
+    first, last = seen[0][0], seen[-1][0]
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "language_model"])
+def test_learning_a_stream_again_and_again_raises_what_is_accepted_of_it(lab, stream, recipe, kind):
+    drafter = lab.fresh(kind)
+    ruler = lab.ruler(drafter, stream)
+    before = measured(ruler, drafter, stream.arriving).agreement
+    online = Online(drafter, replace(recipe, passes=30, gated=False), ruler)
+    online.serve(stream.arriving)
+    after = total([one.counts for one in ruler.measure(online.in_service, stream.arriving)]).agreement
+    assert after > before + 0.05
+    assert online.work.positions >= 30 * sum(
+        len(trace.completion_ids.numpy())
+        for trace in stream.arriving
+        if not is_held_out(trace.request_id, recipe.settings.held_out)
+    )
+    assert online.work.cpu_seconds > 0
+
+
+def test_the_gate_keeps_in_service_what_training_spoiled_does_not_replace(lab, stream, recipe):
+    drafter = lab.fresh("eagle")
+    distill(drafter, stream.arriving, recipe, most=40)
+    ruler = lab.ruler(drafter, stream)
+    settings = recipe.settings.model_copy(update={"learning_rate": 10.0, "steps_per_candidate": 4})
+    online = Online(drafter, replace(recipe, settings=settings), ruler)
+    online._gate = replace(online._gate, min_positions=1)
+    start = copied(drafter)
+    online.serve(stream.arriving)
+    assert online.work.rejected > 0
+    assert online.work.published == 0
+    assert all(torch.equal(start[name], weight) for name, weight in online.in_service.items())
+
+
+def test_a_candidate_without_enough_held_out_to_judge_by_is_not_published(lab, stream, recipe):
+    drafter = lab.fresh("eagle")
+    start = copied(drafter)
+    online = Online(drafter, replace(recipe, passes=20), lab.ruler(drafter, stream))
+    online.serve(stream.arriving)  # some 60 held-out positions, and the gate asks for 256
+    assert online.work.steps > recipe.settings.steps_per_candidate
+    assert (online.work.published, online.work.rejected) == (0, 0)
+    assert all(torch.equal(start[name], weight) for name, weight in online.in_service.items())
+
+
+def test_distilling_ends_when_it_helps_no_longer_and_keeps_the_best_weights(lab, stream, recipe, monkeypatch):
+    drafter, found = lab.fresh("eagle"), []
+
+    def watched(*arguments):
+        figures = evaluate(*arguments)
+        found.append(figures.divergence)
+        return figures
+
+    monkeypatch.setattr(learner, "evaluate", watched)
+    settings = recipe.settings.model_copy(update={"learning_rate": 0.3})
+    work = distill(drafter, stream.arriving, replace(recipe, settings=settings, passes=1), most=50)
+    assert len(found) < 50
+    assert not found[-1] < 0.99 * min(found[:-1])
+    replay = recipe.replay()
+    for trace in stream.arriving:
+        replay.add(trace)
+    kept = evaluate(drafter, held_out(replay), recipe.depth, recipe.settings.divergence)
+    assert kept.divergence == pytest.approx(min(found))
+    assert work.steps > 0
+
+
+def test_the_three_ways_are_measured_on_the_same_records(lab, stream, recipe):
+    found = adapt(lab, stream, "eagle", recipe, most=8)
+    assert set(found.arriving) == set(found.unseen) == set(found.work) == set(WAYS)
+    for way in WAYS:
+        assert len(found.arriving[way]) == len(stream.arriving)
+        assert len(found.unseen[way]) == len(stream.unseen)
+    # Of everything there is ten times more to learn than of a tenth.
+    assert found.work[OFFLINE].positions > 3 * found.work[FROZEN].positions
+    seen = total(found.arriving[OFFLINE]).agreement
+    assert seen > total(found.arriving[FROZEN]).agreement
+    drafter = lab.fresh("eagle")
+    first = lab.ruler(drafter, stream).measure(drafter.weights(), stream.arriving[:4])
+    assert found.arriving[ONLINE][:4] == [one.counts for one in first]
+    gain = total(found.unseen[ONLINE]).agreement - total(found.unseen[FROZEN]).agreement
+    assert found.gain() == gain

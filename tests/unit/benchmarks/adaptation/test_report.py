@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from benchmarks.adaptation.report import Plot, Table, write_markdown, write_plot
+
+
+def test_markdown_has_a_line_for_every_row_and_escapes_what_would_break_it(tmp_path):
+    table = Table("a title", ("", "x"), [("one|two", "1"), ("three", "2")])
+    write_markdown(tmp_path / "t.md", [table], ["a note"])
+    lines = (tmp_path / "t.md").read_text().splitlines()
+    assert lines[0] == "**a title**"
+    assert lines[2:6] == ["|  | x |", "| --- | ---: |", "| one\\|two | 1 |", "| three | 2 |"]
+    assert lines[-1] == "a note"
+
+
+def test_a_plot_draws_each_line_and_each_switch(tmp_path):
+    plot = Plot("<up>", {"online": [(0, 0.0), (50, 0.5), (100, 1.0)], "frozen": [(0, 0.2), (100, 0.2)]}, [(50, "b")])
+    write_plot(tmp_path / "p.svg", [plot, plot])
+    root = ElementTree.parse(tmp_path / "p.svg").getroot()  # noqa: S314 - our own file
+    space = "{http://www.w3.org/2000/svg}"
+    lines = [line.get("points") or "" for line in root.iter(f"{space}polyline")]
+    assert len(lines) == 4
+    first = [tuple(map(float, point.split(","))) for point in lines[0].split()]
+    assert first[0][1] > first[1][1] > first[2][1]  # up is less y
+    assert first[1][0] * 2 == first[0][0] + first[2][0]
+    texts = [text.text for text in root.iter(f"{space}text")]
+    assert texts.count("<up>") == texts.count("b") == 2
