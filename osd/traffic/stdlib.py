@@ -10,6 +10,7 @@ import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from osd.traffic.prompt import Prompt, draw, shuffled
@@ -35,18 +36,25 @@ def unit_tests() -> list[Prompt]:
 
 
 def _questions(domain: str, questions: tuple[str, ...]) -> Iterator[Prompt]:
+    for name, code in _library():
+        prompt = Prompt(f"{domain}-{name}", domain, (code,))
+        question = questions[int(draw(prompt, "question") * len(questions))]
+        yield Prompt(prompt.id, prompt.domain, (f"{question}\n\n```python\n{code}\n```",))
+
+
+@cache
+def _library() -> tuple[tuple[str, str], ...]:
+    """Name and source of every function that is asked about; parsing the library takes seconds."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in root.glob("*.py") if not path.name.startswith("_")]
     for package in _PACKAGES:
         files += (root / package).rglob("*.py")
+    found = []
     for file in sorted(files):
-        if "test" in file.relative_to(root).parts[:-1]:
-            continue
-        module = ".".join(file.relative_to(root).with_suffix("").parts)
-        for name, code in _functions(file):
-            prompt = Prompt(f"{domain}-{module}.{name}", domain, (code,))
-            question = questions[int(draw(prompt, "question") * len(questions))]
-            yield Prompt(prompt.id, prompt.domain, (f"{question}\n\n```python\n{code}\n```",))
+        if "test" not in file.relative_to(root).parts[:-1]:
+            module = ".".join(file.relative_to(root).with_suffix("").parts)
+            found += ((f"{module}.{name}", code) for name, code in _functions(file))
+    return tuple(found)
 
 
 def _functions(file: Path) -> Iterator[tuple[str, str]]:
