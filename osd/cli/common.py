@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,6 +64,8 @@ def stop_signals() -> Iterator[None]:
         os._exit(INTERRUPTED)
 
     before = {name: signal.signal(name, first) for name in (signal.SIGINT, signal.SIGTERM)}
+    # Taking itself down, Python gives signals their default meaning back, and would die of one that comes late.
+    atexit.register(_ignore)
     try:
         yield
     except KeyboardInterrupt:
@@ -71,6 +74,11 @@ def stop_signals() -> Iterator[None]:
         _restore(before)
         raise
     _restore(before)
+
+
+def _ignore() -> None:
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
 
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:

@@ -60,11 +60,12 @@ def test_the_engine_accepts_what_it_is_forced_to(tiny_target: Path, temperature:
         for n, prompt in enumerate(prompts([5, 9, 3])):
             client.submit(str(n), prompt, 24, Sampling(temperature=temperature), policy=policy, ignore_eos=True)
         results = client.wait()
-    counts = [result.counts for result in results.values()]
+    counts = [result.counts for result in results.values() if result.counts is not None]
+    assert len(counts) == 3
     assert all(len(result.tokens) == 24 for result in results.values())
-    assert all(c is not None and c.mean_acceptance_length > 2 for c in counts)
+    assert all(c.rounds > 0 and c.histogram[0] == 0 for c in counts), "the longest path of every draft is kept"
     if growth["kind"] == "chain":  # the last draft of a request may be cut off by its end
-        assert all(c is not None and c.acceptance_rate > 0.9 for c in counts)
+        assert all(c.mean_acceptance_length > 2 and c.acceptance_rate > 0.9 for c in counts)
 
 
 def test_forced_acceptance_cannot_be_asked_for_by_name():
