@@ -63,8 +63,8 @@ class Replica:
 
     def __init__(self, settings: Settings, redis_url: str, name: str, shared: SharedBoard) -> None:
         self.settings, self._shared, self._own = settings, shared, Board()
-        # The engine's thread gives up the interpreter's lock at each operator: let it have it back soon. Beside a busy
-        # thread, a swap's copy took up to 12 ms with this interval and up to 37 ms with Python's own.
+        # The engine's thread gives up the interpreter's lock at each operator: let it have it back soon, also beside a
+        # busy thread.
         sys.setswitchinterval(_SWITCH_SECONDS)
         one_core()
         directory = resolve(settings.target.source, settings.home_dir)

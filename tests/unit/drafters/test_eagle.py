@@ -35,6 +35,9 @@ def eagle(target_dir: Path) -> Eagle:
     return drafter
 
 
+native = pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
+
+
 def sequences(eagle: Eagle, count: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens = eagle.draft_ids[torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)]
@@ -79,12 +82,12 @@ def drafting(eagle: Eagle, slots: list[int]) -> tuple[Session, Tensor]:
     return session, tokens
 
 
+@native
 def test_chains_drafted_in_one_call_are_those_that_are_drafted_step_by_step(eagle: Eagle) -> None:
     slots, limits, depth = [3, 0, 4, 1], [4, 0, 1, 3], 4
     session, _ = drafting(eagle, slots)
     chains = session.chains(slots, limits, 0.0)
-    if chains is None:
-        pytest.skip("the kernels were not built")
+    assert chains is not None
     assert [len(tokens) for tokens in chains.tokens] == limits
     stepwise, _ = drafting(eagle, slots)
     drafted = torch.tensor([tokens + [int(eagle.draft_ids[0])] * (depth - len(tokens)) for tokens in chains.tokens])
@@ -95,11 +98,11 @@ def test_chains_drafted_in_one_call_are_those_that_are_drafted_step_by_step(eagl
                 assert chains.tokens[row][level] == eagle.draft_ids[logits[row].argmax()]
 
 
+@native
 def test_chains_end_after_the_first_token_of_too_little_probability(eagle: Eagle) -> None:
     slots, limits = [3, 0, 4, 1, 2], [6, 6, 6, 6, 6]
     far = drafting(eagle, slots)[0].chains(slots, limits, 0.0)
-    if far is None:
-        pytest.skip("the kernels were not built")
+    assert far is not None
     best = far.logits.softmax(-1).amax(-1)  # [B, 6]
     floor = float(best[:, :5].median()) + 1e-6
     near = drafting(eagle, slots)[0].chains(slots, limits, floor)
@@ -110,11 +113,11 @@ def test_chains_end_after_the_first_token_of_too_little_probability(eagle: Eagle
     assert {len(tokens) for tokens in near.tokens} != {6}
 
 
+@native
 def test_a_sequence_that_drafts_nothing_keeps_what_it_was_told(eagle: Eagle) -> None:
     slots = [3, 0]
     told, _ = drafting(eagle, slots)
-    if told.chains(slots, [2, 0], 0.0) is None:
-        pytest.skip("the kernels were not built")
+    assert told.chains(slots, [2, 0], 0.0) is not None
     after = told.chains([0], [3], 0.0)
     fresh = drafting(eagle, slots)[0].chains([0], [3], 0.0)
     assert after is not None
@@ -195,6 +198,7 @@ def test_loading_a_staged_version_changes_a_running_session_to_it(eagle: Eagle, 
     if kernels() is not None:
         assert session.linear["head"].place is staged["head"], "a swap between two rounds copies nothing"
     chains, goal = session.chains([0], [1], 0.0), fresh.chains([0], [1], 0.0)
+    assert (chains is None) == (kernels() is None)
     if chains is not None and goal is not None:
         assert torch.equal(chains.logits, goal.logits)
     session.commit(0, [int(tokens[0, 10])], hidden[0, 9:10])

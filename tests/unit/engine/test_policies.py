@@ -9,7 +9,9 @@ import pytest
 
 from osd.config import GrowthSettings
 from osd.drafters import Drafter
+from osd.drafters.eagle_session import EagleSession
 from osd.engine.policy import Policy
+from osd.native import kernels
 from osd.speculation.compatibility import IncompatibleError
 from osd.speculation.verification.greedy import follow
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
@@ -123,3 +125,19 @@ def test_the_path_of_most_probable_tokens_is_followed_through_a_tree() -> None:
     assert follow(tokens, parents, [3, 0, 5, 0, 0, 4]) == ([], 3)
     assert follow([], [], [2]) == ([], 2)
     assert follow([7, 7], [-1, -1], [7, 1, 2]) == ([0], 1)  # of twins the first
+
+
+@pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
+@pytest.mark.parametrize("kind", ["chain", "confidence", "heuristic"])
+def test_greedy_chains_are_drafted_in_one_call(target_dir: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def expand(*_: object) -> None:
+        raise AssertionError("a greedy chain was drafted step by step")
+
+    monkeypatch.setattr(EagleSession, "expand", expand)
+    with running(target_dir, "eagle", slots=2) as client:
+        for index, prompt in enumerate(prompts(LENGTHS)):
+            client.submit(str(index), prompt, 12, ignore_eos=True, policy=policy(kind, "chain"))
+        for result in client.wait().values():
+            assert len(result.tokens) == 12
+            assert result.counts is not None
+            assert result.counts.drafted > 0
