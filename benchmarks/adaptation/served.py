@@ -1,4 +1,4 @@
-"""Tokens per second of the engine in two ways, taking turns: drafting beside plain, and captured beside not."""
+"""Tokens per second of the engine in two ways, taking turns: drafting beside plain."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.adaptation.lab import Lab
 from benchmarks.streams import seconds_of
-from osd.capture.server import open_redis
-from osd.capture.stream import TraceWriter
 from osd.capture.trace import Trace
-from osd.config import Settings
 from osd.drafters.base import Drafter
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling
@@ -27,7 +24,6 @@ class Way:
 
     name: str
     speculate: bool
-    capture: bool
     speeds: list[float]
 
 
@@ -47,35 +43,10 @@ class Served:
 def served(lab: Lab, drafter: Drafter, traces: Sequence[Trace], turns: int, report: Report) -> Served:
     """Send the prompts of ``traces`` with governed drafts, and plainly."""
     growth = lab.settings.growth.model_copy(update={"governed": True})
-    engine = _engine(lab.settings.model_copy(update={"growth": growth}), lab, drafter, None)
-    ways = Served(Way("drafting", True, False, []), Way("plain", False, False, []))
+    settings = lab.settings.model_copy(update={"growth": growth})
+    engine = make_engine(settings, lab.studio.directory, lab.studio.tokenizer, Start(drafter, 1), None)
+    ways = Served(Way("drafting", True, []), Way("plain", False, []))
     return _compare(engine, lab, traces, ways, turns, report)
-
-
-def captured(
-    lab: Lab, drafter: Drafter, traces: Sequence[Trace], turns: int, report: Report
-) -> tuple[Served, dict[str, int]]:
-    """Send the prompts of ``traces`` with capture to a real Redis, and without; also the records written and dropped.
-
-    Raises:
-        osd.capture.server.RedisError: there is no Redis.
-    """
-    redis = open_redis(lab.settings)
-    try:
-        writer = TraceWriter(redis.url, lab.settings.capture)
-        try:
-            engine = _engine(lab.settings, lab, drafter, writer)
-            ways = Served(Way("with capture", True, True, []), Way("without", True, False, []))
-            found = _compare(engine, lab, traces, ways, turns, report)
-        finally:
-            writer.close()
-        return found, writer.counters()
-    finally:
-        redis.close()
-
-
-def _engine(settings: Settings, lab: Lab, drafter: Drafter, writer: TraceWriter | None) -> Engine:
-    return make_engine(settings, lab.studio.directory, lab.studio.tokenizer, Start(drafter, 1), writer)
 
 
 def _compare(engine: Engine, lab: Lab, traces: Sequence[Trace], ways: Served, turns: int, report: Report) -> Served:
@@ -96,15 +67,7 @@ def _compare(engine: Engine, lab: Lab, traces: Sequence[Trace], ways: Served, tu
 
 def _send(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: Way) -> float:
     requests = [
-        Request(
-            str(index),
-            prompt,
-            tokens,
-            Sampling(temperature=0),
-            ignore_eos=True,
-            capture=way.capture,
-            speculate=way.speculate,
-        )
+        Request(str(index), prompt, tokens, Sampling(temperature=0), ignore_eos=True, speculate=way.speculate)
         for index, prompt in enumerate(prompts)
     ]
     return len(prompts) * tokens / seconds_of(engine, requests)

@@ -361,12 +361,16 @@ int osd_linear(const void *x, const void *packed, const float *bias, void *y, in
   if (!rows) return 0;
   if (wide + narrow && posix_memalign((void **)&space, 64, (size_t)(wide + narrow))) return 1;
   float *copy = (float *)space;
-  for (int64_t i = 0; wide && i < rows * inputs; i++) copy[i] = read_element(x, i, x_dtype);
-  const Input input = osd_input(wide ? copy : x, rows, inputs, dtype, space + wide);
+  Input input;
   Team team = {0};
 #pragma omp parallel num_threads(threads)
   {
     const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
+    for (int64_t r; wide && (r = take(&m, rows)) >= 0;)
+      for (int64_t i = r * inputs; i < (r + 1) * inputs; i++) copy[i] = read_element(x, i, x_dtype);
+    meet(&m);
+    if (m.me == 0) input = osd_input(wide ? copy : x, rows, inputs, dtype, space + wide);
+    meet(&m);
     const int64_t chunks = osd_chunks(outputs, rows);
     for (int64_t chunk; (chunk = take(&m, chunks)) >= 0;)
       osd_linear_chunk(&layer, &input, y, rows, chunk, REPLACE, x_dtype, osd_chunk_at(&layer, rows, chunk + 1));

@@ -84,11 +84,6 @@ class SlotModel:
 
         return keep
 
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return len(self.layers)
-
     @torch.inference_mode()
     def forward(self, rows: PackedRows, wanted: Tensor) -> Forward:
         """Run the new tokens ``rows``, store their keys, and return the logits of rows ``wanted`` [n] int64."""
