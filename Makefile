@@ -37,8 +37,10 @@ bench: install ## Measure what needs no other engine, in a few minutes; benchmar
 	$(BIN)/osd bench start
 	$(BIN)/osd bench serve --rate 0.5 --duration 30
 
+# Unit tests share the cores; the others hold processes to times and have the machine to themselves.
 test: develop browser ## Run all tests; ARGS="tests/unit -k config"
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(or $(ARGS),tests/unit -n auto)
+	$(if $(ARGS),,$(BIN)/python -m pytest tests/integration tests/e2e)
 
 soak: develop ## Run the tests that take long: laws of the output over a hundred thousand runs
 	$(BIN)/python -m pytest -m soak $(ARGS)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import signal
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -21,6 +23,8 @@ Overrides = Annotated[
 
 FAILED, INTERRUPTED = 2, 130
 """Exit codes: something to be changed by the user, and stopped by the user."""
+
+_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
 
 def fail(reason: object) -> NoReturn:
@@ -57,12 +61,11 @@ def stop_signals() -> Iterator[None]:
     def second(number: int, frame: object) -> None:
         import os
 
-        import psutil
-
-        for process in psutil.Process().children(recursive=True):
-            process.kill()
+        while _kill_descendants():
+            pass  # what was started while the others were killed
         os._exit(INTERRUPTED)
 
+    _adopt_orphans(True)
     before = {name: signal.signal(name, first) for name in (signal.SIGINT, signal.SIGTERM)}
     # Taking itself down, Python gives signals their default meaning back, and would die of one that comes late.
     atexit.register(_ignore)
@@ -76,11 +79,32 @@ def stop_signals() -> Iterator[None]:
     _restore(before)
 
 
+def _adopt_orphans(adopt: bool) -> None:
+    """Whether to stay the ancestor of all that is started, also of processes whose parent ends first (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def _kill_descendants() -> bool:
+    """Whether any was alive."""
+    import psutil
+
+    alive = False
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive = True
+                process.kill()
+    return alive
+
+
 def _ignore() -> None:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
 
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    """Give signals and orphans back to whom they belonged."""
     for name, handler in handlers.items():
         signal.signal(name, handler)
+    _adopt_orphans(False)
