@@ -96,7 +96,9 @@ def law(model: LlamaForCausalLM, sampling: Sampling) -> Tensor:
             scores = scores.masked_fill(p < sampling.min_p * p.amax(-1, keepdim=True), -torch.inf)
         if sampling.top_k:
             scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[:, -1:], -torch.inf)
-        goal = (goal[:, None] * scores.softmax(-1)).flatten()
+        ordered, order = scores.softmax(-1).sort(descending=True)
+        outside = (ordered.cumsum(-1) - ordered >= sampling.top_p).gather(-1, order.argsort())
+        goal = (goal[:, None] * scores.masked_fill(outside, -torch.inf).softmax(-1)).flatten()
         following = torch.arange(VOCABULARY).repeat(len(paths))[:, None]
         paths = torch.cat([paths.repeat_interleave(VOCABULARY, 0), following], 1)
     return goal
@@ -170,6 +172,7 @@ SETTINGS = {
     "temperature 1": Sampling(1.0),
     "temperature 0.7": Sampling(0.7),
     "top-k": Sampling(1.0, top_k=3),
+    "top-p": Sampling(1.0, top_p=0.8),
     "min-p": Sampling(1.5, min_p=0.5),
     "penalties": PENALISED,
     "seeds": Sampling(1.0, repeatable=True),
