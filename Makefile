@@ -43,7 +43,7 @@ test: develop browser ## Run all tests; ARGS="tests/unit -k config"
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/integration tests/e2e)
 
 soak: develop ## Run the tests that take long: laws of the output over a hundred thousand runs
-	$(BIN)/python -m pytest -m soak $(ARGS)
+	$(BIN)/python -m pytest -m soak -n auto $(ARGS)
 
 quality: develop ## Run every check that is not a test of behaviour
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 from osd.config import ConfigError, Settings
 from osd.engine.policy import Policy
 from osd.native import kernels
-from osd.target.model import pick_device
+from osd.target.device import pick_device
 from trainer import tracking
 
 

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
@@ -15,18 +15,12 @@ from typing import Any
 
 import filelock
 import ray
-from ray import serve
 from ray.exceptions import RayError
 from redis.exceptions import RedisError as ConnectionLost
 
-import serving.app
-import trainer.app
-from deploy.checks import check_settings
-from deploy.first_version import ensure_version, keep_pointers
 from deploy.running import announce, lock, withdraw
 from osd.capture.server import RedisError, open_redis
 from osd.config import ConfigError, Settings
-from osd.drafters.base import DrafterError
 from osd.target.load import TargetError, resolve
 
 logger = logging.getLogger(__name__)
@@ -40,7 +34,7 @@ class StartError(RuntimeError):
     """The loop cannot start here; the message is one line that names what to change."""
 
 
-START_ERRORS = (StartError, ConfigError, TargetError, RedisError, DrafterError)
+START_ERRORS = (StartError, ConfigError, TargetError, RedisError)
 """What keeps the loop from starting; each is one line that names what to change."""
 
 
@@ -61,10 +55,10 @@ class Embedded:
         Must be called on the main thread: the Redis server lives and dies with it.
 
         Raises:
-            StartError: the port or the home directory is in use, or the service does not come up.
+            StartError: the port or the home directory is in use, the settings of the drafter do not fit the target,
+                or the service does not come up.
             TargetError: the target cannot be had.
             RedisError: there is no Redis.
-            DrafterError: the settings of the drafter do not fit the target.
             ConfigError: settings contradict each other.
         """
         try:
@@ -89,7 +83,6 @@ class Embedded:
     def _start(self) -> None:
         settings = self.settings
         check_port(settings.serving.host, settings.serving.port)
-        check_settings(settings)
         settings.home_dir.mkdir(parents=True, exist_ok=True)
         try:
             self._ends.enter_context(lock(settings.home_dir))
@@ -99,32 +92,46 @@ class Embedded:
         handle = open_redis(settings)
         self._ends.callback(handle.close)
         self.redis_url = handle.url
-        if handle.server is not None:
+        if handle.server is not None and settings.drafter.kind != "none":
             self._ends.callback(self._keep_pointers)
-        # Ray needs seconds to start and the target up to a minute: neither waits for the other.
+        # Ray and Serve need seconds to start and the target up to a minute: neither waits for the other.
         with ThreadPoolExecutor(1, "prepare") as pool:
             prepared = pool.submit(self._prepare)
             wait([prepared], _MOMENT_SECONDS)  # a target that is not there shows at once
             if not prepared.done() or prepared.exception() is None:
                 self._start_ray()
+                self._start_serve()
             directory = prepared.result()
         logger.info("the target lies in %s", directory)
         self._report("loading the replicas")
-        self._start_serving()
+        self._start_replicas()
         if settings.trainer.enabled and settings.drafter.kind != "none":
+            import trainer.app
+
             self.trainer = trainer.app.start(settings, self.redis_url)
             self._ends.callback(self._stop_trainer)
         announce(settings.home_dir, self.url, self.redis_url)
         self._ends.callback(withdraw, settings.home_dir)
 
     def _prepare(self) -> Path:
+        # What computes takes seconds to import: here that happens while Ray starts.
+        from deploy.checks import check_settings
+
+        check_settings(self.settings)
         directory = resolve(self.settings.target.source, self.settings.home_dir, self._report)
+        if self.settings.drafter.kind == "none":
+            return directory
+        self._report("preparing the drafter")
         from transformers.utils import logging as progress
 
+        from deploy.first_version import ensure_version
+        from osd.drafters.base import DrafterError
+
         progress.disable_progress_bar()
-        if self.settings.drafter.kind != "none":
-            self._report("preparing the drafter")
+        try:
             ensure_version(self.settings, self.redis_url, directory)
+        except DrafterError as error:
+            raise StartError(str(error)) from error
         return directory
 
     def _start_ray(self) -> None:
@@ -146,17 +153,26 @@ class Embedded:
             _system_config={"worker_niceness": 0},
         )
 
-    def _start_serving(self) -> None:
+    def _start_serve(self) -> None:
+        from ray import serve
+
         options = {"host": self.settings.serving.host, "port": self.settings.serving.port}
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._ends.callback(_stop_serving)
-        try:
+        with _coming_up():
             serve.start(proxy_location="HeadOnly", http_options=options, logging_config={"log_level": "WARNING"})
+
+    def _start_replicas(self) -> None:
+        from ray import serve
+
+        import serving.app
+
+        with _coming_up():
             serve.run(serving.app.build(self.settings, self.redis_url), name="osd", route_prefix="/")
-        except (RayError, RuntimeError) as error:
-            raise StartError(f"the service does not come up: {_last_line(error)}") from error
 
     def _keep_pointers(self) -> None:
+        from deploy.first_version import keep_pointers
+
         try:
             keep_pointers(self.settings, self.redis_url)
         except (ConnectionLost, OSError) as error:
@@ -192,7 +208,17 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - compared with, not bound
 
 
+@contextlib.contextmanager
+def _coming_up() -> Iterator[None]:
+    try:
+        yield
+    except (RayError, RuntimeError) as error:
+        raise StartError(f"the service does not come up: {_last_line(error)}") from error
+
+
 def _stop_serving() -> None:
+    from ray import serve
+
     # Not serve.shutdown: it kills its controller, which Ray then reports as a failure. ray.shutdown ends it quietly.
     with contextlib.suppress(RayError):
         serve.delete("osd")

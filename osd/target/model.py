@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from osd.target import attention
+from osd.target.device import pick_device
 from osd.target.fused import FusedDecoder, fusable
 from osd.target.kv_cache import KVCache, PackedRows
 from osd.target.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
@@ -24,13 +25,6 @@ class Forward:
 
     logits: Tensor
     hidden: Tensor | None
-
-
-def pick_device(name: str) -> torch.device:
-    """Resolve "auto" to the GPU when there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
 
 
 class SlotModel:

@@ -141,3 +141,18 @@ def test_a_version_that_was_trained_elsewhere_stays_in_service_whatever_its_size
     with Pointer(server.url) as pointer:
         pointer.set(settings.domain, Rollout(foreign, None, 0.0, time.time()))
     assert ensure_version(settings, server.url, tiny_target) == 1
+
+
+def test_a_drafter_is_made_once_and_not_again_while_settings_and_target_are_the_same(
+    settings, server, tiny_target, monkeypatch
+):
+    ensure_version(settings, server.url, tiny_target)
+    monkeypatch.setattr("osd.drafters.initial", lambda *made_of: pytest.fail("a drafter was made"))
+    assert ensure_version(settings, restarted(server), tiny_target) == 1
+    (remembered,) = (settings.home_dir / "drafters").iterdir()
+    remembered.write_text("{")
+    with pytest.raises(pytest.fail.Exception):
+        ensure_version(settings, restarted(server), tiny_target)
+    wider = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": 2})})
+    with pytest.raises(pytest.fail.Exception):
+        ensure_version(wider, restarted(server), tiny_target)
