@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,8 +28,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (layers, slots, kv_heads, places, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
         self.places = places
         self.length = [0] * slots
 
@@ -49,6 +50,13 @@ class KVCache:
             AssertionError: a length is out of range.
         """
         assert all(0 <= length <= self.places for length in self.length), self.length  # noqa: S101
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take no memory until they are used: PyTorch writes them on a CPU, the system gives them for nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

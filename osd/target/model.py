@@ -70,6 +70,7 @@ class SlotModel:
         elif self.device.type == "cpu":
             accelerate(model, "native" if fused else None)
         if fused:
+            _let_go_of_file(model)
             self._fused = FusedDecoder(model, self.cache, self.taps)
 
     def _hook(self, tap: int) -> Any:
@@ -146,6 +147,12 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         if isinstance(layers, nn.ModuleList):
             return layers
     raise NotImplementedError(f"{type(model).__name__}: cannot find its decoder layers")
+
+
+def _let_go_of_file(model: nn.Module) -> None:
+    """Copy what is left of the model's file, which else stays in memory as a whole: its linear layers are packed."""
+    for tensor in model.parameters():
+        tensor.data = tensor.data.clone()
 
 
 def _eos_ids(model: nn.Module) -> frozenset[int]:
