@@ -53,7 +53,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no memory until they are used: PyTorch writes them on a CPU, the system gives them for nothing."""
+    """Zeros that take no memory until they are used: PyTorch would write them, the system gives them for nothing."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
