@@ -1,19 +1,27 @@
-"""Tokens per second of the engine in two ways, taking turns: drafting beside plain."""
+"""Tokens per second of the engine in two ways, taking turns: drafting beside plain, and captured beside not."""
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.adaptation.lab import Lab
+from benchmarks.pair import BenchError
 from benchmarks.streams import seconds_of
+from osd.capture.server import open_redis
+from osd.capture.stream import TraceWriter
 from osd.capture.trace import Trace
+from osd.config import Settings
 from osd.drafters.base import Drafter
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling
 from serving.replica import make_engine
 from serving.versions import Start
+
+_WRITE_SECONDS = 60.0
 
 Report = Callable[[str], None]
 
@@ -24,6 +32,7 @@ class Way:
 
     name: str
     speculate: bool
+    capture: bool
     speeds: list[float]
 
 
@@ -43,21 +52,72 @@ class Served:
 def served(lab: Lab, drafter: Drafter, traces: Sequence[Trace], turns: int, report: Report) -> Served:
     """Send the prompts of ``traces`` with governed drafts, and plainly."""
     growth = lab.settings.growth.model_copy(update={"governed": True})
-    settings = lab.settings.model_copy(update={"growth": growth})
-    engine = make_engine(settings, lab.studio.directory, lab.studio.tokenizer, Start(drafter, 1), None)
-    ways = Served(Way("drafting", True, []), Way("plain", False, []))
+    engine = _engine(lab.settings.model_copy(update={"growth": growth}), lab, drafter, None)
+    ways = Served(Way("drafting", True, False, []), Way("plain", False, False, []))
     return _compare(engine, lab, traces, ways, turns, report)
 
 
-def _compare(engine: Engine, lab: Lab, traces: Sequence[Trace], ways: Served, turns: int, report: Report) -> Served:
-    """Send all prompts at once, once in each way a turn; another one begins each time, and a first turn warms up."""
+def captured(
+    lab: Lab, drafter: Drafter, traces: Sequence[Trace], turns: int, report: Report
+) -> tuple[Served, dict[str, int]]:
+    """Send the prompts of ``traces`` with capture to a real Redis, and without; also the records written and dropped.
+
+    What is captured is over when the last record is written, so that the writer's thread is charged as well.
+
+    Raises:
+        osd.capture.server.RedisError: there is no Redis.
+        BenchError: records were neither written nor counted as dropped.
+    """
+    redis = open_redis(lab.settings)
+    pieces = math.ceil(lab.size.tokens / lab.settings.capture.piece)
+    due = 0
+    try:
+        writer = TraceWriter(redis.url, lab.settings.capture)
+        try:
+            engine = _engine(lab.settings, lab, drafter, writer)
+            ways = Served(Way("with capture", True, True, []), Way("without", True, False, []))
+
+            def finish(way: Way) -> None:
+                nonlocal due
+                due += len(traces) * pieces * way.capture
+                deadline = time.monotonic() + _WRITE_SECONDS
+                while sum(writer.counters().values()) < due:
+                    if time.monotonic() > deadline:
+                        raise BenchError(f"of {due} records {writer.counters()} are accounted for")
+                    time.sleep(0.001)
+
+            found = _compare(engine, lab, traces, ways, turns, report, finish)
+        finally:
+            writer.close()
+        return found, writer.counters()
+    finally:
+        redis.close()
+
+
+def _engine(settings: Settings, lab: Lab, drafter: Drafter, writer: TraceWriter | None) -> Engine:
+    return make_engine(settings, lab.studio.directory, lab.studio.tokenizer, Start(drafter, 1), writer)
+
+
+def _compare(
+    engine: Engine,
+    lab: Lab,
+    traces: Sequence[Trace],
+    ways: Served,
+    turns: int,
+    report: Report,
+    finish: Callable[[Way], None] = lambda way: None,
+) -> Served:
+    """Send all prompts at once, once in each way a turn; another one begins each time, and a first turn warms up.
+
+    A way's time ends when ``finish`` returns.
+    """
     prompts = [tuple(trace.prompt_ids.numpy().tolist()) for trace in traces]
     engine.start()
     try:
         for turn in range(turns + 1):
             report(f"{ways.one.name} and {ways.other.name}: turn {turn} of {turns}")
             for way in (ways.one, ways.other) if turn % 2 else (ways.other, ways.one):
-                speed = _send(engine, prompts, lab.size.tokens, way)
+                speed = _send(engine, prompts, lab.size.tokens, way, finish)
                 if turn:
                     way.speeds.append(speed)
     finally:
@@ -65,9 +125,22 @@ def _compare(engine: Engine, lab: Lab, traces: Sequence[Trace], ways: Served, tu
     return ways
 
 
-def _send(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: Way) -> float:
+def _send(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: Way, finish: Callable[[Way], None]
+) -> float:
     requests = [
-        Request(str(index), prompt, tokens, Sampling(temperature=0), ignore_eos=True, speculate=way.speculate)
+        Request(
+            str(index),
+            prompt,
+            tokens,
+            Sampling(temperature=0),
+            ignore_eos=True,
+            capture=way.capture,
+            speculate=way.speculate,
+        )
         for index, prompt in enumerate(prompts)
     ]
-    return len(prompts) * tokens / seconds_of(engine, requests)
+    begun = time.perf_counter()
+    seconds_of(engine, requests)
+    finish(way)
+    return len(prompts) * tokens / (time.perf_counter() - begun)

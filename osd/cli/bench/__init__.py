@@ -10,6 +10,7 @@ from osd.cli.bench.forward import forward
 from osd.cli.bench.governor import governor
 from osd.cli.bench.growth import growth
 from osd.cli.bench.lossless import lossless
+from osd.cli.bench.net import net
 from osd.cli.bench.overhead import overhead
 from osd.cli.bench.peers import peers
 from osd.cli.bench.plain import plain
@@ -35,5 +36,6 @@ for command in (
     shift,
     ablate,
     poison,
+    net,
 ):
     app.command()(command)

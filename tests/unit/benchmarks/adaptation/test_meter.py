@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx2
+import psutil
+import pytest
+
+from benchmarks.adaptation import meter
+from benchmarks.adaptation.meter import CpuClock, Meter, read
+
+BURN = "import time\nwhile time.process_time() < {}: pass\n"
+WAIT = BURN + "print(flush=True)\ninput()"
+
+
+def test_counters_are_summed_over_their_labels_and_the_oldest_version_of_a_domain_counts():
+    text = """# TYPE osd_busy_seconds counter
+osd_busy_seconds_total{domain="a"} 1.5
+osd_busy_seconds_total{domain="b"} 2.0
+# TYPE vllm:spec_decode_num_draft_tokens counter
+vllm:spec_decode_num_draft_tokens_total{model_name="m"} 7
+# TYPE osd_drafter_version gauge
+osd_drafter_version{domain="a",replica="1"} 12
+osd_drafter_version{domain="a",replica="2"} 9
+osd_drafter_version{domain="b",replica="1"} 3
+# TYPE osd_running_requests gauge
+osd_running_requests{domain="a",replica="1"} 5
+"""
+    counters, versions = read(text)
+    assert counters == {"osd_busy_seconds": 3.5, "vllm:spec_decode_num_draft_tokens": 7.0}
+    assert versions == {"a": 9, "b": 3}
+
+
+def test_processes_below_children_count_and_go_on_counting_after_their_end():
+    clock = CpuClock()
+    before = clock.read()
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WAIT.format(0.3)!r}])"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", child], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        spent = clock.read() - before
+        assert spent > 0.25
+        process.communicate("\n")
+    assert not psutil.pid_exists(process.pid)
+    assert clock.read() - before >= spent
+    own = time.process_time()
+    while time.process_time() < own + 0.3:
+        pass
+    assert clock.read() - before < spent + 0.25  # this process is left out
+
+
+@pytest.fixture
+def service(monkeypatch) -> Iterator[ThreadingHTTPServer]:
+    """Counts its looks, refuses some of them, and asks for a key."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            server.looks += 1  # type: ignore[attr-defined]
+            right = self.headers["Authorization"] == "Bearer secret" and self.path == "/metrics"
+            refused = server.looks in server.refused  # type: ignore[attr-defined]
+            self.send_response(503 if refused else 200 if right else 401)
+            self.end_headers()
+            self.wfile.write(f"# TYPE looks counter\nlooks_total {server.looks}\n".encode())  # type: ignore[attr-defined]
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    monkeypatch.setattr(meter, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(meter, "_SETTLE_SECONDS", 0.2)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.looks, server.refused = 0, ()  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_meter_looks_from_entering_until_the_last_counters_were_told(service):
+    service.refused = (3,)
+    with Meter(f"http://127.0.0.1:{service.server_port}", "secret") as found:
+        assert [sample.count("looks") for sample in found.samples] == [1.0]
+        while service.looks < 4:
+            time.sleep(0.01)
+        left = time.monotonic()
+    assert time.monotonic() - left >= 0.2
+    assert [sample.count("looks") for sample in found.samples] == [
+        float(look) for look in range(1, service.looks + 1) if look != 3
+    ]
+    assert found.samples[-1].seconds >= 0.2 + found.samples[0].seconds
+    assert found.samples[0].count("never told") == 0.0
+
+
+def test_a_service_that_does_not_answer_at_first_cannot_be_metered(service):
+    with pytest.raises(httpx2.HTTPError), Meter(f"http://127.0.0.1:{service.server_port}", "wrong"):
+        raise AssertionError("entered")
+
+
+def test_what_went_wrong_meanwhile_is_not_waited_for(service, monkeypatch):
+    monkeypatch.setattr(meter, "_SETTLE_SECONDS", 60.0)
+    begun = time.monotonic()
+    with pytest.raises(KeyError), Meter(f"http://127.0.0.1:{service.server_port}", "secret"):
+        raise KeyError
+    assert time.monotonic() - begun < 30
