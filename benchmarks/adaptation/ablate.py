@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from benchmarks.adaptation.curves import Spread
 from benchmarks.adaptation.lab import Lab, Stream
 from benchmarks.adaptation.learner import Online, Recipe, Work, copied
 from benchmarks.adaptation.ruler import Counts, total
+from benchmarks.adaptation.samples import SAMPLES, Student
 
 Change = Callable[[Recipe], Recipe]
 
@@ -27,6 +29,7 @@ ABLATIONS: dict[str, dict[str, Change]] = {
         name: _trainer(divergence=name)
         for name in ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "hybrid")
     },
+    "samples": {name: _recipe(samples=name) for name in SAMPLES},
     "positions": {name: _trainer(positions=name) for name in ("all", "rejected", "weighted")},
     "interval": {f"every {count} records": _recipe(interval=count) for count in (1, 8, 32)},
     "unroll": {f"{depth} steps": _trainer(unroll=depth) for depth in (1, 2, 4)},
@@ -62,16 +65,20 @@ def ablate(
     drafter = lab.fresh(kind)
     start = copied(drafter)
     ruler = lab.ruler(drafter, stream)
-    for name, change in ABLATIONS[ablation].items():
-        arriving, unseen, work = [], [], []
-        for seed in seeds:
-            report(f"{ablation}: {name}, seed {seed}")
-            drafter.load_weights(start)
-            online = Online(drafter, replace(change(recipe), seed=seed), ruler)
-            arriving.append(total(online.serve(stream.arriving)))
-            unseen.append(total([one.counts for one in ruler.measure(online.in_service, stream.unseen)]))
-            work.append(online.work)
-        found.append(_variant(name, arriving, unseen, work))
+    with ExitStack() as ends:
+        draw = None
+        if ablation == "samples":
+            draw = ends.enter_context(Student(lab.studio, lab.fresh(kind), recipe.depth)).draw
+        for name, change in ABLATIONS[ablation].items():
+            arriving, unseen, work = [], [], []
+            for seed in seeds:
+                report(f"{ablation}: {name}, seed {seed}")
+                drafter.load_weights(start)
+                online = Online(drafter, replace(change(recipe), seed=seed), ruler, draw)
+                arriving.append(total(online.serve(stream.arriving)))
+                unseen.append(total([one.counts for one in ruler.measure(online.in_service, stream.unseen)]))
+                work.append(online.work)
+            found.append(_variant(name, arriving, unseen, work))
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.adaptation.ruler import Counts, Ruler
+from benchmarks.adaptation.samples import Draw
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafters.base import Drafter
@@ -19,7 +20,7 @@ from osd.learning.batch import DistillBatch, collate, pack
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
 from osd.learning.gate import Gate
-from osd.learning.replay import Replay
+from osd.learning.replay import Replay, is_held_out
 from trainer.candidates import EVALUATION_TOKENS, HELD_OUT_TOKENS
 from trainer.pace import PASSES, WORTHWHILE
 
@@ -30,7 +31,8 @@ class Recipe:
 
     ``passes`` over each new completion are trained when ``interval`` records have come, and nothing after that. With
     ``gated`` the service drafts with what last passed the gate, as it does in production; otherwise with whatever was
-    trained last.
+    trained last. ``samples`` says whose answers are trained on, one of ``benchmarks.adaptation.samples.SAMPLES``; the
+    gate judges on the target's in any case.
     """
 
     settings: TrainerSettings
@@ -40,6 +42,7 @@ class Recipe:
     interval: int = 8
     gated: bool = True
     seed: int = 0
+    samples: str = "teacher"
 
     def replay(self) -> Replay:
         """An empty buffer."""
@@ -65,14 +68,17 @@ class Online:
         drafter: what serves in the beginning; it is trained in place.
         recipe: how it learns.
         ruler: drafts for it.
+        draw: answers of the drafter; must be given where the recipe's samples are not only the target's.
 
     Attributes:
         served: the drafter in service.
-        work: what training did so far.
+        work: what training did so far, drawing answers included.
     """
 
-    def __init__(self, drafter: Drafter, recipe: Recipe, ruler: Ruler) -> None:
-        self._recipe, self._ruler = recipe, ruler
+    def __init__(self, drafter: Drafter, recipe: Recipe, ruler: Ruler, draw: Draw | None = None) -> None:
+        if recipe.samples != "teacher" and draw is None:
+            raise ValueError(f"{recipe.samples} samples need somebody who draws them")
+        self._recipe, self._ruler, self._draw = recipe, ruler, draw
         self._replay = recipe.replay()
         self._distiller = Distiller(drafter, recipe.settings)
         self.served = deepcopy(drafter)
@@ -94,15 +100,30 @@ class Online:
             group = traces[start : start + self._recipe.interval]
             drafted = self._ruler.measure(self.in_service, group)
             counts += [one.counts for one in drafted]
-            for trace, one in zip(group, drafted, strict=True):
-                if self._replay.add(one.mark(trace)).part == "train":
+            began = time.process_time()
+            for trace in self._sampled([one.mark(trace) for trace, one in zip(group, drafted, strict=True)]):
+                if self._replay.add(trace).part == "train":
                     self._budget += self._recipe.passes * trace.completion_ids.shape[0]
             self._came += len(group)
-            began = time.process_time()
             self._learn()
             self.work.cpu_seconds += time.process_time() - began
             report(len(counts))
         return counts
+
+    def _sampled(self, group: list[Trace]) -> list[Trace]:
+        """What is learned from these records: they themselves, or what the drafter in service answers to them."""
+        if self._draw is None or self._recipe.samples == "teacher":
+            return group
+        every = {"student": 1, "mixed": 2}[self._recipe.samples]
+        mine = [
+            index
+            for index, trace in enumerate(group)
+            if (self._came + index) % every == 0 and not is_held_out(trace.request_id, self._recipe.settings.held_out)
+        ]
+        sampled = list(group)
+        for index, trace in zip(mine, self._draw(self.in_service, [group[index] for index in mine]), strict=True):
+            sampled[index] = trace
+        return sampled
 
     def _learn(self) -> None:
         settings = self._recipe.settings

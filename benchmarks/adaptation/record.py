@@ -63,16 +63,19 @@ class Studio:
                 found.setdefault(one.id, one)
         return list(found.values())
 
-    def engine(self, slots: int, sink: Callable[[Trace], object]) -> Engine:
-        """An engine that decodes plainly and captures everything, not started."""
+    def engine(
+        self, slots: int, sink: Callable[[Trace], object], drafter: Drafter | None = None, depth: int = 1
+    ) -> Engine:
+        """An engine that captures everything, not started; without a ``drafter`` no request may speculate."""
+        reader = self.reader if drafter is None else drafter
         context = self.settings.engine.context
         model = load_model(self.directory, self.take.dtype, self.settings.target.device)
-        target = SlotModel(model, slots=slots, context=context, scratch=1, taps=self.take.taps)
-        engine = self.settings.engine.model_copy(update={"slots": slots, "prefill_chunk": _CHUNK, "max_draft": 1})
+        target = SlotModel(model, slots=slots, context=context, scratch=depth + 1, taps=reader.taps)
+        engine = self.settings.engine.model_copy(update={"slots": slots, "prefill_chunk": _CHUNK, "max_draft": depth})
         capture = self.settings.capture.model_copy(update={"enabled": True, "piece": max(self.take.tokens, 16)})
-        growth = GrowthSettings(kind="chain", depth=1, governed=False)
+        growth = GrowthSettings(kind="chain", depth=depth, governed=False)
         chosen = self.settings.model_copy(update={"engine": engine, "capture": capture, "growth": growth})
-        return Engine(target, self.tokenizer, chosen, self.reader, sink=sink)
+        return Engine(target, self.tokenizer, chosen, reader, sink=sink)
 
 
 def record(

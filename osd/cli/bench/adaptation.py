@@ -115,7 +115,8 @@ def ablate(
     ablation: Annotated[
         list[str] | None,
         typer.Option(
-            help="divergence, positions, interval, unroll, gate, learning_rate, passes or domains; all by default.",
+            help="divergence, samples, positions, interval, unroll, gate, learning_rate, passes or domains; "
+            "all by default.",
             metavar="NAME",
         ),
     ] = None,
