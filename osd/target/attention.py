@@ -55,13 +55,10 @@ def slot_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     rows, cache = osd_step.rows, osd_step.cache
-    start = None
-    if sliding_window is not None:
-        start = (rows.positions.to(torch.int32) - (sliding_window - 1)).clamp_min(0)
     # [1, heads, R, dim] -> [R, heads, dim]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     keys, values = cache.keys[layer], cache.values[layer]
-    out = attend(query, key, value, keys, values, rows, start=start, scale=scale, softcap=softcap or 0.0)
+    out = attend(query, key, value, keys, values, rows, window=sliding_window, scale=scale, softcap=softcap or 0.0)
     return out.unsqueeze(0), None
 
 
@@ -74,16 +71,20 @@ def attend(
     rows: PackedRows,
     *,
     scale: float,
-    start: Tensor | None = None,
+    window: int | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
     """Store the new keys and values in their slots and attend, on the best kernel for the device.
 
     query [R, heads, dim]; key, value [R, kv_heads, dim]; keys, values [slots, kv_heads, places, dim], all of
-    one dtype; ``start`` [R] int32 the first place that a row sees, 0 when None. Returns [R, heads, dim].
+    one dtype; ``window`` is how many places a row sees, itself included, None for all. Returns [R, heads, dim].
     """
-    if start is None:
+    if rows.grid is not None:
+        return rows.grid.attend(query, key, value, keys, values, rows, window, scale, softcap)
+    if window is None:
         start = torch.zeros_like(rows.visible)
+    else:
+        start = (rows.positions.to(torch.int32) - (window - 1)).clamp_min(0)
     native = query.device.type == "cpu" and query.shape[-1] % 8 == 0 and query.dtype in DTYPES
     run = _native if native and kernels() is not None else reference
     return run(query.contiguous(), key.contiguous(), value.contiguous(), keys, values, rows, start, scale, softcap)

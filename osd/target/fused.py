@@ -31,13 +31,16 @@ def fusable(model: nn.Module) -> bool:
         and (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) % 8 == 0
         and not getattr(config, "mlp_bias", False)
         and len(set(getattr(config, "layer_types", None) or ["full_attention"])) == 1
-        and _rope_type(config) not in ("dynamic", "longrope")  # their angles depend on the length of the text
+        and fixed_angles(config)
     )
 
 
-def _rope_type(config: Any) -> str:
+def fixed_angles(config: Any) -> bool:
+    """Whether the rotary embedding turns a place by the same angles however long the text is."""
     rope = getattr(config, "rope_parameters", None) or {}
-    return rope.get("rope_type", "default")
+    # Models with several kinds of layers may have one entry for each.
+    every = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return all(part.get("rope_type", "default") not in ("dynamic", "longrope") for part in every)
 
 
 class FusedDecoder:

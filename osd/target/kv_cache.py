@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from osd.target.grid import Grid
 
 
 class KVCache:
@@ -68,6 +72,10 @@ class PackedRows:
     * ``visible`` [R] int32: the row sees the places before this one.
     * ``base`` [R] int32 and ``mask`` [R, W] bool: in a draft tree it also sees ``base + j`` where
       ``mask[:, j]``. None when no row is in a tree.
+    * ``late``: tokens that the host has not read; None when it knows all.
+    * ``grid``: where the rows stand for attention over a grid. None until a model lays them out for its device.
+
+    Rows are made on the host, whatever the device of the model.
     """
 
     token_ids: Tensor
@@ -77,3 +85,24 @@ class PackedRows:
     visible: Tensor
     base: Tensor | None = None
     mask: Tensor | None = None
+    late: Late | None = None
+    grid: Grid | None = None
+
+    def settled(self) -> PackedRows:
+        """The same with the late tokens in their rows, on the host."""
+        if self.late is None:
+            return self
+        tokens = self.late.over(self.token_ids, self.late.source)
+        return replace(self, token_ids=tokens, late=None)
+
+
+@dataclass(frozen=True)
+class Late:
+    """Draft tokens [n] int64 on a device; ``source`` [R] int64 on the host says which of them a row has, -1 none."""
+
+    tokens: Tensor
+    source: Tensor
+
+    def over(self, known: Tensor, source: Tensor) -> Tensor:
+        """``known`` [R] with the late tokens in their rows, where ``source`` is on the device of both."""
+        return torch.where(source >= 0, self.tokens[source.clamp(min=0)], known)

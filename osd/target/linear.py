@@ -121,7 +121,7 @@ def pack(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class PlainLinear(nn.Module):
-    """``y = x W^T + b`` as PyTorch multiplies it, on any device. [..., in] -> [..., out]."""
+    """``y = x W^T + b`` as PyTorch multiplies it in the weight's dtype, on any device. [..., in] -> [..., out]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -132,8 +132,8 @@ class PlainLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply; x has the weight's dtype."""
-        return F.linear(x, self.weight, self.bias)
+        """Multiply; the result has the dtype of x."""
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
     @staticmethod
     def stage(weight: Tensor) -> Tensor:
@@ -152,12 +152,13 @@ _MAKERS: dict[str, LinearMaker] = {"native": PackedLinear, "onednn": OneDnnLinea
 
 def fused_dtype(device: torch.device) -> torch.dtype:
     """The weight dtype with which ``make_linear`` multiplies float32 rows on ``device``."""
-    return torch.bfloat16 if device.type == "cpu" and kernels() is not None else torch.float32
+    return torch.bfloat16 if device.type != "cpu" or kernels() is not None else torch.float32
 
 
 def make_linear(weight: Tensor) -> PackedLinear | PlainLinear:
     """A layer for float32 rows whose weight, of ``fused_dtype``, can be swapped in place."""
-    return PackedLinear(weight) if weight.dtype == torch.bfloat16 else PlainLinear(weight)
+    packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return PackedLinear(weight) if packs else PlainLinear(weight)
 
 
 def _onednn_available(dtype: torch.dtype) -> bool:

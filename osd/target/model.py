@@ -12,7 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from osd.target import attention
 from osd.target.device import pick_device
-from osd.target.fused import FusedDecoder, fusable
+from osd.target.fused import FusedDecoder, fixed_angles, fusable
+from osd.target.gpu import copied
+from osd.target.graphs import BucketedForward
+from osd.target.grid import padded
 from osd.target.kv_cache import KVCache, PackedRows
 from osd.target.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
 
@@ -33,6 +36,9 @@ class SlotModel:
     ``context`` tokens fit a sequence; ``scratch`` more places hold a draft that is being verified.
     ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last. ``weights`` are
     those of the linear layers: "full" as they come, or "int8".
+
+    On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
+    ``osd.target.graphs``. A CPU can do the same without recording, more slowly than it does otherwise.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class SlotModel:
         scratch: int,
         taps: tuple[int, ...] = (),
         weights: str = "full",
+        bucketed: bool | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
@@ -61,17 +68,22 @@ class SlotModel:
             self.layers[tap].register_forward_hook(self._hook(tap))
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.cache = KVCache(len(self.layers), slots, heads, context + scratch, dim, self.dtype, self.device)
+        bucketed = self.device.type == "cuda" if bucketed is None else bucketed
+        places = padded(context + scratch) if bucketed else context + scratch
+        self.cache = KVCache(len(self.layers), slots, heads, places, dim, self.dtype, self.device)
         config._attn_implementation = attention.NAME
         self._fused: FusedDecoder | None = None
-        fused = fusable(model)
+        self.bucketed: BucketedForward | None = None
+        fused = fusable(model) and not bucketed
         if weights == "int8":
             quantise(model)
-        elif self.device.type == "cpu":
+        elif self.device.type == "cpu" and not bucketed:
             accelerate(model, "native" if fused else None)
         if fused:
             _let_go_of_file(model)
             self._fused = FusedDecoder(model, self.cache, self.taps)
+        if bucketed:
+            self.bucketed = BucketedForward(self.compute, self.cache, scratch, recordable(config))
 
     def _hook(self, tap: int) -> Any:
         def keep(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -81,10 +93,20 @@ class SlotModel:
 
     @torch.inference_mode()
     def forward(self, rows: PackedRows, wanted: Tensor) -> Forward:
-        """Run the new tokens ``rows``, store their keys, and return the logits of rows ``wanted`` [n] int64."""
+        """Run the new tokens ``rows``, store their keys, and return the logits of rows ``wanted`` [n] int64.
+
+        Both are on the host; what comes back is on the device, and nothing waits for it.
+        """
+        if self.bucketed is not None:
+            return Forward(*self.bucketed.forward(rows, wanted))
+        rows = rows.settled()
         if self._fused is not None:
             logits, hidden = self._fused.forward(rows, wanted)
             return Forward(logits, hidden if self.taps else None)
+        return Forward(*self.compute(rows, wanted))
+
+    def compute(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``forward`` by transformers' own code, for rows that are on the device already."""
         output = self.model(
             input_ids=rows.token_ids.unsqueeze(0),
             position_ids=rows.positions.unsqueeze(0),
@@ -96,7 +118,7 @@ class SlotModel:
         if self.taps:
             hidden = torch.cat([self._tapped[tap][0] for tap in self.taps], -1)  # [R, taps * hidden]
             self._tapped.clear()
-        return Forward(output.logits[0].float(), hidden)
+        return output.logits[0].float(), hidden
 
     def stage(self, name: str, value: Tensor) -> Tensor:
         """Lay out a weight called ``name`` for ``load``, off the thread that runs forwards."""
@@ -118,8 +140,7 @@ class SlotModel:
                 places[name] = owner.place
             else:
                 places[name] = getattr(owner, attribute).data
-        # One call: after each, the interpreter's lock must be had again, which takes long beside a busy thread.
-        torch._foreach_copy_(list(places.values()), [staged[name] for name in places])  # type: ignore[attr-defined]
+        copied(places.values(), [staged[name] for name in places])
 
 
 def load_model(directory: Path, dtype: str, device: str) -> nn.Module:
@@ -128,6 +149,12 @@ def load_model(directory: Path, dtype: str, device: str) -> nn.Module:
         directory, dtype=DTYPES.get(dtype, dtype), attn_implementation=attention.NAME, local_files_only=True
     )
     return model.to(pick_device(device))  # type: ignore[arg-type]
+
+
+def recordable(config: Any) -> bool:
+    """Whether a model's forward never asks its device for a value: routing to experts does, and so do moving angles."""
+    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return fixed_angles(config) and not experts
 
 
 def load_config(directory: Path) -> Any:

@@ -1,0 +1,220 @@
+"""Forwards padded to buckets over static buffers against forwards as they come."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from osd.target.graphs import BucketedForward
+from osd.target.grid import GridShape, RowBuffer, laid_out
+from osd.target.kv_cache import KVCache, Late, PackedRows
+from osd.target.model import SlotModel, recordable
+from osd.target.recording import Recorder, StaticBuffer
+from tests.unit.target.rows import rows_of
+from tests.unit.target.test_model import FAMILIES, NAME, build, everything, prompt, slotted
+
+SCRATCH, SLOTS = 8, 4
+Part = tuple[int, int, list[int]]
+
+
+def bucketed(family: str, taps: tuple[int, ...] = (), **more: Any) -> SlotModel:
+    model = build(family)
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    return SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH, taps=taps, bucketed=True, **more)
+
+
+def equal(got: Tensor, goal: Tensor) -> None:
+    """As equal as float32 is when sums run in another order."""
+    torch.testing.assert_close(got, goal, rtol=1e-5, atol=1e-5 * max(1.0, float(goal.abs().max())))
+
+
+def mixed(rows: int, lengths: dict[int, int], chance: random.Random) -> tuple[list[Part], dict[int, list[int]]]:
+    """Parts of ``rows`` rows in all, behind the committed ``lengths``, some of which end in trees."""
+    parts: list[Part] = []
+    trees: dict[int, list[int]] = {}
+    slots = chance.sample(range(SLOTS), SLOTS)
+    while rows and slots:
+        count = rows if len(slots) == 1 else chance.randint(1, min(rows, SCRATCH))
+        if count > 1 and chance.random() < 0.6:
+            nodes = chance.randint(1, count - 1)
+            trees[len(parts)] = [chance.randint(-1, node - 1) for node in range(nodes)]
+        slot = slots.pop()
+        parts.append((slot, lengths[slot], prompt(count, seed=count + slot)))
+        rows -= count
+    return parts, trees
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2"])
+def test_any_number_of_rows_gives_what_it_gives_unpadded(family: str) -> None:
+    plain, padded = slotted(family, (0, -1)), bucketed(family, (0, -1))
+    lengths = {0: 3, 1: 20, 2: 11, 3: 7}
+    for slot, length in lengths.items():
+        for model in (plain, padded):
+            model.forward(rows_of([(slot, 0, prompt(length, slot))]), everything(1))
+    assert padded.bucketed is not None
+    chance = random.Random(0)  # noqa: S311 - no secret
+    for count in range(1, 34):
+        parts, trees = mixed(count, lengths, chance)
+        rows = rows_of(parts, trees)
+        wanted = torch.tensor(sorted(chance.sample(range(count), chance.randint(1, count))))
+        goal, got = plain.forward(rows, wanted), padded.forward(rows, wanted)
+        equal(got.logits, goal.logits)
+        assert torch.equal(got.logits.argmax(-1), goal.logits.argmax(-1))
+        assert got.hidden is not None
+        assert goal.hidden is not None
+        equal(got.hidden, goal.hidden)
+        for slot, start, ids in parts:
+            for mine, theirs in ((padded.cache.keys, plain.cache.keys), (padded.cache.values, plain.cache.values)):
+                end = start + len(ids)
+                equal(mine[:, slot, :, :end], theirs[:, slot, :, :end])
+    assert 0 < padded.bucketed.recorded < 33
+
+
+def test_padding_leaves_every_place_alone_that_a_row_can_see() -> None:
+    model = bucketed("llama")
+    before = model.cache.keys.clone()
+    model.forward(rows_of([(1, 5, prompt(3)), (2, 9, prompt(2))]), everything(5))
+    changed = (model.cache.keys != before).any(-1).any(2).any(0)  # [slots, places]
+    places = {(int(slot), int(place)) for slot, place in changed.nonzero()}
+    assert places == {(1, 5), (1, 6), (1, 7), (2, 9), (2, 10), (0, model.cache.places - 1)}
+    assert model.cache.places - 1 >= 64 + SCRATCH
+
+
+def test_forwards_of_a_bucket_share_one_recording_and_do_not_change_each_others_results() -> None:
+    model = bucketed("llama", (1,))
+    assert model.bucketed is not None
+    first = model.forward(rows_of([(0, 0, prompt(5))]), everything(5))
+    kept, states = first.logits.clone(), first.hidden.clone()  # type: ignore[union-attr]
+    again = model.forward(rows_of([(3, 0, prompt(7, 1))]), everything(7))
+    assert model.bucketed.recorded == 1
+    assert again.logits.shape[0] == 7
+    assert torch.equal(first.logits, kept)
+    assert torch.equal(first.hidden, states)  # type: ignore[arg-type]
+    model.forward(rows_of([(0, 5, prompt(9))]), everything(1))
+    assert model.bucketed.recorded == 1, "what is larger than drafts are is not recorded"
+
+
+def test_a_recording_is_run_on_the_rows_of_its_first_forward_only_and_reads_the_same_addresses_ever_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, model = slotted("llama"), bucketed("llama")
+    seen: list[list[int]] = []
+
+    class Nosy(Recorder):
+        def record(self, run: Any) -> Any:
+            run()  # as a GPU warms up
+            return run
+
+    def spying(rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+        parts = (rows.token_ids, rows.positions, rows.slots, rows.stores, rows.visible, wanted)
+        seen.append([part.data_ptr() for part in parts])
+        return model.compute(rows, wanted)
+
+    monkeypatch.setattr("osd.target.graphs.Recorder", Nosy)
+    model.bucketed = BucketedForward(spying, model.cache, SCRATCH, recordable=True)
+    for start, count in ((0, 4), (4, 3)):
+        rows = rows_of([(2, start, prompt(count))])
+        goal = plain.forward(rows, everything(count)).logits
+        equal(model.forward(rows, everything(count)).logits, goal)
+    assert len(seen) == 3
+    assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_tokens_that_only_the_device_knows_reach_their_rows(padded: bool) -> None:
+    plain, model = slotted("llama"), bucketed("llama") if padded else slotted("llama")
+    tokens = prompt(6)
+    goal = plain.forward(rows_of([(1, 0, tokens)]), everything(6)).logits
+    rows = rows_of([(1, 0, [tokens[0], 0, 0, tokens[3], 0, tokens[5]])])
+    late = Late(torch.tensor([tokens[4], tokens[1], 99, tokens[2]]), torch.tensor([-1, 1, 3, -1, 0, -1]))
+    told = PackedRows(rows.token_ids, rows.positions, rows.slots, rows.stores, rows.visible, late=late)
+    equal(model.forward(told, everything(6)).logits, goal)
+
+
+@pytest.mark.parametrize("nodes", [0, SCRATCH])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(family: str, nodes: int) -> None:
+    """A meta tensor has no value to ask for, and refuses to meet one of another device."""
+    model = build(family).to("meta")
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    slots = SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH, taps=(0, -1), bucketed=True)
+    buffer = RowBuffer(GridShape(8, 8, 2, 4, 64, nodes), slots.cache)
+    with torch.inference_mode():
+        logits, hidden = slots.compute(buffer.rows, buffer.wanted)
+    assert logits.shape == (8, slots.vocab_size)
+    assert hidden is not None
+    assert hidden.shape == (8, 2 * slots.hidden_size)
+
+
+def test_models_whose_forward_asks_for_values_are_not_recorded() -> None:
+    config = build("llama").config
+    assert recordable(config)
+    config.num_local_experts = 8  # type: ignore[union-attr]
+    assert not recordable(config)
+    config.num_local_experts = None  # type: ignore[union-attr]
+    config.rope_parameters = {"full_attention": {"rope_type": "dynamic"}}  # type: ignore[union-attr]
+    assert not recordable(config)
+
+
+def test_swapped_weights_keep_their_addresses_and_change_the_output() -> None:
+    model, other = bucketed("llama"), slotted("llama", seed=1)
+    rows = rows_of([(0, 0, prompt(4))])
+    before = model.forward(rows, everything(4)).logits
+    addresses = {name: value.data_ptr() for name, value in model.model.state_dict().items()}
+    theirs = build("llama", 1).state_dict()
+    staged = {name: model.stage(name, value) for name, value in theirs.items()}
+    with torch.inference_mode():
+        model.load(staged)
+    after = model.forward(rows, everything(4)).logits
+    assert {name: value.data_ptr() for name, value in model.model.state_dict().items()} == addresses
+    assert not torch.allclose(after, before)
+    equal(after, other.forward(rows, everything(4)).logits)
+
+
+def test_a_buffer_is_filled_anew_and_padded_each_time() -> None:
+    buffer = StaticBuffer({"a": 3, "b": 2}, 4, torch.device("cpu"))
+    views = buffer["a"], buffer["b"], buffer.flags
+    buffer.fill(
+        {"a": (torch.tensor([5, 6, 7]).numpy(), 9), "b": (torch.tensor([1]).numpy(), -1)}, torch.ones(4).numpy()
+    )
+    assert [view.tolist() for view in views] == [[5, 6, 7], [1, -1], [True] * 4]
+    buffer.fill({"a": (np.array([4]), 9), "b": (np.array([2, 3]), -1)})
+    assert [view.tolist() for view in views] == [[4, 9, 9], [2, 3], [False] * 4]
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@cuda
+def test_on_a_gpu_a_recorded_forward_waits_for_nothing_and_gives_what_the_cpu_gives() -> None:
+    plain, model = slotted("llama"), build("llama").to("cuda")
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    fast = SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH)
+    assert fast.bucketed is not None
+    for start, count in ((0, 5), (5, 7), (12, 2)):
+        rows, wanted = rows_of([(1, start, prompt(count))]), everything(count)
+        if start == 5:
+            torch.cuda.set_sync_debug_mode("error")  # the recording is there: from here on nothing may wait
+        try:
+            got = fast.forward(rows, wanted).logits if count != 2 else None
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if got is not None:
+            torch.testing.assert_close(got.cpu(), plain.forward(rows, wanted).logits, rtol=1e-3, atol=1e-3)
+    assert fast.bucketed.recorded == 1
+
+
+@cuda
+def test_on_a_gpu_rows_as_they_come_wait_for_nothing_either() -> None:
+    cache = KVCache(1, SLOTS, 2, 128, 16, torch.float32, torch.device("cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rows, _ = laid_out(rows_of([(1, 3, prompt(30))]), everything(1), cache)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert rows.stores.tolist() == list(range(3, 33))
