@@ -33,13 +33,22 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class Chains:
-    """Greedy drafts of B sequences: ``tokens`` of each, and ``logits`` [B, levels, draft vocabulary] behind them.
+    """Greedy drafts of B sequences.
 
-    Entries of a sequence past its tokens mean nothing.
+    ``drafted`` [B, levels] int64 target ids, of which each has the first of its ``sizes`` [B], and ``logits``
+    [B, levels, draft vocabulary] behind them; further entries mean nothing. Unless ``settled``, the device may still be
+    at work: reading them waits for it.
     """
 
-    tokens: list[list[int]]
+    drafted: Tensor
+    sizes: Tensor
     logits: Tensor
+    settled: bool = True
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Those of each draft."""
+        return [ids[:size] for ids, size in zip(self.drafted.tolist(), self.sizes.tolist(), strict=True)]
 
 
 class Session(Protocol):
@@ -144,8 +153,15 @@ class Drafter(nn.Module, ABC):
         """Prefer the tokens that traffic uses, by their ``counts`` [target vocabulary]; what was learnt stays."""
 
     @abstractmethod
-    def session(self, slots: int, context: int, scratch: int) -> Session:
-        """Start drafting with the weights as they are now, for ``slots`` sequences of ``context`` tokens."""
+    def session(self, slots: int, context: int, scratch: int, device: torch.device | None = None) -> Session:
+        """Start drafting with the weights as they are now.
+
+        Args:
+            slots: sequences at the same time.
+            context: tokens of each.
+            scratch: one more than a draft has at most.
+            device: the target's; the drafter's own when None.
+        """
 
     def weights(self) -> dict[str, Tensor]:
         """The tensors of a version: parameters and maps, without what is the target's own."""

@@ -97,6 +97,7 @@ class Eagle(Drafter):
         self.register_buffer("t2d", torch.zeros(shape.target_vocabulary, dtype=torch.bool))
         self.register_buffer("d2t", torch.zeros(shape.vocabulary, dtype=torch.int64))
         self.embedding, self.target_head = embedding, target_head
+        self._embeddings: dict[torch.device, Tensor] = {}
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """Draft only the target ids ``ids`` [vocabulary], ascending."""
@@ -237,11 +238,17 @@ class Eagle(Drafter):
                 features = self.norm(features)
         return result
 
-    def session(self, slots: int, context: int, scratch: int) -> Any:
+    def session(self, slots: int, context: int, scratch: int, device: torch.device | None = None) -> Any:
         """See ``Drafter.session``."""
         from osd.drafters.eagle_session import EagleSession
 
-        return EagleSession(self, slots, context, scratch)
+        return EagleSession(self, slots, context, scratch, device)
+
+    def embedding_on(self, device: torch.device) -> Tensor:
+        """The target's embedding on a device, the same for all sessions there."""
+        if device not in self._embeddings:
+            self._embeddings[device] = self.embedding.to(device)
+        return self._embeddings[device]
 
 
 NEVER = -1e30  # finite, so that a row which sees nothing true stays a number

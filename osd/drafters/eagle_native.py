@@ -122,5 +122,4 @@ class NativeEagle:
         )
         if failed:
             raise MemoryError("no memory for a draft's scratch space")
-        kept = zip(drafted.tolist(), sizes.tolist(), strict=True)
-        return Chains([ids[:size] for ids, size in kept], logits)
+        return Chains(drafted, sizes, logits)

@@ -12,38 +12,51 @@ from osd.drafters.acceptance_head import PREFIX, fitted, judged
 from osd.drafters.base import Chains, check
 from osd.drafters.eagle import Eagle, check_maps, rotate
 from osd.drafters.eagle_native import NativeEagle
+from osd.drafters.recorded import RecordedChains, Told
 from osd.drafters.rows import TreeRows
 from osd.speculation.tree import TreeBuilder
 from osd.target.attention import attend
+from osd.target.gpu import aside, copied
+from osd.target.grid import laid_out, padded
 from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.linear import PackedLinear, fused_dtype, make_linear
+from osd.target.linear import PackedLinear, PlainLinear, fused_dtype, make_linear
 
 
 class EagleSession:
     """Drafts for the sequences of ``slots``; see ``osd.drafters.base.Session``.
 
     Pair i of a slot joins the target's hidden state of token i with token i + 1. Pairs that were
-    committed since the last draft run together with the first step of the next one.
+    committed since the last draft run together with the first step of the next one. On a GPU, or where
+    ``recorded`` says so, greedy chains are recorded over weights and buffers whose addresses stay.
     """
 
-    def __init__(self, drafter: Eagle, slots: int, context: int, scratch: int) -> None:
+    def __init__(
+        self, drafter: Eagle, slots: int, context: int, scratch: int, device: torch.device | None = None,
+        recorded: bool | None = None,
+    ) -> None:  # fmt: skip
         self.drafter, shape = drafter, drafter.shape
-        self.device = drafter.embedding.device
-        self.embedding = drafter.embedding
-        self.cache = KVCache(1, slots, shape.kv_heads, context + scratch, shape.head_dim, torch.float32, self.device)
+        self.device = device or drafter.embedding.device
+        self.embedding = drafter.embedding_on(self.device)
+        recorded = self.device.type == "cuda" if recorded is None else recorded
+        places = padded(context + scratch) if recorded else context + scratch
+        self.cache = KVCache(1, slots, shape.kv_heads, places, shape.head_dim, torch.float32, self.device)
         self.features = torch.zeros(slots, 1 + scratch, shape.hidden, device=self.device)
         self.pending: dict[int, tuple[list[int], list[Tensor]]] = {}
         self._expected = drafter.weights()
-        laid_out = self._lay_out(self._expected)
-        self.linear = {name: make_linear(laid_out[name]) for name in _LINEAR}
-        self.vector = {name: laid_out[name].clone() for name in laid_out if name not in _LINEAR}
-        self._head = deepcopy(drafter.acceptance)
+        weights = self._lay_out(self._expected)
+        make = PlainLinear if recorded else make_linear
+        self.linear = {name: make(weights[name]) for name in _LINEAR}
+        self.vector = {name: weights[name].clone() for name in weights if name not in _LINEAR}
+        self._head = None if drafter.acceptance is None else deepcopy(drafter.acceptance).to(self.device)
         if self._head is not None:
             self.vector |= {PREFIX + name: value.data for name, value in self._head.named_parameters()}
         self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
-        cos, sin = drafter.rotation(torch.arange(context + scratch, device=self.device))
+        cos, sin = drafter.rotation(torch.arange(places, device=self.device))
         self._cos, self._sin = cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous()  # [places, head_dim]
         self._native = self._point() if self._fits() else None
+        self._recorded: RecordedChains | None = None
+        if recorded:
+            self._recorded = RecordedChains(self._recorded_step, self.cache, scratch, self.support, recordable=True)
         self._spare: dict[str, Tensor] = {}  # weights before the last swap, which the decode thread must not free
 
     @property
@@ -95,19 +108,22 @@ class EagleSession:
             at, slot_ids, above = torch.tensor(grown, device=self.device).T
             features[at] = self.features[slot_ids, above]
         step = self._step if self._native is None else self._native.step
-        packed_rows = packed.rows(torch.tensor(ids, device=self.device))
-        output, logits = step(packed_rows.token_ids, features, packed_rows, packed.last)
-        following = self._norm(output, "norm") if self.drafter.shape.output_norm else output
-        self.features[torch.tensor(asked, device=self.device), 1 + nodes] = following
+        told, last = packed.rows(torch.tensor(ids)), packed.last
+        if self._recorded is not None:
+            told, last = laid_out(told, last, self.cache)
+        output, logits = step(told.token_ids, features, told, last)
+        self.features[torch.tensor(asked, device=self.device), 1 + nodes] = self._following(output)
         self._states = output
         return logits
 
     @torch.inference_mode()
     def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
         """See ``Session.chains``."""
-        if self._native is None:
+        if self._native is None and self._recorded is None:
             return None
-        places, tokens, hidden = [], [], []
+        places: list[tuple[int, int, int]] = []
+        tokens: list[int] = []
+        hidden: list[Tensor] = []
         for slot, limit in zip(slots, limits, strict=True):
             new, states = self.pending[slot] if limit else ([], [])
             places.append((slot, self.cache.length[slot], len(new)))
@@ -116,7 +132,10 @@ class EagleSession:
                 hidden += states
                 self.cache.length[slot] += len(new)
                 self.pending[slot] = ([], [])
-        return self._native.chains(places, limits, tokens, torch.cat(hidden), floor)
+        if self._native is not None:
+            return self._native.chains(places, limits, tokens, torch.cat(hidden), floor)
+        assert self._recorded is not None  # noqa: S101
+        return self._recorded.chains(Told(places, tokens, torch.cat(hidden)), limits, floor)
 
     @torch.inference_mode()
     def acceptance(self) -> Tensor:
@@ -129,14 +148,15 @@ class EagleSession:
         check(weights, self._expected)
         check_maps(weights)
         self._spare = {}
-        laid_out = self._lay_out(weights)
-        return {name: self.linear[name].stage(value) if name in _LINEAR else value for name, value in laid_out.items()}
+        with aside(self.device):
+            staged = self._lay_out(weights)
+        return {name: self.linear[name].stage(value) if name in _LINEAR else value for name, value in staged.items()}
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``: our kernels are pointed at the staged tensors, everything else has them copied in."""
         if self._native is None:
             places = [self.linear[name].place if name in _LINEAR else self.vector[name] for name in staged]
-            torch._foreach_copy_(places, list(staged.values()))  # type: ignore[attr-defined]
+            copied(places, staged.values())
             return
         self._spare = {name: self.linear[name].place if name in _LINEAR else self.vector[name] for name in staged}
         for name, value in staged.items():
@@ -162,17 +182,30 @@ class EagleSession:
         """Weights in the dtypes and under the names that the session uses."""
         w = {name: value.to(self.device) for name, value in weights.items()}
         dtype = fused_dtype(self.device)
-        laid_out = {
+        tensors = {
             "fuse": w["fuse.weight"],
             **{name: w[f"{name}_proj.weight"] for name in _PROJECTIONS},
             "head": w["head.weight"],
         }
-        laid_out = {name: value.to(dtype) for name, value in laid_out.items()}
+        tensors = {name: value.to(dtype) for name, value in tensors.items()}
         for name in ("embedding_norm", "feature_norm", "mlp_norm", "norm"):
-            laid_out[name] = w[f"{name}.weight"].float()
-        laid_out["tap_norm"] = w["tap_norm"].float()
-        laid_out["draft_ids"] = w["d2t"] + torch.arange(len(w["d2t"]), device=self.device)
-        return laid_out | {name: w[name].float() for name in w if name.startswith(PREFIX)}
+            tensors[name] = w[f"{name}.weight"].float()
+        tensors["tap_norm"] = w["tap_norm"].float()
+        tensors["draft_ids"] = w["d2t"] + torch.arange(len(w["d2t"]), device=self.device)
+        return tensors | {name: w[name].float() for name in w if name.startswith(PREFIX)}
+
+    def _recorded_step(
+        self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See ``osd.drafters.recorded.Step``."""
+        assert states is not None  # noqa: S101  the target's at first, its own later
+        features = self._fuse(states.float()) if first else states
+        output, logits = self._step(rows.token_ids, features, rows, wanted)
+        return logits, self._following(output)
+
+    def _following(self, output: Tensor) -> Tensor:
+        """The features that the next step reads."""
+        return self._norm(output, "norm") if self.drafter.shape.output_norm else output
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.vector[name], self.drafter.shape.eps)

@@ -55,20 +55,19 @@ class TreeRows:
     @property
     def last(self) -> Tensor:
         """[M] the rows that were asked for, in order."""
-        return torch.tensor(self._last, device=self.cache.keys.device)
+        return torch.tensor(self._last)
 
     def rows(self, tokens: Tensor) -> PackedRows:
-        """All rows with their tokens [R]."""
-        device = self.cache.keys.device
-        narrow = torch.tensor([self._slots, self._stores, self._visible, self._base], dtype=torch.int32, device=device)
+        """All rows with their tokens [R], on the host."""
+        narrow = torch.tensor([self._slots, self._stores, self._visible, self._base], dtype=torch.int32)
         mask = None
         if self._trees:
-            at, tree, node = torch.tensor(self._trees, device=device).T
-            mask = torch.zeros(len(self._slots), self.builder.capacity, dtype=torch.bool, device=device)
-            mask[at] = ancestors(self.builder.parents, self.builder.sizes)[tree, node]
+            at, tree, node = torch.tensor(self._trees).T
+            mask = torch.zeros(len(self._slots), self.builder.capacity, dtype=torch.bool)
+            mask[at] = ancestors(self.builder.parents.cpu(), self.builder.sizes.cpu())[tree, node]
         return PackedRows(
             token_ids=tokens,
-            positions=torch.tensor(self._positions, device=device),
+            positions=torch.tensor(self._positions),
             slots=narrow[0],
             stores=narrow[1],
             visible=narrow[2],

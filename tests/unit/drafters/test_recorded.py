@@ -1,0 +1,215 @@
+"""Chains drafted in one recording, without the host, against those that are drafted step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from osd.config import DrafterSettings
+from osd.drafters import from_config, initial
+from osd.drafters.base import Chains
+from osd.drafters.eagle import Eagle
+from osd.drafters.eagle_session import EagleSession
+from osd.drafters.language_model import LanguageModel, LanguageModelSession
+from osd.drafters.recorded import Told, _Draft
+from osd.target.grid import GridShape
+from tests.unit.drafters.sequences import expand_chain
+
+VOCABULARY, LENGTH, HIDDEN, SCRATCH = 150, 40, 64, 7
+DRAFTERS = ["eagle", "language_model"]
+
+
+@pytest.fixture(params=DRAFTERS)
+def drafter(request: pytest.FixtureRequest, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle | LanguageModel:
+    """Random weights, and float32 wherever it is used."""
+    monkeypatch.setattr("osd.drafters.eagle_session.fused_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("osd.drafters.language_model._DTYPE", torch.float32)
+    drafter = initial(DrafterSettings(kind=request.param, vocabulary=VOCABULARY, layers=2), target_dir, target_dir)
+    assert isinstance(drafter, Eagle | LanguageModel)
+    torch.manual_seed(3)
+    drafter.adapt_vocabulary(torch.rand(259))
+    with torch.no_grad():
+        for parameter in (parameter for parameter in drafter.parameters() if parameter.requires_grad):
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return drafter
+
+
+def opened(drafter: Eagle | LanguageModel, device: torch.device | None = None) -> EagleSession | LanguageModelSession:
+    made = EagleSession if isinstance(drafter, Eagle) else LanguageModelSession
+    return made(drafter, 5, LENGTH, SCRATCH, device, True)  # type: ignore[arg-type]
+
+
+def tell(session: EagleSession | LanguageModelSession, slots: list[int], told: int = 3) -> None:
+    """Begin sequences of ``told`` tokens and more."""
+    generator = torch.Generator().manual_seed(1)
+    for row, slot in enumerate(slots):
+        tokens = torch.randint(0, VOCABULARY, (told + row + 1,), generator=generator).tolist()
+        session.open(slot, tokens[0])
+        states = torch.randn(told + row, 3 * HIDDEN, generator=generator)
+        session.commit(slot, tokens[1:], states.to(session.device))
+
+
+def drafting(drafter: Eagle | LanguageModel, slots: list[int], told: int = 3) -> EagleSession | LanguageModelSession:
+    """A recorded session whose sequences have been told tokens."""
+    session = opened(drafter)
+    tell(session, slots, told)
+    return session
+
+
+def stepwise(drafter: Eagle | LanguageModel, slots: list[int], chains: Chains, told: int) -> list[Tensor]:
+    """Logits [B, draft vocabulary] of each level."""
+    session: Any = drafting(drafter, slots, told)
+    return expand_chain(session, slots, chains.drafted)[: chains.drafted.shape[1]]
+
+
+@pytest.mark.parametrize("told", [3, 20], ids=["as after a round", "as after a prompt"])
+def test_they_are_the_same_tokens_by_the_same_logits(drafter: Eagle | LanguageModel, told: int) -> None:
+    slots, limits = [3, 0, 4], [4, 2, 6]
+    chains = drafting(drafter, slots, told).chains(slots, limits, 0.0)
+    assert chains is not None
+    assert not chains.settled
+    assert chains.sizes.tolist() == limits
+    for level, logits in enumerate(stepwise(drafter, slots, chains, told)):
+        scale = float(logits.abs().max())
+        for row, limit in enumerate(limits):
+            if level < limit:
+                torch.testing.assert_close(chains.logits[row, level], logits[row], rtol=1e-5, atol=1e-5 * scale)
+                best = int(logits[row].argmax())
+                assert chains.tokens[row][level] == (best if drafter.draft_ids is None else drafter.draft_ids[best])
+
+
+def test_they_end_after_the_first_token_of_too_little_probability(drafter: Eagle | LanguageModel) -> None:
+    slots, limits = [3, 0, 4, 1, 2], [6, 6, 6, 6, 5]
+    far = drafting(drafter, slots).chains(slots, limits, 0.0)
+    assert far is not None
+    best = far.logits.softmax(-1).amax(-1)  # [B, 6]
+    floor = float(best[:, 0].median()) + 1e-6
+    near = drafting(drafter, slots).chains(slots, limits, floor)
+    assert near is not None
+    for row, (tokens, limit) in enumerate(zip(near.tokens, limits, strict=True)):
+        below = [level for level in range(limit) if best[row, level] < floor]
+        assert tokens == far.tokens[row][: below[0] + 1 if below else limit]
+    assert len({len(tokens) for tokens in near.tokens}) > 1
+
+
+def test_a_sequence_that_drafts_nothing_keeps_what_it_was_told_and_disturbs_nobody(
+    drafter: Eagle | LanguageModel,
+) -> None:
+    slots = [3, 0, 1]
+    told = drafting(drafter, slots)
+    beside = told.chains(slots, [2, 0, 2], 0.0)
+    alone = drafting(drafter, slots).chains([3, 1], [2, 2], 0.0)
+    after = told.chains([0], [3], 0.0)
+    fresh = drafting(drafter, slots).chains([0], [3], 0.0)
+    assert beside is not None
+    assert alone is not None
+    assert after is not None
+    assert fresh is not None
+    assert beside.tokens == [alone.tokens[0], [], alone.tokens[1]]
+    assert after.tokens == fresh.tokens
+
+
+def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(
+    drafter: Eagle | LanguageModel, target_dir: Path
+) -> None:
+    slots, limits = [2, 0], [4, 4]
+    session = drafting(drafter, slots)
+    before = session.chains(slots, limits, 0.0)
+    addresses = [value.data_ptr() for value in held(session)]
+    torch.manual_seed(9)
+    weights = {
+        name: value + torch.randn_like(value) * 0.2 if value.is_floating_point() else value
+        for name, value in drafter.weights().items()
+    }
+    staged = session.stage(weights)
+    with torch.inference_mode():
+        session.load(staged)
+    tell(session, slots)
+    after = session.chains(slots, limits, 0.0)
+    assert [value.data_ptr() for value in held(session)] == addresses
+    other = from_config(drafter.config(), target_dir)
+    other.load_weights(weights)
+    assert isinstance(other, Eagle | LanguageModel)
+    goal = drafting(other, slots).chains(slots, limits, 0.0)
+    assert before is not None
+    assert after is not None
+    assert goal is not None
+    assert after.tokens == goal.tokens
+    torch.testing.assert_close(after.logits, goal.logits, rtol=1e-5, atol=1e-5 * float(goal.logits.abs().max()))
+    assert not torch.allclose(after.logits, before.logits, rtol=0.1, atol=0.1)
+
+
+def held(session: EagleSession | LanguageModelSession) -> list[Tensor]:
+    """All tensors that a recording reads by their addresses."""
+    assert session._recorded is not None
+    static = [draft._buffer.integers._bytes for draft, _ in session._recorded._played.values()]
+    if isinstance(session, LanguageModelSession):
+        cache, weights = session.model.cache, [*session.model.model.state_dict().values()]
+    else:
+        weights = [layer.place for layer in session.linear.values()] + list(session.vector.values())
+        cache = session.cache
+    assert static
+    return [cache.keys, cache.values, *weights, *static]
+
+
+def test_drafts_of_a_size_share_one_recording_and_do_not_change_each_others_tokens(
+    drafter: Eagle | LanguageModel,
+) -> None:
+    session = drafting(drafter, [0, 1], 5)
+    first = session.chains([0], [3], 0.0)
+    assert first is not None
+    tokens, logits = first.tokens, first.logits.clone()
+    second = session.chains([1], [3], 0.0)
+    assert second is not None
+    assert second.tokens != tokens
+    assert first.tokens == tokens
+    assert torch.equal(first.logits, logits)
+    assert session._recorded is not None
+    assert session._recorded.recorded == 1
+
+
+def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(drafter: Eagle | LanguageModel) -> None:
+    """A meta tensor has no value to ask for, and refuses to meet one of another device."""
+    meta = torch.device("meta")
+    session = opened(drafter, meta)
+    cache = session.cache if isinstance(session, EagleSession) else session.model.cache
+    draft = _Draft(session._recorded_step, cache, session.support, GridShape(8, 8, 4, 4, 47, 0), 4, 3)
+    if drafter.taps:
+        draft._states = torch.zeros(8, 3 * HIDDEN, device=meta)
+    with torch.inference_mode():
+        tokens, sizes, logits = draft.run()
+    assert (tokens.shape, sizes.shape) == ((4, 3), (4,))
+    assert logits.shape == (4, 3, 259 if session.support is None else VOCABULARY)
+
+
+def test_what_is_too_much_for_a_recording_is_told_in_two_parts() -> None:
+    told = Told([(4, 3, 2), (0, 0, 0), (1, 9, 3)], [10, 11, 20, 21, 22], torch.arange(5.0)[:, None])
+    early, late = told.split()
+    assert (early.places, early.tokens) == ([(4, 3, 1), (0, 0, 0), (1, 9, 2)], [10, 20, 21])
+    assert (late.places, late.tokens) == ([(4, 4, 1), (0, 0, 0), (1, 11, 1)], [11, 22])
+    assert early.states is not None
+    assert late.states is not None
+    assert (early.states.flatten().tolist(), late.states.flatten().tolist()) == ([0, 2, 3], [1, 4])
+    assert late.last.tolist() == [0, 0, 1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_draft_waits_for_nothing_and_has_the_tokens_of_the_cpu(drafter: Eagle | LanguageModel) -> None:
+    slots, limits = [3, 0], [4, 4]
+    goal = drafting(drafter, slots).chains(slots, limits, 0.0)
+    session = opened(drafter, torch.device("cuda"))
+    for times in range(2):
+        tell(session, slots)
+        if times:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            chains = session.chains(slots, limits, 0.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert chains is not None
+        assert goal is not None
+        assert chains.tokens == goal.tokens
