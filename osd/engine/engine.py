@@ -75,7 +75,7 @@ class Engine:
         self.lanes: Lanes | None = None
         self._routing: Routing | None = None
         if drafter is not None:
-            self.lanes = Lanes(drafter, settings.domain, version, settings.engine, self._changed)
+            self.lanes = Lanes(drafter, settings.domain, version, settings.engine, self._changed, target.device)
             if target.taps:
                 self._routing = Routing(self.lanes, target)
         self._waiting: deque[Sequence] = deque()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from osd.drafters.base import Session
+from osd.drafters.base import Chains, Session
 from osd.engine.piece import Piece
 from osd.engine.policy import Policy
 from osd.speculation.distributions import Lazy
@@ -57,6 +58,7 @@ class Group:
         self._walk = policy.walk
         self.pieces = pieces
         self.draft: DraftBatch | None = None
+        self.late: Chains | None = None  # what the host has not read yet: pieces have as many nodes as there may be
         self.raw: Tensor | None = None
         self.support: Tensor | None = None
         self._device = device
@@ -101,27 +103,54 @@ class Group:
         chains = session.chains(slots, limits, floor)
         if chains is None:
             return False
-        for piece, tokens in zip(self.pieces, chains.tokens, strict=True):
-            piece.drafted, piece.parents = tokens, list(range(ROOT, len(tokens) - 1))
         self.raw = chains.logits
+        if chains.settled:
+            self._draw(chains.tokens)
+        else:
+            self.late = chains
+            self._draw([[0] * limit for limit in limits])
         return True
 
+    def _draw(self, chains: list[list[int]]) -> None:
+        for piece, tokens in zip(self.pieces, chains, strict=True):
+            piece.drafted, piece.parents = tokens, list(range(ROOT, len(tokens) - 1))
+
     @torch.inference_mode()
-    def verify(self, logits: Tensor) -> None:
-        """Decide what each piece keeps, by the target's ``logits``."""
+    def asked(self, logits: Tensor) -> Tensor | None:
+        """[n] int64 what ``verify`` has to read from the device, None where it asks for itself."""
+        if not self._greedy:
+            return None
+        if self._penalties is None:
+            # Rows between those of this group are read, too: copying logits would take longer.
+            rows = self._rows()
+            best = most_probable(logits[rows[0] : rows[-1] + 1])
+        else:
+            best = most_probable(self._penalised(logits))
+        return best if self.late is None else torch.cat([best, self.late.sizes, self.late.drafted.flatten()])
+
+    @torch.inference_mode()
+    def verify(self, logits: Tensor, told: list[int]) -> None:
+        """Decide what each piece keeps, by the target's ``logits`` and what was read of ``asked``."""
         if self._greedy:
-            self._follow(logits)
+            self._follow(told)
         else:
             self._test(logits)
 
-    def _follow(self, logits: Tensor) -> None:
+    def _follow(self, told: list[int]) -> None:
         """Keep the path of most probable tokens: what every rule does when p has all its mass on one token."""
-        best = most_probable(self._penalised(logits)).tolist()
-        at = 0
-        for piece in self.pieces:
-            size = len(piece.drafted)
-            piece.path, piece.token = self._walk(piece.drafted, piece.parents, best[at : at + 1 + size])
-            at += 1 + size
+        rows = self._rows()
+        count = len(rows) if self._penalties is not None else rows[-1] - rows[0] + 1
+        firsts = [piece.logits_row - rows[0] for piece in self.pieces]
+        if self._penalties is not None:
+            sizes = [1 + len(piece.drafted) for piece in self.pieces]
+            firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        if self.late is not None:
+            batch, levels = self.late.drafted.shape
+            sizes, tokens = told[count : count + batch], told[count + batch :]
+            self._draw([tokens[b * levels : b * levels + size] for b, size in enumerate(sizes)])
+        for piece, first in zip(self.pieces, firsts, strict=True):
+            best = told[first : first + 1 + len(piece.drafted)]
+            piece.path, piece.token = self._walk(piece.drafted, piece.parents, best)
 
     def _test(self, logits: Tensor) -> None:
         draft = self.draft or DraftBatch.empty(len(self.pieces), self._device)
@@ -159,9 +188,13 @@ class Group:
         noise = _noise(pieces, [0] * len(pieces), self._device)
         _keep(pieces, Naive().verify(draft.select(rows), p, noise, first))
 
+    def _rows(self) -> list[int]:
+        """The group's rows of the logits, ascending."""
+        return [piece.logits_row + i for piece in self.pieces for i in range(1 + len(piece.drafted))]
+
     def _penalised(self, logits: Tensor) -> Tensor:
         """The group's rows of the logits, one piece below the other, with bias and penalties."""
-        rows = [piece.logits_row + i for piece in self.pieces for i in range(1 + len(piece.drafted))]
+        rows = self._rows()
         neighbours = rows[-1] - rows[0] == len(rows) - 1  # they ascend
         mine = logits[rows[0] : rows[-1] + 1] if neighbours else logits[rows]
         if self._penalties is None:

@@ -73,9 +73,11 @@ class Lanes:
     """
 
     def __init__(
-        self, drafter: Drafter, domain: str, version: int, settings: EngineSettings, changed: threading.Condition
-    ) -> None:
-        """Make the own line, with the weights that ``drafter`` has and their ``version``."""
+        self, drafter: Drafter, domain: str, version: int, settings: EngineSettings, changed: threading.Condition,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Make the own line on ``device``, with the weights that ``drafter`` has and their ``version``."""
+        self._device = device
         self.domain, self.reads_hidden = domain, bool(drafter.taps)
         self._drafter, self._settings, self._changed = drafter, settings, changed
         self._turn = 0
@@ -197,7 +199,8 @@ class Lanes:
         return Lane(session, domain, version)
 
     def _session(self) -> Session:
-        return self._drafter.session(self._settings.slots, self._settings.context, self._settings.max_draft + 1)
+        settings = self._settings
+        return self._drafter.session(settings.slots, settings.context, settings.max_draft + 1, self._device)
 
 
 class LineControl:

@@ -6,14 +6,14 @@ import torch
 
 from osd.engine.group import Group
 from osd.engine.piece import Piece
-from osd.target.kv_cache import PackedRows
+from osd.target.kv_cache import Late, PackedRows
 
 
-def pack(pieces: list[Piece], groups: list[Group], device: torch.device) -> tuple[PackedRows, torch.Tensor]:
+def pack(pieces: list[Piece], groups: list[Group]) -> tuple[PackedRows, torch.Tensor]:
     """Put every piece and its draft one below the other, and note in the pieces where.
 
     Returns:
-        The rows, and [n] the rows whose logits are wanted.
+        The rows, and [n] the rows whose logits are wanted, on the host.
     """
     tokens: list[int] = []
     slots: list[int] = []
@@ -45,14 +45,14 @@ def pack(pieces: list[Piece], groups: list[Group], device: torch.device) -> tupl
     mask = None
     if trees:
         width = max(draft.tokens.shape[1] for _, draft in branching)
-        mask = torch.zeros(len(tokens), width, dtype=torch.bool, device=device)
+        mask = torch.zeros(len(tokens), width, dtype=torch.bool)
         for group, draft in branching:
-            ancestors = draft.ancestors()  # [B, N, N]
+            ancestors = draft.ancestors().cpu()  # [B, N, N]
             for b, piece in enumerate(group.pieces):
                 first, size = piece.row + piece.count, len(piece.drafted)
                 mask[first : first + size, : ancestors.shape[-1]] = ancestors[b, :size]
-    narrow = torch.tensor([slots, stores, visible, base], dtype=torch.int32, device=device)
-    wide = torch.tensor([tokens, positions], device=device)
+    narrow = torch.tensor([slots, stores, visible, base], dtype=torch.int32)
+    wide = torch.tensor([tokens, positions])
     rows = PackedRows(
         token_ids=wide[0],
         positions=wide[1],
@@ -61,8 +61,23 @@ def pack(pieces: list[Piece], groups: list[Group], device: torch.device) -> tupl
         visible=narrow[2],
         base=narrow[3] if mask is not None else None,
         mask=mask,
+        late=_late(len(tokens), groups),
     )
-    return rows, torch.tensor(wanted, dtype=torch.int64, device=device)
+    return rows, torch.tensor(wanted, dtype=torch.int64)
+
+
+def _late(rows: int, groups: list[Group]) -> Late | None:
+    """The draft tokens that the host has not read, and which of ``rows`` rows they are."""
+    late = [(group, group.late.drafted) for group in groups if group.late is not None]
+    if not late:
+        return None
+    source, at = torch.full((rows,), -1, dtype=torch.int64), 0
+    for group, drafted in late:
+        for b, piece in enumerate(group.pieces):
+            first, size = piece.row + piece.count, len(piece.drafted)
+            source[first : first + size] = torch.arange(size) + (at + b * drafted.shape[1])
+        at += drafted.numel()
+    return Late(torch.cat([drafted.flatten() for _, drafted in late]), source)
 
 
 def _depths(parents: list[int]) -> list[int]:

@@ -53,7 +53,7 @@ class Planner:
 
     def learn(self, outcome: Round, report: list[Drawn], seconds: float) -> None:
         """Take in what a round cost and gave."""
-        if self.governor is not None:
+        if self.governor is not None and not outcome.recorded:
             self._govern(self.governor, outcome, report, seconds)
         if self.shapes is not None and self._policy.growth in self.shapes.observe(report):
             nodes = self._policy.growth.max_nodes

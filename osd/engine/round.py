@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
+from torch import Tensor
 
 from osd.engine.group import Group
 from osd.engine.lanes import Lane
@@ -17,23 +18,26 @@ from osd.engine.policy import Policy
 from osd.engine.sequence import Sequence
 from osd.engine.tracing import top
 from osd.speculation.tree import ROOT
+from osd.target.gpu import Mark, between, mark, sent
 from osd.target.model import Forward, SlotModel
+from osd.target.recording import Recorder
 
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome of one round, for ``commit``; ``draft_seconds`` by what drafted."""
+    """The outcome of one round, for ``commit``.
+
+    ``rows`` are those of the target's forward, ``draft_seconds`` by what drafted; ``recorded`` says that the times are
+    longer than they will be, because something was recorded that was only played otherwise.
+    """
 
     pieces: list[Piece]
     groups: list[Group]
     forward: Forward
+    rows: int
     draft_seconds: dict[Lane, float]
     forward_seconds: float
-
-    @property
-    def rows(self) -> int:
-        """Rows of the target's forward."""
-        return sum(piece.rows for piece in self.pieces)
+    recorded: bool
 
     @property
     def plain_rows(self) -> int:
@@ -72,23 +76,35 @@ def run(target: SlotModel, pieces: list[Piece]) -> Round:
         if piece.ends:
             s = piece.sequence
             alike[s.lane, s.policy, s.request.sampling.temperature == 0].append(piece)
-    groups = []
-    draft_seconds: dict[Lane, float] = defaultdict(float)
+    groups: list[Group] = []
+    recordings = Recorder.made
+    begun = mark(target.device)
+    grown: list[tuple[Lane, Mark, Mark]] = []
     for (lane, policy, _), members in alike.items():
-        begun = time.perf_counter()
         group = Group(policy, members, target.device)
         if lane is not None:
             group.grow(lane.session)
-            draft_seconds[lane] += time.perf_counter() - begun
+            before, begun = begun, mark(target.device)
+            grown.append((lane, before, begun))
         groups.append(group)
-    grown = time.perf_counter()
-    forward = target.forward(*pack(pieces, groups, target.device))
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)  # verification would wait for it anyway
-    forwarded = time.perf_counter()
-    for group in groups:
-        group.verify(forward.logits)
-    return Round(pieces, groups, forward, draft_seconds, forwarded - grown)
+    packed, wanted = pack(pieces, groups)
+    forward = target.forward(packed, wanted)
+    forwarded = mark(target.device)
+    told = _read([group.asked(forward.logits) for group in groups])
+    for group, mine in zip(groups, told, strict=True):
+        group.verify(forward.logits, mine)
+    draft_seconds: dict[Lane, float] = defaultdict(float)
+    for lane, before, after in grown:
+        draft_seconds[lane] += between(before, after)
+    seconds, recorded = between(begun, forwarded), Recorder.made > recordings
+    return Round(pieces, groups, forward, len(packed.token_ids), draft_seconds, seconds, recorded)
+
+
+def _read(asked: list[Tensor | None]) -> list[list[int]]:
+    """What was asked for, with one copy from the device: the only moment of a greedy round when the host waits."""
+    parts = [part for part in asked if part is not None]
+    whole = iter((parts[0] if len(parts) == 1 else torch.cat(parts)).tolist() if parts else [])
+    return [[] if part is None else list(islice(whole, len(part))) for part in asked]
 
 
 @torch.inference_mode()
@@ -146,10 +162,11 @@ def _trace(group: Group, forward: Forward, k: int) -> None:
         tests.append(piece.tested()[: len(on_path)])
         tree += [b] * len(tests[-1])
         parents += (1 + node for node in on_path[: len(tests[-1])])
-    target = top(forward.logits[rows], k)
+    device = forward.logits.device
+    target = top(forward.logits[sent(rows, device)], k)
     draft = None
     if tree and group.raw is not None:
-        draft = top(group.raw[tree, parents], k, group.support)
+        draft = top(group.raw[sent(tree, device), sent(parents, device)], k, group.support)
     at = tested = 0
     for (_, piece), nodes in zip(traced, tests, strict=True):
         trace, count = piece.sequence.trace, piece.kept

@@ -34,6 +34,12 @@ def top(logits: Tensor, k: int, support: Tensor | None = None) -> Top:
     return Top(columns if support is None else support[columns], logp, rest.float())
 
 
+def _numbers(tops: list[Top]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids and log-probabilities [n, k] and tails [n] of n places, with one copy each from where they are."""
+    ids, logp, tail = (torch.stack(parts) for parts in zip(*((t.ids, t.logp, t.tail) for t in tops), strict=True))
+    return ids.int().cpu().numpy(), logp.half().cpu().numpy(), tail.half().cpu().numpy()
+
+
 @dataclass
 class _Place:
     """One generated position."""
@@ -105,15 +111,15 @@ class TraceBuilder:
             return None
         hidden = torch.cat(self._hidden) if self._hidden else None  # [P + C - 1 or more, taps * hidden]
         needed = len(self._context) + len(places) - 1
-        width = len(places[0].target.ids)
-        drafts = [p.draft for p in places]
-        depth = next((len(d.ids) for d in drafts if d is not None), 0)
+        target_ids, target_logp, target_tail = _numbers([p.target for p in places])
+        tested = [i for i, p in enumerate(places) if p.draft is not None]
+        drafts = [p.draft for p in places if p.draft is not None]
+        depth = len(drafts[0].ids) if drafts else 0
         draft_ids = np.full((len(places), depth), -1, np.int32)
         draft_logp = np.zeros((len(places), depth), np.float16)
         draft_tail = np.zeros(len(places), np.float16)
-        for i, d in enumerate(drafts):
-            if d is not None:
-                draft_ids[i], draft_logp[i], draft_tail[i] = d.ids.numpy(), d.logp.half().numpy(), float(d.tail)
+        if drafts:
+            draft_ids[tested], draft_logp[tested], draft_tail[tested] = _numbers(drafts)
         sampling = self.request.sampling
         trace = Trace(
             request_id=self.request.id,
@@ -128,15 +134,15 @@ class TraceBuilder:
             top_p=sampling.top_p,
             prompt_ids=Array.of(np.array(self._context, np.int32)),
             completion_ids=Array.of(np.array([p.token for p in places], np.int32)),
-            target_ids=Array.of(torch.stack([p.target.ids for p in places]).int().numpy().reshape(-1, width)),
-            target_logp=Array.of(torch.stack([p.target.logp for p in places]).half().numpy()),
-            target_tail=Array.of(torch.stack([p.target.tail for p in places]).half().numpy()),
+            target_ids=Array.of(target_ids),
+            target_logp=Array.of(target_logp),
+            target_tail=Array.of(target_tail),
             draft_ids=Array.of(draft_ids),
             draft_logp=Array.of(draft_logp),
             draft_tail=Array.of(draft_tail),
             drafted=Array.of(np.array([p.drafted for p in places], np.int32)),
             verdict=Array.of(np.array([p.verdict for p in places], np.int8)),
-            hidden=None if hidden is None else Array.of(hidden[:needed].view(torch.uint16).numpy(), "bfloat16"),
+            hidden=None if hidden is None else Array.of(hidden[:needed].cpu().view(torch.uint16).numpy(), "bfloat16"),
         )
         self._next(hidden, places)
         return trace

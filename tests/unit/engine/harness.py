@@ -15,6 +15,9 @@ from transformers import AutoModelForCausalLM
 from osd.capture.trace import Trace
 from osd.config import CaptureSettings, DrafterSettings, EngineSettings, GrowthSettings, Settings, TargetSettings
 from osd.drafters import Drafter, initial
+from osd.drafters.eagle import Eagle
+from osd.drafters.eagle_session import EagleSession
+from osd.drafters.language_model import LanguageModelSession
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling, SpeculationCounts, TokenLogprobs, Update
 from osd.target.model import SlotModel, load_model
@@ -92,15 +95,21 @@ def running(
     drafter: Drafter | None = None,
     traces: list[Trace] | None = None,
     taps: tuple[int, ...] = (),
+    bucketed: bool = False,
     **more: Any,
 ) -> Iterator[Client]:
+    """``bucketed`` runs what a GPU would, without recording."""
     chosen, drafter = settings(directory, **more), drafter or make_drafter(kind, directory)
+    if bucketed and drafter is not None:
+        session: Any = EagleSession if isinstance(drafter, Eagle) else LanguageModelSession
+        drafter.session = lambda *size: session(drafter, *size, recorded=True)  # type: ignore[method-assign]
     target = SlotModel(
         load_model(directory, "float32", "cpu"),
         slots=chosen.engine.slots,
         context=chosen.engine.context,
         scratch=chosen.engine.max_draft + 1,
         taps=(drafter.taps if drafter else ()) or taps,
+        bucketed=bucketed,
     )
     engine = Engine(target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append)
     engine.start()

@@ -1,0 +1,116 @@
+"""The engine as it runs on a GPU: padded forwards, whole drafts in one recording, one wait for the device a round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from osd.capture.trace import ACCEPTED, Trace
+from osd.config import GrowthSettings
+from osd.drafters.base import Chains
+from osd.engine import round as rounds
+from osd.engine.policy import Policy
+from osd.engine.request import Sampling
+from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
+
+LENGTHS = (1, 5, 40, 16, 3)
+
+
+@pytest.mark.parametrize("kind", ["none", "eagle", "language_model"])
+def test_greedy_output_is_that_of_transformers_and_no_draft_is_read_before_its_verdict(
+    target_dir: Path, oracle: Oracle, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    run, read = rounds.run, rounds._read
+    monkeypatch.setattr(rounds, "run", lambda *args: (reads.append(0), run(*args))[1])
+
+    def reading(asked: list[torch.Tensor | None]) -> list[list[int]]:
+        reads[-1] += 1
+        return read(asked)
+
+    monkeypatch.setattr(rounds, "_read", reading)
+    monkeypatch.setattr(Chains, "tokens", property(lambda self: pytest.fail("the host has read a draft")))
+    with running(target_dir, kind, slots=3, bucketed=True) as client:
+        for index, prompt in enumerate(prompts(LENGTHS)):
+            client.submit(str(index), prompt, 14, ignore_eos=True)
+        results = client.wait()
+        counters = client.engine.counters()
+    for index, prompt in enumerate(prompts(LENGTHS)):
+        assert results[str(index)].tokens == oracle.greedy(prompt, 14), (kind, index)
+    assert counters.failed == 0
+    assert set(reads) == {1}
+    total = counters.speculation()
+    if kind != "none":
+        assert total.drafted == sum(result.counts.drafted for result in results.values() if result.counts) > 0
+        assert total.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("growth", "rule", "temperature"),
+    [
+        (GrowthSettings(kind="confidence", depth=4, eta=0.3), "chain", 0.9),
+        (GrowthSettings(kind="top_k_tree", depth=3), "naive", 0.0),
+        (GrowthSettings(kind="dynamic_tree", budget=6), "siblings", 0.9),
+    ],
+    ids=["chains", "greedy trees", "drawn trees"],
+)
+def test_every_way_of_drafting_gives_the_text_that_it_gives_unpadded(
+    target_dir: Path, growth: GrowthSettings, rule: str, temperature: float
+) -> None:
+    policy = Policy.of(growth, rule)
+    found: list[dict[str, list[int]]] = []
+    drafted: list[int] = []
+    for bucketed in (False, True):
+        drafter = make_drafter("language_model", target_dir)
+        with running(target_dir, drafter=drafter, bucketed=bucketed) as client:
+            for index, prompt in enumerate(prompts((9, 21))):
+                sampling = Sampling(temperature=temperature, seed=index, repeatable=True)
+                client.submit(str(index), prompt, 12, sampling, ignore_eos=True, policy=policy)
+            found.append({name: result.tokens for name, result in client.wait().items()})
+            drafted.append(client.engine.counters().speculation().drafted)
+    assert found[0] == found[1]
+    assert min(drafted) > 0
+
+
+def test_traces_tell_the_same_drafts_and_verdicts(target_dir: Path) -> None:
+    told: list[list[Trace]] = [[], []]
+    policy = Policy.of(GrowthSettings(kind="confidence", depth=4, eta=0.3), "chain")
+    for bucketed in (False, True):
+        mine = told[bucketed]
+        with running(target_dir, "eagle", bucketed=bucketed, traces=mine, enabled=True) as client:
+            client.submit("r", prompts([30])[0], 24, ignore_eos=True, policy=policy, capture=True)
+            client.wait()
+    (plain,), (padded,) = told
+    assert (padded.drafted.numpy() >= 0).any()
+    assert padded.completion_ids.numpy().tolist() == plain.completion_ids.numpy().tolist()
+    torch.testing.assert_close(
+        torch.from_numpy(padded.target_logp.numpy().copy()),
+        torch.from_numpy(plain.target_logp.numpy().copy()),
+        rtol=1e-2,
+        atol=1e-2,
+    )
+    tested = padded.drafted.numpy() >= 0
+    kept = padded.verdict.numpy() == ACCEPTED
+    assert padded.draft_ids.numpy()[tested].shape[0] == tested.sum()
+    assert (padded.completion_ids.numpy()[kept] == padded.drafted.numpy()[kept]).all()
+
+
+def test_rounds_that_record_teach_the_governor_no_times(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[rounds.Round] = []
+    learnt: list[int] = []
+    run = rounds.run
+
+    def running_on(*args: Any) -> rounds.Round:
+        outcomes.append(run(*args))
+        return outcomes[-1]
+
+    monkeypatch.setattr(rounds, "run", running_on)
+    monkeypatch.setattr("osd.speculation.governor.Governor.observe", lambda self, rows, *rest: learnt.append(rows))
+    with running(target_dir, "eagle", bucketed=True, governed=True) as client:
+        client.submit("r", prompts([20])[0], 12, ignore_eos=True)
+        client.wait()
+    assert {outcome.recorded for outcome in outcomes} == {True, False}
+    assert learnt == [outcome.rows for outcome in outcomes if not outcome.recorded]
