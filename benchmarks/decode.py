@@ -102,10 +102,10 @@ class Counted:
         return self._session.expand(slots, builder, rows, nodes)
 
     def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
-        """As many forwards as the longest of the drafts has tokens."""
+        """As many forwards as the longest of the drafts has tokens; on a GPU, as it may have."""
         chains = self._session.chains(slots, limits, floor)
         if chains is not None:
-            self._calls.made += max(map(len, chains.tokens), default=0)
+            self._calls.made += int(chains.sizes.max()) if chains.settled else chains.drafted.shape[1]
         return chains
 
 

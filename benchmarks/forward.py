@@ -206,7 +206,7 @@ def _ratios(these: Sequence[float], those: Sequence[float]) -> Spread:
 def table(found: Found) -> Grid:
     """Milliseconds, bytes and shares, each with its spread over the turns."""
     names = ("ms", "x 1 token", "MB", "of bandwidth", "linear ms", "of the forward", "of bandwidth")
-    grid = columns("tokens", *names, title=f"{found.bandwidth.text(1e-9, 1)} GB/s read from memory")
+    grid = columns("tokens", *names, title=f"{found.bandwidth.text(1e-9, 1)} GB/s of memory")
     for forward in found.forwards:
         grid.add_row(
             str(forward.tokens),

@@ -16,6 +16,7 @@ from osd.speculation.growth import GROWTHS
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
+from osd.target.gpu import between, mark
 from osd.target.kv_cache import PackedRows
 from osd.target.model import SlotModel
 from osd.target.threads import several_cores
@@ -23,6 +24,9 @@ from osd.target.threads import several_cores
 WORKING_SET = 270_000_000
 """Bytes that the measure of bandwidth reads: the weights of a model of 135 million parameters in bfloat16, more than
 any cache holds."""
+
+COPIED = 1 << 30
+"""Bytes that are copied to measure a GPU's bandwidth, far more than its caches hold."""
 
 COMMITTED = 128
 """Tokens that each sequence has before a timed forward."""
@@ -57,25 +61,42 @@ def on_several_cores(work: Callable[[], Result], threads: int) -> Result:
 
 
 def bandwidth(device: torch.device, size: int = WORKING_SET) -> float:
-    """Bytes a second that a sum over ``size`` bytes reads, the threads of this process together; the best of three."""
-    values = torch.ones(size // 4, device=device)
+    """Bytes a second from memory, the best of three.
+
+    On a CPU those that a sum over ``size`` bytes reads, the threads of this process together; on a GPU those that a
+    copy of ``COPIED`` bytes reads and writes.
+    """
+    if device.type == "cuda":
+        return _copied(device)
+    values = torch.ones(size // 4)
     seconds = []
     for _ in range(4):
         begun = time.perf_counter()
-        values.sum().item()  # waits for the device
+        values.sum().item()
         seconds.append(time.perf_counter() - begun)
     return values.nbytes / min(seconds[1:])
 
 
+def _copied(device: torch.device, size: int = COPIED) -> float:
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(4):
+        begun = mark(device)
+        target.copy_(source)
+        seconds.append(between(begun, mark(device)))
+    return 2 * source.nbytes / min(seconds[1:])
+
+
 def packed(target: SlotModel, batch: int, each: int) -> PackedRows:
-    """``each`` new tokens of ``batch`` sequences that have ``COMMITTED`` tokens."""
-    places = torch.arange(COMMITTED, COMMITTED + each, device=target.device).repeat(batch)
+    """``each`` new tokens of ``batch`` sequences that have ``COMMITTED`` tokens, on the host."""
+    places = torch.arange(COMMITTED, COMMITTED + each).repeat(batch)
     narrow = places.int()
     generator = torch.Generator().manual_seed(0)
     return PackedRows(
-        token_ids=torch.randint(target.vocab_size, places.shape, generator=generator).to(target.device),
+        token_ids=torch.randint(target.vocab_size, places.shape, generator=generator),
         positions=places,
-        slots=torch.arange(batch, dtype=torch.int32, device=target.device).repeat_interleave(each),
+        slots=torch.arange(batch, dtype=torch.int32).repeat_interleave(each),
         stores=narrow,
         visible=narrow + 1,
     )
@@ -85,7 +106,7 @@ def packed(target: SlotModel, batch: int, each: int) -> PackedRows:
 def forward_seconds(target: SlotModel, batch: int, each: int) -> float:
     """Seconds of one forward with ``each`` new tokens of ``batch`` sequences, the logits of all of them included."""
     rows = packed(target, batch, each)
-    wanted = torch.arange(batch * each, device=target.device)
+    wanted = torch.arange(batch * each)
     begun = time.perf_counter()
     target.forward(rows, wanted).logits[0, 0].item()  # waits for the device
     return time.perf_counter() - begun

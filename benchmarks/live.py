@@ -50,10 +50,10 @@ class Live:
     @torch.inference_mode()
     def _read(self, slot: int, prompt: tuple[int, ...]) -> None:
         target, session = self._pair.target, self._pair.session
-        places = torch.arange(len(prompt) - 1, device=target.device)
+        places = torch.arange(len(prompt) - 1)
         narrow = places.int()
         rows = PackedRows(
-            token_ids=torch.tensor(prompt[:-1], device=target.device),
+            token_ids=torch.tensor(prompt[:-1]),
             positions=places,
             slots=torch.full_like(narrow, slot),
             stores=narrow,
@@ -99,8 +99,8 @@ class Live:
         limits = torch.full((len(self._slots),), growth.max_nodes, device=target.device)
         draft = growth.grow(self, self._sampling, self.noise(purpose), limits)
         rows, first = self._pack(draft)
-        forward = target.forward(rows, torch.arange(len(rows.token_ids), device=target.device))
-        owners = rows.slots.long()
+        forward = target.forward(rows, torch.arange(len(rows.token_ids)))
+        owners = rows.slots.long().to(target.device)
         p = self._sampling.probabilities(forward.logits, owners)
         places = torch.tensor(first, device=target.device)[:, None] + torch.minimum(
             torch.arange(draft.tokens.shape[1] + 1, device=target.device), draft.sizes[:, None]
@@ -109,7 +109,7 @@ class Live:
 
     def _pack(self, draft: DraftBatch) -> tuple[PackedRows, list[int]]:
         """One row for each last committed token and each node, and where each sequence begins."""
-        cache, device = self._pair.target.cache, self._pair.target.device
+        cache = self._pair.target.cache
         depths, sizes, tokens = draft.depths().tolist(), draft.sizes.tolist(), draft.tokens.tolist()
         ids, owners, stores, positions, base, first = [], [], [], [], [], []
         for slot in self._slots:
@@ -120,16 +120,16 @@ class Live:
             stores += range(start, start + 1 + size)
             positions += [start, *(start + depth for depth in depths[slot][:size])]
             base += [start + 1] * (1 + size)
-        mask = torch.zeros(len(ids), draft.tokens.shape[1], dtype=torch.bool, device=device)
-        rows, nodes = draft.valid.nonzero(as_tuple=True)
-        mask[torch.tensor(first, device=device)[rows] + 1 + nodes] = draft.ancestors()[rows, nodes]
+        mask = torch.zeros(len(ids), draft.tokens.shape[1], dtype=torch.bool)
+        rows, nodes = draft.valid.cpu().nonzero(as_tuple=True)
+        mask[torch.tensor(first)[rows] + 1 + nodes] = draft.ancestors().cpu()[rows, nodes]
 
         def narrow(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
+            return torch.tensor(values, dtype=torch.int32)
 
         packed = PackedRows(
-            token_ids=torch.tensor(ids, device=device),
-            positions=torch.tensor(positions, device=device),
+            token_ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
             slots=narrow(owners),
             stores=narrow(stores),
             visible=narrow(base),

@@ -65,7 +65,8 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
         scratch=nodes + 1,
         taps=drafter.taps,
     )
-    return Pair(target, drafter.session(slots, context, nodes + 1), load_tokenizer(directory), name)
+    session = drafter.session(slots, context, nodes + 1, target.device)
+    return Pair(target, session, load_tokenizer(directory), name)
 
 
 def load_engine(settings: Settings, draft: str) -> tuple[Engine, str]:

@@ -42,7 +42,7 @@ def forward(
             taps=drafter.taps,
             weights=settings.target.weights,
         )
-        session = drafter.session(1, DRAFT_CONTEXT, STEPS + 1)
+        session = drafter.session(1, DRAFT_CONTEXT, STEPS + 1, target.device)
         found = on_several_cores(lambda: measure(target, drafter, session, turns, say), settings.engine.threads)
     show(table(found))
     write(json_file, {"target": settings.target.source, "draft": name, "turns": turns, **asdict(found)})
