@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -138,6 +139,7 @@ class Embedded:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._ends.callback(ray.shutdown)
+        stop = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local",
             # Ray's books only: what computes at the same time is decided by threads and by the trainer's pauses.
@@ -152,6 +154,8 @@ class Embedded:
             # Ray's default is the lowest priority but four, and only the trainer is to stand back.
             _system_config={"worker_niceness": 0},
         )
+        # Ray has put handlers of its own in the place of whoever waits for the signal.
+        signal.signal(signal.SIGTERM, stop)
 
     def _start_serve(self) -> None:
         from ray import serve
