@@ -23,12 +23,20 @@ def fusable(model: nn.Module) -> bool:
     """Whether ``FusedDecoder`` computes what ``model`` does, on this machine."""
     config: Any = model.config
     return (
-        type(model).__name__ in FUSABLE
+        llama_shaped(model)
         and kernels() is not None
         and next(model.parameters()).device.type == "cpu"
         and next(model.parameters()).dtype in DTYPES
-        and config.hidden_act == "silu"
         and (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) % 8 == 0
+    )
+
+
+def llama_shaped(model: nn.Module) -> bool:
+    """Whether every layer of ``model`` is of the one kind that is written down here and in ``osd.target.lean``."""
+    config: Any = model.config
+    return (
+        type(model).__name__ in FUSABLE
+        and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
         and len(set(getattr(config, "layer_types", None) or ["full_attention"])) == 1
         and fixed_angles(config)
@@ -84,7 +92,7 @@ class FusedDecoder:
         self._taps = torch.tensor(taps, dtype=torch.int32)
         self._model = structs.Model(
             ctypes.addressof(layers), embedding.data_ptr(), norm.data_ptr(), self._head.native,
-            self._taps.data_ptr(), len(taps), _window(config) or 0, DTYPES[embedding.dtype],
+            self._taps.data_ptr(), len(taps), window_of(config) or 0, DTYPES[embedding.dtype],
         )  # fmt: skip
         self._alive = (layers, model, cache)
 
@@ -107,7 +115,7 @@ class FusedDecoder:
         return logits, tapped
 
 
-def _window(config: Any) -> int | None:
+def window_of(config: Any) -> int | None:
     """How many places a row sees where every layer slides."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None or set(kinds) == {"sliding_attention"}:

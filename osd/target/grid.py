@@ -83,15 +83,14 @@ class Grid:
         """
         if (window, groups, dtype) not in self._biases:
             places = torch.arange(self._context, device=rows.visible.device)
-            seen = places < rows.visible[:, None]  # [R, context]
+            hidden = places >= rows.visible[:, None]  # [R, context]
             if window is not None:
-                seen &= places > rows.positions[:, None] - window
+                hidden |= places <= rows.positions[:, None] - window
             if rows.mask is not None and rows.base is not None:
                 offset = places - rows.base[:, None]
                 last = rows.mask.shape[1] - 1
-                seen |= (offset >= 0) & (offset <= last) & rows.mask.gather(1, offset.clamp(0, last))
-            bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            bias.masked_fill_(~seen, torch.finfo(dtype).min / 2)
+                hidden &= (offset < 0) | (offset > last) | ~rows.mask.gather(1, offset.clamp(0, last))
+            bias = hidden.to(dtype) * (torch.finfo(dtype).min / 2)
             self._biases[window, groups, dtype] = bias[self._cells].repeat(1, groups, 1).unsqueeze(1)
         return self._biases[window, groups, dtype]
 

@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from osd.target import attention
 from osd.target.device import pick_device
-from osd.target.fused import FusedDecoder, fixed_angles, fusable
+from osd.target.fused import FusedDecoder, fixed_angles, fusable, llama_shaped
 from osd.target.gpu import copied
 from osd.target.graphs import BucketedForward
 from osd.target.grid import padded
 from osd.target.kv_cache import KVCache, PackedRows
+from osd.target.lean import LeanDecoder
 from osd.target.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -73,6 +74,7 @@ class SlotModel:
         self.cache = KVCache(len(self.layers), slots, heads, places, dim, self.dtype, self.device)
         config._attn_implementation = attention.NAME
         self._fused: FusedDecoder | None = None
+        self._lean: LeanDecoder | None = None
         self.bucketed: BucketedForward | None = None
         fused = fusable(model) and not bucketed
         if weights == "int8":
@@ -83,6 +85,8 @@ class SlotModel:
             _let_go_of_file(model)
             self._fused = FusedDecoder(model, self.cache, self.taps)
         if bucketed:
+            if llama_shaped(model) and weights == "full":
+                self._lean = LeanDecoder(model, self.cache, self.taps)
             self.bucketed = BucketedForward(self.compute, self.cache, scratch, recordable(config))
 
     def _hook(self, tap: int) -> Any:
@@ -106,7 +110,9 @@ class SlotModel:
         return Forward(*self.compute(rows, wanted))
 
     def compute(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``forward`` by transformers' own code, for rows that are on the device already."""
+        """``forward`` in PyTorch's operators, for rows that are on the device already."""
+        if self._lean is not None:
+            return self._lean.forward(rows, wanted)
         output = self.model(
             input_ids=rows.token_ids.unsqueeze(0),
             position_ids=rows.positions.unsqueeze(0),

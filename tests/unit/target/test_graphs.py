@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from osd.target.graphs import BucketedForward
 from osd.target.grid import GridShape, RowBuffer, laid_out
@@ -49,7 +50,7 @@ def mixed(rows: int, lengths: dict[int, int], chance: random.Random) -> tuple[li
     return parts, trees
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "llama with biases", "qwen2", "mistral", "gemma2"])
 def test_any_number_of_rows_gives_what_it_gives_unpadded(family: str) -> None:
     plain, padded = slotted(family, (0, -1)), bucketed(family, (0, -1))
     lengths = {0: 3, 1: 20, 2: 11, 3: 7}
@@ -218,3 +219,29 @@ def test_on_a_gpu_rows_as_they_come_wait_for_nothing_either() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert rows.stores.tolist() == list(range(3, 33))
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that a GPU launches kernels for: those that do more than look at memory in another way."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        looks = func.is_view or func.__name__.split(".")[0] in ("_unsafe_view", "empty", "detach", "alias")
+        self.count += not looks
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_of_a_llama_shaped_model_launches_few_kernels() -> None:
+    counts = {}
+    for layers in (1, 3):
+        model = build("llama")
+        model.model.layers = model.model.layers[:layers]  # type: ignore[union-attr, index, operator]
+        model.config.num_hidden_layers = layers  # type: ignore[union-attr]
+        model.to("meta").set_attn_implementation(NAME)  # type: ignore[operator]
+        slots = SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH, bucketed=True)
+        buffer = RowBuffer(GridShape(8, 8, 2, 4, 64, 0), slots.cache)
+        with torch.inference_mode(), Launches() as launches:
+            slots.compute(buffer.rows, buffer.wanted)
+        counts[layers] = launches.count
+    assert (counts[3] - counts[1]) / 2 <= 22

@@ -1,0 +1,91 @@
+"""Llama-shaped models in as few operators as PyTorch has: what a GPU runs, and what its recordings hold.
+
+A layer of a small batch is bound by how fast its weights are read, and after that by the number of kernels, each of
+which takes some microseconds however little it does. transformers' layers have about twice as many.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from osd.target.attention import attend
+from osd.target.fused import window_of
+from osd.target.kv_cache import KVCache, PackedRows
+
+
+class LeanDecoder:
+    """A ``llama_shaped`` model over the slots of ``cache``; shares all its weights.
+
+    Projections that read the same input become one: their weights are moved side by side, and those of the model are
+    views of them from then on, so that weights copied into the model reach this one.
+    """
+
+    def __init__(self, model: nn.Module, cache: KVCache, taps: tuple[int, ...]) -> None:
+        """Rearrange the weights of ``model``, which may not be reallocated afterwards."""
+        config: Any = model.config
+        decoder: Any = model.get_decoder()  # type: ignore[operator]
+        self._embedding, self._norm = decoder.embed_tokens, decoder.norm
+        self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        self._cache, self._taps, self._window = cache, taps, window_of(config)
+        self._eps, self._hidden = float(config.rms_norm_eps), int(config.hidden_size)
+        self._heads, self._kv_heads, self._dim = config.num_attention_heads, cache.keys.shape[2], cache.keys.shape[-1]
+        self._layers: list[tuple[Any, Stacked, Stacked]] = []
+        for layer in decoder.layers:
+            read = Stacked([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
+            self._layers.append((layer, read, Stacked([layer.mlp.gate_proj, layer.mlp.up_proj])))
+        weight = self._embedding.weight
+        places = torch.arange(cache.places, device=weight.device)
+        cos, sin = decoder.rotary_emb(weight.new_empty(1, 1, 1), places[None])
+        half = self._dim // 2
+        self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)  # [places, dim]
+
+    def forward(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits [n, vocab] float32 of rows ``wanted`` [n] and tapped hidden states [R, taps * hidden]."""
+        x = self._embedding(rows.token_ids)  # [R, hidden]
+        cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)  # [R, 1, dim]
+        turned = self._heads + self._kv_heads
+        tapped: dict[int, Tensor] = {}
+        for index, (layer, read, widen) in enumerate(self._layers):
+            parts = read(self._normed(x, layer.input_layernorm)).unflatten(-1, (-1, self._dim))  # [R, q + k + v, dim]
+            turn, value = parts[:, :turned], parts[:, turned:]
+            # The two halves of dim are the planes' axes: one half goes to the other's place.
+            turn = torch.addcmul(turn * cos, turn.roll(self._dim // 2, -1), sin)
+            mixed = attend(
+                turn[:, : self._heads], turn[:, self._heads :], value, self._cache.keys[index],
+                self._cache.values[index], rows, scale=self._dim**-0.5, window=self._window,
+            )  # fmt: skip
+            x = x + layer.self_attn.o_proj(mixed.flatten(-2))
+            gate, up = widen(self._normed(x, layer.post_attention_layernorm)).chunk(2, -1)
+            x = x + layer.mlp.down_proj(F.silu(gate) * up)
+            if index in self._taps:
+                tapped[index] = x
+        logits = self._head(self._normed(x[wanted], self._norm)).float()
+        return logits, torch.cat([tapped[tap] for tap in self._taps], -1) if self._taps else None
+
+    def _normed(self, x: Tensor, norm: Any) -> Tensor:
+        return F.rms_norm(x, (self._hidden,), norm.weight, self._eps)
+
+
+class Stacked:
+    """Linear layers of one input as one. [..., in] -> [..., sum of outs]."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        """Make the weights of ``layers`` views of one tensor."""
+        self._weight = torch.cat([layer.weight.data for layer in layers])
+        biases = [layer.bias.data for layer in layers if layer.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+        at = 0
+        for layer in layers:
+            end = at + layer.out_features
+            layer.weight.data = self._weight[at:end]
+            if self._bias is not None:
+                layer.bias.data = self._bias[at:end]
+            at = end
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return F.linear(x, self._weight, self._bias)
