@@ -98,6 +98,16 @@ def test_a_meter_looks_from_entering_until_the_last_counters_were_told(service):
     assert found.samples[0].count("never told") == 0.0
 
 
+def test_the_last_look_is_never_left_out(service, monkeypatch):
+    monkeypatch.setattr(meter, "LOOK_SECONDS", 60.0)
+    with Meter(f"http://127.0.0.1:{service.server_port}", "secret") as found:
+        pass
+    assert [sample.count("looks") for sample in found.samples] == [1.0, 2.0]
+    service.refused = (4,)
+    with pytest.raises(httpx2.HTTPError), Meter(f"http://127.0.0.1:{service.server_port}", "secret"):
+        pass
+
+
 def test_a_service_that_does_not_answer_at_first_cannot_be_metered(service):
     with pytest.raises(httpx2.HTTPError), Meter(f"http://127.0.0.1:{service.server_port}", "wrong"):
         raise AssertionError("entered")
