@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
@@ -19,7 +20,7 @@ from osd.target.attention import attend
 from osd.target.gpu import aside, copied
 from osd.target.grid import laid_out, padded
 from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.linear import PackedLinear, PlainLinear, fused_dtype, make_linear
+from osd.target.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, make_linear
 
 
 class EagleSession:
@@ -46,6 +47,10 @@ class EagleSession:
         weights = self._lay_out(self._expected)
         make = PlainLinear if recorded else make_linear
         self.linear = {name: make(weights[name]) for name in _LINEAR}
+        self._stacked: dict[tuple[str, ...], Stacked] = {}
+        if recorded:  # fewer kernels; a CPU's layers are packed one by one
+            plain = {name: layer for name, layer in self.linear.items() if isinstance(layer, PlainLinear)}
+            self._stacked = {names: Stacked([plain[name] for name in names]) for names in (_READ, _WIDENED)}
         self.vector = {name: weights[name].clone() for name in weights if name not in _LINEAR}
         self._head = None if drafter.acceptance is None else deepcopy(drafter.acceptance).to(self.device)
         if self._head is not None:
@@ -223,15 +228,23 @@ class EagleSession:
         embedded = self._norm(self.embedding[tokens].float(), "embedding_norm")
         normed = self._norm(features, "feature_norm")
         x = torch.cat([embedded, normed], -1)
-        q, k, v = (linear[name](x).unflatten(-1, (-1, shape.head_dim)) for name in "qkv")
+        q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in self._project(_READ, x))
         cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)
         keys, values = self.cache.keys[0], self.cache.values[0]
         mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, keys, values, rows, scale=shape.head_dim**-0.5)
         x = (normed if shape.residual_norm else features) + linear["o"](mixed.flatten(-2))
-        y = self._norm(x, "mlp_norm")
-        x = (x + linear["down"](F.silu(linear["gate"](y)) * linear["up"](y)))[last]
+        gate, up = self._project(_WIDENED, self._norm(x, "mlp_norm"))
+        x = (x + linear["down"](F.silu(gate) * up))[last]
         return x, linear["head"](self._norm(x, "norm"))
 
+    def _project(self, names: tuple[str, ...], x: Tensor) -> Sequence[Tensor]:
+        """What the linear layers ``names`` make of ``x``."""
+        stacked = self._stacked.get(names)
+        if stacked is None:
+            return [self.linear[name](x) for name in names]
+        return stacked(x).split(stacked.sizes, -1)
 
-_PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+
+_READ, _WIDENED = ("q", "k", "v"), ("gate", "up")
+_PROJECTIONS = (*_READ, "o", *_WIDENED, "down")
 _LINEAR = ("fuse", *_PROJECTIONS, "head")

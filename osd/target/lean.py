@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from osd.target.attention import attend
 from osd.target.fused import window_of
 from osd.target.kv_cache import KVCache, PackedRows
+from osd.target.linear import Stacked
 
 
 class LeanDecoder:
@@ -68,24 +69,3 @@ class LeanDecoder:
 
     def _normed(self, x: Tensor, norm: Any) -> Tensor:
         return F.rms_norm(x, (self._hidden,), norm.weight, self._eps)
-
-
-class Stacked:
-    """Linear layers of one input as one. [..., in] -> [..., sum of outs]."""
-
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        """Make the weights of ``layers`` views of one tensor."""
-        self._weight = torch.cat([layer.weight.data for layer in layers])
-        biases = [layer.bias.data for layer in layers if layer.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
-        at = 0
-        for layer in layers:
-            end = at + layer.out_features
-            layer.weight.data = self._weight[at:end]
-            if self._bias is not None:
-                layer.bias.data = self._bias[at:end]
-            at = end
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply."""
-        return F.linear(x, self._weight, self._bias)

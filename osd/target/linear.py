@@ -8,7 +8,7 @@ oneDNN with weights packed once (fast where the CPU multiplies bfloat16), and Py
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -144,6 +144,27 @@ class PlainLinear(nn.Module):
     def place(self) -> Tensor:
         """Where a staged weight is copied to."""
         return self.weight
+
+
+class Stacked:
+    """Linear layers of one input as one. [..., in] -> [..., sum of outs], in the dtype of the weights."""
+
+    def __init__(self, layers: Sequence[nn.Linear | PlainLinear]) -> None:
+        """Make the weights of ``layers`` views of one tensor, so that what is copied there is read here."""
+        self.sizes = [len(layer.weight) for layer in layers]
+        self._weight = torch.cat([layer.weight.data for layer in layers])
+        biases = [layer.bias.data for layer in layers if layer.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+        at = 0
+        for layer, size in zip(layers, self.sizes, strict=True):
+            layer.weight.data = self._weight[at : at + size]
+            if layer.bias is not None and self._bias is not None:
+                layer.bias.data = self._bias[at : at + size]
+            at += size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
 
 
 LinearMaker = Callable[[Tensor, Tensor | None], nn.Module]
