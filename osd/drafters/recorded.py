@@ -13,7 +13,9 @@ from torch import Tensor
 from osd.drafters.base import Chains
 from osd.target.grid import Grid, GridShape, RowBuffer, laid_out
 from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.recording import Recorder
+from osd.target.recording import Recorder, Recordings
+
+Play = Callable[[], tuple[Tensor, Tensor, Tensor]]
 
 
 class Step(Protocol):
@@ -86,7 +88,7 @@ class RecordedChains:
         """
         self._step, self._cache, self._scratch, self._support = step, cache, scratch, support
         self._recorder, self._recordable = Recorder(cache.keys.device), recordable
-        self._played: dict[tuple[GridShape, int, int], tuple[_Draft, Callable[[], tuple[Tensor, Tensor, Tensor]]]] = {}
+        self._played: Recordings[tuple[GridShape, int, int], tuple[_Draft, Play]] = Recordings()
 
     @property
     def recorded(self) -> int:
@@ -103,18 +105,17 @@ class RecordedChains:
             shape = self._shape(told, levels)
         assert shape is not None  # noqa: S101  one token of each sequence always fits
         padded = 1 << (count - 1).bit_length()
-        if (shape, padded, levels) not in self._played:
+
+        def made() -> tuple[_Draft, Play]:
             draft = _Draft(self._step, self._cache, self._support, shape, padded, levels)
             draft.fill(told, limits, floor)  # before it is recorded: recording runs it
-            self._played[shape, padded, levels] = draft, self._record(draft)
-        draft, play = self._played[shape, padded, levels]
+            return draft, self._recorder.record(draft.run) if self._recordable else draft.run
+
+        draft, play = self._played.get((shape, padded, levels), made)
         draft.fill(told, limits, floor)
         tokens, sizes, logits = play()
         # Copies: the next draft writes where this one wrote.
         return Chains(tokens[:count].clone(), sizes[:count].clone(), logits[:count].clone(), settled=False)
-
-    def _record(self, draft: _Draft) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-        return self._recorder.record(draft.run) if self._recordable else draft.run
 
     def _shape(self, told: Told, levels: int) -> GridShape | None:
         # The levels after the first go on behind what is committed now.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from osd.target.grid import GridShape, RowBuffer, laid_out
 from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.recording import Recorder
+from osd.target.recording import Recorder, Recordings
 
 Compute = Callable[[PackedRows, Tensor], tuple[Tensor, Tensor | None]]
 """Logits [n, vocab] of the wanted rows [n], and tapped hidden states [R, taps * hidden] or None."""
@@ -36,7 +36,7 @@ class BucketedForward:
         """
         self._compute, self._cache, self._scratch, self._recordable = compute, cache, scratch, recordable
         self._recorder = Recorder(cache.keys.device)
-        self._played: dict[GridShape, tuple[RowBuffer, Callable[[], tuple[Tensor, Tensor | None]]]] = {}
+        self._played: Recordings[GridShape, tuple[RowBuffer, Callable[[], tuple[Tensor, Tensor | None]]]] = Recordings()
 
     @property
     def recorded(self) -> int:
@@ -49,11 +49,13 @@ class BucketedForward:
         shape = needed.bucket(self._cache, self._scratch) if self._recordable else None
         if shape is None:
             return self._compute(*laid_out(rows, wanted, self._cache))
-        if shape not in self._played:
+
+        def made() -> tuple[RowBuffer, Callable[[], tuple[Tensor, Tensor | None]]]:
             buffer = RowBuffer(shape, self._cache)
             buffer.fill(rows, wanted)  # before it is recorded: recording runs it
-            self._played[shape] = buffer, self._recorder.record(lambda: self._compute(buffer.rows, buffer.wanted))
-        buffer, play = self._played[shape]
+            return buffer, self._recorder.record(lambda: self._compute(buffer.rows, buffer.wanted))
+
+        buffer, play = self._played.get(shape, made)
         buffer.fill(rows, wanted)
         logits, hidden = play()
         # Copies: the next forward writes where the recording wrote, and states are kept for longer.

@@ -21,7 +21,8 @@ from osd.target.recording import StaticBuffer
 
 _ALIGNED = 64  # places of a slot come in multiples of this: kernels want masks that are aligned
 _SHORTEST = 256  # places that attention reads at least; further buckets are twice as long
-_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then multiples of the last
+_FEW = 64  # rows that weights are read for, not computed with; further buckets are its multiples
+_ASKED = 16  # rows of logits that a recording has at least, where not all are asked for
 _OF_ROWS = ("token_ids", "positions", "slots", "stores", "visible", "base", "source", "where")
 _KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # those that take masks, recorded or not
 
@@ -132,24 +133,22 @@ class GridShape:
         slots = len(cache.length)
         if self.width > scratch or self.rows > slots * scratch or self.nodes > scratch:
             return None
-        rows = bucket_of_rows(self.rows)
+        sequences, width = min(_power(self.sequences), slots), min(_power(self.width), scratch)
+        # Few rows take as long as one, so that the grid is filled with padding and there are fewer recordings.
+        rows = sequences * width if sequences * width <= _FEW else -(-self.rows // _FEW) * _FEW
         return GridShape(
             rows=rows,
-            wanted=rows,
-            sequences=min(_power(self.sequences), slots),
-            width=min(_power(self.width), scratch),
+            # Of a prompt's rows few are wanted, and logits take much memory.
+            wanted=rows if self.wanted == self.rows else min(max(_power(self.wanted), _ASKED), rows),
+            sequences=sequences,
+            width=width,
             context=_context(self.context, cache),
             nodes=scratch if self.nodes else 0,
         )
 
 
-def bucket_of_rows(count: int) -> int:
-    """The next larger number of rows that forwards are recorded for."""
-    return next((size for size in _ROWS if size >= count), -(-count // _ROWS[-1]) * _ROWS[-1])
-
-
 def _power(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    return 1 << max(count - 1, 0).bit_length()
 
 
 def _context(needed: int, cache: KVCache) -> int:

@@ -7,14 +7,17 @@ what changes from call to call has to be copied into a ``StaticBuffer`` first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
+Kept = TypeVar("Kept")
+Key = TypeVar("Key", bound=Hashable)
 
 _WARM_UPS = 2  # before a function is recorded: libraries choose kernels and take memory when they are first called
 
@@ -62,6 +65,32 @@ class Recorder:
             return result
 
         return play
+
+
+class Recordings(Generic[Key, Kept]):
+    """The recordings that were used last, by their sizes: each holds memory for its results."""
+
+    def __init__(self, most: int = 128) -> None:
+        """Keep ``most`` of them."""
+        self._most = most
+        self._kept: OrderedDict[Key, Kept] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._kept)
+
+    def get(self, key: Key, make: Callable[[], Kept]) -> Kept:
+        """The recording of these sizes, which ``make`` makes where there is none."""
+        if key not in self._kept:
+            self._kept[key] = make()
+            if len(self._kept) > self._most:
+                self._kept.popitem(last=False)  # not played any more: making the new one has waited for the device
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def values(self) -> Iterator[Kept]:
+        """All of them."""
+        return iter(self._kept.values())
 
 
 class StaticBuffer:

@@ -15,7 +15,7 @@ from osd.target.graphs import BucketedForward
 from osd.target.grid import GridShape, RowBuffer, laid_out
 from osd.target.kv_cache import KVCache, Late, PackedRows
 from osd.target.model import SlotModel, recordable
-from osd.target.recording import Recorder, StaticBuffer
+from osd.target.recording import Recorder, Recordings, StaticBuffer
 from tests.unit.target.rows import rows_of
 from tests.unit.target.test_model import FAMILIES, NAME, build, everything, prompt, slotted
 
@@ -245,3 +245,35 @@ def test_a_layer_of_a_llama_shaped_model_launches_few_kernels() -> None:
             slots.compute(buffer.rows, buffer.wanted)
         counts[layers] = launches.count
     assert (counts[3] - counts[1]) / 2 <= 22
+
+
+def test_only_the_recordings_used_last_are_kept() -> None:
+    kept: Recordings[int, str] = Recordings(2)
+    made: list[int] = []
+
+    def get(key: int) -> str:
+        return kept.get(key, lambda: (made.append(key), str(key))[1])
+
+    assert [get(key) for key in (1, 2, 1, 3, 1, 2)] == ["1", "2", "1", "3", "1", "2"]
+    assert made == [1, 2, 3, 2]
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted", "sequences", "width", "recorded"),
+    [
+        (1, 1, 1, 1, (1, 1)),
+        (5, 5, 1, 5, (8, 8)),
+        (9, 9, 3, 4, (16, 16)),
+        (70, 3, 2, 65, (128, 16)),
+        (30, 1, 1, 30, (32, 16)),
+    ],
+)
+def test_sizes_are_rounded_up_to_few(
+    rows: int, wanted: int, sequences: int, width: int, recorded: tuple[int, int]
+) -> None:
+    cache = KVCache(1, 16, 1, 1024, 8, torch.float32, torch.device("meta"))
+    shape = GridShape(rows, wanted, sequences, width, 300, 0).bucket(cache, 65)
+    assert shape is not None
+    assert (shape.rows, shape.wanted, shape.context) == (*recorded, 512)
+    assert GridShape(rows, wanted, sequences, 66, 300, 0).bucket(cache, 65) is None
