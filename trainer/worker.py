@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -202,7 +203,7 @@ class Worker:
         return True
 
     def _train(self, distiller: Distiller) -> None:
-        if not self._spare():
+        if not self._spare(self._forgetting.look):
             return
         self._say("training", "")
         if not distiller.steps:
@@ -249,12 +250,21 @@ class Worker:
         figures = {"before": round(drift.before, 4), "now": round(drift.now, 4), "source": drift.domain}
         self._publisher.tell("drift", drift.version, **figures)
 
-    def _spare(self) -> bool:
-        """Wait for the turn, and until serving leaves room for a micro-step; False when the loop shall end."""
+    def _spare(self, idle: Callable[[], None] | None = None) -> bool:
+        """Wait for the turn, and until serving leaves room for a micro-step; False when the loop shall end.
+
+        ``idle`` is called now and then while that takes, a sign of life when None.
+        """
         self._spending.tell()
-        self._forgetting.alive()
+        idle = idle or self._forgetting.alive
+        idle()
+
+        def rest(why: str) -> None:
+            self._rest(why)
+            idle()
+
         while self._turns.take(self._domain, self._stop):
-            if not self._capacity.wait(self._stop, self._paused, self._rest):
+            if not self._capacity.wait(self._stop, self._paused, rest):
                 return False
             if self._turns.has(self._domain):
                 return True

@@ -76,7 +76,7 @@ def test_a_canary_serves_its_share_and_then_everything_when_it_is_promoted(servi
     number = service.publish(shake)
     rollout = service.point_at(stable, number, 0.5)
     eventually(lambda: canaries() == [number] * 2)
-    assert (service.data()["canary"], service.data()["share"]) == (number, 0.5)
+    eventually(lambda: (service.data()["canary"], service.data()["share"]) == (number, 0.5))  # looked up every second
     texts, traces = served(service, eventually, 24)
     assert [trace.drafter_version for trace in traces] == [rollout.version_for(trace.request_id) for trace in traces]
     assert {trace.drafter_version for trace in traces} == {stable, number}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 from typer.testing import CliRunner
 
 from osd.capture.purge import Purges
 from osd.cli.app import app
+from osd.registry.load_board import LoadBoard, ReplicaLoad
 from tests.unit.learning.toys import make_trace
 from trainer import checkpoint
 
@@ -70,6 +74,35 @@ def test_a_paused_trainer_forgets_too(make_loop, eventually):
     result = purge(loop, name)
     assert result.exit_code == 0, result.output
     assert name not in memory(worker)
+
+
+def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventually):
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["steps"] > 3)
+    board, stop = LoadBoard(loop.url), threading.Event()
+
+    def serve():
+        while not stop.wait(0.05):
+            board.report("replica", ReplicaLoad(3, 5, 4, 100.0, 20.0))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        eventually(lambda: worker.status()["state"] == "yielding")
+        time.sleep(5.5)  # longer than a sign of life holds
+        for _ in range(2):
+            name = next(iter(worker._intake.replay._train.records))[0]
+            result = purge(loop, name)
+            assert result.exit_code == 0, result.output
+            assert name not in memory(worker)
+            assert worker.pause()
+    finally:
+        stop.set()
+        thread.join()
+        board.close()
 
 
 def test_what_was_purged_while_no_trainer_ran_is_never_learnt_from(make_loop, eventually):
