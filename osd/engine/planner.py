@@ -46,7 +46,8 @@ class Planner:
         rows = sum(piece.count + piece.limit for piece in pieces)
         rows -= sum(piece.limit for mine in governed.values() for piece in mine)
         for lane, mine in governed.items():
-            nodes = self._governor_of(lane).plan(len(mine), ends - len(mine), rows)
+            missed = [piece.sequence.missed for piece in mine]
+            nodes = self._governor_of(lane).plan(missed, ends - len(mine), rows)
             for piece, most in zip(mine, nodes, strict=True):
                 piece.limit = min(piece.limit, most)
                 rows += piece.limit
@@ -67,7 +68,10 @@ class Planner:
             drafts = [Drafted(drawn.drafted, drawn.path) for drawn in mine]
             drafting = outcome.draft_seconds.get(lane, 0.0) if lane else 0.0
             governor = self._governor_of(lane) if lane else first
-            governor.observe(outcome.rows, verifying + drafting, drafting, drafts)
+            behind = any(drawn.sequence.drafted_in != drawn.sequence.step - 1 for drawn in mine)
+            governor.observe(outcome.rows, verifying + drafting, drafting, drafts, behind)
+            for drawn in mine:
+                drawn.sequence.drafted_in = drawn.sequence.step
 
     def renew(self, lane: Lane) -> None:
         """Expect another drafter in a lane from now on."""

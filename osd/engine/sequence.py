@@ -62,6 +62,7 @@ class Sequence:
         self.fed = 0
         self.slot = -1
         self.step = 0
+        self.drafted_in = -1  # the last step with a governed draft
         self.lane: Lane | None = None
         self.unrouted: Unrouted | None = None
         self.routed: Routed | None = None
@@ -71,6 +72,11 @@ class Sequence:
         self._text = TextStream(tokenizer, request.stop)
         self._new: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+
+    @property
+    def missed(self) -> int:
+        """About how many tokens a drafter would first have to read, were it to draft now."""
+        return len(self.tokens) if self.drafted_in < 0 else self.step - self.drafted_in
 
     @property
     def decoding(self) -> bool:

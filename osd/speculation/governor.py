@@ -15,37 +15,45 @@ _DOUBT = 2.0  # drafts that the first guess about a node counts for
 
 
 class Curve:
-    """Seconds as a function of a count, a running mean at each count that was seen and straight lines between."""
+    """Seconds as a function of a count: running means of what was seen, and straight lines between."""
 
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
         points = points or {}
-        self._counts = sorted(points)
-        self._seconds = [points[count] for count in self._counts]
+        # By bucket: which it is, the mean of its counts, and their seconds.
+        self._buckets = sorted(points)
+        self._counts = [float(count) for count in self._buckets]
+        self._seconds = [points[count] for count in self._buckets]
 
     def observe(self, count: int, seconds: float) -> None:
-        """Take one measurement; counts above 8 share a bucket with those that agree in their two highest bits."""
-        count = _bucket(count)
-        place = bisect_left(self._counts, count)
-        if place < len(self._counts) and self._counts[place] == count:
+        """Take one measurement; counts above 8 share a bucket with those that agree in their three highest bits."""
+        bucket = _bucket(count)
+        place = bisect_left(self._buckets, bucket)
+        if place < len(self._buckets) and self._buckets[place] == bucket:
             known = self._seconds[place]
             self._seconds[place] += _STEP * (min(seconds, _OUTLIER * known) - known)
+            self._counts[place] += _STEP * (count - self._counts[place])
         else:
-            self._counts.insert(place, count)
+            self._buckets.insert(place, bucket)
+            self._counts.insert(place, float(count))
             self._seconds.insert(place, seconds)
 
     def at(self, count: int) -> float:
-        """The seconds expected; beyond what was seen those of the nearest count, 0 when nothing was seen."""
+        """The seconds expected, 0 when nothing was seen; below the smallest count that was seen, those of that one.
+
+        Beyond the largest the last line goes on, and never falls.
+        """
         if not self._counts:
             return 0.0
-        count = _bucket(count)
         place = bisect_left(self._counts, count)
-        if place == len(self._counts):
-            return self._seconds[-1]
-        if place == 0 or self._counts[place] == count:
-            return self._seconds[place]
+        if place == 0 or len(self._counts) == 1:
+            return self._seconds[0]
+        beyond = place == len(self._counts)
+        place = min(place, len(self._counts) - 1)
         below, above = self._counts[place - 1 : place + 1]
-        part = (count - below) / (above - below)
-        return self._seconds[place - 1] * (1 - part) + self._seconds[place] * part
+        rise = (self._seconds[place] - self._seconds[place - 1]) / (above - below)
+        if beyond:
+            return self._seconds[place] + max(0.0, rise) * (count - above)
+        return self._seconds[place - 1] + rise * (count - below)
 
 
 def _bucket(count: int) -> int:
@@ -104,8 +112,10 @@ class Drafted:
 class Governor:
     """Plans the drafts of each round from measured costs and running acceptance.
 
-    A round in which ``ready`` sequences draft n nodes each is worth ``tokens / (verify(rows + ready n) + draft(ready,
-    n))``; the n with the highest worth is taken. Because nothing is learnt about a drafter that does not draft, a
+    Rounds without prompts in which ``ready`` sequences draft n nodes each give ``tokens / (verify(rows + ready n) +
+    draft(ready, n))``; the best n sets what a second is worth in tokens. That n is taken whose tokens, less the worth
+    of the seconds that they cost, are the most: beside the rows of a prompt, which have to be computed anyway, a draft
+    must earn no less than it would without. Because nothing is learnt about a drafter that does not draft, a
     small share of the time goes to probes: one sequence drafts as much as it may. A new drafter is probed at once.
     """
 
@@ -123,7 +133,7 @@ class Governor:
         self._seconds = 0.0
         self._probed = 0.0
         self._owed = _PROBES_OF_A_NEW_DRAFTER
-        self._turn = 0
+        self._probing = False  # in the round that was planned last, at its own expense
 
     def beside(self) -> Governor:
         """A governor of another drafter of the same kind on the same machine: they share what is measured of costs."""
@@ -131,28 +141,31 @@ class Governor:
         other._verify, other._draft = self._verify, self._draft
         return other
 
-    def plan(self, ready: int, others: int, rows: int) -> list[int]:
-        """How many nodes each of ``ready`` sequences is to draft at most.
+    def plan(self, missed: Sequence[int], others: int, rows: int) -> list[int]:
+        """How many nodes each of some sequences is to draft at most.
 
         Args:
-            ready: sequences that may draft.
+            missed: how much the drafter would first have to read of each sequence that may draft; the one with the
+                least is probed.
             others: sequences that get a token in this round without a draft.
             rows: that the target's forward has whatever is drafted.
         """
+        ready = len(missed)
         if ready == 0:
             return []
-        gains = self._acceptance.gains()
-        worth = [
-            (others + ready * (1 + gain)) / (self._cost(ready, nodes, rows) or 1.0) for nodes, gain in enumerate(gains)
-        ]
-        best = max(range(self.nodes + 1), key=worth.__getitem__)
+        tokens = [others + ready * (1 + gain) for gain in self._acceptance.gains()]
+        sizes, bare = range(self.nodes + 1), min(rows, ready + others)
+        speed = max(tokens[nodes] / (self._cost(ready, nodes, bare) or 1.0) for nodes in sizes)
+        best = max(sizes, key=lambda nodes: tokens[nodes] - speed * self._cost(ready, nodes, rows))
         plan = [best] * ready
+        self._probing = False
         if best < self.nodes and self._may_probe(best, ready, rows):
-            self._turn += 1
-            plan[self._turn % ready] = self.nodes
+            plan[missed.index(min(missed))] = self.nodes
         return plan
 
-    def observe(self, rows: int, seconds: float, draft_seconds: float, drafts: Sequence[Drafted]) -> None:
+    def observe(
+        self, rows: int, seconds: float, draft_seconds: float, drafts: Sequence[Drafted], behind: bool = False
+    ) -> None:
         """Learn from a round.
 
         Args:
@@ -160,10 +173,14 @@ class Governor:
             seconds: that the round took.
             draft_seconds: that drafting took of them.
             drafts: of the sequences that drafted.
+            behind: whether the drafter first read what it had missed, a prompt or rounds without a draft, which says
+                nothing of what drafting costs when it goes on.
         """
         self._seconds += seconds
+        if self._probing:
+            self._probed += draft_seconds
         self._verify.observe(rows, seconds - draft_seconds)
-        if drafts:
+        if drafts and not behind:
             largest = max(draft.size for draft in drafts)
             curve = self._draft.setdefault(_bucket(len(drafts)), Curve())
             curve.observe(largest, draft_seconds / largest)
@@ -189,14 +206,14 @@ class Governor:
         return cost
 
     def _may_probe(self, best: int, ready: int, rows: int) -> bool:
-        """Whether a probe is due; it is paid for here."""
+        """Whether a probe is due; its rows are paid for here, its draft when it is known what that took."""
         if self._owed > 0:
             self._owed -= 1
             return True
         planned = rows + ready * best
-        extra = self._verify.at(planned + self.nodes - best) - self._verify.at(planned)
-        price = max(0.0, extra) + self._cost(1, self.nodes, 0) - self._verify.at(self.nodes)
+        price = max(0.0, self._verify.at(planned + self.nodes - best) - self._verify.at(planned))
         if self._probed + price > _SHARE_OF_PROBES * self._seconds:
             return False
         self._probed += price
+        self._probing = True
         return True

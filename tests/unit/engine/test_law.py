@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import queue
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +232,8 @@ class Whim:
     def beside(self) -> Whim:
         return self
 
-    def plan(self, ready: int, others: int, rows: int) -> list[int]:
-        return [self.chance.randrange(3) for _ in range(ready)]
+    def plan(self, missed: Sequence[int], others: int, rows: int) -> list[int]:
+        return [self.chance.randrange(3) for _ in missed]
 
     def observe(self, *measured: object) -> None: ...
 

@@ -17,7 +17,7 @@ class Machine:
     def __init__(self, base: float, slope: float, draft: float, rate: float, seed: int = 0) -> None:
         self.base, self.slope, self.draft, self.rate = base, slope, draft, rate
         self.chance = random.Random(seed)  # noqa: S311 - repeatable, not secret
-        self.tokens, self.seconds = 0, 0.0
+        self.tokens, self.seconds = 0.0, 0.0
 
     def verify(self, rows: int) -> float:
         return self.base + self.slope * rows
@@ -38,21 +38,21 @@ class Machine:
             kept = 0
             while kept < size and self.chance.random() < self.rate:
                 kept += 1
-            self.tokens += 1 + kept
             if size:
                 drafts.append(Drafted(size, list(range(kept))))
         draft_seconds = self.draft * max(plan)
         rows = sum(1 + size for size in plan)
-        seconds = (self.verify(rows) + draft_seconds) * self.chance.uniform(0.95, 1.05)
-        self.seconds += seconds
-        return rows, seconds, draft_seconds, drafts
+        # What the plan is worth, whatever luck it had; the governor sees the luck.
+        self.tokens += sum(self.rate**i for size in plan for i in range(size + 1))
+        self.seconds += self.verify(rows) + draft_seconds
+        return rows, (self.verify(rows) + draft_seconds) * self.chance.uniform(0.95, 1.05), draft_seconds, drafts
 
 
 def run(governor: Governor, machine: Machine, sequences: int, rounds: int) -> list[int]:
     """The draft length that most sequences had, round by round."""
     lengths = []
     for _ in range(rounds):
-        plan = governor.plan(sequences, 0, sequences)
+        plan = governor.plan([1] * sequences, 0, sequences)
         lengths.append(sorted(plan)[len(plan) // 2])
         governor.observe(*machine.round(plan))
     return lengths
@@ -67,7 +67,7 @@ def test_it_comes_within_five_percent_of_the_best_length(
     machine = Machine(base, slope, draft, rate)
     governor = Governor(NODES, machine.forward_seconds())
     run(governor, machine, sequences, 300)
-    machine.tokens, machine.seconds = 0, 0.0
+    machine.tokens, machine.seconds = 0.0, 0.0
     run(governor, machine, sequences, 1000)
     best = machine.throughput(sequences, machine.best(sequences))
     assert machine.tokens / machine.seconds > 0.95 * best
@@ -77,7 +77,7 @@ def test_without_anything_to_gain_it_does_not_draft_but_for_probes_of_two_percen
     machine = Machine(base=10, slope=2, draft=1, rate=0.0)
     governor = Governor(NODES, machine.forward_seconds())
     run(governor, machine, 4, 100)
-    machine.tokens, machine.seconds = 0, 0.0
+    machine.tokens, machine.seconds = 0.0, 0.0
     lengths = run(governor, machine, 4, 2000)
     plain = 4 / machine.verify(4)
     assert set(lengths) == {0}
@@ -115,13 +115,51 @@ def test_a_costly_drafter_is_left_alone_although_it_is_right() -> None:
     assert run(governor, machine, 1, 200)[-1] == 0
 
 
+@pytest.mark.parametrize(("slope", "rate"), [(2.0, 0.6), (0.01, 0.9)])
+def test_beside_a_prompt_a_draft_must_earn_what_it_would_without(slope: float, rate: float) -> None:
+    machine = Machine(base=10, slope=slope, draft=0.01, rate=rate)
+    governor = Governor(NODES, machine.forward_seconds())
+    alone = run(governor, machine, 8, 300)[-1]
+    assert alone == machine.best(8)
+    assert sorted(governor.plan([1] * 8, 0, 8 + 200))[4] == alone
+
+
+def test_reading_what_was_missed_is_not_taken_for_the_cost_of_drafting() -> None:
+    machine = Machine(base=10, slope=0.1, draft=0.5, rate=0.9)
+    governor = Governor(NODES, machine.forward_seconds())
+    assert run(governor, machine, 1, 100)[-1] == NODES
+    for _ in range(100):
+        rows, seconds, draft_seconds, drafts = machine.round([NODES])
+        governor.observe(rows, seconds + 100, draft_seconds + 100, drafts, behind=True)
+    assert governor.plan([1], 0, 1) == [NODES]
+
+
+def test_a_probe_that_has_much_to_read_is_followed_by_fewer_and_falls_on_who_has_least() -> None:
+    machine = Machine(base=10, slope=5, draft=0.1, rate=0.1)
+    probes, lost = 0, 0.0
+    governor = Governor(NODES, machine.forward_seconds())
+    for _ in range(5000):
+        plan = governor.plan([200, 90, 150], 0, 3)
+        rows, seconds, draft_seconds, drafts = machine.round(plan)
+        reading = 40.0 if max(plan) else 0.0
+        governor.observe(rows, seconds + reading, draft_seconds + reading, drafts, behind=True)
+        assert not plan[0]
+        assert not plan[2]
+        probes += bool(plan[1])
+        lost += reading
+    assert probes > 20
+    assert lost < 0.025 * machine.seconds + 16 * 40
+
+
 def test_no_sequence_ready_no_plan() -> None:
-    assert Governor(NODES).plan(0, 3, 3) == []
+    assert Governor(NODES).plan([], 3, 3) == []
 
 
-def test_a_curve_runs_straight_between_what_was_seen_and_flat_beyond() -> None:
+def test_a_curve_runs_straight_between_what_was_seen_and_goes_on_beyond() -> None:
     curve = Curve({2: 10.0, 4: 20.0})
-    assert [curve.at(count) for count in (1, 2, 3, 4, 64)] == [10, 10, 15, 20, 20]
+    assert [curve.at(count) for count in (1, 2, 3, 4, 64)] == [10, 10, 15, 20, 320]
+    assert Curve({2: 10.0, 4: 9.0}).at(64) == 9, "more rows never cost less"
+    assert Curve({2: 10.0}).at(64) == 10
     assert Curve().at(3) == 0
 
 
@@ -134,13 +172,13 @@ def test_a_curve_follows_what_is_measured_but_not_one_outlier() -> None:
     assert curve.at(4) == pytest.approx(20, rel=0.01)
 
 
-def test_counts_above_eight_share_buckets() -> None:
-    curve = Curve()
+def test_counts_above_eight_share_buckets_and_are_told_apart_by_the_line_between_them() -> None:
+    curve = Curve({16: 4.0})
     curve.observe(40, 7.0)
-    curve.observe(20, 5.0)
-    assert curve.at(47) == 7
-    assert curve.at(48) == 7
-    assert curve.at(21) == curve.at(23) == 5
+    curve.observe(47, 9.0)  # the same bucket: now 7.2 at 40.7 on average
+    assert curve.at(41) == pytest.approx(7.2 + 0.3 * 3.2 / 24.7)
+    assert curve.at(22) == pytest.approx(4 + 6 * 3.2 / 24.7)
+    assert curve.at(17) < curve.at(18) < curve.at(19)
 
 
 def test_gains_are_the_running_shares_of_nodes_in_draw_order() -> None:
