@@ -88,7 +88,7 @@ class Worker:
         self._pace = Pace(trainer)
         self._candidates = Candidates(
             trainer, self._publisher, self._intake.replay, self._progress, self._pace, self._status, self._spending,
-            self._learnt, self._spare,
+            self._learnt, partial(self._spare, self._forgetting.alive),
         )  # fmt: skip
         self._distiller: Distiller | None = None
         self._width = 0
@@ -250,13 +250,12 @@ class Worker:
         figures = {"before": round(drift.before, 4), "now": round(drift.now, 4), "source": drift.domain}
         self._publisher.tell("drift", drift.version, **figures)
 
-    def _spare(self, idle: Callable[[], None] | None = None) -> bool:
+    def _spare(self, idle: Callable[[], None]) -> bool:
         """Wait for the turn, and until serving leaves room for a micro-step; False when the loop shall end.
 
-        ``idle`` is called now and then while that takes, a sign of life when None.
+        ``idle`` is called now and then while that takes.
         """
         self._spending.tell()
-        idle = idle or self._forgetting.alive
         idle()
 
         def rest(why: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.base import Chains
-from osd.target.grid import Grid, GridShape, RowBuffer, laid_out
+from osd.target.grid import Grid, GridShape, RowBuffer, laid_out, power_of_two
 from osd.target.kv_cache import KVCache, PackedRows
 from osd.target.recording import Recorder, Recordings
 
@@ -90,11 +90,6 @@ class RecordedChains:
         self._recorder, self._recordable = Recorder(cache.keys.device), recordable
         self._played: Recordings[tuple[GridShape, int, int], tuple[_Draft, Play]] = Recordings()
 
-    @property
-    def recorded(self) -> int:
-        """How many recordings there are by now."""
-        return len(self._played)
-
     def chains(self, told: Told, limits: list[int], floor: float) -> Chains:
         """See ``osd.drafters.base.Session.chains``; the host has not read the tokens."""
         count, levels = len(limits), max(limits)
@@ -104,7 +99,7 @@ class RecordedChains:
             self._take_in(early)
             shape = self._shape(told, levels)
         assert shape is not None  # noqa: S101  one token of each sequence always fits
-        padded = 1 << (count - 1).bit_length()
+        padded = power_of_two(count)
 
         def made() -> tuple[_Draft, Play]:
             draft = _Draft(self._step, self._cache, self._support, shape, padded, levels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import accumulate
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from osd.speculation.sampling import SamplingBatch, most_probable
 from osd.speculation.tree import ROOT, DraftBatch, TreeBuilder
 from osd.speculation.verification import Rule, Verdict
 from osd.speculation.verification.naive import Naive
+from osd.target.gpu import sent
 
 
 class Expansion:
@@ -120,12 +121,7 @@ class Group:
         """[n] int64 what ``verify`` has to read from the device, None where it asks for itself."""
         if not self._greedy:
             return None
-        if self._penalties is None:
-            # Rows between those of this group are read, too: copying logits would take longer.
-            rows = self._rows()
-            best = most_probable(logits[rows[0] : rows[-1] + 1])
-        else:
-            best = most_probable(self._penalised(logits))
+        best = most_probable(self._penalised(logits))
         return best if self.late is None else torch.cat([best, self.late.sizes, self.late.drafted.flatten()])
 
     @torch.inference_mode()
@@ -138,19 +134,14 @@ class Group:
 
     def _follow(self, told: list[int]) -> None:
         """Keep the path of most probable tokens: what every rule does when p has all its mass on one token."""
-        rows = self._rows()
-        count = len(rows) if self._penalties is not None else rows[-1] - rows[0] + 1
-        firsts = [piece.logits_row - rows[0] for piece in self.pieces]
-        if self._penalties is not None:
-            sizes = [1 + len(piece.drafted) for piece in self.pieces]
-            firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        numbers = iter(told)
+        best = [list(islice(numbers, 1 + len(piece.drafted))) for piece in self.pieces]
         if self.late is not None:
             batch, levels = self.late.drafted.shape
-            sizes, tokens = told[count : count + batch], told[count + batch :]
-            self._draw([tokens[b * levels : b * levels + size] for b, size in enumerate(sizes)])
-        for piece, first in zip(self.pieces, firsts, strict=True):
-            best = told[first : first + 1 + len(piece.drafted)]
-            piece.path, piece.token = self._walk(piece.drafted, piece.parents, best)
+            sizes = list(islice(numbers, batch))
+            self._draw([list(islice(numbers, levels))[:size] for size in sizes])
+        for piece, mine in zip(self.pieces, best, strict=True):
+            piece.path, piece.token = self._walk(piece.drafted, piece.parents, mine[: 1 + len(piece.drafted)])
 
     def _test(self, logits: Tensor) -> None:
         draft = self.draft or DraftBatch.empty(len(self.pieces), self._device)
@@ -188,15 +179,11 @@ class Group:
         noise = _noise(pieces, [0] * len(pieces), self._device)
         _keep(pieces, Naive().verify(draft.select(rows), p, noise, first))
 
-    def _rows(self) -> list[int]:
-        """The group's rows of the logits, ascending."""
-        return [piece.logits_row + i for piece in self.pieces for i in range(1 + len(piece.drafted))]
-
     def _penalised(self, logits: Tensor) -> Tensor:
         """The group's rows of the logits, one piece below the other, with bias and penalties."""
-        rows = self._rows()
+        rows = [piece.logits_row + i for piece in self.pieces for i in range(1 + len(piece.drafted))]
         neighbours = rows[-1] - rows[0] == len(rows) - 1  # they ascend
-        mine = logits[rows[0] : rows[-1] + 1] if neighbours else logits[rows]
+        mine = logits[rows[0] : rows[-1] + 1] if neighbours else logits[sent(rows, self._device)]
         if self._penalties is None:
             return mine
         after = [(b, node) for b, piece in enumerate(self.pieces) for node in range(ROOT, len(piece.drafted))]

@@ -78,15 +78,15 @@ def run(target: SlotModel, pieces: list[Piece]) -> Round:
             alike[s.lane, s.policy, s.request.sampling.temperature == 0].append(piece)
     groups: list[Group] = []
     recordings = Recorder.made
-    begun = mark(target.device)
     grown: list[tuple[Lane, Mark, Mark]] = []
     for (lane, policy, _), members in alike.items():
         group = Group(policy, members, target.device)
         if lane is not None:
+            begun = mark(target.device)
             group.grow(lane.session)
-            before, begun = begun, mark(target.device)
-            grown.append((lane, before, begun))
+            grown.append((lane, begun, mark(target.device)))
         groups.append(group)
+    begun = mark(target.device)
     packed, wanted = pack(pieces, groups)
     forward = target.forward(packed, wanted)
     forwarded = mark(target.device)

@@ -19,21 +19,18 @@ class Curve:
 
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
         points = points or {}
-        # By bucket: which it is, the mean of its counts, and their seconds.
-        self._buckets = sorted(points)
-        self._counts = [float(count) for count in self._buckets]
-        self._seconds = [points[count] for count in self._buckets]
+        self._counts = [float(count) for count in sorted(points)]  # the mean of each bucket
+        self._seconds = [points[count] for count in sorted(points)]
 
     def observe(self, count: int, seconds: float) -> None:
         """Take one measurement; counts above 8 share a bucket with those that agree in their three highest bits."""
         bucket = _bucket(count)
-        place = bisect_left(self._buckets, bucket)
-        if place < len(self._buckets) and self._buckets[place] == bucket:
+        place = bisect_left(self._counts, bucket)
+        if place < len(self._counts) and _bucket(int(self._counts[place])) == bucket:
             known = self._seconds[place]
             self._seconds[place] += _STEP * (min(seconds, _OUTLIER * known) - known)
             self._counts[place] += _STEP * (count - self._counts[place])
         else:
-            self._buckets.insert(place, bucket)
             self._counts.insert(place, float(count))
             self._seconds.insert(place, seconds)
 

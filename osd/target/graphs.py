@@ -19,11 +19,7 @@ Compute = Callable[[PackedRows, Tensor], tuple[Tensor, Tensor | None]]
 
 
 class BucketedForward:
-    """A model's forward in recordings that share memory.
-
-    Attributes:
-        recorded: how many there are by now; making one takes far longer than playing it.
-    """
+    """A model's forward in recordings that share memory."""
 
     def __init__(self, compute: Compute, cache: KVCache, scratch: int, recordable: bool) -> None:
         """Record ``compute`` over the slots of ``cache``.
@@ -37,11 +33,6 @@ class BucketedForward:
         self._compute, self._cache, self._scratch, self._recordable = compute, cache, scratch, recordable
         self._recorder = Recorder(cache.keys.device)
         self._played: Recordings[GridShape, tuple[RowBuffer, Callable[[], tuple[Tensor, Tensor | None]]]] = Recordings()
-
-    @property
-    def recorded(self) -> int:
-        """See the class."""
-        return len(self._played)
 
     def forward(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take rows and ``wanted`` [n] on the host to logits [n, vocab] and hidden states [R, ...] on the device."""

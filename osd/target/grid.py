@@ -133,13 +133,13 @@ class GridShape:
         slots = len(cache.length)
         if self.width > scratch or self.rows > slots * scratch or self.nodes > scratch:
             return None
-        sequences, width = min(_power(self.sequences), slots), min(_power(self.width), scratch)
+        sequences, width = min(power_of_two(self.sequences), slots), min(power_of_two(self.width), scratch)
         # Few rows take as long as one, so that the grid is filled with padding and there are fewer recordings.
         rows = sequences * width if sequences * width <= _FEW else -(-self.rows // _FEW) * _FEW
         return GridShape(
             rows=rows,
             # Of a prompt's rows few are wanted, and logits take much memory.
-            wanted=rows if self.wanted == self.rows else min(max(_power(self.wanted), _ASKED), rows),
+            wanted=rows if self.wanted == self.rows else min(max(power_of_two(self.wanted), _ASKED), rows),
             sequences=sequences,
             width=width,
             context=_context(self.context, cache),
@@ -147,12 +147,13 @@ class GridShape:
         )
 
 
-def _power(count: int) -> int:
+def power_of_two(count: int) -> int:
+    """The smallest that is not below ``count``."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 def _context(needed: int, cache: KVCache) -> int:
-    return min(max(_power(needed), _SHORTEST), cache.places)
+    return min(max(power_of_two(needed), _SHORTEST), cache.places)
 
 
 def padded(places: int) -> int:

@@ -8,7 +8,7 @@ what changes from call to call has to be copied into a ``StaticBuffer`` first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -87,10 +87,6 @@ class Recordings(Generic[Key, Kept]):
                 self._kept.popitem(last=False)  # not played any more: making the new one has waited for the device
         self._kept.move_to_end(key)
         return self._kept[key]
-
-    def values(self) -> Iterator[Kept]:
-        """All of them."""
-        return iter(self._kept.values())
 
 
 class StaticBuffer:

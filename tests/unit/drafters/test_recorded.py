@@ -146,7 +146,7 @@ def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(
 def held(session: EagleSession | LanguageModelSession) -> list[Tensor]:
     """All tensors that a recording reads by their addresses."""
     assert session._recorded is not None
-    static = [draft._buffer.integers._bytes for draft, _ in session._recorded._played.values()]
+    static = [draft._buffer.integers._bytes for draft, _ in session._recorded._played._kept.values()]
     if isinstance(session, LanguageModelSession):
         cache, weights = session.model.cache, [*session.model.model.state_dict().values()]
     else:
@@ -169,7 +169,7 @@ def test_drafts_of_a_size_share_one_recording_and_do_not_change_each_others_toke
     assert first.tokens == tokens
     assert torch.equal(first.logits, logits)
     assert session._recorded is not None
-    assert session._recorded.recorded == 1
+    assert len(session._recorded._played) == 1
 
 
 def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(drafter: Eagle | LanguageModel) -> None:

@@ -73,7 +73,7 @@ def test_any_number_of_rows_gives_what_it_gives_unpadded(family: str) -> None:
             for mine, theirs in ((padded.cache.keys, plain.cache.keys), (padded.cache.values, plain.cache.values)):
                 end = start + len(ids)
                 equal(mine[:, slot, :, :end], theirs[:, slot, :, :end])
-    assert 0 < padded.bucketed.recorded < 33
+    assert 0 < len(padded.bucketed._played) < 33
 
 
 def test_padding_leaves_every_place_alone_that_a_row_can_see() -> None:
@@ -92,12 +92,12 @@ def test_forwards_of_a_bucket_share_one_recording_and_do_not_change_each_others_
     first = model.forward(rows_of([(0, 0, prompt(5))]), everything(5))
     kept, states = first.logits.clone(), first.hidden.clone()  # type: ignore[union-attr]
     again = model.forward(rows_of([(3, 0, prompt(7, 1))]), everything(7))
-    assert model.bucketed.recorded == 1
+    assert len(model.bucketed._played) == 1
     assert again.logits.shape[0] == 7
     assert torch.equal(first.logits, kept)
     assert torch.equal(first.hidden, states)  # type: ignore[arg-type]
     model.forward(rows_of([(0, 5, prompt(9))]), everything(1))
-    assert model.bucketed.recorded == 1, "what is larger than drafts are is not recorded"
+    assert len(model.bucketed._played) == 1, "what is larger than drafts are is not recorded"
 
 
 def test_a_recording_is_run_on_the_rows_of_its_first_forward_only_and_reads_the_same_addresses_ever_after(
@@ -207,7 +207,7 @@ def test_on_a_gpu_a_recorded_forward_waits_for_nothing_and_gives_what_the_cpu_gi
             torch.cuda.set_sync_debug_mode("default")
         if got is not None:
             torch.testing.assert_close(got.cpu(), plain.forward(rows, wanted).logits, rtol=1e-3, atol=1e-3)
-    assert fast.bucketed.recorded == 1
+    assert len(fast.bucketed._played) == 1
 
 
 @cuda
