@@ -45,13 +45,13 @@ class Lazy:
         """Make nothing yet.
 
         Args:
-            logits: [R, V] the target's, with penalties and bias.
+            logits: [R, V] the target's, with penalties and bias; float32 or float64.
             owners: [R] the sequence of each row, as ``sampling`` numbers them.
             places: [B, N + 1] the row after the root and after each node; any row for padding.
             sampling: what makes p.
         """
         self._logits, self._owners, self._places, self._sampling = logits, owners, places, sampling
-        self.dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        self.dtype = logits.dtype
         self.device = logits.device
         self.shape = torch.Size((*places.shape, logits.shape[-1]))
         self._made = recycled(tuple(logits.shape), self.dtype, self.device)
@@ -72,6 +72,7 @@ class Lazy:
         begin, self._used = self._used, self._used + len(rows)
         first, last = int(rows[0]), int(rows[-1])
         neighbours = last - first == len(rows) - 1  # they ascend, and copying them would cost
-        logits = self._logits[first : last + 1] if neighbours else self._logits[rows]
-        self._sampling.probabilities(logits, self._owners[rows], out=self._made[begin : self._used])
+        made = self._made[begin : self._used]  # room for a copy too: new memory costs more than a softmax
+        logits = self._logits[first : last + 1] if neighbours else torch.index_select(self._logits, 0, rows, out=made)
+        self._sampling.probabilities(logits, self._owners[rows], out=made)
         self._where[rows] = torch.arange(begin, self._used, device=self.device)

@@ -8,7 +8,9 @@ purposes of their own because losslessness needs them independent.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,13 +40,21 @@ _MIX1 = _signed(0xBF58476D1CE4E5B9)
 _MIX2 = _signed(0x94D049BB133111EB)
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch shifts int64 arithmetically, so the sign's copies are masked away."""
+_Int64 = TypeVar("_Int64", Tensor, np.ndarray)  # products and sums wrap around in both
+
+
+def _shift(x: _Int64, bits: int) -> _Int64:
+    """Logical right shift: int64 is shifted arithmetically, so the sign's copies are masked away."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
     """Finalise splitmix64: a bijection of 64 bits in which each input bit flips each output bit half of the time."""
+    # A small operation takes NumPy a fifth of the time that it takes PyTorch.
+    return torch.from_numpy(_finalise(x.numpy())) if x.device.type == "cpu" else _finalise(x)
+
+
+def _finalise(x: _Int64) -> _Int64:
     x = (x ^ _shift(x, 30)) * _MIX1
     x = (x ^ _shift(x, 27)) * _MIX2
     return x ^ _shift(x, 31)

@@ -79,10 +79,11 @@ class DraftBatch:
         batch, count = self.parents.shape
         if not count:
             return self.parents
-        on_path = self.ancestors()[torch.arange(batch, device=nodes.device), nodes.clamp(min=0)]  # [B, N]
+        above = self.ancestors()
+        on_path = above[torch.arange(batch, device=nodes.device), nodes.clamp(min=0)]  # [B, N]
         on_path &= (nodes >= 0)[:, None]
         order = torch.where(on_path, torch.arange(count, device=nodes.device), count).sort(-1).values
-        return order.masked_fill(order == count, -1)[:, : int(self.depths().max())]
+        return order.masked_fill(order == count, -1)[:, : int(above.sum(-1).max())]
 
     def links(self) -> tuple[Tensor, Tensor]:
         """The first child after each row of p, [B, N + 1], and the next sibling of each node, [B, N]; -1 for none."""
@@ -150,14 +151,12 @@ class DraftBatch:
 
 def ancestors(parents: Tensor, sizes: Tensor) -> Tensor:
     """[B, N, N] bool, whether node j is node i or one of its ancestors, for ``parents`` [B, N] and ``sizes`` [B]."""
-    batch, count = parents.shape
-    mask = torch.zeros(batch, count, count, dtype=torch.bool, device=parents.device)
-    rows = torch.arange(batch, device=parents.device)
-    for node in range(count):  # in draw order, so that the parent's row is complete
-        parent = parents[:, node]
-        mask[:, node] = mask[rows, parent.clamp(min=0)] & (parent >= 0)[:, None]
-        mask[:, node, node] = True
-    return mask & (torch.arange(count, device=parents.device) < sizes[:, None])[:, :, None]
+    index = torch.arange(parents.shape[1], device=parents.device)
+    # Whether j is at most 1 step above i, then at most 2, 4, 8 ...
+    reach = ((parents[:, :, None] == index) | (index[:, None] == index)).float()
+    for _ in range((len(index) - 1).bit_length()):
+        reach = (reach @ reach).clamp_(max=1)
+    return reach.bool() & (index < sizes[:, None])[:, :, None]
 
 
 def repeats(rows: Tensor) -> Tensor:

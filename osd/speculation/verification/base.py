@@ -64,10 +64,11 @@ def residual(p: Tensor, q: Tensor, weight: Tensor | None = None) -> tuple[Tensor
     Returns:
         [M, V] and [M].
     """
-    left = (p - q if weight is None else torch.addcmul(-q, p, weight[:, None])).clamp_(min=0)
-    mass = left.sum(-1)
+    # Less than nothing, and divided by less than nothing in the end: one pass over the vocabulary fewer.
+    left = (q - p if weight is None else torch.addcmul(q, p, weight[:, None], value=-1)).clamp_(max=0)
+    mass = -left.sum(-1)
     gone = mass <= 0
-    left /= torch.where(gone, 1.0, mass)[:, None]
+    left /= torch.where(gone, 1.0, -mass)[:, None]
     if gone.any():
         left[gone] = p[gone]
     return left, mass

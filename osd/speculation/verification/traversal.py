@@ -67,12 +67,9 @@ class _Walk:
         sequences = torch.arange(len(self.depth), device=self.depth.device)
         rows = sequences
         while len(rows):
-            down = self.candidate[rows] >= 0
-            self._down(rows[down])
-            up = rows[~down]
-            passed = self._passes(up)
-            self._up(up[~passed])
-            rows = torch.cat([rows[down], up[~passed]])
+            self._down(rows[self.candidate[rows] >= 0])
+            rows = rows[~self._passes(rows)]
+            self._up(rows)
         here = self.row[sequences, self.depth]
         fresh = self.fresh[sequences, self.depth]
         after = self.left[sequences, self.depth]
@@ -80,24 +77,40 @@ class _Walk:
         return Verdict(self.draft.path_of(here - 1), self.depth, self.noise.pick(after, Purpose.RESIDUAL, here))
 
     def _down(self, rows: Tensor) -> None:
-        """Go to the candidate children and weigh them."""
+        """Go to the candidate children, from there to first children down to a leaf, and weigh all on the way."""
         if not len(rows):
             return
-        draft, node, level = self.draft, self.candidate[rows], self.depth[rows]
-        token, column = draft.tokens[rows, node], draft.columns[rows, node]
-        new = self.fresh[rows, level]
-        d = draft.q[draft.q_row[rows, node], column]
-        if bool(new.all()):
-            r = self.p[rows, self.row[rows, level], token]
-        else:
-            r = self.left[rows, level, token]
-            r[new] = self.p[rows[new], self.row[rows[new], level[new]], token[new]]
-            d = d if self.drawn is None else torch.where(new, d, self.drawn[rows, level, column])
-        weight = (self.weight[rows, level] * r / d).clamp(max=1)
+        draft, top = self.draft, self.depth[rows]
+        path = self._leftmost(rows)
+        on = path >= 0
+        m, k = on.nonzero(as_tuple=True)
+        row, node, level = rows[m], path[on], top[m] + k
+        above = torch.cat([self.row[rows, top][:, None], path[:, :-1] + 1], 1)[on]
+        token, column = draft.tokens[row, node], draft.columns[row, node]
+        r, d = self.p[row, above, token], draft.q[draft.q_row[row, node], column]
+        used = ((k == 0) & ~self.fresh[row, level]).nonzero().squeeze(-1)
+        if len(used):
+            r[used] = self.left[row[used], level[used], token[used]]
+            if self.drawn is not None:
+                d[used] = self.drawn[row[used], level[used], column[used]]
+        weight = torch.zeros(path.shape, dtype=r.dtype, device=r.device)
+        weight[on] = r / d
+        before = self.weight[rows, top]
+        for here in weight.unbind(1):
+            here.mul_(before).clamp_(max=1)
+            before = here
         below = level + 1
-        self.row[rows, below], self.weight[rows, below], self.fresh[rows, below] = node + 1, weight, True
-        self.may_pass[rows, below] = self.noise.rows(rows).accept(weight, Purpose.ACCEPT, node)
-        self.depth[rows], self.candidate[rows] = below, self.first[rows, node + 1]
+        self.row[row, below], self.weight[row, below], self.fresh[row, below] = node + 1, weight[on], True
+        self.may_pass[row, below] = self.noise.rows(rows).accept(weight, Purpose.ACCEPT, path)[on]
+        self.depth[rows], self.candidate[rows] = top + on.sum(-1), -1
+
+    def _leftmost(self, rows: Tensor) -> Tensor:
+        """[M, K] the candidate children of sequences ``rows`` [M], their first children and so on, then -1."""
+        node, path = self.candidate[rows], []
+        while bool((node >= 0).any()):
+            path.append(node)
+            node = torch.where(node >= 0, self.first[rows, node + 1], -1)
+        return torch.stack(path, 1)
 
     def _passes(self, rows: Tensor) -> Tensor:
         """[M] bool, whether the nodes that sequences ``rows`` [M] stand on pass, their children being rejected."""
