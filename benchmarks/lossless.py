@@ -15,9 +15,6 @@ from osd.speculation.compatibility import IncompatibleError
 from osd.speculation.growth import GROWTHS
 from osd.speculation.verification import VERIFICATIONS
 
-BATCH = 8
-"""Prompts sent at once, and slots that an engine needs to decode them together."""
-
 _PLAIN = "plain"
 _SIZES = {"depth": 4, "budget": 8}  # of drafts, where a growth policy has them
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -91,6 +88,11 @@ def policies() -> Iterator[tuple[str, str, Policy]]:
                     continue
 
 
+def slots() -> int:
+    """What an engine needs to answer a prompt in every way at once, and to read it once for all of them."""
+    return 1 + sum(1 for _ in policies())
+
+
 def compare(
     engine: Engine,
     prompts: Sequence[tuple[int, ...]],
@@ -100,31 +102,25 @@ def compare(
     """Decode every prompt greedily, plainly and in every way, all ways in one engine.
 
     Args:
-        engine: running, on a target in float32, not governed.
-        prompts: sent ``BATCH`` at once, with each of the ways.
+        engine: running, on a target in float32, not governed, with ``slots()`` slots.
+        prompts: sent one after the other, each with all of the ways.
         tokens: of an answer at most.
         report: told how many prompts are done.
     """
     ways = list(policies())
     tallies = [Tally(growth, rule) for growth, rule, _ in ways]
-    for start in range(0, len(prompts), BATCH):
-        batch = prompts[start : start + BATCH]
-        requests = [_request(_PLAIN, index, prompt, tokens, None) for index, prompt in enumerate(batch)]
-        for number, (_, _, policy) in enumerate(ways):
-            requests += (_request(str(number), index, prompt, tokens, policy) for index, prompt in enumerate(batch))
+    for index, prompt in enumerate(prompts):
+        requests = [_request(_PLAIN, prompt, tokens, None)]
+        requests += (_request(str(number), prompt, tokens, policy) for number, (_, _, policy) in enumerate(ways))
         found = answers_of(engine, requests)
-        for index in range(len(batch)):
-            plain = found[f"{_PLAIN} {index}"]
-            for number, tally in enumerate(tallies):
-                tally.add(start + index, plain, found[f"{number} {index}"])
-        report(start + len(batch))
+        for number, tally in enumerate(tallies):
+            tally.add(index, found[_PLAIN], found[str(number)])
+        report(index + 1)
     return tallies
 
 
-def _request(way: str, index: int, prompt: tuple[int, ...], tokens: int, policy: Policy | None) -> Request:
+def _request(way: str, prompt: tuple[int, ...], tokens: int, policy: Policy | None) -> Request:
     greedy = Sampling(temperature=0)
     # The logits of plain decoding say how near a difference was.
     logprobs = 2 if policy is None else None
-    return Request(
-        f"{way} {index}", prompt, tokens, greedy, speculate=policy is not None, policy=policy, logprobs=logprobs
-    )
+    return Request(way, prompt, tokens, greedy, speculate=policy is not None, policy=policy, logprobs=logprobs)

@@ -296,16 +296,23 @@ class Engine:
         self._planner.learn(outcome, report, seconds)
 
     def _pieces(self) -> list[Piece]:
-        """What each sequence feeds: its last token, or the next part of its prompt as far as the chunk reaches."""
+        """What each sequence feeds: its last token, or the next part of its prompt as far as the chunk reaches.
+
+        A part of the same prompt is fed once, such as for the ``n`` answers that one client asked for.
+        """
         budget = self.settings.engine.prefill_chunk
         pieces = []
+        reading: dict[tuple[int, tuple[int, ...]], Piece] = {}
         for s in self._running:
             if s.decoding:
                 pieces.append(Piece(s, s.fed, 1))
+            elif twin := reading.get((s.fed, s.request.prompt_ids)):
+                twin.twins.append(s)
             elif budget > 0:
                 count = min(budget, len(s.tokens) - s.fed)
                 budget -= count
                 pieces.append(Piece(s, s.fed, count))
+                reading[s.fed, s.request.prompt_ids] = pieces[-1]
         return pieces
 
     def _emit(self, s: Sequence) -> None:

@@ -17,6 +17,9 @@ class Piece:
     after the last one; those after the draft's nodes follow it. Verification fills ``path``, the nodes that are kept,
     and ``token``, which comes after them. Committing fills ``kept``, how many of these tokens the sequence took: fewer
     where it ends among them.
+
+    ``twins`` are as far with the same prompt: they get what is computed here, but for the prompt's last token, after
+    which each draws for itself.
     """
 
     sequence: Sequence
@@ -30,6 +33,7 @@ class Piece:
     path: list[int] = field(default_factory=list)
     token: int = -1
     kept: int = 0
+    twins: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Settle now whether the token after these is to be drawn: the sequence grows when the round is committed."""

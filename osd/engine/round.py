@@ -127,14 +127,12 @@ def commit(outcome: Round, target: SlotModel, trace_top_k: int, reads_hidden: bo
             states = hidden[first:last] if straight else hidden[[first + offset for offset in offsets]]
         else:
             states = None
-        if s.unrouted is not None and states is not None:
-            s.unrouted.tokens += following + new
-            s.unrouted.states.append(states)
-        for_drafters = states if reads_hidden else None
-        if s.lane is not None:
-            s.lane.session.commit(s.slot, following + new, for_drafters)
-        if s.trace is not None:
-            s.trace.feed(for_drafters)
+        _hand_on(s, following + new, states, reads_hidden)
+        for twin in piece.twins:
+            shared = piece.count - piece.ends
+            target.cache.copy(s.slot, twin.slot, piece.start, shared)
+            twin.fed = piece.start + shared
+            _hand_on(twin, following[:shared], None if states is None else states[:shared], reads_hidden)
         if piece.ends:
             taken = s.append(new, target.eos_ids)
             piece.kept = len(taken)
@@ -145,6 +143,18 @@ def commit(outcome: Round, target: SlotModel, trace_top_k: int, reads_hidden: bo
     for group in outcome.groups:
         _trace(group, outcome.forward, trace_top_k)
     return [Drawn(piece.sequence, piece.kept, piece.parents, piece.path) for piece in outcome.pieces if piece.ends]
+
+
+def _hand_on(s: Sequence, tokens: list[int], states: Tensor | None, reads_hidden: bool) -> None:
+    """Tell what drafts for a sequence, or will, and its trace: the target's ``states`` and the token after each."""
+    if s.unrouted is not None and states is not None:
+        s.unrouted.tokens += tokens
+        s.unrouted.states.append(states)
+    for_drafters = states if reads_hidden else None
+    if s.lane is not None:
+        s.lane.session.commit(s.slot, tokens, for_drafters)
+    if s.trace is not None:
+        s.trace.feed(for_drafters)
 
 
 def _trace(group: Group, forward: Forward, k: int) -> None:

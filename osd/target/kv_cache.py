@@ -47,6 +47,13 @@ class KVCache:
                 cache[:, slot, :, start : start + len(offsets)] = cache[:, slot, :, source]
         self.length[slot] = start + len(offsets)
 
+    def copy(self, source: int, slot: int, start: int, count: int) -> None:
+        """Continue a slot, which holds ``start`` tokens, by the next ``count`` of another one."""
+        places = slice(start, start + count)
+        for cache in (self.keys, self.values):
+            cache[:, slot, :, places] = cache[:, source, :, places]
+        self.length[slot] = start + count
+
     def check_integrity(self) -> None:
         """Check that no slot claims more than it has.
 

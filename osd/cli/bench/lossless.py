@@ -32,9 +32,9 @@ def lossless(
 
     Ends with 1 when an answer differs.
     """
-    from benchmarks.lossless import BATCH, compare
+    from benchmarks.lossless import compare, slots
 
-    fixed = ["target.dtype=float32", f"engine.slots={BATCH}", f"engine.context={CONTEXT}", "growth.governed=false"]
+    fixed = ["target.dtype=float32", f"engine.slots={slots()}", f"engine.context={CONTEXT}", "growth.governed=false"]
     settings = settings_of(config, [*(overrides or ()), *fixed])
     check_output(json_file)
     for kind in draft:
