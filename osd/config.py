@@ -184,8 +184,13 @@ class TrainerSettings(Section):
     jensen_shannon_beta: float = Field(default=0.5, gt=0, lt=1, description="weight of the target in the mixture")
     positions: Literal["all", "rejected", "weighted"] = "all"
     rejected_weight: float = Field(default=4.0, gt=0, description="with weighted positions; the others weigh 1")
+    samples: Literal["teacher", "student", "mixed"] = Field(
+        default="teacher", description="whose tokens unrolled steps read: the target's, the drafter's own, or in turns"
+    )
     learning_rate: float = Field(default=1e-3, gt=0)
-    unroll: int = Field(default=2, ge=1, le=8, description="steps that training feeds a drafter its own output")
+    unroll: int = Field(
+        default=2, ge=1, le=8, validate_default=True, description="steps that training feeds a drafter its own output"
+    )
     micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
     replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")
@@ -218,6 +223,13 @@ class TrainerSettings(Section):
     def _leaves_room(cls, value: float, info: ValidationInfo) -> float:
         if value + info.data.get("held_out", 0.0) >= 1:
             raise PydanticCustomError("no_room", "and trainer.held_out must add up to less than 1")
+        return value
+
+    @field_validator("unroll")
+    @classmethod
+    def _has_steps_to_read(cls, value: int, info: ValidationInfo) -> int:
+        if value < 2 and info.data.get("samples", "teacher") != "teacher":
+            raise PydanticCustomError("no_step", "must be at least 2 where trainer.samples is not teacher")
         return value
 
     @field_validator("jensen_shannon_beta", "rejected_weight")

@@ -10,7 +10,7 @@ from benchmarks.adaptation.curves import Spread
 from benchmarks.adaptation.lab import Lab, Stream
 from benchmarks.adaptation.learner import Online, Recipe, Work, copied
 from benchmarks.adaptation.ruler import Counts, total
-from benchmarks.adaptation.samples import SAMPLES, Student
+from benchmarks.adaptation.samples import Rehearsal
 
 Change = Callable[[Recipe], Recipe]
 
@@ -29,7 +29,7 @@ ABLATIONS: dict[str, dict[str, Change]] = {
         name: _trainer(divergence=name)
         for name in ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "hybrid")
     },
-    "samples": {name: _recipe(samples=name) for name in SAMPLES},
+    "samples": {name: _trainer(samples=name) for name in ("teacher", "student", "mixed")},
     "positions": {name: _trainer(positions=name) for name in ("all", "rejected", "weighted")},
     "interval": {f"every {count} records": _recipe(interval=count) for count in (1, 8, 32)},
     "unroll": {f"{depth} steps": _trainer(unroll=depth) for depth in (1, 2, 4)},
@@ -68,7 +68,7 @@ def ablate(
     with ExitStack() as ends:
         draw = None
         if ablation == "samples":
-            draw = ends.enter_context(Student(lab.studio, lab.fresh(kind), recipe.depth)).draw
+            draw = ends.enter_context(Rehearsal(lab.studio, lab.fresh(kind), recipe.depth)).draw
         for name, change in ABLATIONS[ablation].items():
             arriving, unseen, work = [], [], []
             for seed in seeds:

@@ -31,8 +31,7 @@ class Recipe:
 
     ``passes`` over each new completion are trained when ``interval`` records have come, and nothing after that. With
     ``gated`` the service drafts with what last passed the gate, as it does in production; otherwise with whatever was
-    trained last. ``samples`` says whose answers are trained on, one of ``benchmarks.adaptation.samples.SAMPLES``; the
-    gate judges on the target's in any case.
+    trained last.
     """
 
     settings: TrainerSettings
@@ -42,7 +41,6 @@ class Recipe:
     interval: int = 8
     gated: bool = True
     seed: int = 0
-    samples: str = "teacher"
 
     def replay(self) -> Replay:
         """An empty buffer."""
@@ -68,16 +66,16 @@ class Online:
         drafter: what serves in the beginning; it is trained in place.
         recipe: how it learns.
         ruler: drafts for it.
-        draw: answers of the drafter; must be given where the recipe's samples are not only the target's.
+        draw: records with the drafter's own samples; must be given where ``trainer.samples`` asks for them.
 
     Attributes:
         served: the drafter in service.
-        work: what training did so far, drawing answers included.
+        work: what training did so far, drawing samples included.
     """
 
     def __init__(self, drafter: Drafter, recipe: Recipe, ruler: Ruler, draw: Draw | None = None) -> None:
-        if recipe.samples != "teacher" and draw is None:
-            raise ValueError(f"{recipe.samples} samples need somebody who draws them")
+        if recipe.settings.samples != "teacher" and draw is None:
+            raise ValueError(f"{recipe.settings.samples} samples need somebody who draws them")
         self._recipe, self._ruler, self._draw = recipe, ruler, draw
         self._replay = recipe.replay()
         self._distiller = Distiller(drafter, recipe.settings)
@@ -111,14 +109,13 @@ class Online:
         return counts
 
     def _sampled(self, group: list[Trace]) -> list[Trace]:
-        """What is learned from these records: they themselves, or what the drafter in service answers to them."""
-        if self._draw is None or self._recipe.samples == "teacher":
+        """What is learned from these records: they themselves, or with what the drafter in service draws in them."""
+        if self._draw is None or self._recipe.settings.samples == "teacher":
             return group
-        every = {"student": 1, "mixed": 2}[self._recipe.samples]
         mine = [
             index
             for index, trace in enumerate(group)
-            if (self._came + index) % every == 0 and not is_held_out(trace.request_id, self._recipe.settings.held_out)
+            if not is_held_out(trace.request_id, self._recipe.settings.held_out)
         ]
         sampled = list(group)
         for index, trace in zip(mine, self._draw(self.in_service, [group[index] for index in mine]), strict=True):

@@ -74,7 +74,9 @@ class Studio:
         engine = self.settings.engine.model_copy(update={"slots": slots, "prefill_chunk": _CHUNK, "max_draft": depth})
         capture = self.settings.capture.model_copy(update={"enabled": True, "piece": max(self.take.tokens, 16)})
         growth = GrowthSettings(kind="chain", depth=depth, governed=False)
-        chosen = self.settings.model_copy(update={"engine": engine, "capture": capture, "growth": growth})
+        trainer = self.settings.trainer.model_copy(update={"samples": "student"})
+        update = {"engine": engine, "capture": capture, "growth": growth, "trainer": trainer}
+        chosen = self.settings.model_copy(update=update)
         return Engine(target, self.tokenizer, chosen, reader, sink=sink)
 
 

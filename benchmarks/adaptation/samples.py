@@ -1,8 +1,4 @@
-"""Whose text a drafter learns from: the target's, its own, or both.
-
-Agarwal et al., "On-Policy Distillation of Language Models" (arXiv 2306.13649); Liu et al., "Online Speculative
-Decoding" (arXiv 2310.07177).
-"""
+"""What the target says of the tokens that a drafter draws itself: recorded prompts are answered again, with drafts."""
 
 from __future__ import annotations
 
@@ -15,38 +11,30 @@ from torch import Tensor
 
 from benchmarks.adaptation.record import SLOTS, Studio
 from benchmarks.streams import seconds_of
-from benchmarks.synthetic import forced
 from osd.capture.trace import Trace
-from osd.config import GrowthSettings
 from osd.drafters.base import Drafter
-from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling
 from osd.target.threads import several_cores
 
-SAMPLES = ("teacher", "student", "mixed")
-"""What the target wrote, what the drafter in service writes, and that for every second record."""
-
 Draw = Callable[[dict[str, Tensor], Sequence[Trace]], list[Trace]]
-"""Answers of a drafter of these weights to the prompts of the records, in their order, scored by the target."""
+"""The records again, in their order, as an engine with a drafter of these weights captures them."""
 
 
-class Student:
-    """Draws answers from a drafter: an engine that keeps every draft whole, whatever the target says of it.
+class Rehearsal:
+    """Answers the prompts of records once more, as an engine does in service that captures for student samples.
 
-    A drafter drafts as it does in service, ``depth`` tokens at a time, so that one token of ``1 + depth`` is the
-    target's: the one that follows each draft. The target's distributions and hidden states are those of its forward
-    over these very tokens, as verification computes them.
+    The text is the recorded one, as far as forwards of different sizes round alike; new is what was drafted on the
+    way, and what the target says after each token that it rejects.
 
     Args:
         studio: the target.
-        drafter: of the kind that writes; ``draw`` takes the weights of any like it.
+        drafter: of the kind that drafts; ``draw`` takes the weights of any like it.
         depth: tokens of a draft.
     """
 
     def __init__(self, studio: Studio, drafter: Drafter, depth: int) -> None:
         self._studio = studio
         self._traces: queue.Queue[Trace] = queue.Queue()
-        self._policy = forced(Policy.of(GrowthSettings(kind="chain", depth=depth, governed=False), "chain"), 1.0)
         self._engine = studio.engine(SLOTS, self._traces.put, drafter, depth)
         self._version = 1
 
@@ -60,7 +48,7 @@ class Student:
         self._engine.stop()
 
     def draw(self, weights: dict[str, Tensor], traces: Sequence[Trace]) -> list[Trace]:
-        """See ``Draw``; greedy, and each answer at most as long as the recorded one.
+        """See ``Draw``; greedy.
 
         Raises:
             osd.drafters.DrafterError: the weights are not those of this kind of drafter.
@@ -83,6 +71,5 @@ class Student:
             trace.completion_ids.shape[0],
             Sampling(temperature=0),
             capture=True,
-            policy=self._policy,
             domain=trace.domain,
         )

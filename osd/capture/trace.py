@@ -57,6 +57,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
       was asked; elsewhere ids are -1.
     * ``drafted`` [C]: the token that was drafted there, else -1; ``verdict`` [C]: NOT_DRAFTED,
       ACCEPTED or REJECTED.
+    * ``after_ids`` [R, K], ``after_logp`` [R, K], ``after_tail`` [R]: the K most probable tokens of the target after
+      each of the R rejected tokens, as if it had been kept; when somebody learns from the drafter's own samples.
     * ``hidden`` [P + C - 1, taps * hidden]: the tapped target layers side by side for every token that
       was fed, when the drafter reads them.
 
@@ -85,11 +87,19 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Array
     hidden: Array | None = None
     drafter_domain: str = ""
+    after_ids: Array | None = None
+    after_logp: Array | None = None
+    after_tail: Array | None = None
 
     @property
     def line(self) -> str:
         """The domain whose versions ``drafter_version`` counts."""
         return self.drafter_domain or self.domain
+
+    @property
+    def after(self) -> tuple[Array | None, Array | None, Array | None]:
+        """``after_ids``, ``after_logp`` and ``after_tail``: all of them are there, or none."""
+        return self.after_ids, self.after_logp, self.after_tail
 
     def check(self) -> None:
         """Check that the arrays fit each other.
@@ -111,6 +121,10 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
             rows = getattr(self, name).numpy().shape[:1]
             if rows != (completion,):
                 raise TraceError(f"{name} has {rows} rows for {completion} completion tokens")
+        rejected = int((self.verdict.numpy() == REJECTED).sum())
+        after = [None if array is None else array.numpy().shape[:1] for array in self.after]
+        if after not in ([None] * 3, [(rejected,)] * 3):
+            raise TraceError(f"after_ids, after_logp and after_tail have {after} rows for {rejected} rejected tokens")
         if self.hidden is not None and self.hidden.numpy().shape[0] != prompt + completion - 1:
             raise TraceError(f"hidden has {self.hidden.shape[0]} rows for {prompt + completion} tokens")
 

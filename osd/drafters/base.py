@@ -134,8 +134,11 @@ class Drafter(nn.Module, ABC):
         """What ``config.json`` of a version says: all that is needed to build the same module."""
 
     @abstractmethod
-    def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
+    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """Logits [N, draft vocabulary] for each of ``depth`` steps on its own outputs, as a draft would run.
+
+        ``drafted`` [B, L] are the tokens that later steps read as the draft before ``place``, each for itself: what
+        they differ in from the batch is nobody else's past. None for the batch's own.
 
         Entry d predicts ``place`` having seen the target's hidden states up to ``place - 2 - d`` only,
         and every token before ``place``. Rows with ``place < d + 2`` mean nothing.

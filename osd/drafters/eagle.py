@@ -183,9 +183,9 @@ class Eagle(Drafter):
         """Logits [..., vocabulary] of the token that follows."""
         return self.head(self.norm(features))
 
-    def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
+    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """See ``Drafter.unroll``; EAGLE-3's training-time test."""
-        outputs = self._outputs(batch, batch.place - 2, depth, batch.token_ids)
+        outputs = self._outputs(batch, batch.place - 2, depth, batch.token_ids if drafted is None else drafted)
         return [self.logits(features) for features in outputs]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:

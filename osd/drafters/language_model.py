@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from osd.drafters.acceptance_head import PREFIX, fitted, head_config, judged
 from osd.drafters.base import Batch, Chains, Drafter, DrafterError, check
+from osd.drafters.beside import Beside
 from osd.drafters.recorded import RecordedChains, Told
 from osd.drafters.rows import TreeRows
 from osd.speculation.tree import TreeBuilder
@@ -105,14 +106,18 @@ class LanguageModel(Drafter):
         if self.acceptance is not None:
             self.acceptance.load_state_dict({name: weights[PREFIX + name] for name in self.acceptance.state_dict()})
 
-    def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
-        """See ``Drafter.unroll``; it reads tokens only, so every step is the same."""
-        length = batch.token_ids.shape[1]
-        mask = torch.arange(length, device=batch.token_ids.device) < batch.lengths[:, None]
+    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``Drafter.unroll``; it reads tokens only, so every step over the same tokens is the same."""
         decoder = self.model.get_decoder()  # type: ignore[operator]
-        hidden = decoder(input_ids=batch.token_ids, attention_mask=mask, use_cache=False).last_hidden_state
-        logits = self.model.get_output_embeddings()(hidden[batch.sequence, batch.place - 1])  # type: ignore[operator]
-        return [logits] * depth
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        if drafted is None:
+            mask = torch.arange(batch.token_ids.shape[1], device=batch.token_ids.device) < batch.lengths[:, None]
+            hidden = decoder(input_ids=batch.token_ids, attention_mask=mask, use_cache=False).last_hidden_state
+            return [head(hidden[batch.sequence, batch.place - 1])] * depth
+        beside = Beside(batch.token_ids, batch.lengths, drafted)
+        hidden = decoder(**beside.inputs(), use_cache=False).last_hidden_state
+        first = head(hidden[batch.sequence, batch.place - 1])
+        return [first] + [head(hidden[batch.sequence, beside.column[batch.sequence, batch.place - 1]])] * (depth - 1)
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
         """See ``Drafter.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""

@@ -264,7 +264,8 @@ class Engine:
             self._planner.plan(pieces)
         outcome = rounds.run(self.target, pieces)
         reads_hidden = self.lanes is not None and self.lanes.reads_hidden
-        report = rounds.commit(outcome, self.target, self.settings.capture.top_k, reads_hidden)
+        own_samples = self.settings.trainer.samples != "teacher"
+        report = rounds.commit(outcome, self.target, self.settings.capture.top_k, reads_hidden, own_samples)
         with self._changed:
             self._counters.forwards += 1
             for drawn in report:

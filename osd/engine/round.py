@@ -108,10 +108,11 @@ def _read(asked: list[Tensor | None]) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def commit(outcome: Round, target: SlotModel, trace_top_k: int, reads_hidden: bool) -> list[Drawn]:
+def commit(outcome: Round, target: SlotModel, trace_top_k: int, reads_hidden: bool, traces_after: bool) -> list[Drawn]:
     """Keep what was accepted, in every cache, sequence and trace; one entry for each sequence that drew.
 
-    ``reads_hidden`` says that drafters read hidden states, and traces therefore keep them.
+    ``reads_hidden`` says that drafters read hidden states, and traces therefore keep them; ``traces_after`` that they
+    keep what the target says after a rejected token.
     """
     hidden = outcome.forward.hidden
     for piece in outcome.pieces:
@@ -141,7 +142,7 @@ def commit(outcome: Round, target: SlotModel, trace_top_k: int, reads_hidden: bo
                 s.tell(token_logprobs(outcome.forward.logits[rows], taken, s.request.logprobs))
             s.step += 1
     for group in outcome.groups:
-        _trace(group, outcome.forward, trace_top_k)
+        _trace(group, outcome.forward, trace_top_k, traces_after)
     return [Drawn(piece.sequence, piece.kept, piece.parents, piece.path) for piece in outcome.pieces if piece.ends]
 
 
@@ -157,7 +158,7 @@ def _hand_on(s: Sequence, tokens: list[int], states: Tensor | None, reads_hidden
         s.trace.feed(for_drafters)
 
 
-def _trace(group: Group, forward: Forward, k: int) -> None:
+def _trace(group: Group, forward: Forward, k: int, traces_after: bool) -> None:
     """Add the round's distributions to the traces: the target's, and the drafter's where it was tested."""
     traced = [(b, piece) for b, piece in enumerate(group.pieces) if piece.sequence.trace is not None]
     if not traced:
@@ -166,10 +167,12 @@ def _trace(group: Group, forward: Forward, k: int) -> None:
     tree: list[int] = []
     parents: list[int] = []
     tests: list[list[int]] = []
+    rejected: list[list[int]] = []
     for b, piece in traced:
         on_path = [ROOT, *piece.path][: piece.kept]
-        rows += (piece.logits_row + 1 + node for node in on_path)
         tests.append(piece.tested()[: len(on_path)])
+        rejected.append(tests[-1][len(piece.path) :] if traces_after else [])
+        rows += (piece.logits_row + 1 + node for node in [*on_path, *rejected[-1]])
         tree += [b] * len(tests[-1])
         parents += (1 + node for node in on_path[: len(tests[-1])])
     device = forward.logits.device
@@ -178,12 +181,13 @@ def _trace(group: Group, forward: Forward, k: int) -> None:
     if tree and group.raw is not None:
         draft = top(group.raw[sent(tree, device), sent(parents, device)], k, group.support)
     at = tested = 0
-    for (_, piece), nodes in zip(traced, tests, strict=True):
+    for (_, piece), nodes, lost in zip(traced, tests, rejected, strict=True):
         trace, count = piece.sequence.trace, piece.kept
         assert trace is not None  # noqa: S101
         tokens = piece.sequence.tokens[-count:]
         mine = target.part(at, at + count)
+        after = target.part(at + count, at + count + 1) if lost else None
         theirs = None if draft is None or not nodes else draft.part(tested, tested + len(nodes))
-        trace.add(tokens, mine, theirs, [piece.drafted[node] for node in nodes], len(piece.path))
-        at += count
+        trace.add(tokens, mine, theirs, [piece.drafted[node] for node in nodes], len(piece.path), after)
+        at += count + len(lost)
         tested += len(nodes)

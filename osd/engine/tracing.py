@@ -49,6 +49,7 @@ class _Place:
     draft: Top | None
     drafted: int
     verdict: int
+    after: Top | None = None  # of the target, had a rejected token been kept
 
 
 @dataclass
@@ -75,7 +76,10 @@ class TraceBuilder:
         if hidden is not None:
             self._hidden.append(hidden.to(torch.bfloat16))
 
-    def add(self, tokens: list[int], target: Top, draft: Top | None, drafted: list[int], accepted: int) -> None:
+    def add(
+        self, tokens: list[int], target: Top, draft: Top | None, drafted: list[int], accepted: int,
+        after: Top | None = None,
+    ) -> None:  # fmt: skip
         """Add the tokens of one round.
 
         Args:
@@ -84,6 +88,7 @@ class TraceBuilder:
             draft: of the first places, as far as a drafted token was tested there.
             drafted: those tokens; the first ``accepted`` were kept.
             accepted: how many.
+            after: [1] of the target after the one that was not kept, when that is to be learned from.
         """
         for i, token in enumerate(tokens):
             mine = Top(target.ids[i], target.logp[i], target.tail[i])
@@ -91,8 +96,11 @@ class TraceBuilder:
                 self._places.append(_Place(token, mine, None, -1, NOT_DRAFTED))
                 continue
             theirs = Top(draft.ids[i], draft.logp[i], draft.tail[i])
-            verdict = ACCEPTED if i < accepted else REJECTED
-            self._places.append(_Place(token, mine, theirs, drafted[i], verdict))
+            if i < accepted:
+                self._places.append(_Place(token, mine, theirs, drafted[i], ACCEPTED))
+            else:
+                behind = None if after is None else Top(after.ids[0], after.logp[0], after.tail[0])
+                self._places.append(_Place(token, mine, theirs, drafted[i], REJECTED, behind))
 
     def full(self) -> bool:
         """Whether a piece is complete."""
@@ -120,6 +128,8 @@ class TraceBuilder:
         draft_tail = np.zeros(len(places), np.float16)
         if drafts:
             draft_ids[tested], draft_logp[tested], draft_tail[tested] = _numbers(drafts)
+        afters = [p.after for p in places if p.after is not None]
+        after = [Array.of(numbers) for numbers in _numbers(afters)] if afters else [None] * 3
         sampling = self.request.sampling
         trace = Trace(
             request_id=self.request.id,
@@ -143,6 +153,9 @@ class TraceBuilder:
             drafted=Array.of(np.array([p.drafted for p in places], np.int32)),
             verdict=Array.of(np.array([p.verdict for p in places], np.int8)),
             hidden=None if hidden is None else Array.of(hidden[:needed].cpu().view(torch.uint16).numpy(), "bfloat16"),
+            after_ids=after[0],
+            after_logp=after[1],
+            after_tail=after[2],
         )
         self._next(hidden, places)
         return trace

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from osd.capture.trace import Array, Trace, TraceError
+from osd.capture.trace import REJECTED, Array, Trace, TraceError
+from osd.learning.distributions import Distributions
+from osd.learning.own_samples import OwnSamples, own_samples
 
 PROMPT_SHARE = 8
 """Prompt tokens that cost as much as one completion token."""
@@ -18,6 +20,7 @@ PROMPT_SHARE = 8
 _BY_POSITION = (
     "target_ids", "target_logp", "target_tail", "draft_ids", "draft_logp", "draft_tail", "drafted", "verdict"
 )  # fmt: skip
+_AFTER = ("after_ids", "after_logp", "after_tail")
 
 
 @dataclass
@@ -37,6 +40,7 @@ class DistillBatch:
         target_tail: [N] log-mass of all other ids, float32.
         drafted: [N] the token that was drafted there, -1 for none.
         verdict: [N] NOT_DRAFTED, ACCEPTED or REJECTED.
+        own: what the drafter's own tokens would have led to, None when no trace says.
     """
 
     token_ids: Tensor
@@ -49,6 +53,7 @@ class DistillBatch:
     target_tail: Tensor
     drafted: Tensor
     verdict: Tensor
+    own: OwnSamples | None = None
 
     @property
     def positions(self) -> int:
@@ -77,28 +82,39 @@ def check(trace: Trace, vocabulary: int, width: int) -> None:
         TraceError: ids, probabilities or hidden states are not what the drafter needs.
     """
     prompt, completion = trace.prompt_ids.numpy(), trace.completion_ids.numpy()
-    ids, logp, tail = trace.target_ids.numpy(), trace.target_logp.numpy(), trace.target_tail.numpy()
     if not len(prompt) or not len(completion):
         raise TraceError("the record has no prompt or no completion")
-    if logp.shape != ids.shape or logp.ndim != 2 or tail.ndim != 1:
-        raise TraceError(f"target_ids {ids.shape}, target_logp {logp.shape} and target_tail {tail.shape} do not fit")
     drafted = trace.drafted.numpy()
     for name, tokens, lowest in (
-        ("prompt_ids", prompt, 0), ("completion_ids", completion, 0), ("target_ids", ids, -1), ("drafted", drafted, -1)
+        ("prompt_ids", prompt, 0), ("completion_ids", completion, 0), ("drafted", drafted, -1)
     ):  # fmt: skip
-        if tokens.dtype.kind not in "iu" or tokens.min() < lowest or tokens.max() >= vocabulary:
-            raise TraceError(f"{name} has an id outside the target's vocabulary of {vocabulary}")
-    # A half-precision log is off by 2^-11 of its size at most; what misses by a tenth was never a distribution.
-    with np.errstate(invalid="ignore"):
-        mass = np.exp(logp.astype(np.float32)).sum(1) + np.exp(tail.astype(np.float32))
-    if not np.all(np.abs(mass - 1) < 0.1):
-        raise TraceError("target_logp and target_tail do not add up to one")
+        _check_ids(name, tokens, lowest, vocabulary)
+    _check_distributions("target", trace.target_ids, trace.target_logp, trace.target_tail, vocabulary)
+    if trace.after_ids and trace.after_logp and trace.after_tail:
+        _check_distributions("after", trace.after_ids, trace.after_logp, trace.after_tail, vocabulary)
     if width:
         if trace.hidden is None or trace.hidden.numpy().ndim != 2 or trace.hidden.shape[1] != width:
             found = "none" if trace.hidden is None else str(trace.hidden.shape)
             raise TraceError(f"the drafter reads hidden states of width {width}, the record has {found}")
         if not np.isfinite(_floats(trace.hidden)).all():
             raise TraceError("hidden has a number that is not finite")
+
+
+def _check_ids(name: str, tokens: np.ndarray, lowest: int, vocabulary: int) -> None:
+    if tokens.dtype.kind not in "iu" or tokens.min() < lowest or tokens.max() >= vocabulary:
+        raise TraceError(f"{name} has an id outside the target's vocabulary of {vocabulary}")
+
+
+def _check_distributions(name: str, ids: Array, logp: Array, tail: Array, vocabulary: int) -> None:
+    kept, logs, rest = ids.numpy(), logp.numpy(), tail.numpy()
+    if logs.shape != kept.shape or logs.ndim != 2 or rest.ndim != 1:
+        raise TraceError(f"{name}_ids {kept.shape}, {name}_logp {logs.shape} and {name}_tail {rest.shape} do not fit")
+    _check_ids(f"{name}_ids", kept, -1, vocabulary)
+    # A half-precision log is off by 2^-11 of its size at most; what misses by a tenth was never a distribution.
+    with np.errstate(invalid="ignore"):
+        mass = np.exp(logs.astype(np.float32)).sum(1) + np.exp(rest.astype(np.float32))
+    if not np.all(np.abs(mass - 1) < 0.1):
+        raise TraceError(f"{name}_logp and {name}_tail do not add up to one")
 
 
 def cost(trace: Trace) -> float:
@@ -120,12 +136,15 @@ def cut(trace: Trace, tokens: int, first: int) -> Trace:
     hidden = None
     if trace.hidden is not None:
         hidden = Array.of(trace.hidden.numpy()[begin : prompt + stop - 1], trace.hidden.dtype)
+    rejected = trace.verdict.numpy() == REJECTED
+    lost = slice(int(rejected[:first].sum()), int(rejected[:stop].sum()))
     return msgspec.structs.replace(
         trace,
         prompt_ids=Array.of(everything[begin : prompt + first]),
         completion_ids=Array.of(everything[prompt + first : prompt + stop]),
         hidden=hidden,
         **{name: Array.of(getattr(trace, name).numpy()[first:stop]) for name in _BY_POSITION},
+        **{name: kept and Array.of(kept.numpy()[lost]) for name, kept in zip(_AFTER, trace.after, strict=True)},
     )
 
 
@@ -163,12 +182,10 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
     thousandth. ``hidden`` is kept only when every trace has it.
     """
     size, longest = len(traces), max(length(trace) for trace in traces)
-    kept = max(trace.target_ids.shape[1] for trace in traces)
     rows = sum(trace.completion_ids.shape[0] for trace in traces)
     token_ids = np.zeros((size, longest), np.int64)
-    target_ids = np.full((rows, kept), -1, np.int64)
-    target_logp = np.full((rows, kept), -np.inf, np.float32)
-    target_tail = np.empty(rows, np.float32)
+    kept = (array.shape[1] for trace in traces for array in (trace.target_ids, trace.after_ids) if array is not None)
+    target = Distributions(rows, max(kept))
     sequence, place, drafted, verdict = (np.empty(rows, np.int64) for _ in range(4))
     hidden = None
     if all(trace.hidden is not None for trace in traces):
@@ -177,34 +194,33 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
     start = 0
     for row, trace in enumerate(traces):
         prompt, completion = trace.prompt_ids.shape[0], trace.completion_ids.shape[0]
-        here = slice(start, start + completion)
+        here = np.arange(start, start + completion)
         token_ids[row, :prompt] = trace.prompt_ids.numpy()
         token_ids[row, prompt : prompt + completion] = trace.completion_ids.numpy()
         sequence[here] = row
         place[here] = prompt + np.arange(completion)
-        width = trace.target_ids.shape[1]
-        target_ids[here, :width] = trace.target_ids.numpy()
-        target_logp[here, :width] = trace.target_logp.numpy()
-        target_tail[here] = trace.target_tail.numpy()
+        target.put(here, trace.target_ids.numpy(), trace.target_logp.numpy(), trace.target_tail.numpy())
         drafted[here] = trace.drafted.numpy()
         verdict[here] = trace.verdict.numpy()
         if hidden is not None and trace.hidden is not None:
             hidden[row, : prompt + completion - 1] = _floats(trace.hidden)
         start += completion
-    target_logp[target_ids < 0] = -np.inf
-    total = np.logaddexp(np.logaddexp.reduce(target_logp, axis=1), target_tail)
-    return DistillBatch(
+    ids, logp, tail = target.tensors(device)
+    batch = DistillBatch(
         token_ids=torch.from_numpy(token_ids).to(device),
         lengths=torch.tensor([length(trace) for trace in traces], device=device),
         hidden=None if hidden is None else torch.from_numpy(hidden).to(device),
         sequence=torch.from_numpy(sequence).to(device),
         place=torch.from_numpy(place).to(device),
-        target_ids=torch.from_numpy(target_ids).to(device),
-        target_logp=torch.from_numpy(target_logp - total[:, None]).to(device),
-        target_tail=torch.from_numpy(target_tail - total).to(device),
+        target_ids=ids,
+        target_logp=logp,
+        target_tail=tail,
         drafted=torch.from_numpy(drafted).to(device),
         verdict=torch.from_numpy(verdict).to(device),
     )
+    if any(trace.after_ids is not None for trace in traces):
+        batch.own = own_samples(traces, token_ids, target, device)
+    return batch
 
 
 def _floats(array: Array) -> np.ndarray:

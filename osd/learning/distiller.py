@@ -19,6 +19,7 @@ from osd.learning.acceptance import HeadTraining
 from osd.learning.batch import DistillBatch
 from osd.learning.divergences import draft_index, overlap
 from osd.learning.moments import MomentsError, moments_of, read_moments, set_state
+from osd.learning.own_samples import OwnSamples
 from osd.learning.positions import weigh
 
 _DECAY = 0.8
@@ -52,9 +53,10 @@ class Distiller:
     """Trains a drafter in micro-steps, each one forward and backward over one micro-batch.
 
     The loss is sum_d 0.8^d times the mean divergence of the positions that exist at unrolled depth d, weighted as
-    ``trainer.positions`` says. Gradients add up over micro-steps until they cover ``trainer.update_tokens`` positions
-    with a weight, and then make one update by AdamW: how short a micro-step must be has nothing to do with how many
-    positions make a good gradient.
+    ``trainer.positions`` says. Behind the first step the drafter reads the target's tokens or, as ``trainer.samples``
+    says, its own where it was rejected: "mixed" takes turns from one micro-step to the next. Gradients add up over
+    micro-steps until they cover ``trainer.update_tokens`` positions with a weight, and then make one update by AdamW:
+    how short a micro-step must be has nothing to do with how many positions make a good gradient.
 
     ``skipped`` counts micro-steps whose loss is not finite, and updates whose gradient is not finite, or longer than
     0.5 and 20 times the median of the last 64: none of them changes a weight. The median takes in the gradients that
@@ -173,14 +175,24 @@ class Distiller:
         loss = torch.zeros((), device=batch.target_logp.device)
         before: Tensor | None = None
         values = loss
-        for depth, logits in enumerate(self.drafter.unroll(batch, self._settings.unroll)):
+        own = batch.own if self._reads_own() else None
+        drafted = None if own is None else own.token_ids
+        for depth, logits in enumerate(self.drafter.unroll(batch, self._settings.unroll, drafted)):
             rows = batch.rows_at(depth) & (weights > 0)
+            kept: DistillBatch | OwnSamples = batch
+            if own is not None and depth:
+                rows, kept = rows & own.rows_at(depth), own
             if not rows.any():
                 break
             # A drafter that reads no hidden states predicts the same at every depth.
             if logits is not before:
-                events = overlap(logits, batch.target_ids, batch.target_logp, batch.target_tail, self._index)
+                events = overlap(logits, kept.target_ids, kept.target_logp, kept.target_tail, self._index)
                 values, before = self._divergence(events), logits
             share = weights[rows] / weights[rows].mean()
             loss = loss + _DECAY**depth * (values[rows] * share).mean()
         return loss
+
+    def _reads_own(self) -> bool:
+        """Whether this micro-step unrolls over the drafter's own tokens."""
+        samples = self._settings.samples
+        return samples == "student" or (samples == "mixed" and self.steps % 2 == 1)

@@ -139,7 +139,7 @@ def test_training_stands_still_while_requests_wait(make_loop, eventually):
 class Slow(Toy):
     """Takes 2 ms a token, as a drafter does for which the machine is small."""
 
-    def unroll(self, batch, depth):
+    def unroll(self, batch, depth, drafted=None):
         time.sleep(0.002 * batch.token_ids.numel())
         return super().unroll(batch, depth)
 

@@ -46,6 +46,11 @@ def open_lab(
     from osd.target.threads import several_cores
     from osd.traffic.file import read
 
+    if settings.trainer.samples != "teacher":
+        fail(
+            f"trainer.samples is {settings.trainer.samples}, and recorded text is the target's: "
+            "osd bench ablate --ablation samples compares them"
+        )
     if len({file.stem for file in files}) < len(files):
         fail("--stream: each file needs a name of its own")
     with stop_signals():

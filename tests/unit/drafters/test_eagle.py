@@ -287,3 +287,23 @@ def test_the_first_version_starts_from_the_target(target_dir: Path) -> None:
 def test_a_target_of_two_layers_is_too_small(tmp_path: Path) -> None:
     with pytest.raises(DrafterError, match="needs a target of at least 3 layers, this one has 2"):
         initial(DrafterSettings(kind="eagle"), make_tiny(tmp_path, layers=2), tmp_path)
+
+
+@torch.inference_mode()
+def test_a_drafters_own_token_is_read_as_if_the_text_went_on_with_it_and_by_its_own_place_only(eagle: Eagle) -> None:
+    depth, places = 3, [8, 15, 16, 25]
+    tokens, hidden = sequences(eagle, 2)
+    drafted = tokens.clone()
+    drafted[0, 14] = eagle.draft_ids[5]
+    drafted[1, 7] = eagle.draft_ids[9]
+    where = [(row, place) for row in range(2) for place in places]
+    found = eagle.unroll(at_places(tokens, hidden, where), depth, drafted)
+    true = eagle.unroll(at_places(tokens, hidden, where), depth)
+    close(found[0], true[0])
+    for index, (row, place) in enumerate(where):
+        text = tokens.clone()
+        text[row, place - 1] = drafted[row, place - 1]
+        alone = eagle.unroll(at_places(text, hidden, [(row, place)]), depth)
+        close(found[1][index], alone[1][0])
+        if bool((drafted[row, place - depth : place - 1] == tokens[row, place - depth : place - 1]).all()):
+            close(found[2][index], alone[2][0])

@@ -185,3 +185,22 @@ def test_a_source_of_the_same_vocabulary_is_drafted_with_as_it_is(target_dir: Pa
     assert not drafter.shared
     assert "model.embed_tokens.weight" in drafter.weights()
     assert "lm_head.weight" not in drafter.weights()
+
+
+@torch.inference_mode()
+def test_its_own_tokens_are_read_as_if_the_text_went_on_with_them_and_by_their_own_places_only(
+    drafter: LanguageModel,
+) -> None:
+    depth, tokens = 3, tokens_of(2)
+    drafted = tokens.clone()
+    for row, place in ((0, 7), (0, 8), (0, 20), (1, 28)):
+        drafted[row, place] = (tokens[row, place] + 5) % 256
+    batch = at_places(tokens, None, [(row, place) for row in range(2) for place in range(1, LENGTH)])
+    found, true = drafter.unroll(batch, depth, drafted), drafter.unroll(batch, depth)
+    torch.testing.assert_close(found[0], true[0], rtol=1e-4, atol=1e-4)
+    for index, (row, place) in enumerate(zip(batch.sequence.tolist(), batch.place.tolist(), strict=True)):
+        text = tokens.clone()
+        text[row, place - 1] = drafted[row, place - 1]
+        alone = drafter.unroll(at_places(text, None, [(row, place)]), 1)[0][0]
+        for step in (1, 2):
+            torch.testing.assert_close(found[step][index], alone, rtol=1e-4, atol=1e-4)

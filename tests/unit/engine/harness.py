@@ -7,13 +7,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from osd.capture.trace import Trace
-from osd.config import CaptureSettings, DrafterSettings, EngineSettings, GrowthSettings, Settings, TargetSettings
+from osd.config import (
+    CaptureSettings,
+    DrafterSettings,
+    EngineSettings,
+    GrowthSettings,
+    Settings,
+    TargetSettings,
+    TrainerSettings,
+)
 from osd.drafters import Drafter, initial
 from osd.drafters.eagle import Eagle
 from osd.drafters.eagle_session import EagleSession
@@ -70,13 +78,21 @@ class Client:
 
 
 def settings(
-    directory: Path, *, slots: int = 4, depth: int = 3, chunk: int = 16, governed: bool = False, **capture: Any
+    directory: Path,
+    *,
+    slots: int = 4,
+    depth: int = 3,
+    chunk: int = 16,
+    governed: bool = False,
+    samples: Literal["teacher", "student"] = "teacher",
+    **capture: Any,
 ) -> Settings:
     return Settings(
         target=TargetSettings(source=str(directory), dtype="float32"),
         engine=EngineSettings(slots=slots, context=128, prefill_chunk=chunk, threads=1),
         growth=GrowthSettings(kind="chain", depth=depth, governed=governed),
         capture=CaptureSettings(**capture),
+        trainer=TrainerSettings(samples=samples),
     )
 
 

@@ -135,3 +135,37 @@ def test_nothing_is_captured_where_the_server_does_not_allow_it(target_dir: Path
     grouped, results = traces_of(target_dir, drafter, Sampling(0.0), tokens=5, enabled=False)
     assert not grouped
     assert all(result.finish for result in results.values())
+
+
+@pytest.mark.parametrize("kind", ["eagle", "language_model"])
+@pytest.mark.parametrize("piece", [64, 16])
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8, seed=3)], ids=["greedy", "drawn"])
+def test_a_record_tells_what_the_target_would_say_after_each_rejected_token(
+    target_dir: Path, oracle: Oracle, kind: str, piece: int, sampling: Sampling
+) -> None:
+    drafter = make_drafter(kind, target_dir)
+    grouped, results = traces_of(target_dir, drafter, sampling, piece=piece, samples="student")
+    seen = 0
+    for index, prompt in enumerate(prompts([1, 9, 37])):
+        text, at = prompt + results[str(index)].tokens, len(prompt)
+        for trace in grouped[str(index)]:
+            rejected = np.flatnonzero(trace.verdict.numpy() == REJECTED)
+            if not len(rejected):
+                assert trace.after == (None, None, None)
+            for row, place in enumerate(rejected.tolist()):
+                ids, logp, tail = (array.numpy()[row].copy() for array in trace.after if array is not None)
+                context = [*text[: at + place], int(trace.drafted.numpy()[place])]
+                with torch.no_grad():
+                    goal = oracle.model(input_ids=torch.tensor([context])).logits[0, -1].log_softmax(-1)
+                torch.testing.assert_close(torch.from_numpy(logp).float(), goal.topk(K).values, rtol=2e-3, atol=2e-3)
+                got = goal[torch.from_numpy(ids).long()]
+                torch.testing.assert_close(torch.from_numpy(logp).float(), got, rtol=2e-3, atol=2e-3)
+                assert float(np.exp(float(tail))) == pytest.approx(1 - float(got.exp().sum()), abs=3e-3)
+                seen += 1
+            at += len(trace.completion_ids.numpy())
+    assert seen > 10
+
+
+def test_nothing_is_told_where_nobody_learns_from_the_drafters_own_samples(target_dir: Path) -> None:
+    grouped, _ = traces_of(target_dir, make_drafter("eagle", target_dir), Sampling(0.0))
+    assert all(trace.after == (None, None, None) for traces in grouped.values() for trace in traces)

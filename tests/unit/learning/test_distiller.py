@@ -48,7 +48,7 @@ def test_a_step_minimises_the_weighted_sum_over_depths():
     class Fixed(Toy):
         """Perfect at depth 0, uniform and out of its own hands at depth 1."""
 
-        def unroll(self, batch, depth):
+        def unroll(self, batch, depth, drafted=None):
             good = torch.zeros(len(batch.place), VOCABULARY).scatter(1, batch.target_ids, batch.target_logp)
             return [good + 0 * self.read.weight.sum(), torch.zeros_like(good)]
 
@@ -61,7 +61,7 @@ def test_a_step_minimises_the_weighted_sum_over_depths():
 
 def test_positions_that_do_not_exist_at_a_depth_are_left_out():
     class Poisoned(Toy):
-        def unroll(self, batch, depth):
+        def unroll(self, batch, depth, drafted=None):
             result = super().unroll(batch, depth)
             return [torch.where(batch.rows_at(d)[:, None], x, 1e9 * torch.ones_like(x)) for d, x in enumerate(result)]
 
@@ -91,7 +91,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
     class Steep(Toy):
-        def unroll(self, batch, depth):
+        def unroll(self, batch, depth, drafted=None):
             # The value of sqrt(0) is finite, its gradient is not.
             return [x + (self.read.bias * 0).sqrt().sum() for x in super().unroll(batch, depth)]
 
@@ -134,7 +134,7 @@ class Scaled(Toy):
 
     factor = 1.0
 
-    def unroll(self, batch, depth):
+    def unroll(self, batch, depth, drafted=None):
         return [x.detach() + self.factor * (x - x.detach()) for x in super().unroll(batch, depth)]
 
 

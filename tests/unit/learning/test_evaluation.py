@@ -11,7 +11,7 @@ from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
 class Known(Toy):
     """The target itself at depth 0, uniform at depth 1."""
 
-    def unroll(self, batch, depth):
+    def unroll(self, batch, depth, drafted=None):
         last = batch.token_ids[batch.sequence, batch.place - 1]
         return [torch.tensor(target_logits()).float()[last], torch.zeros(len(last), VOCABULARY)][:depth]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
 
-from osd.capture.trace import NOT_DRAFTED, Array, Trace
+from osd.capture.trace import NOT_DRAFTED, REJECTED, Array, Trace
 from osd.drafters.base import Drafter
 
 VOCABULARY, HIDDEN = 12, 12
@@ -29,11 +30,12 @@ class Toy(Drafter):
     def config(self):
         return {"kind": self.kind}
 
-    def unroll(self, batch, depth):
+    def unroll(self, batch, depth, drafted=None):
         result = []
         for d in range(depth):
             seen = batch.hidden[batch.sequence, (batch.place - 2 - d).clamp(min=0)]
-            result.append(self.table(batch.token_ids[batch.sequence, batch.place - 1]) + self.read(seen))
+            tokens = batch.token_ids if drafted is None or not d else drafted
+            result.append(self.table(tokens[batch.sequence, batch.place - 1]) + self.read(seen))
         return result
 
     @property
@@ -51,6 +53,24 @@ class Toy(Drafter):
 def target_logits(seed=0, sharpness=2.0):
     """[vocabulary, vocabulary] logits of the next token after each token."""
     return np.random.default_rng(seed).normal(size=(VOCABULARY, VOCABULARY)) * sharpness
+
+
+def with_rejections(trace, places, drafted, logits=None):
+    """The trace had the drafter been rejected at ``places``, with what the target says after its tokens ``drafted``."""
+    table = target_logits() if logits is None else logits
+    log_p = table - np.log(np.exp(table).sum(1, keepdims=True))
+    verdict, tokens = trace.verdict.numpy().copy(), trace.drafted.numpy().copy()
+    verdict[places], tokens[places] = REJECTED, drafted
+    rows = log_p[drafted]
+    ids = np.argsort(-rows, axis=1)
+    return msgspec.structs.replace(
+        trace,
+        verdict=Array.of(verdict),
+        drafted=Array.of(tokens),
+        after_ids=Array.of(ids.astype(np.int32)),
+        after_logp=Array.of(np.take_along_axis(rows, ids, 1).astype(np.float16)),
+        after_tail=Array.of(np.full(len(places), -np.inf, np.float16)),
+    )
 
 
 def make_trace(

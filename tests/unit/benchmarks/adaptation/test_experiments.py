@@ -104,6 +104,7 @@ def test_the_command_writes_its_tables_its_plot_and_every_figure(lab, tmp_path):
         (["ablate", "--ablation", "mood"], "--ablation must be one of divergence"),
         (["ablate", "--ablation", "domains"], "--ablation domains needs --stream at least twice"),
         (["adapt", "--records", "31"], "tiny has 32 prompts of at most 320 tokens, not 71"),
+        (["adapt", "--set", "trainer.samples=mixed"], "recorded text is the target's: osd bench ablate"),
         (["adapt", "--markdown", "/nowhere/a.md"], "--markdown: cannot write /nowhere/a.md"),
     ],
 )

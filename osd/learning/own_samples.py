@@ -1,0 +1,74 @@
+"""Where a drafter was rejected: its own token, and what the target says after it.
+
+On-policy distillation (Agarwal et al., "On-Policy Distillation of Language Models", ICLR 2024, arXiv 2306.13649) trains
+a student on what it writes itself. A verification has computed the target after every token of a draft, kept or not, so
+that nothing has to be sampled or scored again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from osd.capture.trace import REJECTED, Trace
+from osd.learning.distributions import Distributions
+
+_NEVER = -1_000_000  # a place that is further away than any draft is long
+
+
+@dataclass
+class OwnSamples:
+    """A micro-batch with the drafter's own token wherever it was rejected, for the steps that read its outputs.
+
+    Attributes:
+        token_ids: [B, L] those of the batch, but for the rejected places.
+        target_ids: [N, K] those of the batch, but right behind a rejected token what the target says after it.
+        target_logp: [N, K] likewise.
+        target_tail: [N] likewise.
+        since: [N] how many places ago there was one right behind a rejected token, this one left out.
+    """
+
+    token_ids: Tensor
+    target_ids: Tensor
+    target_logp: Tensor
+    target_tail: Tensor
+    since: Tensor
+
+    def rows_at(self, depth: int) -> Tensor:
+        """Where the ``depth`` tokens before the place could be a draft, [N] bool: nothing follows a rejected one."""
+        return self.since >= depth
+
+
+def own_samples(
+    traces: list[Trace], token_ids: np.ndarray, target: Distributions, device: torch.device | str
+) -> OwnSamples:
+    """What ``traces`` know of the drafter's own tokens, over the batch that they make.
+
+    Args:
+        traces: one or more with ``after_ids``; those without keep the target's tokens.
+        token_ids: [B, L] of the batch.
+        target: its N distributions.
+        device: for the tensors.
+    """
+    token_ids, target = token_ids.copy(), target.copy()
+    since: list[np.ndarray] = []
+    start = 0
+    for row, trace in enumerate(traces):
+        prompt, completion = trace.prompt_ids.shape[0], trace.completion_ids.shape[0]
+        after = [array.numpy() for array in trace.after if array is not None]
+        rejected = np.flatnonzero(trace.verdict.numpy() == REJECTED) if after else np.empty(0, np.int64)
+        token_ids[row, prompt + rejected] = trace.drafted.numpy()[rejected]
+        seen = rejected + 1 < completion
+        behind = rejected[seen] + 1
+        if after:
+            target.put(start + behind, *(values[seen] for values in after))
+        index = np.arange(completion)
+        newest = np.concatenate([[_NEVER], behind])[np.searchsorted(behind, index)]
+        since.append(index - newest)
+        start += completion
+    ids, logp, tail = target.tensors(device)
+    before = torch.from_numpy(np.concatenate(since)).to(device)
+    return OwnSamples(torch.from_numpy(token_ids).to(device), ids, logp, tail, before)
