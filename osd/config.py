@@ -189,7 +189,7 @@ class TrainerSettings(Section):
     )
     learning_rate: float = Field(default=1e-3, gt=0)
     unroll: int = Field(
-        default=2, ge=1, le=8, validate_default=True, description="steps that training feeds a drafter its own output"
+        default=3, ge=1, le=8, validate_default=True, description="steps that training feeds a drafter its own output"
     )
     micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")

@@ -32,7 +32,7 @@ ABLATIONS: dict[str, dict[str, Change]] = {
     "samples": {name: _trainer(samples=name) for name in ("teacher", "student", "mixed")},
     "positions": {name: _trainer(positions=name) for name in ("all", "rejected", "weighted")},
     "interval": {f"every {count} records": _recipe(interval=count) for count in (1, 8, 32)},
-    "unroll": {f"{depth} steps": _trainer(unroll=depth) for depth in (1, 2, 4)},
+    "unroll": {f"{depth} steps": _trainer(unroll=depth) for depth in (1, 2, 3, 4)},
     "gate": {"through the gate": _recipe(gated=True), "without": _recipe(gated=False)},
     "learning_rate": {f"{rate:g}": _trainer(learning_rate=rate) for rate in (3e-4, 1e-3, 3e-3)},
     "passes": {f"{count:g} passes": _recipe(passes=count) for count in (2.0, 4.0, 8.0)},

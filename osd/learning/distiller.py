@@ -25,6 +25,9 @@ from osd.learning.positions import weigh
 _DECAY = 0.8
 """Weight of each further unrolled step, as in EAGLE-3 (arXiv 2503.01840)."""
 
+_USUAL_LENGTH, _WHOLE_EVERY = 2, 4
+"""Steps that most micro-steps unroll at most, and which of them go all the way."""
+
 _CLIP = 0.5
 """Largest global norm of the gradient; a longer one is scaled down."""
 
@@ -53,10 +56,13 @@ class Distiller:
     """Trains a drafter in micro-steps, each one forward and backward over one micro-batch.
 
     The loss is sum_d 0.8^d times the mean divergence of the positions that exist at unrolled depth d, weighted as
-    ``trainer.positions`` says. Behind the first step the drafter reads the target's tokens or, as ``trainer.samples``
-    says, its own where it was rejected: "mixed" takes turns from one micro-step to the next. Gradients add up over
-    micro-steps until they cover ``trainer.update_tokens`` positions with a weight, and then make one update by AdamW:
-    how short a micro-step must be has nothing to do with how many positions make a good gradient.
+    ``trainer.positions`` says. Every fourth micro-step unrolls ``trainer.unroll`` steps, the others two at most: a
+    drafter that was never unrolled as far as it drafts is confident and wrong there, yet what it learns at two depths
+    carries over to the next ones, and each step costs as much as the first. Behind the first step the drafter reads the
+    target's tokens or, as ``trainer.samples`` says, its own where it was rejected: "mixed" takes turns.
+
+    Gradients add up over micro-steps until they cover ``trainer.update_tokens`` positions with a weight, and then make
+    one update by AdamW: how short a micro-step must be has nothing to do with how many positions make a good gradient.
 
     ``skipped`` counts micro-steps whose loss is not finite, and updates whose gradient is not finite, or longer than
     0.5 and 20 times the median of the last 64: none of them changes a weight. The median takes in the gradients that
@@ -177,7 +183,7 @@ class Distiller:
         values = loss
         own = batch.own if self._reads_own() else None
         drafted = None if own is None else own.token_ids
-        for depth, logits in enumerate(self.drafter.unroll(batch, self._settings.unroll, drafted)):
+        for depth, logits in enumerate(self.drafter.unroll(batch, self._length(), drafted)):
             rows = batch.rows_at(depth) & (weights > 0)
             kept: DistillBatch | OwnSamples = batch
             if own is not None and depth:
@@ -192,7 +198,13 @@ class Distiller:
             loss = loss + _DECAY**depth * (values[rows] * share).mean()
         return loss
 
+    def _length(self) -> int:
+        """Steps that this micro-step unrolls."""
+        most = self._settings.unroll
+        return most if self.steps % _WHOLE_EVERY == 0 else min(most, _USUAL_LENGTH)
+
     def _reads_own(self) -> bool:
         """Whether this micro-step unrolls over the drafter's own tokens."""
         samples = self._settings.samples
-        return samples == "student" or (samples == "mixed" and self.steps % 2 == 1)
+        turn = self.steps // _WHOLE_EVERY + self.steps  # so that whole ones are read both ways
+        return samples == "student" or (samples == "mixed" and turn % 2 == 1)

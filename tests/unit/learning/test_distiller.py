@@ -259,3 +259,20 @@ def test_a_small_draft_vocabulary_is_trained_on_its_own_ids():
     after = evaluate(drafter, HELD_OUT, 1, "forward_kl")
     assert after.divergence < before.divergence / 3
     assert after.acceptance > before.acceptance + 0.1
+
+
+def test_every_fourth_micro_step_unrolls_all_the_way_and_the_others_two_steps():
+    class Counting(Toy):
+        def __init__(self):
+            super().__init__()
+            self.lengths = []
+
+        def unroll(self, batch, depth, drafted=None):
+            self.lengths.append(depth)
+            return super().unroll(batch, depth, drafted)
+
+    for most, expected in ((1, [1] * 6), (2, [2] * 6), (3, [3, 2, 2, 2, 3, 2]), (5, [5, 2, 2, 2, 5, 2])):
+        distiller = Distiller(Counting(), settings(unroll=most))
+        for seed in range(6):
+            distiller.step(batch(seed))
+        assert distiller.drafter.lengths == expected  # type: ignore[attr-defined]

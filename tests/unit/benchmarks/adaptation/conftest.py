@@ -24,7 +24,7 @@ def small_lab(home: Path) -> Lab:
         engine=EngineSettings(slots=4, context=160, prefill_chunk=16, threads=1),
         drafter=DrafterSettings(vocabulary=200, layers=2),
         growth=GrowthSettings(kind="chain", depth=3, governed=False),
-        trainer=TrainerSettings(min_records=4, steps_per_candidate=20, held_out=0.2, learning_rate=3e-3),
+        trainer=TrainerSettings(min_records=4, steps_per_candidate=20, held_out=0.2, learning_rate=3e-3, unroll=2),
     )
     return Lab.of(settings, Size(records=24, unseen=8, tokens=12, longest=120))
 
