@@ -48,8 +48,28 @@ class HeadTraining:
         self._optimizer = torch.optim.AdamW(self._weights.values(), lr=settings.learning_rate, betas=(0.9, 0.95))
         self._gathered, self._labels = 0.0, 0
 
+    @property
+    def counts(self) -> tuple[float, int]:
+        """Weight and number of the labels that the gathered gradients cover; whoever adds gradients sets it."""
+        return self._gathered, self._labels
+
+    @counts.setter
+    def counts(self, counts: tuple[float, int]) -> None:
+        self._gathered, self._labels = counts
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """What is trained."""
+        return list(self._weights.values())
+
     def step(self, batch: DistillBatch, number: int) -> float | None:
         """Learn from one micro-batch, the ``number``-th; returns its loss, None where nothing was drafted."""
+        loss = self.gather(batch, number)
+        self.settle()
+        return loss
+
+    def gather(self, batch: DistillBatch, number: int) -> float | None:
+        """Add the gradients of a micro-batch to those gathered so far; returns as ``step`` does."""
         found = self.odds(batch, number)
         if found is None:
             return None
@@ -62,9 +82,12 @@ class HeadTraining:
             loss.backward()
             self._gathered += total
             self._labels += len(odds)
+        return value
+
+    def settle(self) -> None:
+        """Update once enough is gathered."""
         if self._labels >= self._settings.update_tokens:
             self.update()
-        return value
 
     def odds(self, batch: DistillBatch, number: int) -> tuple[Tensor, Tensor] | None:
         """The head's log-odds [M] where there are labels, and the labels [M] bool; None where there are none."""

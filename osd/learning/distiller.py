@@ -40,6 +40,10 @@ _FEWEST_NORMS = 16
 _WEIGHT, _MOMENT = "drafter.", "optimizer."
 
 
+Counts = tuple[int, float, int]
+"""What gathered gradients cover: positions with a weight; weight and number of the acceptance head's labels."""
+
+
 class DistillerError(ValueError):
     """A saved state does not fit this drafter."""
 
@@ -98,13 +102,35 @@ class Distiller:
         self.drafter.adapt_vocabulary(counts)
         self._index = draft_index(self.drafter.draft_ids)
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """Every weight that is trained, the acceptance head's last."""
+        return [*self._trained.values(), *([] if self._head is None else self._head.weights)]
+
+    @property
+    def counts(self) -> Counts:
+        """What the gathered gradients cover; whoever adds gradients of others sets it."""
+        weight, labels = (0.0, 0) if self._head is None else self._head.counts
+        return self._gathered, weight, labels
+
+    @counts.setter
+    def counts(self, counts: Counts) -> None:
+        self._gathered = counts[0]
+        if self._head is not None:
+            self._head.counts = counts[1:]
+
     def step(self, batch: DistillBatch) -> Step:
         """Do one micro-step."""
+        step = self.gather(batch)
+        return step if self.settle() else Step(step.loss, True)
+
+    def gather(self, batch: DistillBatch) -> Step:
+        """Add the gradients of a micro-batch to those gathered so far."""
         self.drafter.train()
         weights = weigh(batch, self._settings)  # [N]
         positions = int(weights.count_nonzero())
         if self._head is not None:
-            loss = self._head.step(batch, self.steps)
+            loss = self._head.gather(batch, self.steps)
             self.head_loss = self.head_loss if loss is None else loss
         loss = self._loss(batch, weights)
         value = float(loss.detach())
@@ -116,9 +142,13 @@ class Distiller:
         (loss * positions).backward()
         self._gathered += positions
         self.steps += 1
-        if self._gathered >= self._settings.update_tokens and not self.update():
-            return Step(value, True)
         return Step(value, False)
+
+    def settle(self) -> bool:
+        """Make the updates that enough is gathered for; False when the drafter's was lost, see ``update``."""
+        if self._head is not None:
+            self._head.settle()
+        return self._gathered < self._settings.update_tokens or self.update()
 
     def update(self) -> bool:
         """Apply the gradients gathered so far; False when they were not finite or far too long, and are lost."""
@@ -164,12 +194,20 @@ class Distiller:
         except (KeyError, TypeError, ValueError) as error:
             raise DistillerError(f"the counters cannot be read: {error!r}") from None
         weights = {key.removeprefix(_WEIGHT): value for key, value in tensors.items() if key.startswith(_WEIGHT)}
-        self.drafter.load_weights(weights)
-        self._index = draft_index(self.drafter.draft_ids)
+        self.load_weights(weights)
         set_state(self._optimizer, state)
         if self._head is not None:
             self._head.resume(head)
         self.steps, self.skipped = steps, skipped
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Go on with the weights of a version; what is gathered stays.
+
+        Raises:
+            osd.drafters.base.DrafterError: they are not this drafter's.
+        """
+        self.drafter.load_weights(weights)
+        self._index = draft_index(self.drafter.draft_ids)
 
     def _is_spike(self, norm: float) -> bool:
         known = len(self._norms) >= _FEWEST_NORMS

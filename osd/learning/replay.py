@@ -31,6 +31,11 @@ class Sample:
     traces: list[Trace]
     fresh: list[Key]
 
+    @property
+    def positions(self) -> int:
+        """Completion tokens of all traces."""
+        return sum(trace.completion_ids.shape[0] for trace in self.traces)
+
 
 class Replay:
     """A bounded memory of traces: a part to train on, anchors, and a held-out part.
