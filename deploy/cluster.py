@@ -39,15 +39,7 @@ def build(args: dict[str, str]) -> serve.Application:
         ensure_version(settings, settings.redis_url, directory)
         _end_trainer()
         if settings.trainer.enabled:
-            actor = ray.remote(trainer.app.Trainer).options(
-                name=trainer.app.NAME,
-                namespace=_NAMESPACE,
-                lifetime="detached",
-                num_cpus=0,
-                max_restarts=-1,
-                max_task_retries=-1,
-            )
-            actor.remote(settings, settings.redis_url)
+            trainer.app.start(settings, settings.redis_url, namespace=_NAMESPACE, lifetime="detached")
     return serving.app.build(settings, settings.redis_url)
 
 

@@ -213,6 +213,7 @@ class TrainerSettings(Section):
         default="tensorboard", description="where losses, verdicts and versions are recorded"
     )
     threads: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, description="processes that train together; several need osd[cluster]")
     latency_objective_ms: float | None = Field(
         default=None, gt=0, description="mean time between two tokens above which training rests; none: queues only"
     )

@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
 from osd.config import Settings
-from trainer.school import School
 from trainer.status import Status
-from trainer.worker import Workshop
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
+
+    from trainer.team import Team
+    from trainer.worker import Workshop
 
 logger = logging.getLogger(__name__)
 
 NAME = "osd-trainer"
 
 _LONGEST_BACKOFF = 30.0
+
+
+class Training(Protocol):
+    """What does the training: a ``School``, here or in another process."""
+
+    def status(self) -> dict[str, Any]:
+        """See ``School.status``."""
+        ...
+
+    def pause(self, timeout: float = 5.0) -> bool:
+        """See ``School.pause``."""
+        ...
+
+    def resume(self) -> None:
+        """See ``School.resume``."""
+        ...
+
+    def stop(self) -> None:
+        """See ``School.stop``."""
+        ...
 
 
 class Trainer:
@@ -34,7 +56,7 @@ class Trainer:
         self._settings = settings
         self._redis_url = redis_url
         self._lock = threading.Lock()
-        self._worker: School | None = None
+        self._worker: Training | None = None
         self._paused = False
         self._stop = threading.Event()
         self._failure = ""
@@ -74,37 +96,56 @@ class Trainer:
         backoff = 1.0
         while not self._stop.is_set():
             try:
-                worker = School(self._settings, self._redis_url, open_workshop(self._settings))
-                with self._lock:
-                    self._worker = worker
-                    if self._paused:
-                        worker.pause(timeout=0)
-                    if self._stop.is_set():
-                        worker.stop()
-                worker.run()
+                self._train()
             except Exception as error:
                 logger.exception("training failed, next try from the checkpoint in %.0f s", backoff)
                 self._failure = f"{type(error).__name__}: {error}"
                 self._stop.wait(backoff)
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
 
+    def _train(self) -> None:
+        # Importing PyTorch and transformers takes seconds, and only the process that trains needs them.
+        from trainer.school import School
 
-def open_workshop(settings: Settings) -> Workshop:
-    """Resolve the target that the drafters of ``settings`` belong to."""
+        worker = School(self._settings, self._redis_url, open_workshop(self._settings))
+        with self._lock:
+            self._worker = worker
+            if self._paused:
+                worker.pause(timeout=0)
+            if self._stop.is_set():
+                worker.stop()
+        worker.run()
+
+
+def open_workshop(settings: Settings, team: Team | None = None) -> Workshop:
+    """Resolve the target that the drafters of ``settings`` belong to; without a ``team`` one process trains alone."""
     from transformers import AutoConfig
 
     from osd.drafters import from_config
     from osd.target.load import resolve
+    from trainer.team import Alone
+    from trainer.worker import Workshop
 
     directory = resolve(settings.target.source, settings.home_dir)
     config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
-    return Workshop(config.vocab_size, config.hidden_size, lambda drafter: from_config(drafter, directory))
+    build = partial(from_config, target_dir=directory)
+    return Workshop(config.vocab_size, config.hidden_size, build, team or Alone())
 
 
-def start(settings: Settings, redis_url: str) -> ActorProxy[Trainer]:
+def start(settings: Settings, redis_url: str, **options: Any) -> ActorProxy[Trainer]:
     """Start the trainer of all that ``settings`` name under the name "osd-trainer" in the caller's Ray namespace.
 
     It takes no core from Ray's books: it lives on what serving leaves over. Ray starts it again whenever it dies.
+
+    Args:
+        settings: of the service; with more than one of ``trainer.workers`` the actor is a ``trainer.group.Group``.
+        redis_url: where the stream is.
+        options: further ones of the actor.
     """
-    actor = ray.remote(Trainer).options(name=NAME, num_cpus=0, max_restarts=-1, max_task_retries=-1)
+    kind: type[Trainer] = Trainer
+    if settings.trainer.workers > 1:
+        from trainer.group import CALLS, Group
+
+        kind, options = Group, {**options, "max_concurrency": CALLS}
+    actor = ray.remote(kind).options(name=NAME, num_cpus=0, max_restarts=-1, max_task_retries=-1, **options)
     return actor.remote(settings, redis_url)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -33,13 +34,17 @@ class Progress:
         next_gate: the step of the next candidate.
     """
 
-    def __init__(self, settings: Settings, status: Status, replay: Replay, spending: Spending, learnt: Learnt) -> None:
+    def __init__(
+        self, settings: Settings, status: Status, replay: Replay, spending: Spending, learnt: Learnt,
+        distiller: Callable[[Drafter], Distiller],
+    ) -> None:  # fmt: skip
         self._path = settings.home_dir / "trainer" / f"{settings.domain}.safetensors"
         self._settings = settings
         self._status = status
         self._replay = replay
         self._spending = spending
         self._learnt = learnt
+        self._distiller = distiller
         self._saved_at = time.monotonic()
         self._saved_steps = 0
         self.next_gate = settings.trainer.steps_per_candidate
@@ -68,7 +73,7 @@ class Progress:
             same = without_head(state.get("config") or {}) == without_head(version.config)
             if not same or state.get("target") != self._settings.target.source:
                 raise checkpoint.CheckpointError(f"{self._path.name} is of another drafter or target")
-            distiller = Distiller(drafter, self._settings.trainer)
+            distiller = self._distiller(drafter)
             distiller.load_state_dict(tensors, state["distiller"])
             counters = {name: int(state["counters"].get(name, 0)) for name in _SAVED}
             next_gate = int(state["next_gate"])

@@ -19,7 +19,7 @@ class School:
 
     def __init__(self, settings: Settings, redis_url: str, workshop: Workshop) -> None:
         domains = dict.fromkeys((settings.domain, *settings.trainer.lines))
-        turns = Turns(domains)
+        turns = Turns(domains, workshop.team.clock)
         tokens = settings.trainer.replay_tokens // len(domains)
         trainer = settings.trainer.model_copy(update={"replay_tokens": tokens})
         self._own = settings.domain

@@ -1,4 +1,4 @@
-"""What training costs: the CPU seconds of the trainer's process, charged to the version that they lead to."""
+"""What training costs: the CPU seconds of the trainer's processes, charged to the version that they lead to."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TELL_SECONDS = 1.0
 class Spending:
     """The trainer's side of the ledger.
 
-    All that the process computes is charged, on all its threads: micro-steps, gates, candidates that were rejected,
-    reading the stream, checkpoints. It is CPU time, so that a trainer that stands back for serving costs nothing
-    while it waits. What was spent since the last version belongs to the next one that is published.
+    All that the trainer computes is charged, on all threads of all its processes: micro-steps, gates, candidates that
+    were rejected, reading the stream, checkpoints. It is CPU time, so that a trainer that stands back for serving costs
+    nothing while it waits. What was spent since the last version belongs to the next one that is published.
 
     Args:
         domain: whose drafter is trained.
         ledger: where serving reads it.
-        clock: CPU seconds of this process.
+        clock: CPU seconds of the trainer.
     """
 
     def __init__(self, domain: str, ledger: Ledger, clock: Callable[[], float] = time.process_time) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 DRIFT_WEIGHT = 4.0
 """How much more of the time a domain gets whose acceptance fell, until its next candidate."""
@@ -17,12 +17,13 @@ class Turns:
     lowest pass is next. Who comes back from a rest starts level with the others: rest is not saved up.
     """
 
-    def __init__(self, domains: Iterable[str]) -> None:
-        """Take turns among ``domains``."""
+    def __init__(self, domains: Iterable[str], clock: Callable[[], float] = time.process_time) -> None:
+        """Take turns among ``domains``; ``clock`` gives the CPU seconds of all that computes."""
+        self._clock = clock
         self._changed = threading.Condition()
         self._passes = dict.fromkeys(domains, 0.0)
         self._charged = dict.fromkeys(self._passes, 0.0)
-        self._mark = time.process_time()
+        self._mark = clock()
         self._weights: dict[str, float] = {}
         self._waiting: set[str] = set()
         self._holder: str | None = None
@@ -64,17 +65,17 @@ class Turns:
             self._give(domain)
 
     def clock(self, domain: str) -> float:
-        """CPU seconds of the process, on all its threads, that are this domain's.
+        """CPU seconds of all that computes, on all its threads, that are this domain's.
 
         Those are the ones of its turns, and its part of what was computed when it was nobody's: those of all domains
-        add up to what the process computed.
+        add up to what was computed.
         """
         with self._changed:
             self._charge()
             return self._charged[domain]
 
     def _charge(self) -> None:
-        now = time.process_time()
+        now = self._clock()
         spent, self._mark = now - self._mark, now
         charged = self._charged if self._holder is None else (self._holder,)
         for domain in charged:

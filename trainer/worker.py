@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from osd.capture.purge import Purges
 from osd.capture.trace import Trace
 from osd.config import Settings
 from osd.drafters.base import Drafter
-from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from osd.learning.drift import DriftWatch
 from osd.learning.gate import Gate
@@ -36,6 +35,7 @@ from trainer.progress import Progress
 from trainer.rollout import Build, Publisher
 from trainer.spending import Spending
 from trainer.status import Status
+from trainer.team import Alone, Team
 from trainer.tracking.events import TrackedEvents
 from trainer.turns import DRIFT_WEIGHT, Turns
 
@@ -50,11 +50,12 @@ _TELL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Workshop:
-    """What the trainer knows of the target: its vocabulary, its hidden size, and how a drafter for it is made."""
+    """What a trainer needs for a target: its vocabulary and hidden size, how a drafter is made, and who trains it."""
 
     vocabulary: int
     hidden_size: int
     build: Build
+    team: Team = field(default_factory=Alone)
 
 
 class Worker:
@@ -68,7 +69,7 @@ class Worker:
         """Train ``settings.domain``; with ``turns`` beside the workers of other domains."""
         self._settings = settings
         self._domain = settings.domain
-        self._turns = turns or Turns((self._domain,))
+        self._turns = turns or Turns((self._domain,), workshop.team.clock)
         self._workshop = workshop
         self._status = Status()
         self._intake = Intake(settings, redis_url, workshop.vocabulary, self._status, self._observe)
@@ -76,7 +77,7 @@ class Worker:
         self._spending = Spending(self._domain, self._ledger, partial(self._turns.clock, self._domain))
         self._learnt = Learnt()
         self._forgetting = Forgetting(self._domain, Purges(redis_url), self._intake, self._learnt)
-        self._progress = Progress(settings, self._status, self._intake.replay, self._spending, self._learnt)
+        self._progress = Progress(settings, self._status, self._intake.replay, self._spending, self._learnt, self._make)
         self._pointer, self._board = Pointer(redis_url), LoadBoard(redis_url)
         self._events = TrackedEvents(redis_url, lambda: tracking.make(settings))
         trainer = settings.trainer
@@ -150,13 +151,16 @@ class Worker:
             return False
         self._distiller = self._progress.resume(version, self._fresh(version))
         if self._distiller is None:
-            self._distiller = Distiller(self._fresh(version), self._settings.trainer)
+            self._distiller = self._make(self._fresh(version))
             self._spending.resume(Spent())
         else:
             self._pace.resumed()
         self._width = len(self._distiller.drafter.taps) * self._workshop.hidden_size
         self._note()
         return True
+
+    def _make(self, drafter: Drafter) -> Distiller:
+        return self._workshop.team.distiller(self._domain, drafter, self._settings.trainer)
 
     def _fresh(self, version: Version) -> Drafter:
         drafter = self._workshop.build(version.config)
@@ -208,16 +212,18 @@ class Worker:
         self._say("training", "")
         if not distiller.steps:
             self._adapt(distiller)
-        sample = self._intake.replay.sample(self._capacity.tokens)
+        team = self._workshop.team
+        samples = [self._intake.replay.sample(self._capacity.tokens) for _ in range(team.size)]
         began = time.monotonic()
-        batch = collate(sample.traces)
-        step = distiller.step(batch)
+        step = team.step(distiller, samples)
         self._capacity.worked(time.monotonic() - began)
-        self._intake.finish(sample.fresh)
-        self._learnt.add(request_id for request_id, _ in sample.fresh)
-        self._status.trained += len(sample.fresh)
-        self._status.tokens += batch.positions
-        self._pace.worked(batch.positions)
+        fresh = [key for sample in samples for key in sample.fresh]
+        positions = sum(sample.positions for sample in samples)
+        self._intake.finish(fresh)
+        self._learnt.add(request_id for request_id, _ in fresh)
+        self._status.trained += len(fresh)
+        self._status.tokens += positions
+        self._pace.worked(positions)
         if not step.skipped:
             self._status.loss = step.loss
         self._note()

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 import ray
 
@@ -112,3 +113,48 @@ def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
     events = Events(redis_url)
     assert next(event["version"] for event in events.recent() if event["kind"] == "published") == 2
     events.close()
+
+
+@pytest.mark.timeout(300)
+def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
+    ray_cluster, settings, redis_url, redis_client, send, eventually
+):
+    def ranks():
+        """Which process is which, from one whose name Ray has set."""
+        children = psutil.Process().children(recursive=True)
+        return {child.pid for child in children if "RayTrainWorker" in "".join(child.cmdline())}
+
+    def leader():
+        return ray.get(
+            handle.__ray_call__.remote(
+                lambda group: ray.get(group._worker._actor.__ray_call__.remote(lambda _: os.getpid()))
+            )
+        )
+
+    update = {"workers": 2, "steps_per_candidate": 15, "tracking": "none"}
+    handle = app.start(settings.model_copy(update={"trainer": settings.trainer.model_copy(update=update)}), redis_url)
+    try:
+        send(0, 60)
+        eventually(lambda: status(handle)["published"] >= 1, seconds=200)
+        assert ray.get(handle.pause.remote())
+        before = status(handle)
+        assert before["state"] == "paused"
+        first, helpers = leader(), ranks()
+        assert len(helpers) == 2
+        os.kill((helpers - {first}).pop(), signal.SIGKILL)
+        send(60, 20)
+        ray.get(handle.resume.remote())
+        # From the checkpoint, and beyond what was there before.
+        eventually(lambda: status(handle)["steps"] > before["steps"], seconds=200)
+        assert leader() != first
+        assert "Connection" in status(handle)["failure"]
+        assert status(handle)["version"] >= before["version"] > 1
+        eventually(lambda: "often enough" in status(handle)["detail"], seconds=60)
+        assert status(handle)["records"] >= 80  # what was not acknowledged came again
+        assert ray.get(handle.stop.remote(20.0))
+    finally:
+        ray.kill(handle)
+    assert redis_client.xinfo_groups("osd:traces")[0]["pending"] == 0
+    manifest = Registry(settings.registry_dir).load("general", before["version"]).manifest
+    assert manifest["gate"]["acceptance"] > manifest["gate"]["baseline_acceptance"]
+    assert not ranks()

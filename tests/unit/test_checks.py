@@ -30,6 +30,16 @@ def test_what_cannot_work_together_is_refused_by_name(name: str) -> None:
         check_settings(Settings(**settings))
 
 
+def test_several_workers_are_refused_without_the_packages_of_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(trainer={"workers": 2})  # type: ignore[arg-type]
+    check_settings(settings)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None if package == "pyarrow" else True)
+    with pytest.raises(ConfigError, match=r"^trainer\.workers 2 needs .* pip install 'osd\[cluster\]'$"):
+        check_settings(settings)
+    check_settings(Settings(trainer={"workers": 2, "enabled": False}))  # type: ignore[arg-type]
+    check_settings(Settings())
+
+
 def test_defaults_work_together_and_int8_where_the_kernels_are() -> None:
     check_settings(Settings())
     if kernels() is not None:

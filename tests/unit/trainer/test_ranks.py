@@ -1,0 +1,195 @@
+"""Two processes that train one drafter: the leader is this one, and the helper says which weights it computes with."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from osd.capture.trace import ACCEPTED, REJECTED, Array
+from osd.config import TrainerSettings
+from osd.learning.batch import collate
+from osd.learning.distiller import Distiller
+from osd.learning.replay import Sample
+from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
+from trainer.ranks import Helper, Leader
+
+POSITIONS = 30
+SETTINGS = TrainerSettings(learning_rate=0.03, update_tokens=4 * POSITIONS)
+
+
+class Poisoned(Toy):
+    """Its loss is finite, and the gradient of its third micro-batch is not."""
+
+    kind = "poisoned"
+    batches = 0
+
+    def unroll(self, batch, depth, *more):
+        self.batches += 1
+        first, *others = super().unroll(batch, depth, *more)
+        if self.batches == 3:
+            first.register_hook(lambda gradient: gradient * torch.nan)
+        return [first, *others]
+
+
+def make(config):
+    drafter = Poisoned() if config["kind"] == "poisoned" else Toy()
+    if config.get("acceptance_head"):
+        drafter.add_acceptance_head()
+    return drafter
+
+
+class Telling(Helper):
+    """Writes down with which weights it computes each micro-batch."""
+
+    folder = Path()
+
+    def _compute(self, distiller, message):
+        weights = {name: value.contiguous() for name, value in distiller.drafter.weights().items()}
+        save_file(weights, self.folder / f"{message.domain}-{message.number}.safetensors")
+        return super()._compute(distiller, message)
+
+
+def join(rank, folder):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+
+
+def help_out(folder):
+    torch.set_num_threads(1)
+    join(1, folder)
+    Telling.folder = folder
+    Telling(SETTINGS, make).run()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def leader(folder):
+    process = multiprocessing.get_context("spawn").Process(target=help_out, args=(folder,), daemon=True)
+    process.start()
+    join(0, folder)
+    leader = Leader()
+    yield leader
+    leader.end()
+    process.join(20)
+    dist.destroy_process_group()
+    assert process.exitcode == 0
+
+
+def traces(step, **changes):
+    return [make_trace(f"r{step}-{n}", completion=POSITIONS, seed=2 * step + n, top_k=6, **changes) for n in range(2)]
+
+
+def drafter(kind=Toy):
+    torch.manual_seed(0)
+    return kind()
+
+
+def share(leader, distiller, halves):
+    return leader.step(distiller, [Sample([trace], []) for trace in halves])
+
+
+def same_bits(folder, domain, number, weights):
+    found = load_file(folder / f"{domain}-{number}.safetensors")
+    return found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in found)
+
+
+def copy(weights):
+    return {name: value.clone() for name, value in weights.items()}
+
+
+def test_two_ranks_with_half_of_each_batch_learn_what_one_learns_from_all_of_it(leader, folder):
+    alone, shared = Distiller(drafter(), SETTINGS), leader.distiller("halves", drafter(), SETTINGS)
+    first = copy(shared.drafter.weights())
+    for step in range(9):
+        before = copy(shared.drafter.weights())
+        together = share(leader, shared, traces(step))
+        whole = alone.step(collate(traces(step)))
+        assert together.loss == pytest.approx(whole.loss, rel=1e-5)
+        assert same_bits(folder, "halves", step, before)
+    assert shared.steps == alone.steps == 9
+    assert not shared.skipped
+    # Four updates, and the ninth micro-step waits for the next; then it is applied, with what the helper has of it.
+    for name, weight in shared.drafter.weights().items():
+        assert not torch.equal(weight, first[name])
+        torch.testing.assert_close(weight, alone.drafter.weights()[name], rtol=1e-4, atol=1e-6)
+    shared.update()
+    alone.update()
+    for name, weight in shared.drafter.weights().items():
+        torch.testing.assert_close(weight, alone.drafter.weights()[name], rtol=1e-4, atol=1e-6)
+    assert leader.clock() - time.process_time() > 0.01  # the helper's part
+
+
+def test_what_is_not_finite_on_one_rank_changes_no_weight_on_any(leader, folder):
+    poisoned = leader.distiller("poisoned", drafter(Poisoned), SETTINGS)
+    poisoned.drafter.batches = 100  # never the leader's own
+    for step in range(2):
+        assert not share(leader, poisoned, traces(step)).skipped
+    before = copy(poisoned.drafter.weights())
+    assert not share(leader, poisoned, traces(2)).skipped
+    assert share(leader, poisoned, traces(3)).skipped  # its update has the helper's third gradient
+    assert poisoned.skipped == 1
+    assert not share(leader, poisoned, traces(4)).skipped
+    assert same_bits(folder, "poisoned", 4, before)
+    assert all(torch.equal(value, before[name]) for name, value in poisoned.drafter.weights().items())
+    mine, theirs = traces(5)
+    nowhere = Array.of(np.full(theirs.hidden.shape, np.nan, np.float32))
+    step = share(leader, poisoned, [mine, msgspec.structs.replace(theirs, hidden=nowhere)])
+    assert np.isfinite(step.loss)
+    assert poisoned.skipped == 2
+    assert poisoned.counts[0] == 3 * POSITIONS  # the micro-batch that was finite counts
+    share(leader, poisoned, traces(6))
+    assert not any(torch.equal(value, before[name]) for name, value in poisoned.drafter.weights().items())
+    share(leader, poisoned, traces(7))
+    assert same_bits(folder, "poisoned", 7, copy(poisoned.drafter.weights()))
+
+
+def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_rank(leader, folder):
+    class Words(Toy):
+        def config(self):
+            return {"kind": "toy", "acceptance_head": True}
+
+        def adapt_vocabulary(self, counts):
+            with torch.no_grad():
+                self.table.weight.add_(1.0)
+
+    def drafted(step):
+        verdict = np.array([ACCEPTED, REJECTED] * (POSITIONS // 2), np.int8)
+        return [
+            msgspec.structs.replace(trace, drafted=trace.completion_ids, verdict=Array.of(verdict))
+            for trace in traces(step)
+        ]
+
+    judging = drafter(Words)
+    judging.add_acceptance_head()
+    shared = leader.distiller("head", judging, SETTINGS)
+    head = copy(judging.acceptance.state_dict())
+    for step in range(6):
+        if step == 3:  # between two updates
+            shared.adapt_vocabulary(torch.zeros(VOCABULARY))
+        before = copy(judging.weights())
+        share(leader, shared, drafted(step))
+        assert same_bits(folder, "head", step, before)
+    assert shared.head_loss is not None
+    assert any(not torch.equal(value, head[name]) for name, value in judging.acceptance.state_dict().items())
+    tensors, counters = shared.state_dict()
+    follower = drafter(Words)
+    follower.add_acceptance_head()
+    resumed = leader.distiller("resumed", follower, SETTINGS)
+    resumed.load_state_dict(copy(tensors), counters)
+    share(leader, resumed, drafted(6))
+    assert same_bits(folder, "resumed", 6, copy(judging.weights()))

@@ -1,0 +1,56 @@
+"""Who computes the micro-steps: one worker alone, or several together."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from osd.config import TrainerSettings
+from osd.drafters.base import Drafter
+from osd.learning.batch import collate
+from osd.learning.distiller import Distiller, Step
+from osd.learning.replay import Sample
+
+
+class Team(Protocol):
+    """Trains what ``distiller`` made.
+
+    Attributes:
+        size: micro-batches of one micro-step.
+    """
+
+    @property
+    def size(self) -> int:
+        """How many compute."""
+        ...
+
+    def distiller(self, domain: str, drafter: Drafter, settings: TrainerSettings) -> Distiller:
+        """Train ``drafter`` for a domain."""
+        ...
+
+    def step(self, distiller: Distiller, samples: list[Sample]) -> Step:
+        """Do one micro-step on ``size`` samples, one for each."""
+        ...
+
+    def clock(self) -> float:
+        """CPU seconds that all of them have computed."""
+        ...
+
+
+class Alone:
+    """This process."""
+
+    size = 1
+
+    def distiller(self, domain: str, drafter: Drafter, settings: TrainerSettings) -> Distiller:
+        """See ``Team.distiller``."""
+        return Distiller(drafter, settings)
+
+    def step(self, distiller: Distiller, samples: list[Sample]) -> Step:
+        """See ``Team.step``."""
+        (sample,) = samples
+        return distiller.step(collate(sample.traces))
+
+    def clock(self) -> float:
+        """See ``Team.clock``."""
+        return time.process_time()
