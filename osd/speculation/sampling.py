@@ -90,6 +90,11 @@ class SamplingBatch:
         """Whether every sequence decodes greedily, so that nothing is left to chance."""
         return self._greedy[1]
 
+    @property
+    def plain(self) -> bool:
+        """Whether every distribution is the model's own: temperature 1 and no limits."""
+        return self._unit and not (self._limited or self._nucleus or self._floor)
+
     def for_trees(self) -> SamplingBatch:
         """The settings to draft trees with: greedy sequences at temperature 1 with no limits, the others as they are.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from osd.speculation.growth.base import Expander
-from osd.speculation.growth.chain import Chain, GoesOn
+from osd.speculation.growth.chain import Chain, Drawn, GoesOn
 
 
 class AcceptanceHead(Chain):
@@ -36,7 +36,7 @@ class AcceptanceHead(Chain):
     def _watch(self, expand: Expander, limits: Tensor) -> GoesOn:
         unbroken = torch.ones(len(limits), dtype=torch.float64, device=limits.device)  # [B]
 
-        def goes_on(level: int, rows: Tensor, logits: Tensor, columns: Tensor) -> Tensor:
+        def goes_on(level: int, rows: Tensor, drawn: Drawn) -> Tensor:
             if level > 1:  # before that the drafter has read committed tokens only
                 unbroken[rows] *= expand.acceptance().double()
             return 1 - unbroken[rows] <= self.h

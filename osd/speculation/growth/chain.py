@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from osd.speculation.growth.base import Expander, expanded
+from osd.speculation.memory import recycled
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.sampling import SamplingBatch, most_probable
 from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
 
-GoesOn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Given how long the chains ``rows`` [M] are now, those rows, the logits [M, Vd] that their last tokens were drawn by
-and these tokens [M] as columns, which are kept: [M] bool, whether to draft on after them."""
+
+@dataclass(frozen=True)
+class Drawn:
+    """The last tokens [M] of chains, as ``columns``, and the ``logits`` [M, Vd] that they were drawn by.
+
+    ``q`` [M, Vd] are their distributions at temperature 1, None where they were drawn by others.
+    """
+
+    columns: Tensor
+    logits: Tensor
+    q: Tensor | None
+
+    def probability(self) -> Tensor:
+        """[M] of each token at temperature 1."""
+        q = self.q
+        if q is None:
+            q = torch.softmax(
+                self.logits, -1, out=recycled(tuple(self.logits.shape), self.logits.dtype, self.logits.device)
+            )
+        return q.gather(-1, self.columns[:, None]).squeeze(-1)
+
+
+GoesOn = Callable[[int, Tensor, Drawn], Tensor]
+"""Given how long the chains ``rows`` [M] are now, those rows, and the tokens drawn last, which are kept: [M] bool,
+whether to draft on after them."""
 
 
 class Chain:
@@ -52,9 +76,9 @@ class Chain:
             room = limits[rows] > level
             if not room.any():
                 break
-            rows = rows[room & goes_on(level, rows, logits, columns)]
+            rows = rows[room & goes_on(level, rows, Drawn(columns, logits, q if sampling.plain else None))]
         return builder.finish(self.draw)
 
     def _watch(self, expand: Expander, limits: Tensor) -> GoesOn:
         """What decides, for the drafts of one round, whether they go on; called after each level."""
-        return lambda level, rows, logits, columns: torch.ones_like(columns, dtype=torch.bool)
+        return lambda level, rows, drawn: torch.ones_like(drawn.columns, dtype=torch.bool)

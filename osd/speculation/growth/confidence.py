@@ -27,7 +27,4 @@ class Confidence(Chain):
         self.eta = self.stops_below = eta
 
     def _watch(self, expand: Expander, limits: Tensor) -> GoesOn:
-        def goes_on(level: int, rows: Tensor, logits: Tensor, columns: Tensor) -> Tensor:
-            return logits.softmax(-1).gather(-1, columns[:, None]).squeeze(-1) >= self.eta
-
-        return goes_on
+        return lambda level, rows, drawn: drawn.probability() >= self.eta
