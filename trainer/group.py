@@ -46,15 +46,20 @@ class Group(Trainer):
     and the rest is delivered again.
     """
 
+    _told = False  # the error that ended the group that is there now
+
     def join(self, actor: ActorHandle) -> tuple[bool, bool]:
         """Rank 0 of a new group is there; returns whether it shall pause, and whether it shall stop."""
         with self._lock:
-            self._worker = Remote(actor)
+            if self._worker is not None and not self._told:
+                self._failure = "a process of the group died"
+            self._worker, self._told = Remote(actor), False
             return self._paused, self._stop.is_set()
 
     def fail(self, failure: str) -> None:
-        """A rank met an error."""
-        self._failure = failure
+        """A rank met an error; one that was killed cannot tell."""
+        with self._lock:
+            self._failure, self._told = failure, True
 
     def _train(self) -> None:
         from ray.train import FailureConfig, RunConfig, ScalingConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -147,7 +148,8 @@ def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
         # From the checkpoint, and beyond what was there before.
         eventually(lambda: status(handle)["steps"] > before["steps"], seconds=200)
         assert leader() != first
-        assert "Connection" in status(handle)["failure"]
+        # Whether the other rank finds its connection gone before Ray Train ends it as well, nobody knows.
+        assert re.search("Connection|died", status(handle)["failure"])
         assert status(handle)["version"] >= before["version"] > 1
         eventually(lambda: "often enough" in status(handle)["detail"], seconds=60)
         assert status(handle)["records"] >= 80  # what was not acknowledged came again
