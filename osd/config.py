@@ -188,9 +188,7 @@ class TrainerSettings(Section):
         default="teacher", description="whose tokens unrolled steps read: the target's, the drafter's own, or in turns"
     )
     learning_rate: float = Field(default=1e-3, gt=0)
-    unroll: int = Field(
-        default=3, ge=1, le=8, validate_default=True, description="steps that training feeds a drafter its own output"
-    )
+    unroll: int = Field(default=3, ge=1, le=8, description="steps that training feeds a drafter its own output")
     micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
     replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")

@@ -69,6 +69,10 @@ class Trainer:
             status = self._worker.status() if self._worker else Status().__dict__
             return {**status, "failure": self._failure}
 
+    def fail(self, failure: str) -> None:
+        """Remember an error that nobody foresaw, for ``status``."""
+        self._failure = failure
+
     def pause(self) -> bool:
         """Stop training until ``resume``; True when the loop is at rest."""
         with self._lock:
@@ -99,7 +103,7 @@ class Trainer:
                 self._train()
             except Exception as error:
                 logger.exception("training failed, next try from the checkpoint in %.0f s", backoff)
-                self._failure = f"{type(error).__name__}: {error}"
+                self.fail(f"{type(error).__name__}: {error}")
                 self._stop.wait(backoff)
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
 

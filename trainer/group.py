@@ -57,9 +57,10 @@ class Group(Trainer):
             return self._paused, self._stop.is_set()
 
     def fail(self, failure: str) -> None:
-        """A rank met an error; one that was killed cannot tell."""
+        """See ``Trainer.fail``; of a rank too, but one that was killed cannot tell."""
         with self._lock:
-            self._failure, self._told = failure, True
+            super().fail(failure)
+            self._told = True
 
     def _train(self) -> None:
         from ray.train import FailureConfig, RunConfig, ScalingConfig

@@ -13,15 +13,11 @@ from osd.learning.replay import Sample
 
 
 class Team(Protocol):
-    """Trains what ``distiller`` made.
-
-    Attributes:
-        size: micro-batches of one micro-step.
-    """
+    """Trains what ``distiller`` made."""
 
     @property
     def size(self) -> int:
-        """How many compute."""
+        """How many compute, each a micro-batch of every micro-step."""
         ...
 
     def distiller(self, domain: str, drafter: Drafter, settings: TrainerSettings) -> Distiller:

@@ -60,7 +60,7 @@ class Engine:
         Args:
             target: a model whose slots are all free, tapped at the layers that ``drafter`` reads.
             tokenizer: the target's.
-            settings: ``engine``, ``growth``, ``verification`` and ``capture`` are read.
+            settings: ``engine``, ``growth``, ``verification``, ``capture`` and ``trainer.samples`` are read.
             drafter: what to speculate with; None decodes plainly.
             version: of the drafter.
             sink: takes the traces of requests that allow it.

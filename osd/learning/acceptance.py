@@ -62,14 +62,8 @@ class HeadTraining:
         """What is trained."""
         return list(self._weights.values())
 
-    def step(self, batch: DistillBatch, number: int) -> float | None:
-        """Learn from one micro-batch, the ``number``-th; returns its loss, None where nothing was drafted."""
-        loss = self.gather(batch, number)
-        self.settle()
-        return loss
-
     def gather(self, batch: DistillBatch, number: int) -> float | None:
-        """Add the gradients of a micro-batch to those gathered so far; returns as ``step`` does."""
+        """Add the gradients of a micro-batch, the ``number``-th; returns its loss, None where nothing was drafted."""
         found = self.odds(batch, number)
         if found is None:
             return None

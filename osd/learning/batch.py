@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.capture.trace import REJECTED, Array, Trace, TraceError
-from osd.learning.distributions import Distributions
+from osd.learning.kept import Kept
 from osd.learning.own_samples import OwnSamples, own_samples
 
 PROMPT_SHARE = 8
@@ -185,7 +185,7 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
     rows = sum(trace.completion_ids.shape[0] for trace in traces)
     token_ids = np.zeros((size, longest), np.int64)
     kept = (array.shape[1] for trace in traces for array in (trace.target_ids, trace.after_ids) if array is not None)
-    target = Distributions(rows, max(kept))
+    target = Kept(rows, max(kept))
     sequence, place, drafted, verdict = (np.empty(rows, np.int64) for _ in range(4))
     hidden = None
     if all(trace.hidden is not None for trace in traces):

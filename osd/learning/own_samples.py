@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from osd.capture.trace import REJECTED, Trace
-from osd.learning.distributions import Distributions
+from osd.learning.kept import Kept
 
 _NEVER = -1_000_000  # a place that is further away than any draft is long
 
@@ -42,9 +42,7 @@ class OwnSamples:
         return self.since >= depth
 
 
-def own_samples(
-    traces: list[Trace], token_ids: np.ndarray, target: Distributions, device: torch.device | str
-) -> OwnSamples:
+def own_samples(traces: list[Trace], token_ids: np.ndarray, target: Kept, device: torch.device | str) -> OwnSamples:
     """What ``traces`` know of the drafter's own tokens, over the batch that they make.
 
     Args:

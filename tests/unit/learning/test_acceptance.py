@@ -69,7 +69,7 @@ def test_a_rejection_weighs_six_times_as_much():
     _, accepted = training.odds(batch, 0)
     kept, lost = int(accepted.sum()), int((~accepted).sum())
     goal = 6 * lost * np.log1p(np.exp(1.0)) + kept * np.log1p(np.exp(-1.0))
-    assert training.step(batch, 0) == pytest.approx(goal / (6 * lost + kept), rel=1e-5)
+    assert training.gather(batch, 0) == pytest.approx(goal / (6 * lost + kept), rel=1e-5)
 
 
 def test_a_share_of_rejected_tokens_gives_way_to_the_targets_own_and_has_no_label():
@@ -126,7 +126,8 @@ def test_a_loss_that_is_not_finite_teaches_nothing():
     with torch.no_grad():
         training._head.odds.bias.fill_(float("nan"))
         before = [weight.clone() for weight in training._head.blocks.parameters()]
-    training.step(collate([drafted(0)]), 0)
+    training.gather(collate([drafted(0)]), 0)
+    training.settle()
     training.update()
     assert all(torch.equal(a, b) for a, b in zip(before, training._head.blocks.parameters(), strict=True))
 

@@ -14,7 +14,7 @@ from osd.learning.batch import collate
 from osd.learning.distiller import Distiller, DistillerError
 from osd.learning.divergences import overlap
 from osd.learning.evaluation import evaluate
-from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
+from tests.unit.learning.toys import VOCABULARY, Toy, Watched, make_trace
 
 HELD_OUT = [collate([make_trace(f"h{n}", completion=30, seed=1000 + n)]) for n in range(4)]
 
@@ -262,17 +262,9 @@ def test_a_small_draft_vocabulary_is_trained_on_its_own_ids():
 
 
 def test_every_fourth_micro_step_unrolls_all_the_way_and_the_others_two_steps():
-    class Counting(Toy):
-        def __init__(self):
-            super().__init__()
-            self.lengths = []
-
-        def unroll(self, batch, depth, drafted=None):
-            self.lengths.append(depth)
-            return super().unroll(batch, depth, drafted)
-
     for most, expected in ((1, [1] * 6), (2, [2] * 6), (3, [3, 2, 2, 2, 3, 2]), (5, [5, 2, 2, 2, 5, 2])):
-        distiller = Distiller(Counting(), settings(unroll=most))
+        drafter = Watched()
+        distiller = Distiller(drafter, settings(unroll=most))
         for seed in range(6):
             distiller.step(batch(seed))
-        assert distiller.drafter.lengths == expected  # type: ignore[attr-defined]
+        assert [depth for depth, _ in drafter.unrolled] == expected

@@ -13,7 +13,7 @@ from osd.capture.trace import Array, TraceError, decode, encode
 from osd.config import TrainerSettings
 from osd.learning.batch import check, collate, cut
 from osd.learning.distiller import Distiller
-from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace, target_logits, with_rejections
+from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, Watched, make_trace, target_logits, with_rejections
 
 PLACES, DRAWN = [1, 4, 5, 9], [3, 0, 7, 11]
 
@@ -102,15 +102,6 @@ def test_a_record_that_cannot_be_learned_from_is_refused_with_the_reason(change,
 
 
 def test_steps_are_over_the_text_that_the_setting_names():
-    class Listening(Toy):
-        def __init__(self):
-            super().__init__()
-            self.read_tokens = []
-
-        def unroll(self, batch, depth, drafted=None):
-            self.read_tokens.append("target" if drafted is None else "own")
-            return super().unroll(batch, depth, drafted)
-
     data = collate([rejected()])
     sources: dict[Literal["teacher", "student", "mixed"], list[str]] = {
         "teacher": ["target"] * 4,
@@ -118,13 +109,14 @@ def test_steps_are_over_the_text_that_the_setting_names():
         "mixed": ["target", "own", "target", "own"],
     }
     for samples, expected in sources.items():
-        distiller = Distiller(Listening(), TrainerSettings(samples=samples))
+        drafter = Watched()
+        distiller = Distiller(drafter, TrainerSettings(samples=samples))
         for _ in expected:
             distiller.step(data)
-        assert distiller.drafter.read_tokens == expected  # type: ignore[attr-defined]
-    unknown = Distiller(Listening(), TrainerSettings(samples="student"))
-    unknown.step(collate([make_trace()]))
-    assert unknown.drafter.read_tokens == ["target"]  # type: ignore[attr-defined]
+        assert [tokens for _, tokens in drafter.unrolled] == expected
+    drafter = Watched()
+    Distiller(drafter, TrainerSettings(samples="student")).step(collate([make_trace()]))
+    assert [tokens for _, tokens in drafter.unrolled] == ["target"]
 
 
 def test_the_loss_behind_a_rejected_token_is_that_of_the_drafters_own():

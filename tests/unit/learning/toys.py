@@ -50,6 +50,18 @@ class Toy(Drafter):
         raise NotImplementedError
 
 
+class Watched(Toy):
+    """Remembers how it was unrolled: how far, and over whose tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.unrolled = []
+
+    def unroll(self, batch, depth, drafted=None):
+        self.unrolled.append((depth, "target" if drafted is None else "own"))
+        return super().unroll(batch, depth, drafted)
+
+
 def target_logits(seed=0, sharpness=2.0):
     """[vocabulary, vocabulary] logits of the next token after each token."""
     return np.random.default_rng(seed).normal(size=(VOCABULARY, VOCABULARY)) * sharpness

@@ -37,11 +37,12 @@ class Counting:
 
 
 def grown(
-    growth: Growth, limits: list[int], seed: int = 1, temperature: float = 1.0
+    growth: Growth, limits: list[int], seed: int = 1, temperature: float = 1.0, top_p: float = 1.0
 ) -> tuple[DraftBatch, Counting, Toy]:
     toy, ids = Toy.random(seed, 4, 7), torch.arange(len(limits))
     drafter = Counting(toy)
-    settings = SamplingBatch.of([SimpleNamespace(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)] * len(limits))
+    one = SimpleNamespace(temperature=temperature, top_k=0, top_p=top_p, min_p=0.0)
+    settings = SamplingBatch.of([one] * len(limits))
     draft = growth.grow(drafter, settings, Noise(ids, ids, ids), torch.tensor(limits))
     draft.check_integrity()
     return draft, drafter, toy
@@ -81,8 +82,11 @@ def test_the_kept_q_is_what_the_drafter_said(growth: Growth) -> None:
         assert torch.allclose(draft.q[draft.q_row[row, node]], toy.q[code])
 
 
-def test_confidence_stops_after_the_first_doubtful_token_and_keeps_it() -> None:
-    draft, _, toy = grown(GROWTHS["confidence"](eta=0.3, depth=5), [5] * 64)
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.4, 1.0), (1.0, 0.6)])
+def test_confidence_stops_after_the_first_token_that_is_doubtful_at_temperature_1_and_keeps_it(
+    temperature: float, top_p: float
+) -> None:
+    draft, _, toy = grown(GROWTHS["confidence"](eta=0.3, depth=5), [5] * 64, temperature=temperature, top_p=top_p)
     codes = torch.cat([torch.zeros(64, 1, dtype=torch.int64), toy.codes(draft.tokens, draft.parents)], 1)
     for row, size in enumerate(draft.sizes.tolist()):
         own = [float(toy.q[codes[row, i], draft.tokens[row, i]]) for i in range(size)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Distributions:
+class Kept:
     """The most probable ids of N places, up to K each, and the mass of all others."""
 
     def __init__(self, rows: int, kept: int) -> None:
