@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -122,8 +123,12 @@ def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
 ):
     def ranks():
         """Which process is which, from one whose name Ray has set."""
-        children = psutil.Process().children(recursive=True)
-        return {child.pid for child in children if "RayTrainWorker" in "".join(child.cmdline())}
+        found = set()
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # a process that has ended meanwhile, or a zombie
+                if "RayTrainWorker" in "".join(child.cmdline()):
+                    found.add(child.pid)
+        return found
 
     def leader():
         return ray.get(
