@@ -61,6 +61,7 @@ class EngineSettings(Section):
     slots: int = Field(default=16, ge=1, le=1024, description="sequences decoded at the same time")
     context: int = Field(default=2048, ge=16, description="prompt and completion tokens of one sequence")
     prefill_chunk: int = Field(default=64, ge=1, description="prompt tokens of all sequences in one round")
+    prefix_cache: bool = Field(default=True, description="do not read again what a slot holds of a prompt's beginning")
     threads: int = Field(default=0, ge=0, description="CPU threads of a replica, 0 for all cores")
     max_draft: int = Field(default=64, ge=1, le=1024, description="tokens of a draft that a request may ask for")
     domains: int = Field(default=4, ge=1, le=64, description="domains whose drafters a replica has at once")

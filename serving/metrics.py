@@ -17,12 +17,14 @@ _VLLM = {
     "rounds": ("vllm:spec_decode_num_drafts", "Rounds that drafted."),
     "drafted": ("vllm:spec_decode_num_draft_tokens", "Draft tokens."),
     "accepted": ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens."),
+    "prompt_tokens": ("vllm:prefix_cache_queries", "Prompt tokens that were looked for in the KV slots."),
+    "cached_tokens": ("vllm:prefix_cache_hits", "Prompt tokens that were found there, and not read again."),
 }
 _OURS = {
     "requests": ("osd_requests", "Sequences taken by the engine."),
     "failed": ("osd_failed_requests", "Sequences that failed in the engine."),
     "cancelled": ("osd_cancelled_requests", "Sequences whose client left, or that a shutdown ended."),
-    "prompt_tokens": ("osd_prompt_tokens", "Prompt tokens prefilled."),
+    "prompt_tokens": ("osd_prompt_tokens", "Prompt tokens, the cached ones too."),
     "completion_tokens": ("osd_completion_tokens", "Completion tokens decoded."),
     "busy_seconds": ("osd_busy_seconds", "Seconds in which the engine computed."),
     "swaps": ("osd_swaps", "Drafter swaps, counted in each replica."),

@@ -84,6 +84,7 @@ class Reporter:
             "failed": counts.failed,
             "cancelled": counts.cancelled,
             "prompt_tokens": counts.prompt_tokens,
+            "cached_tokens": counts.cached_tokens,
             "completion_tokens": counts.completion_tokens,
             "rounds": drafts.rounds,
             "drafted": drafts.drafted,

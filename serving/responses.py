@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,31 +21,39 @@ Updates = AsyncIterator[tuple[int, Update]]
 
 @dataclass
 class Answer:
-    """Gathers updates into what the client is told: ids, texts, usage."""
+    """Gathers updates into what the client is told: ids, texts, usage.
+
+    ``choices`` are as many for each prompt, one prompt after the other; ``prompts`` are the tokens of each.
+    """
 
     id: str
     model: str
     chat: bool
     choices: int
-    prompt_tokens: int
+    prompts: Sequence[int]
     logprobs: Logprobs
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = 0
+    cached: dict[int, int] = field(default_factory=dict)
     counts: list[SpeculationCounts] = field(default_factory=list)
 
-    def add(self, update: Update) -> None:
-        """Count an update."""
+    def add(self, index: int, update: Update) -> None:
+        """Count an update of a choice."""
         self.completion_tokens += len(update.token_ids)
+        self.cached[index] = update.cached_tokens
         if update.counts is not None:
             self.counts.append(update.counts)
 
-    def usage(self) -> dict[str, int]:
-        """Tokens so far; the prompt counts once for all its choices."""
-        total = self.prompt_tokens + self.completion_tokens
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; a prompt counts once for all its choices, and what none of them had to read as cached."""
+        prompt, each = sum(self.prompts), self.choices // len(self.prompts)
+        groups = (range(first, first + each) for first in range(0, self.choices, each))
+        cached = sum(min(self.cached.get(index, 0) for index in group) for group in groups)
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": total,
+            "total_tokens": prompt + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def metrics(self) -> dict[str, Any]:
@@ -90,7 +98,7 @@ async def collect(answer: Answer, updates: Updates) -> dict[str, Any]:
     reasons: list[FinishReason | None] = [None] * answer.choices
     logprobs: list[list[TokenLogprobs]] = [[] for _ in range(answer.choices)]
     async for index, update in updates:
-        answer.add(update)
+        answer.add(index, update)
         texts[index].append(update.text)
         reasons[index] = update.finish_reason
         logprobs[index] += update.logprobs
@@ -106,7 +114,7 @@ async def events(answer: Answer, updates: Updates, usage: bool, continuous: bool
     begun: set[int] = set()
     try:
         async for index, update in updates:
-            answer.add(update)
+            answer.add(index, update)
             logprobs = await answer.logprobs.render(index, update.logprobs)
             delta = answer.delta(index, update.text, update.finish_reason, logprobs, index not in begun)
             begun.add(index)

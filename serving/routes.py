@@ -150,7 +150,7 @@ class Routes:
                 sequences.append(replace(sequence, policy=policy))
         chat = param == "messages"
         logprobs = Logprobs(chat, partial(self._in_thread, self._texts))
-        answer = Answer(response_id, model.id, chat, len(sequences), sum(map(len, prompts)), logprobs)
+        answer = Answer(response_id, model.id, chat, len(sequences), [len(ids) for ids in prompts], logprobs)
         generation = Generation(self.service, self.queue, sequences)
         handed_over = False
         try:

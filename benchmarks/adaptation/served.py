@@ -95,6 +95,8 @@ def captured(
 
 
 def _engine(settings: Settings, lab: Lab, drafter: Drafter, writer: TraceWriter | None) -> Engine:
+    # Turns send the same prompts again, and each is to be read.
+    settings = settings.model_copy(update={"engine": settings.engine.model_copy(update={"prefix_cache": False})})
     return make_engine(settings, lab.studio.directory, lab.studio.tokenizer, Start(drafter, 1), writer)
 
 

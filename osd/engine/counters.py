@@ -34,6 +34,7 @@ class DecodeSeconds:
 class EngineCounters:
     """Counts that only grow, the longest swap stall apart; seconds are wall-clock.
 
+    ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read.
     ``by_version`` and ``seconds_by_version`` are by the domain and version of the drafter. ``token_seconds`` sums over
     sequences how long each waited for its tokens: by ``completion_tokens`` it is the mean inter-token latency.
     """
@@ -42,6 +43,7 @@ class EngineCounters:
     failed: int = 0
     cancelled: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     forwards: int = 0
     busy_seconds: float = 0.0

@@ -28,6 +28,7 @@ from osd.engine.routing import Routing
 from osd.engine.savings import PlainCost, Savings
 from osd.engine.sequence import Sequence, Unrouted
 from osd.engine.shapes import Shapes
+from osd.engine.slots import Slots
 from osd.engine.tracing import TraceBuilder
 from osd.speculation.governor import Governor
 from osd.target.model import SlotModel
@@ -80,7 +81,7 @@ class Engine:
                 self._routing = Routing(self.lanes, target)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._free = list(range(settings.engine.slots))[::-1]
+        self._slots = Slots(target, settings.engine)
         self._cancelled: set[str] = set()
         self._counters = EngineCounters()
         self._stopping = False
@@ -173,6 +174,10 @@ class Engine:
         with self._changed:
             return copy.deepcopy(self._counters)
 
+    @property
+    def _reads_hidden(self) -> bool:
+        return self.lanes is not None and self.lanes.reads_hidden
+
     def _drafting(self) -> Lanes:
         if self.lanes is None:
             raise ValueError("this engine decodes without a drafter")
@@ -237,9 +242,9 @@ class Engine:
                 self._release(s)
 
     def _admit(self) -> None:
-        while self._waiting and self._free:
+        while self._waiting and self._slots.free:
             s = self._waiting.popleft()
-            s.slot = self._free.pop()
+            self._slots.take(s)
             if self.lanes is not None and s.request.speculate:
                 if s.request.domain is None and self._routing is not None and self._routing.open:
                     s.unrouted = Unrouted()
@@ -250,10 +255,20 @@ class Engine:
                 s.trace = TraceBuilder(s.request, self.settings.target.source, self.settings.capture.piece)
             self._counters.prompt_tokens += len(s.tokens)
             self._running.append(s)
+            self._cached(s, 0)
+
+    def _cached(self, s: Sequence, start: int) -> None:
+        """Tell whom it concerns that the prompt from ``start`` to where ``s`` is did not have to be read."""
+        if s.fed > start:
+            states = self._slots.states(s.slot, start, s.fed)
+            rounds.hand_on(s, s.tokens[start + 1 : s.fed + 1], states, self._reads_hidden)
+            s.cached += s.fed - start
+            with self._changed:
+                self._counters.cached_tokens += s.fed - start
 
     def _release(self, s: Sequence) -> None:
         self._running.remove(s)
-        self._free.append(s.slot)
+        self._slots.give_back(s.slot)
         if s.lane is not None:
             s.lane.close(s.slot)
 
@@ -263,9 +278,10 @@ class Engine:
         if self._speculation:
             self._planner.plan(pieces)
         outcome = rounds.run(self.target, pieces)
-        reads_hidden = self.lanes is not None and self.lanes.reads_hidden
         own_samples = self.settings.trainer.samples != "teacher"
-        report = rounds.commit(outcome, self.target, self.settings.capture.top_k, reads_hidden, own_samples)
+        report = rounds.commit(
+            outcome, self._slots, self.target.eos_ids, self.settings.capture.top_k, self._reads_hidden, own_samples
+        )
         with self._changed:
             self._counters.forwards += 1
             for drawn in report:
@@ -299,21 +315,24 @@ class Engine:
     def _pieces(self) -> list[Piece]:
         """What each sequence feeds: its last token, or the next part of its prompt as far as the chunk reaches.
 
-        A part of the same prompt is fed once, such as for the ``n`` answers that one client asked for.
+        With the prefix cache, what several have to read is read by one, such as for the ``n`` answers that one client
+        asked for; the others wait for it.
         """
         budget = self.settings.engine.prefill_chunk
-        pieces = []
-        reading: dict[tuple[int, tuple[int, ...]], Piece] = {}
+        pieces, reading = [], []
         for s in self._running:
+            if not s.decoding:
+                start = s.fed
+                self._slots.catch_up(s)
+                self._cached(s, start)
             if s.decoding:
                 pieces.append(Piece(s, s.fed, 1))
-            elif twin := reading.get((s.fed, s.request.prompt_ids)):
-                twin.twins.append(s)
-            elif budget > 0:
+            elif budget > 0 and not any(piece.reads_for(s) for piece in reading):
                 count = min(budget, len(s.tokens) - s.fed)
                 budget -= count
                 pieces.append(Piece(s, s.fed, count))
-                reading[s.fed, s.request.prompt_ids] = pieces[-1]
+                if self.settings.engine.prefix_cache:
+                    reading.append(pieces[-1])
         return pieces
 
     def _emit(self, s: Sequence) -> None:
@@ -338,4 +357,5 @@ class Engine:
             self._counters.failed += len(self._running)
             for s in list(self._running):
                 s.fail(message)
+                self._slots.forget(s.slot)
                 self._release(s)

@@ -17,9 +17,6 @@ class Piece:
     after the last one; those after the draft's nodes follow it. Verification fills ``path``, the nodes that are kept,
     and ``token``, which comes after them. Committing fills ``kept``, how many of these tokens the sequence took: fewer
     where it ends among them.
-
-    ``twins`` are as far with the same prompt: they get what is computed here, but for the prompt's last token, after
-    which each draws for itself.
     """
 
     sequence: Sequence
@@ -33,7 +30,6 @@ class Piece:
     path: list[int] = field(default_factory=list)
     token: int = -1
     kept: int = 0
-    twins: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Settle now whether the token after these is to be drawn: the sequence grows when the round is committed."""
@@ -43,6 +39,11 @@ class Piece:
     def may_draft(self) -> bool:
         """Whether the drafter can continue these: a first token is drawn from the prompt's own forward."""
         return self.ends and self.count == 1 and self.sequence.step > 0 and self.sequence.lane is not None
+
+    def reads_for(self, other: Sequence) -> bool:
+        """Whether the next token of another sequence is among these, after the same beginning."""
+        end = other.fed + 1
+        return self.start < end <= self.start + self.count and self.sequence.tokens[:end] == other.tokens[:end]
 
     @property
     def rows(self) -> int:

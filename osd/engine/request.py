@@ -128,7 +128,7 @@ class Update:
 
     ``token_ids`` are new since the last update, ``text`` is their text as far as it can be shown.
     ``error`` is set when ``finish_reason`` is "error"; ``counts`` on the last update. ``logprobs`` are those of
-    ``token_ids`` when the request asks for them.
+    ``token_ids`` when the request asks for them. ``cached_tokens`` of the prompt did not have to be read.
     """
 
     request_id: str
@@ -138,3 +138,4 @@ class Update:
     counts: SpeculationCounts | None = None
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = 0

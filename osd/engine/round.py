@@ -16,6 +16,7 @@ from osd.engine.packing import pack
 from osd.engine.piece import Piece
 from osd.engine.policy import Policy
 from osd.engine.sequence import Sequence
+from osd.engine.slots import Slots
 from osd.engine.tracing import top
 from osd.speculation.tree import ROOT
 from osd.target.gpu import Mark, between, mark, sent
@@ -108,11 +109,13 @@ def _read(asked: list[Tensor | None]) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def commit(outcome: Round, target: SlotModel, trace_top_k: int, reads_hidden: bool, traces_after: bool) -> list[Drawn]:
+def commit(
+    outcome: Round, slots: Slots, eos_ids: frozenset[int], trace_top_k: int, reads_hidden: bool, traces_after: bool
+) -> list[Drawn]:
     """Keep what was accepted, in every cache, sequence and trace; one entry for each sequence that drew.
 
-    ``reads_hidden`` says that drafters read hidden states, and traces therefore keep them; ``traces_after`` that they
-    keep what the target says after a rejected token.
+    ``eos_ids`` end a sequence. ``reads_hidden`` says that drafters read hidden states, and traces therefore keep them;
+    ``traces_after`` that they keep what the target says after a rejected token.
     """
     hidden = outcome.forward.hidden
     for piece in outcome.pieces:
@@ -120,22 +123,16 @@ def commit(outcome: Round, target: SlotModel, trace_top_k: int, reads_hidden: bo
         following = s.tokens[piece.start + 1 : after + 1]
         new = [piece.drafted[node] for node in piece.path] + [piece.token] if piece.ends else []
         offsets = [*range(piece.count), *(piece.count + node for node in piece.path)]
-        target.cache.keep(s.slot, piece.start, offsets)
-        s.fed = piece.start + len(offsets)
         if hidden is not None:
             first, last = piece.row, piece.row + len(offsets)
             straight = not offsets or offsets[-1] == len(offsets) - 1
             states = hidden[first:last] if straight else hidden[[first + offset for offset in offsets]]
         else:
             states = None
-        _hand_on(s, following + new, states, reads_hidden)
-        for twin in piece.twins:
-            shared = piece.count - piece.ends
-            target.cache.copy(s.slot, twin.slot, piece.start, shared)
-            twin.fed = piece.start + shared
-            _hand_on(twin, following[:shared], None if states is None else states[:shared], reads_hidden)
+        slots.keep(s, piece.start, offsets, states)
+        hand_on(s, following + new, states, reads_hidden)
         if piece.ends:
-            taken = s.append(new, target.eos_ids)
+            taken = s.append(new, eos_ids)
             piece.kept = len(taken)
             if s.request.logprobs is not None:
                 rows = [piece.logits_row + 1 + node for node in [ROOT, *piece.path][: len(taken)]]
@@ -146,7 +143,7 @@ def commit(outcome: Round, target: SlotModel, trace_top_k: int, reads_hidden: bo
     return [Drawn(piece.sequence, piece.kept, piece.parents, piece.path) for piece in outcome.pieces if piece.ends]
 
 
-def _hand_on(s: Sequence, tokens: list[int], states: Tensor | None, reads_hidden: bool) -> None:
+def hand_on(s: Sequence, tokens: list[int], states: Tensor | None, reads_hidden: bool) -> None:
     """Tell what drafts for a sequence, or will, and its trace: the target's ``states`` and the token after each."""
     if s.unrouted is not None and states is not None:
         s.unrouted.tokens += tokens

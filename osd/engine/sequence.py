@@ -44,7 +44,8 @@ class Sequence:
 
     ``domain`` is whose request it is, as far as is known. ``lane`` is what it drafts with, None when it decodes plainly
     or as long as it is ``unrouted``. ``tokens`` are the prompt and what was generated;
-    ``fed`` of them are in the target's KV slot, which is all but the last once the prompt is done.
+    ``fed`` of them are in the target's KV slot, which is all but the last once the prompt is done; ``cached`` of the
+    prompt's were in some slot before.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Sequence:
         self.request, self.policy, self._on_update = request, policy, on_update
         self.limit = policy.first_limit
         self.tokens = list(request.prompt_ids)
-        self.fed = 0
+        self.fed = self.cached = 0
         self.slot = -1
         self.step = 0
         self.drafted_in = -1  # the last step with a governed draft
@@ -114,7 +115,8 @@ class Sequence:
         if self._new or self.finish:
             counts = self.counts if self.finish else None
             logprobs = tuple(self._logprobs)
-            self._send(Update(self.request.id, tuple(self._new), text, self.finish, counts, logprobs=logprobs))
+            new = tuple(self._new)
+            self._send(Update(self.request.id, new, text, self.finish, counts, None, logprobs, self.cached))
         self._new, self._logprobs = [], []
 
     def fail(self, message: str) -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class KVCache:
     """KV slots of one model: ``keys`` and ``values`` are [layers, slots, kv_heads, places, head_dim].
 
-    A slot belongs to one sequence from ``open`` to ``close``. ``length[slot]`` places hold committed
-    tokens; what lies beyond is scratch that the next forward may overwrite.
+    ``length[slot]`` places of a slot hold committed tokens; what lies beyond is scratch that the next forward may
+    overwrite.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (layers, slots, kv_heads, places, head_dim)
-        self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+        self.keys, self.values = untouched(shape, dtype, device), untouched(shape, dtype, device)
         self.places = places
         self.length = [0] * slots
 
@@ -63,7 +63,7 @@ class KVCache:
         assert all(0 <= length <= self.places for length in self.length), self.length  # noqa: S101
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that take no memory until they are used: PyTorch would write them, the system gives them for nothing."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -165,7 +165,8 @@ def test_a_full_queue_is_429_with_retry_after_and_recovers(service, eventually):
 
 def test_metrics_sum_over_all_replicas_whichever_answers(service, eventually):
     eventually(lambda: running(service) == 0)
-    names = ("osd_requests_total", "osd_completion_tokens_total", "osd_prompt_tokens_total")
+    hits = "vllm:prefix_cache_hits_total"
+    names = ("osd_requests_total", "osd_completion_tokens_total", "osd_prompt_tokens_total", hits)
     time.sleep(2.5)  # both replicas have reported everything before
     before = {name: service.metric(name) for name in names}
     with ThreadPoolExecutor(4) as pool:
@@ -174,6 +175,8 @@ def test_metrics_sum_over_all_replicas_whichever_answers(service, eventually):
     eventually(lambda: service.metric("osd_completion_tokens_total") - before["osd_completion_tokens_total"] == tokens)
     assert service.metric("osd_requests_total") - before["osd_requests_total"] == 24
     assert service.metric("osd_prompt_tokens_total") - before["osd_prompt_tokens_total"] == 8 * 24
+    cached = sum(answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers)
+    assert service.metric(hits) - before[hits] == cached > 0
     assert len({service.metric("osd_requests_total") for _ in range(10)}) == 1
     assert service.metric("vllm:spec_decode_num_drafts_total") > 0
     loads = [replica["name"] for replica in service.data()["replicas"]]

@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import Draft, Json, Prompts, Tokens, check_draft, check_output, loading, running, say, write
+from osd.cli.bench.options import (
+    READ_ANEW,
+    Draft,
+    Json,
+    Prompts,
+    Tokens,
+    check_draft,
+    check_output,
+    loading,
+    running,
+    say,
+    write,
+)
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 
 _TURNS = 15
@@ -40,7 +52,7 @@ def decode(
     """
     chosen = [f"growth.kind={growth}"] if growth else []
     chosen += [f"verification={rule}"] if rule else []
-    settings = settings_of(config, [*(overrides or ()), *chosen])
+    settings = settings_of(config, [*(overrides or ()), *chosen, READ_ANEW])
     check_output(json_file)
     check_draft(draft)
     from dataclasses import asdict

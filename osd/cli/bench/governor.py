@@ -6,7 +6,19 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import Draft, Json, Prompts, check_draft, check_output, loading, running, say, show, write
+from osd.cli.bench.options import (
+    READ_ANEW,
+    Draft,
+    Json,
+    Prompts,
+    check_draft,
+    check_output,
+    loading,
+    running,
+    say,
+    show,
+    write,
+)
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 
 
@@ -19,7 +31,7 @@ def governor(
     overrides: Overrides = None,
 ) -> None:
     """Compare the governor with plain decoding and fixed draft lengths while the load goes from 1 to 16 and back."""
-    settings = settings_of(config, [*(overrides or ()), "growth.kind=chain", "growth.depth=4"])
+    settings = settings_of(config, [*(overrides or ()), "growth.kind=chain", "growth.depth=4", READ_ANEW])
     check_output(json_file)
     from dataclasses import asdict
 

@@ -6,7 +6,19 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import Draft, Json, Prompts, Tokens, check_draft, check_output, loading, running, say, show
+from osd.cli.bench.options import (
+    READ_ANEW,
+    Draft,
+    Json,
+    Prompts,
+    Tokens,
+    check_draft,
+    check_output,
+    loading,
+    running,
+    say,
+    show,
+)
 from osd.cli.bench.options import write as write_figures
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 
@@ -29,7 +41,7 @@ def peers(
     Same prompts, lengths and threads, greedily, in alternation. A peer that cannot be installed or does not run is a
     row that says why. Peers that draft with a small model have ours if it is one, else the first layers of the target.
     """
-    settings = settings_of(config, overrides)
+    settings = settings_of(config, [*(overrides or ()), READ_ANEW])
     check_output(json_file)
     check_draft(draft)
     from benchmarks.peers.roster import PEERS

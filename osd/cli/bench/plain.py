@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import Json, Prompts, Tokens, check_output, loading, running, say, show, write
+from osd.cli.bench.options import READ_ANEW, Json, Prompts, Tokens, check_output, loading, running, say, show, write
 from osd.cli.common import ConfigFile, Overrides, settings_of
 
 
@@ -19,7 +19,7 @@ def plain(
     overrides: Overrides = None,
 ) -> None:
     """Compare plain decoding with transformers' generate(), and eight streams with one, taking turns."""
-    settings = settings_of(config, [*(overrides or ()), "drafter.kind=none"])
+    settings = settings_of(config, [*(overrides or ()), "drafter.kind=none", READ_ANEW])
     check_output(json_file)
     from dataclasses import asdict
 

@@ -44,6 +44,7 @@ class Result:
     error: str | None = None
     counts: SpeculationCounts | None = None
     updates: int = 0
+    cached: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -67,6 +68,7 @@ class Client:
         result.tokens += update.token_ids
         result.text += update.text
         result.updates += 1
+        result.cached = update.cached_tokens
         result.logprobs += update.logprobs
         result.finish, result.counts, result.error = update.finish_reason, update.counts, update.error
         return update
@@ -83,13 +85,14 @@ def settings(
     slots: int = 4,
     depth: int = 3,
     chunk: int = 16,
+    prefix_cache: bool = True,
     governed: bool = False,
     samples: Literal["teacher", "student"] = "teacher",
     **capture: Any,
 ) -> Settings:
     return Settings(
         target=TargetSettings(source=str(directory), dtype="float32"),
-        engine=EngineSettings(slots=slots, context=128, prefill_chunk=chunk, threads=1),
+        engine=EngineSettings(slots=slots, context=128, prefill_chunk=chunk, threads=1, prefix_cache=prefix_cache),
         growth=GrowthSettings(kind="chain", depth=depth, governed=governed),
         capture=CaptureSettings(**capture),
         trainer=TrainerSettings(samples=samples),

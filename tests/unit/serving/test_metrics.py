@@ -9,6 +9,8 @@ from serving.metrics import render
 TOTALS = Totals(
     {
         "requests": 9,
+        "prompt_tokens": 50,
+        "cached_tokens": 20,
         "completion_tokens": 1234,
         "rounds": 10,
         "drafted": 40,
@@ -56,6 +58,8 @@ def test_prometheus_can_parse_it_and_ours_is_labelled():
         for sample in family.samples
     }
     assert samples["osd_requests_total", ("domain", "general")] == 9
+    assert samples["vllm:prefix_cache_queries_total", ("model_name", "tiny")] == 50
+    assert samples["vllm:prefix_cache_hits_total", ("model_name", "tiny")] == 20
     assert samples["osd_traces_dropped_total", ("domain", "general")] == 2
     assert samples["osd_version_accepted_tokens_total", ("domain", "general"), ("version", "3")] == 25
     assert samples["osd_version_accepted_tokens_total", ("domain", "code"), ("version", "3")] == 4

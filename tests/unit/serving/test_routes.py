@@ -38,7 +38,12 @@ def test_a_chat_completion_has_openais_shape_the_usage_and_the_acceptance(client
             "finish_reason": "stop",
         }
     ]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert body["metrics"]["speculative_decoding"] == {
         "mean_acceptance_length": 1.5,
         "draft_acceptance_rate": 0.25,
@@ -48,6 +53,16 @@ def test_a_chat_completion_has_openais_shape_the_usage_and_the_acceptance(client
         "num_draft_tokens": 4,
     }
     assert service.submitted[0].prompt_ids == tuple(map(ord, "uhi"))
+
+
+def test_what_no_choice_of_a_prompt_had_to_read_is_cached(client, service):
+    cached = {0: 2, 1: 3, 2: 1, 3: 4}
+    service.script = lambda request: [
+        Update(request.id, (1,), "a", "stop", SpeculationCounts(), cached_tokens=cached[len(service.submitted) - 1])
+    ]
+    body = client.post("/v1/completions", json={"prompt": ["high", "highest"], "n": 2}).json()
+    assert body["usage"]["prompt_tokens"] == 13
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2 + 1}
 
 
 def test_the_finish_reason_is_the_engines(client, service):
@@ -149,7 +164,8 @@ def test_choices_have_seeds_of_their_own_and_the_first_is_that_of_a_single_one(c
     assert seeds[:3] == seeds[3:]
     assert all(request.sampling.repeatable for request in service.submitted)
     assert len({request.id for request in service.submitted}) == 6
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 18, "total_tokens": 23}
+    usage = body["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 18, 23)
     assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] == 24
 
 

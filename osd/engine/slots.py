@@ -1,0 +1,99 @@
+"""The KV slots: who has which, and what is in them, so that a prompt which begins like another is not read again."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from torch import Tensor
+
+from osd.config import EngineSettings
+from osd.engine.sequence import Sequence
+from osd.target.kv_cache import untouched
+from osd.target.model import SlotModel
+
+
+class Slots:
+    """Gives sequences their slots and, with ``engine.prefix_cache``, what any slot holds of their prompts.
+
+    What a sequence leaves stays until another one gets its slot; the slot that was given back first goes first. Keys,
+    values and the target's hidden states, which drafters and traces read, are copied. A prompt's last token is always
+    left to be fed. See Zheng et al. 2024, "SGLang" (arXiv 2312.07104), who keep prefixes in a radix tree: the slots of
+    one engine are few enough to be looked through.
+    """
+
+    def __init__(self, target: SlotModel, settings: EngineSettings) -> None:
+        """Manage the slots of ``target``, all of them free."""
+        self._cache, self._shared = target.cache, settings.prefix_cache
+        self._free = list(range(settings.slots))
+        self._tokens: list[list[int]] = [[] for _ in self._free]  # the cache knows how many of them are there
+        self._states: Tensor | None = None
+        self._states_dtype = target.dtype
+        if self._shared and target.taps:
+            width = len(target.taps) * target.hidden_size
+            self._states = untouched((settings.slots, self._cache.places, width), target.dtype, target.device)
+
+    @property
+    def free(self) -> int:
+        """How many may be taken."""
+        return len(self._free)
+
+    def take(self, s: Sequence) -> None:
+        """Give ``s`` a free slot, and what there is of its prompt."""
+        source, count = self._longest(s)
+        # Where more would be kept than lost, nothing is copied, and the same beginning is not held twice.
+        stays = source in self._free and 2 * count >= self._cache.length[source]
+        s.slot = source if stays else self._free[0]
+        self._free.remove(s.slot)
+        if not stays:
+            self._adopt(s, source, count)
+        self._cache.length[s.slot] = s.fed = count
+        self._tokens[s.slot] = s.tokens
+
+    def catch_up(self, s: Sequence) -> None:
+        """Give ``s``, which reads its prompt, what has come to be known of it since."""
+        source, count = self._longest(s)
+        if count > s.fed:
+            self._adopt(s, source, count)
+            s.fed = count
+
+    def give_back(self, slot: int) -> None:
+        """Have a slot free again."""
+        self._free.append(slot)
+
+    def forget(self, slot: int) -> None:
+        """Hold nothing in a slot: what is in it cannot be relied on."""
+        self._cache.length[slot] = 0
+
+    def keep(self, s: Sequence, start: int, offsets: list[int], states: Tensor | None) -> None:
+        """Keep the entries ``start + offsets`` of a forward, see ``KVCache.keep``, and its ``states`` [n, width]."""
+        self._cache.keep(s.slot, start, offsets)
+        s.fed = start + len(offsets)
+        if self._states is not None and states is not None:
+            self._states_dtype = states.dtype
+            self._states[s.slot, start : s.fed] = states
+
+    def states(self, slot: int, start: int, stop: int) -> Tensor | None:
+        """The target's states of the tokens ``start`` to ``stop`` in a slot, as they were kept; None without taps."""
+        return None if self._states is None else self._states[slot, start:stop].to(self._states_dtype)
+
+    def _longest(self, s: Sequence) -> tuple[int, int]:
+        """The slot that holds most of the prompt of ``s``, and how many tokens; none holds more than ``s`` itself."""
+        best, most = s.slot, s.fed
+        for slot, (tokens, held) in enumerate(zip(self._tokens, self._cache.length, strict=True)):
+            end = min(held, len(s.tokens) - 1) if self._shared else 0
+            if end > most and tokens[most] == s.tokens[most]:
+                alike = _common(tokens, s.tokens, end)
+                best, most = (slot, alike) if alike > most else (best, most)
+        return best, most
+
+    def _adopt(self, s: Sequence, source: int, count: int) -> None:
+        """Copy what ``source`` holds of the prompt of ``s`` behind what that has."""
+        if count > s.fed:
+            self._cache.copy(source, s.slot, s.fed, count - s.fed)
+            if self._states is not None:
+                self._states[s.slot, s.fed : count] = self._states[source, s.fed : count]
+
+
+def _common(one: list[int], other: list[int], end: int) -> int:
+    """How many tokens two lists have in common from the beginning, at most ``end``."""
+    return bisect_left(range(end), True, key=lambda last: one[: last + 1] != other[: last + 1])

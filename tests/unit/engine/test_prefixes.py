@@ -1,0 +1,229 @@
+"""Prompts that begin alike are read once, and answered as each alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from osd.capture.trace import Trace
+from osd.engine.request import Sampling
+from osd.target.kv_cache import PackedRows
+from osd.target.model import Forward
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
+
+OTHER, PROMPT = prompts([3, 40], seed=8)
+CHUNK = 16  # tokens, so that the prompt is read in three rounds
+KINDS = ["none", "eagle", "language_model"]
+
+
+class Watched:
+    """The engine's forwards: how many rows each has, and a hand that holds some of them back."""
+
+    def __init__(self, client: Client, held: tuple[int, ...] = ()) -> None:
+        self.rows: list[int] = []
+        self._arrived = {number: threading.Event() for number in held}
+        self._go = {number: threading.Event() for number in held}
+        client.submit("first", OTHER, 1)
+        client.wait()  # forwards that are only timed are over
+        forward = client.engine.target.forward
+
+        def watched(rows: PackedRows, wanted: Tensor) -> Forward:
+            number = len(self.rows)
+            self.rows.append(len(rows.token_ids))
+            if number in self._go:
+                self._arrived[number].set()
+                assert self._go[number].wait(60)
+            return forward(rows, wanted)
+
+        client.engine.target.forward = watched
+
+    @contextmanager
+    def holding(self, number: int) -> Iterator[None]:
+        assert self._arrived[number].wait(60)
+        try:
+            yield
+        finally:
+            self._go[number].set()
+
+
+def same_states(one: Trace, other: Trace, kind: str) -> None:
+    assert (one.hidden is not None) == (other.hidden is not None) == (kind == "eagle")
+    if one.hidden is not None and other.hidden is not None:
+        assert (one.hidden.numpy() == other.hidden.numpy()).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twins_are_read_once_and_answered_as_each_alone(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    traces: list[Trace] = []
+    with running(target_dir, kind, chunk=CHUNK, traces=traces) as client:
+        watched = Watched(client, (0,))
+        client.submit("other", OTHER, 1)
+        with watched.holding(0):
+            for name in "abc":
+                client.submit(name, PROMPT, 12, ignore_eos=True, capture=True)
+        results = client.wait()
+        client.submit("alone", PROMPT, 12, ignore_eos=True, capture=True)
+        alone = client.wait()["alone"]
+    assert sum(watched.rows[1:4]) == len(PROMPT)
+    for name in "abc":
+        assert results[name].tokens == alone.tokens == oracle.greedy(PROMPT, 12)
+        assert results[name].counts == alone.counts, "their drafters know the prompt as well"
+    mine = [trace for trace in traces if len(trace.prompt_ids.numpy()) == len(PROMPT)]
+    assert len(mine) == 4
+    for trace in mine:
+        same_states(trace, mine[0], kind)
+
+
+def test_twins_draw_for_themselves(target_dir: Path) -> None:
+    with running(target_dir, "eagle", chunk=CHUNK) as client:
+        watched = Watched(client, (0,))
+        client.submit("other", OTHER, 1)
+        with watched.holding(0):
+            for seed in range(3):
+                client.submit(str(seed), PROMPT, 12, Sampling(temperature=1.0, seed=seed), ignore_eos=True)
+        together = [client.wait()[str(seed)].tokens for seed in range(3)]
+        assert sum(watched.rows[1:4]) == len(PROMPT)
+        for seed in range(3):
+            client.submit(f"alone {seed}", PROMPT, 12, Sampling(temperature=1.0, seed=seed), ignore_eos=True)
+            assert client.wait()[f"alone {seed}"].tokens == together[seed]
+    assert len(set(map(tuple, together))) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twins_go_on_when_the_one_that_reads_is_cancelled(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    with running(target_dir, kind, chunk=CHUNK) as client:
+        watched = Watched(client, (0, 2))
+        client.submit("other", OTHER, 1)
+        with watched.holding(0):
+            for name in "abc":
+                client.submit(name, PROMPT, 12, ignore_eos=True)
+        with watched.holding(2):
+            client.engine.cancel("a")
+        results = client.wait()
+    assert sum(watched.rows[1:4]) == len(PROMPT)
+    assert results["a"].finish == "cancelled"
+    for name in "bc":
+        assert results[name].tokens == oracle.greedy(PROMPT, 12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_ended_request_left_is_not_read_again(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    second = [*PROMPT[:30], 7, 8, 9]
+    traces: list[Trace] = []
+    drafter = make_drafter(kind, target_dir)
+    with running(target_dir, kind, drafter=drafter, chunk=64, traces=traces) as client:
+        client.submit("first", PROMPT, 12, ignore_eos=True)
+        client.wait()
+        watched = Watched(client)
+        client.submit("second", second, 12, ignore_eos=True, capture=True)
+        result = client.wait()["second"]
+        counters = client.engine.counters()
+    assert watched.rows[0] == 3
+    assert result.tokens == oracle.greedy(second, 12)
+    assert result.cached == counters.cached_tokens == 30
+    assert counters.prompt_tokens == 40 + 3 + 33
+    with running(target_dir, kind, drafter=drafter, chunk=64, traces=traces, prefix_cache=False) as client:
+        client.submit("second", second, 12, ignore_eos=True, capture=True)
+        alone = client.wait()["second"]
+    assert (alone.tokens, alone.counts, alone.cached) == (result.tokens, result.counts, 0)
+    same_states(traces[0], traces[1], kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_conversation_goes_on_from_its_answer(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    with running(target_dir, kind) as client:
+        client.submit("question", PROMPT, 12, ignore_eos=True)
+        more = PROMPT + client.wait()["question"].tokens + [1, 2, 3]
+        client.submit("more", more, 12, ignore_eos=True)
+        result = client.wait()["more"]
+    assert result.tokens == oracle.greedy(more, 12)
+    assert result.cached == len(PROMPT) + 11, "the last token of an answer is never fed"
+
+
+def test_a_prompt_joins_one_that_is_still_being_read(target_dir: Path, oracle: Oracle) -> None:
+    second = [*PROMPT[:36], 7, 8, 9]
+    with running(target_dir, "eagle", chunk=CHUNK) as client:
+        watched = Watched(client, (0,))
+        client.submit("other", OTHER, 1)
+        with watched.holding(0):
+            client.submit("first", PROMPT, 12, ignore_eos=True)
+            client.submit("second", second, 12, ignore_eos=True)
+        results = client.wait()
+    assert results["second"].cached == 36
+    assert sum(watched.rows[1:4]) == len(PROMPT)
+    assert results["first"].tokens == oracle.greedy(PROMPT, 12)
+    assert results["second"].tokens == oracle.greedy(second, 12)
+
+
+def test_the_slot_that_was_given_back_first_is_taken_first(target_dir: Path) -> None:
+    def cached(prompt: list[int]) -> int:
+        client.submit("next", prompt, 2, ignore_eos=True)
+        return client.wait()["next"].cached
+
+    a, b, c = prompts([20, 20, 20], seed=3)
+    with running(target_dir, slots=2) as client:
+        assert [cached(prompt) for prompt in (a, b)] == [0, 0]
+        assert cached([*b, 1]) == 20, "taken where it is"
+        assert cached([*a, 1]) == 20, "and nothing else is lost"
+        assert cached(a[:5] + c) == 5, "copied into the older slot"
+        assert [cached(prompt) for prompt in (a, b)] == [19, 0]
+
+
+def test_without_the_cache_every_prompt_is_read(target_dir: Path, oracle: Oracle) -> None:
+    with running(target_dir, "eagle", chunk=128, prefix_cache=False) as client:
+        watched = Watched(client, (0,))
+        client.submit("other", OTHER, 1)
+        with watched.holding(0):
+            for name in "ab":
+                client.submit(name, PROMPT, 12, ignore_eos=True)
+        results = client.wait()
+    assert watched.rows[1] == 2 * len(PROMPT)
+    for name in "ab":
+        assert (results[name].tokens, results[name].cached) == (oracle.greedy(PROMPT, 12), 0)
+
+
+def test_what_a_failed_round_left_is_not_relied_on(target_dir: Path, oracle: Oracle) -> None:
+    with running(target_dir, "eagle", chunk=CHUNK) as client:
+        forward, calls = client.engine.target.forward, 0
+
+        def failing(rows: PackedRows, wanted: Tensor) -> Forward:
+            nonlocal calls
+            calls += 1
+            found = forward(rows, wanted)
+            if calls == 2:
+                client.engine.target.cache.keys.fill_(1e4)
+                raise MemoryError
+            return found
+
+        client.submit("warm", OTHER, 1)
+        client.wait()
+        client.engine.target.forward = failing
+        client.submit("a", PROMPT, 12, ignore_eos=True)
+        assert client.wait()["a"].finish == "error"
+        client.submit("b", PROMPT, 12, ignore_eos=True)
+        result = client.wait()["b"]
+    assert (result.cached, result.tokens) == (0, oracle.greedy(PROMPT, 12))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_prompts_that_begin_alike_are_answered_as_each_alone(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    draw = random.Random(5)  # noqa: S311
+    asked: list[list[int]] = [[3]]
+    for _ in range(40):
+        start = draw.choice(asked)
+        asked.append(start[: draw.randint(1, len(start))] + draw.choices(range(256), k=draw.randint(1, 9)))
+    with running(target_dir, kind, slots=3, chunk=8) as client:
+        for number, prompt in enumerate(asked):
+            client.submit(str(number), prompt, 1 + number % 5, ignore_eos=True)
+        results = client.wait()
+        cached = client.engine.counters().cached_tokens
+    for number, prompt in enumerate(asked):
+        assert results[str(number)].tokens == oracle.greedy(prompt, 1 + number % 5)
+    assert cached == sum(result.cached for result in results.values())
+    assert cached >= len(asked) - 3, "all begin alike, and three were there before anything was read"
