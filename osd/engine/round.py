@@ -118,18 +118,18 @@ def commit(
     ``traces_after`` that they keep what the target says after a rejected token.
     """
     hidden = outcome.forward.hidden
-    for piece in outcome.pieces:
+    kept = [[*range(piece.count), *(piece.count + node for node in piece.path)] for piece in outcome.pieces]
+    slots.keep(outcome.pieces, kept, hidden)
+    for piece, offsets in zip(outcome.pieces, kept, strict=True):
         s, after = piece.sequence, piece.start + piece.count
         following = s.tokens[piece.start + 1 : after + 1]
         new = [piece.drafted[node] for node in piece.path] + [piece.token] if piece.ends else []
-        offsets = [*range(piece.count), *(piece.count + node for node in piece.path)]
         if hidden is not None:
             first, last = piece.row, piece.row + len(offsets)
             straight = not offsets or offsets[-1] == len(offsets) - 1
             states = hidden[first:last] if straight else hidden[[first + offset for offset in offsets]]
         else:
             states = None
-        slots.keep(s, piece.start, offsets, states)
         hand_on(s, following + new, states, reads_hidden)
         if piece.ends:
             taken = s.append(new, eos_ids)

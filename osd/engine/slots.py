@@ -7,7 +7,9 @@ from bisect import bisect_left
 from torch import Tensor
 
 from osd.config import EngineSettings
+from osd.engine.piece import Piece
 from osd.engine.sequence import Sequence
+from osd.target.gpu import sent
 from osd.target.kv_cache import untouched
 from osd.target.model import SlotModel
 
@@ -64,13 +66,24 @@ class Slots:
         """Hold nothing in a slot: what is in it cannot be relied on."""
         self._cache.length[slot] = 0
 
-    def keep(self, s: Sequence, start: int, offsets: list[int], states: Tensor | None) -> None:
-        """Keep the entries ``start + offsets`` of a forward, see ``KVCache.keep``, and its ``states`` [n, width]."""
-        self._cache.keep(s.slot, start, offsets)
-        s.fed = start + len(offsets)
-        if self._states is not None and states is not None:
-            self._states_dtype = states.dtype
-            self._states[s.slot, start : s.fed] = states
+    def keep(self, pieces: list[Piece], kept: list[list[int]], hidden: Tensor | None) -> None:
+        """Keep what a forward computed of the rows ``kept`` of each piece, counted from its first.
+
+        ``hidden`` [R, taps * hidden] are the states of all rows, None without taps.
+        """
+        rows: list[int] = []
+        places: list[int] = []
+        for piece, offsets in zip(pieces, kept, strict=True):
+            s = piece.sequence
+            self._cache.keep(s.slot, piece.start, offsets)
+            s.fed = piece.start + len(offsets)
+            first = s.slot * self._cache.places + piece.start
+            rows += [piece.row + offset for offset in offsets]
+            places += range(first, first + len(offsets))
+        if self._states is not None and hidden is not None:
+            self._states_dtype = hidden.dtype
+            chosen = hidden[sent(rows, hidden.device)].to(self._states.dtype)
+            self._states.flatten(0, 1).index_copy_(0, sent(places, hidden.device), chosen)
 
     def states(self, slot: int, start: int, stop: int) -> Tensor | None:
         """The target's states of the tokens ``start`` to ``stop`` in a slot, as they were kept; None without taps."""
