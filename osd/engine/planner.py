@@ -9,8 +9,9 @@ from osd.engine.lanes import Lane
 from osd.engine.piece import Piece
 from osd.engine.policy import Policy
 from osd.engine.round import Drawn, Round
+from osd.engine.sequence import Sequence
 from osd.engine.shapes import Shapes
-from osd.speculation.governor import Drafted, Governor
+from osd.speculation.governor import Drafted, Governor, Ready
 
 
 class Planner:
@@ -29,6 +30,7 @@ class Planner:
         self.shapes: Shapes | None = None
         self._policy, self._context = policy, context
         self._governors: WeakKeyDictionary[Lane, Governor] = WeakKeyDictionary()
+        self._missed: dict[Sequence, int] = {}  # by those whose drafts were planned last
 
     def plan(self, pieces: list[Piece]) -> None:
         """Set how many nodes each piece may draft."""
@@ -38,6 +40,7 @@ class Planner:
                 piece.limit = min(s.limit, s.remaining - 1, self._context - len(s.tokens))
         if self.governor is None:
             return
+        self._missed = {}
         governed: dict[Lane, list[Piece]] = defaultdict(list)
         for piece in pieces:
             if piece.limit and piece.sequence.lane is not None and piece.sequence.policy is self._policy:
@@ -46,8 +49,9 @@ class Planner:
         rows = sum(piece.count + piece.limit for piece in pieces)
         rows -= sum(piece.limit for mine in governed.values() for piece in mine)
         for lane, mine in governed.items():
-            missed = [piece.sequence.missed for piece in mine]
-            nodes = self._governor_of(lane).plan(missed, ends - len(mine), rows)
+            ready = [Ready(piece.sequence.missed, piece.sequence.remaining) for piece in mine]
+            self._missed |= {piece.sequence: one.missed for piece, one in zip(mine, ready, strict=True)}
+            nodes = self._governor_of(lane).plan(ready, ends - len(mine), rows)
             for piece, most in zip(mine, nodes, strict=True):
                 piece.limit = min(piece.limit, most)
                 rows += piece.limit
@@ -68,8 +72,8 @@ class Planner:
             drafts = [Drafted(drawn.drafted, drawn.path) for drawn in mine]
             drafting = outcome.draft_seconds.get(lane, 0.0) if lane else 0.0
             governor = self._governor_of(lane) if lane else first
-            behind = any(drawn.sequence.drafted_in != drawn.sequence.step - 1 for drawn in mine)
-            governor.observe(outcome.rows, verifying + drafting, drafting, drafts, behind)
+            missed = sum(self._missed[drawn.sequence] for drawn in mine)
+            governor.observe(outcome.rows, verifying + drafting, drafting, drafts, missed)
             for drawn in mine:
                 drawn.sequence.drafted_in = drawn.sequence.step
 

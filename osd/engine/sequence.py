@@ -76,7 +76,7 @@ class Sequence:
 
     @property
     def missed(self) -> int:
-        """About how many tokens a drafter would first have to read, were it to draft now."""
+        """About how many tokens a drafter would first have to read, were it to draft now; 0 if it drafts all along."""
         return len(self.tokens) if self.drafted_in < 0 else self.step - self.drafted_in
 
     @property

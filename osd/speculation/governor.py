@@ -99,6 +99,14 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """A sequence that may draft: the tokens that its drafter would first have to read, and those it may still get."""
+
+    missed: int
+    left: int
+
+
+@dataclass(frozen=True)
 class Drafted:
     """One sequence's draft in a round: its nodes, and which of them the target kept."""
 
@@ -112,8 +120,11 @@ class Governor:
     Rounds without prompts in which ``ready`` sequences draft n nodes each give ``tokens / (verify(rows + ready n) +
     draft(ready, n))``; the best n sets what a second is worth in tokens. That n is taken whose tokens, less the worth
     of the seconds that they cost, are the most: beside the rows of a prompt, which have to be computed anyway, a draft
-    must earn no less than it would without. Because nothing is learnt about a drafter that does not draft, a
-    small share of the time goes to probes: one sequence drafts as much as it may. A new drafter is probed at once.
+    must earn no less than it would without. A sequence whose drafter would first have to read, such as its prompt,
+    begins only where what it would lose by decoding plainly to its end is worth more than the reading.
+
+    Because nothing is learnt about a drafter that does not draft, a small share of the time goes to probes: one
+    sequence drafts as much as it may. A new drafter is probed at once.
     """
 
     def __init__(self, nodes: int, verify: Mapping[int, float] | None = None) -> None:
@@ -126,6 +137,7 @@ class Governor:
         self.nodes = nodes
         self._verify = Curve(verify)
         self._draft: dict[int, Curve] = {}  # by the bucket of sequences: seconds a node
+        self._read = Curve()  # by the tokens that were missed
         self._acceptance = Acceptance(nodes)
         self._seconds = 0.0
         self._probed = 0.0
@@ -135,33 +147,34 @@ class Governor:
     def beside(self) -> Governor:
         """A governor of another drafter of the same kind on the same machine: they share what is measured of costs."""
         other = Governor(self.nodes)
-        other._verify, other._draft = self._verify, self._draft
+        other._verify, other._draft, other._read = self._verify, self._draft, self._read
         return other
 
-    def plan(self, missed: Sequence[int], others: int, rows: int) -> list[int]:
+    def plan(self, sequences: Sequence[Ready], others: int, rows: int) -> list[int]:
         """How many nodes each of some sequences is to draft at most.
 
         Args:
-            missed: how much the drafter would first have to read of each sequence that may draft; the one with the
-                least is probed.
+            sequences: those that may draft; the one whose drafter missed least is probed.
             others: sequences that get a token in this round without a draft.
             rows: that the target's forward has whatever is drafted.
         """
-        ready = len(missed)
+        ready = len(sequences)
         if ready == 0:
             return []
         tokens = [others + ready * (1 + gain) for gain in self._acceptance.gains()]
         sizes, bare = range(self.nodes + 1), min(rows, ready + others)
         speed = max(tokens[nodes] / (self._cost(ready, nodes, bare) or 1.0) for nodes in sizes)
         best = max(sizes, key=lambda nodes: tokens[nodes] - speed * self._cost(ready, nodes, rows))
-        plan = [best] * ready
+        lost = (speed * self._cost(ready, 0, bare) - tokens[0]) / ready  # tokens, by each that is decoded plainly
+        plan = [best if lost * one.left >= speed * self._reading(one.missed) else 0 for one in sequences]
         self._probing = False
         if best < self.nodes and self._may_probe(best, ready, rows):
+            missed = [one.missed for one in sequences]
             plan[missed.index(min(missed))] = self.nodes
         return plan
 
     def observe(
-        self, rows: int, seconds: float, draft_seconds: float, drafts: Sequence[Drafted], behind: bool = False
+        self, rows: int, seconds: float, draft_seconds: float, drafts: Sequence[Drafted], missed: int = 0
     ) -> None:
         """Learn from a round.
 
@@ -170,17 +183,21 @@ class Governor:
             seconds: that the round took.
             draft_seconds: that drafting took of them.
             drafts: of the sequences that drafted.
-            behind: whether the drafter first read what it had missed, a prompt or rounds without a draft, which says
-                nothing of what drafting costs when it goes on.
+            missed: tokens that the drafter read first, of a prompt or of rounds without a draft: such a round says what
+                reading costs, and nothing of what drafting costs when it goes on.
         """
         self._seconds += seconds
         if self._probing:
             self._probed += draft_seconds
         self._verify.observe(rows, seconds - draft_seconds)
-        if drafts and not behind:
+        if drafts:
             largest = max(draft.size for draft in drafts)
-            curve = self._draft.setdefault(_bucket(len(drafts)), Curve())
-            curve.observe(largest, draft_seconds / largest)
+            if missed:
+                drafting = self._drafting(len(drafts), largest)
+                self._read.observe(missed, max(0.0, draft_seconds - drafting))
+            else:
+                curve = self._draft.setdefault(_bucket(len(drafts)), Curve())
+                curve.observe(largest, draft_seconds / largest)
         for draft in drafts:
             self._acceptance.observe(draft.size, draft.kept)
 
@@ -196,11 +213,17 @@ class Governor:
         self._owed = _PROBES_OF_A_NEW_DRAFTER
 
     def _cost(self, ready: int, nodes: int, rows: int) -> float:
-        cost = self._verify.at(rows + ready * nodes)
-        if nodes and self._draft:
-            nearest = min(self._draft, key=lambda seen: abs(seen - _bucket(ready)))
-            cost += self._draft[nearest].at(nodes) * nodes
-        return cost
+        return self._verify.at(rows + ready * nodes) + self._drafting(ready, nodes)
+
+    def _drafting(self, ready: int, nodes: int) -> float:
+        """Seconds in which ``ready`` sequences draft ``nodes`` nodes each, having read everything."""
+        if not nodes or not self._draft:
+            return 0.0
+        nearest = min(self._draft, key=lambda seen: abs(seen - _bucket(ready)))
+        return self._draft[nearest].at(nodes) * nodes
+
+    def _reading(self, missed: int) -> float:
+        return self._read.at(missed) if missed else 0.0
 
     def _may_probe(self, best: int, ready: int, rows: int) -> bool:
         """Whether a probe is due; its rows are paid for here, its draft when it is known what that took."""

@@ -30,6 +30,7 @@ from osd.engine.shapes import Shapes
 from osd.registry.pointer import Rollout
 from osd.routing import Cluster, Pick
 from osd.speculation.distributions import Distributions
+from osd.speculation.governor import Ready
 from osd.speculation.growth.acceptance_table import AcceptanceTable
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.penalties import Penalties
@@ -232,8 +233,8 @@ class Whim:
     def beside(self) -> Whim:
         return self
 
-    def plan(self, missed: Sequence[int], others: int, rows: int) -> list[int]:
-        return [self.chance.randrange(3) for _ in missed]
+    def plan(self, sequences: Sequence[Ready], others: int, rows: int) -> list[int]:
+        return [self.chance.randrange(3) for _ in sequences]
 
     def observe(self, *measured: object) -> None: ...
 

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from osd.speculation.governor import Acceptance, Curve, Drafted, Governor
+from osd.speculation.governor import Acceptance, Curve, Drafted, Governor, Ready
 
 NODES = 6
+READY = Ready(0, 1000)
 
 
 class Machine:
@@ -52,7 +53,7 @@ def run(governor: Governor, machine: Machine, sequences: int, rounds: int) -> li
     """The draft length that most sequences had, round by round."""
     lengths = []
     for _ in range(rounds):
-        plan = governor.plan([1] * sequences, 0, sequences)
+        plan = governor.plan([READY] * sequences, 0, sequences)
         lengths.append(sorted(plan)[len(plan) // 2])
         governor.observe(*machine.round(plan))
     return lengths
@@ -121,7 +122,7 @@ def test_beside_a_prompt_a_draft_must_earn_what_it_would_without(slope: float, r
     governor = Governor(NODES, machine.forward_seconds())
     alone = run(governor, machine, 8, 300)[-1]
     assert alone == machine.best(8)
-    assert sorted(governor.plan([1] * 8, 0, 8 + 200))[4] == alone
+    assert sorted(governor.plan([READY] * 8, 0, 8 + 200))[4] == alone
 
 
 def test_reading_what_was_missed_is_not_taken_for_the_cost_of_drafting() -> None:
@@ -130,8 +131,21 @@ def test_reading_what_was_missed_is_not_taken_for_the_cost_of_drafting() -> None
     assert run(governor, machine, 1, 100)[-1] == NODES
     for _ in range(100):
         rows, seconds, draft_seconds, drafts = machine.round([NODES])
-        governor.observe(rows, seconds + 100, draft_seconds + 100, drafts, behind=True)
-    assert governor.plan([1], 0, 1) == [NODES]
+        governor.observe(rows, seconds + 100, draft_seconds + 100, drafts, missed=50)
+    assert governor.plan([READY], 0, 1) == [NODES]
+
+
+def test_a_sequence_begins_to_draft_only_where_that_is_worth_what_its_drafter_must_read() -> None:
+    machine = Machine(base=10, slope=0.1, draft=0.5, rate=0.6)
+    governor = Governor(NODES, machine.forward_seconds())
+    best = run(governor, machine, 3, 300)[-1]
+    assert best == machine.best(3)
+    for _ in range(20):
+        rows, seconds, draft_seconds, drafts = machine.round([best])
+        governor.observe(rows, seconds + 40, draft_seconds + 40, drafts, missed=100)
+    saved = 1 / machine.throughput(3, 0) - 1 / machine.throughput(3, best)  # seconds, on each token
+    few, many = (Ready(100, round(share * 40 / saved)) for share in (0.8, 1.25))
+    assert governor.plan([few, many, READY], 0, 3)[:2] == [0, best], "a probe falls on the third"
 
 
 def test_a_probe_that_has_much_to_read_is_followed_by_fewer_and_falls_on_who_has_least() -> None:
@@ -139,10 +153,10 @@ def test_a_probe_that_has_much_to_read_is_followed_by_fewer_and_falls_on_who_has
     probes, lost = 0, 0.0
     governor = Governor(NODES, machine.forward_seconds())
     for _ in range(5000):
-        plan = governor.plan([200, 90, 150], 0, 3)
+        plan = governor.plan([Ready(missed, 1000) for missed in (200, 90, 150)], 0, 3)
         rows, seconds, draft_seconds, drafts = machine.round(plan)
         reading = 40.0 if max(plan) else 0.0
-        governor.observe(rows, seconds + reading, draft_seconds + reading, drafts, behind=True)
+        governor.observe(rows, seconds + reading, draft_seconds + reading, drafts, missed=90)
         assert not plan[0]
         assert not plan[2]
         probes += bool(plan[1])
