@@ -103,6 +103,7 @@ class Candidates:
         self._progress.next_gate = distiller.steps + (max(self._steps // 5, 1) if verdict.waits else self._steps)
         self._pace.judged(verdict, status.held_out)
         if outcome.version is not None:
+            status.version = self._publisher.stable
             status.published += 1
             self._spending.published(outcome.version)
             self._learnt.published()

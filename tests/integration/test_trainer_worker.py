@@ -15,6 +15,7 @@ from osd.registry.ledger import Ledger
 from osd.registry.load_board import LoadBoard, ReplicaLoad
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
 from trainer import worker as worker_module
+from trainer.spending import Spending
 
 
 def pending(client):
@@ -42,6 +43,24 @@ def test_a_better_drafter_is_learned_from_the_stream_and_put_in_service(make_loo
     assert [event["version"] for event in told] == list(range(2, stable + 1))
     assert told[0]["acceptance"] == first["acceptance"]
     assert any(event["kind"] == "train_step" and event["loss"] > 0 for event in loop.events.recent())
+
+
+def test_a_version_is_named_before_it_is_counted(make_loop, eventually, monkeypatch):
+    told = []
+    charge = Spending.published
+
+    def published(spending, version):
+        told.append((worker.status()["published"], worker.status()["version"], version))
+        charge(spending, version)
+
+    monkeypatch.setattr(Spending, "published", published)
+    loop = make_loop()
+    loop.first_version()
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["published"] >= 1)
+    loop.stop()
+    assert told[0] == (1, 2, 2)
 
 
 def test_without_a_first_version_it_waits_and_says_so(make_loop, eventually):
