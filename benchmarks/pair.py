@@ -69,6 +69,11 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
     return Pair(target, session, load_tokenizer(directory), name)
 
 
+def reading_anew(settings: Settings) -> Settings:
+    """The same without the prefix cache: turns send the same prompts again, and each of them is to be read."""
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update={"prefix_cache": False})})
+
+
 def load_engine(settings: Settings, draft: str) -> tuple[Engine, str]:
     """An engine as a replica has it, not started, and what to call its drafter.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.adaptation.lab import Lab
-from benchmarks.pair import BenchError
+from benchmarks.pair import BenchError, reading_anew
 from benchmarks.streams import seconds_of
 from osd.capture.server import open_redis
 from osd.capture.stream import TraceWriter
@@ -95,9 +95,7 @@ def captured(
 
 
 def _engine(settings: Settings, lab: Lab, drafter: Drafter, writer: TraceWriter | None) -> Engine:
-    # Turns send the same prompts again, and each is to be read.
-    settings = settings.model_copy(update={"engine": settings.engine.model_copy(update={"prefix_cache": False})})
-    return make_engine(settings, lab.studio.directory, lab.studio.tokenizer, Start(drafter, 1), writer)
+    return make_engine(reading_anew(settings), lab.studio.directory, lab.studio.tokenizer, Start(drafter, 1), writer)
 
 
 def _compare(

@@ -7,19 +7,7 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import (
-    READ_ANEW,
-    Draft,
-    Json,
-    Prompts,
-    Tokens,
-    check_draft,
-    check_output,
-    loading,
-    running,
-    say,
-    write,
-)
+from osd.cli.bench.options import Draft, Json, Prompts, Tokens, check_draft, check_output, loading, running, say, write
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 
 _TURNS = 15
@@ -52,7 +40,7 @@ def decode(
     """
     chosen = [f"growth.kind={growth}"] if growth else []
     chosen += [f"verification={rule}"] if rule else []
-    settings = settings_of(config, [*(overrides or ()), *chosen, READ_ANEW])
+    settings = settings_of(config, [*(overrides or ()), *chosen])
     check_output(json_file)
     check_draft(draft)
     from dataclasses import asdict
@@ -61,7 +49,7 @@ def decode(
 
     from benchmarks import decode as bench
     from benchmarks.isolated import DRAFT_CONTEXT, on_several_cores
-    from benchmarks.pair import BenchError, encode, engine_with, find_drafter
+    from benchmarks.pair import BenchError, encode, engine_with, find_drafter, reading_anew
     from benchmarks.synthetic import forced
     from osd.engine.policy import Policy
     from osd.engine.request import Sampling
@@ -84,7 +72,7 @@ def decode(
         directory = resolve(settings.target.source, settings.home_dir)
         drafter, name = find_drafter(settings, draft, directory)
         calls = bench.Calls.of(drafter)
-        engine = engine_with(settings, directory, drafter)
+        engine = engine_with(reading_anew(settings), directory, drafter)
     asked = encode(engine.tokenizer, texts, settings.engine.context - tokens)
     if not asked:
         fail(f"--prompts: {prompts} holds no prompt that leaves room for {tokens} tokens")

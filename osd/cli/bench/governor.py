@@ -6,19 +6,7 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import (
-    READ_ANEW,
-    Draft,
-    Json,
-    Prompts,
-    check_draft,
-    check_output,
-    loading,
-    running,
-    say,
-    show,
-    write,
-)
+from osd.cli.bench.options import Draft, Json, Prompts, check_draft, check_output, loading, running, say, show, write
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 
 
@@ -31,12 +19,12 @@ def governor(
     overrides: Overrides = None,
 ) -> None:
     """Compare the governor with plain decoding and fixed draft lengths while the load goes from 1 to 16 and back."""
-    settings = settings_of(config, [*(overrides or ()), "growth.kind=chain", "growth.depth=4", READ_ANEW])
+    settings = settings_of(config, [*(overrides or ()), "growth.kind=chain", "growth.depth=4"])
     check_output(json_file)
     from dataclasses import asdict
 
     from benchmarks.governor import Load, measure
-    from benchmarks.pair import encode, load_engine
+    from benchmarks.pair import encode, load_engine, reading_anew
     from benchmarks.report import speeds
     from osd.traffic import load
 
@@ -46,7 +34,7 @@ def governor(
         fail(f"engine.slots must be at least {plan.together}, not {settings.engine.slots}")
     with loading():
         texts = load(prompts)
-        engine, name = load_engine(settings, draft)
+        engine, name = load_engine(reading_anew(settings), draft)
     asked = encode(engine.tokenizer, texts, settings.engine.context - plan.tokens)
     with running(engine):
         found = measure(engine, asked, plan, say)

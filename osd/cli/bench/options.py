@@ -38,9 +38,6 @@ Plot = Annotated[Path | None, typer.Option("--plot", help="Write a picture here,
 CONTEXT = 512
 """Tokens of a sequence where a measurement chooses them itself."""
 
-READ_ANEW = "engine.prefix_cache=false"
-"""Turns send the same prompts again, and each is to be read."""
-
 _WIDTH = 200  # characters
 
 

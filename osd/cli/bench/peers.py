@@ -6,19 +6,7 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import (
-    READ_ANEW,
-    Draft,
-    Json,
-    Prompts,
-    Tokens,
-    check_draft,
-    check_output,
-    loading,
-    running,
-    say,
-    show,
-)
+from osd.cli.bench.options import Draft, Json, Prompts, Tokens, check_draft, check_output, loading, running, say, show
 from osd.cli.bench.options import write as write_figures
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 
@@ -41,7 +29,7 @@ def peers(
     Same prompts, lengths and threads, greedily, in alternation. A peer that cannot be installed or does not run is a
     row that says why. Peers that draft with a small model have ours if it is one, else the first layers of the target.
     """
-    settings = settings_of(config, [*(overrides or ()), READ_ANEW])
+    settings = settings_of(config, overrides)
     check_output(json_file)
     check_draft(draft)
     from benchmarks.peers.roster import PEERS
@@ -56,7 +44,7 @@ def peers(
     from dataclasses import asdict
     from pathlib import Path
 
-    from benchmarks.pair import encode, engine_with, find_drafter
+    from benchmarks.pair import encode, engine_with, find_drafter, reading_anew
     from benchmarks.peers.measure import measure, ours, table
     from benchmarks.peers.models import write_drafter, write_first_layers
     from benchmarks.peers.roster import Models
@@ -71,7 +59,7 @@ def peers(
             directory = resolve(settings.target.source, home, say)
             gguf = gguf_of(settings.target.source, home, say)
             drafter, name = find_drafter(settings, draft, directory)
-            engine = engine_with(settings, directory, drafter)
+            engine = engine_with(reading_anew(settings), directory, drafter)
             small, draft_gguf = drafter, None
             if not isinstance(small, LanguageModel):
                 fresh = settings.drafter.model_copy(update={"kind": "language_model", "source": None})

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import READ_ANEW, Json, Prompts, Tokens, check_output, loading, running, say, show, write
+from osd.cli.bench.options import Json, Prompts, Tokens, check_output, loading, running, say, show, write
 from osd.cli.common import ConfigFile, Overrides, settings_of
 
 
@@ -19,18 +19,18 @@ def plain(
     overrides: Overrides = None,
 ) -> None:
     """Compare plain decoding with transformers' generate(), and eight streams with one, taking turns."""
-    settings = settings_of(config, [*(overrides or ()), "drafter.kind=none", READ_ANEW])
+    settings = settings_of(config, [*(overrides or ()), "drafter.kind=none"])
     check_output(json_file)
     from dataclasses import asdict
 
-    from benchmarks.pair import encode, plain_engine
+    from benchmarks.pair import encode, plain_engine, reading_anew
     from benchmarks.plain import measure, ratios
     from benchmarks.report import turns_of
     from osd.traffic import load
 
     with loading():
         texts = load(prompts)
-        engine, directory = plain_engine(settings)
+        engine, directory = plain_engine(reading_anew(settings))
     asked = encode(engine.tokenizer, texts, settings.engine.context - tokens)
     with running(engine):
         pairs = measure(engine, directory, asked, tokens, turns, say)

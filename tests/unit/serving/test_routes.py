@@ -164,8 +164,12 @@ def test_choices_have_seeds_of_their_own_and_the_first_is_that_of_a_single_one(c
     assert seeds[:3] == seeds[3:]
     assert all(request.sampling.repeatable for request in service.submitted)
     assert len({request.id for request in service.submitted}) == 6
-    usage = body["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 18, 23)
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 18,
+        "total_tokens": 23,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] == 24
 
 

@@ -4,6 +4,7 @@ import time
 
 from osd.config import Settings
 from trainer.app import Trainer
+from trainer.group import Group
 
 
 def test_an_error_that_nobody_foresaw_is_told_in_the_status_and_tried_again(tmp_path):
@@ -20,3 +21,28 @@ def test_an_error_that_nobody_foresaw_is_told_in_the_status_and_tried_again(tmp_
     began = time.monotonic()
     assert trainer.stop()
     assert time.monotonic() - began < 1
+
+
+class Idle:
+    """Rank 0 of a group that does nothing."""
+
+    def status(self):
+        return {}
+
+    def stop(self): ...
+
+
+def test_the_end_of_a_group_is_what_a_rank_told_and_else_a_death(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.group.Remote", lambda actor: actor)
+    monkeypatch.setattr(Group, "_train", lambda group: group._stop.wait())
+    group = Group(Settings(home=tmp_path), "redis://127.0.0.1:1")
+    try:
+        group.join(Idle())
+        assert group.status()["failure"] == ""
+        group.fail("rank 1: RuntimeError: Connection closed by peer")
+        group.join(Idle())
+        assert group.status()["failure"] == "rank 1: RuntimeError: Connection closed by peer"
+        group.join(Idle())
+        assert group.status()["failure"] == "a process of the group died"
+    finally:
+        assert group.stop()
