@@ -193,7 +193,9 @@ class TrainerSettings(Section):
     micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
     replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")
-    held_out: float = Field(default=0.1, gt=0, lt=1, description="share of requests that is only evaluated")
+    held_out: float = Field(
+        default=0.1, gt=0, lt=1, description="share of requests that is only evaluated; at first it is a third"
+    )
     anchors: float = Field(
         default=0.1, ge=0, lt=1, validate_default=True, description="share of the replay that samples all time"
     )

@@ -11,11 +11,15 @@ from osd.capture.stream import TraceReader
 from osd.capture.trace import Trace, TraceError
 from osd.config import Settings
 from osd.learning.batch import check
+from osd.learning.gate import MIN_POSITIONS
 from osd.learning.replay import Replay
 from osd.learning.shelf import Key
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
+
+ENOUGH_TOKENS = 2 * MIN_POSITIONS
+"""Completion tokens until which more is held out than ``trainer.held_out`` says."""
 
 _READ_RECORDS = 16
 _DAY = 86_400.0
@@ -48,7 +52,7 @@ class Intake:
         observe: Callable[[Trace], None],
     ) -> None:
         trainer = settings.trainer
-        self.replay = Replay(trainer.replay_tokens, trainer.held_out, anchors=trainer.anchors)
+        self.replay = Replay(trainer.replay_tokens, trainer.held_out, anchors=trainer.anchors, enough=ENOUGH_TOKENS)
         ages = [days * _DAY for days in (trainer.replay_days, settings.capture.keep_days) if days is not None]
         self._oldest = min(ages, default=None)
         self.purged: set[str] = set()

@@ -20,8 +20,9 @@ from osd.learning.batch import DistillBatch, collate, pack
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
 from osd.learning.gate import Gate
-from osd.learning.replay import Replay, is_held_out
+from osd.learning.replay import Replay
 from trainer.candidates import EVALUATION_TOKENS, HELD_OUT_TOKENS
+from trainer.intake import ENOUGH_TOKENS
 from trainer.pace import PASSES, WORTHWHILE
 
 
@@ -42,9 +43,10 @@ class Recipe:
     gated: bool = True
     seed: int = 0
 
-    def replay(self) -> Replay:
-        """An empty buffer."""
-        return Replay(self.settings.replay_tokens, self.settings.held_out, self.seed, self.settings.anchors)
+    def replay(self, enough: int = 0) -> Replay:
+        """An empty buffer; more is held out until ``enough`` tokens are."""
+        settings = self.settings
+        return Replay(settings.replay_tokens, settings.held_out, self.seed, settings.anchors, enough)
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Online:
         if recipe.settings.samples != "teacher" and draw is None:
             raise ValueError(f"{recipe.settings.samples} samples need somebody who draws them")
         self._recipe, self._ruler, self._draw = recipe, ruler, draw
-        self._replay = recipe.replay()
+        self._replay = recipe.replay(ENOUGH_TOKENS)
         self._distiller = Distiller(drafter, recipe.settings)
         self.served = deepcopy(drafter)
         self._gate = Gate(recipe.depth, recipe.settings.divergence)
@@ -99,8 +101,9 @@ class Online:
             drafted = self._ruler.measure(self.in_service, group)
             counts += [one.counts for one in drafted]
             began = time.process_time()
-            for trace in self._sampled([one.mark(trace) for trace, one in zip(group, drafted, strict=True)]):
-                if self._replay.add(trace).part == "train":
+            marked = [one.mark(trace) for trace, one in zip(group, drafted, strict=True)]
+            for trace, sampled in zip(marked, self._sampled(marked), strict=True):
+                if self._replay.add(trace if self._replay.holds_out(trace) else sampled).part == "train":
                     self._budget += self._recipe.passes * trace.completion_ids.shape[0]
             self._came += len(group)
             self._learn()
@@ -112,15 +115,7 @@ class Online:
         """What is learned from these records: they themselves, or with what the drafter in service draws in them."""
         if self._draw is None or self._recipe.settings.samples == "teacher":
             return group
-        mine = [
-            index
-            for index, trace in enumerate(group)
-            if not is_held_out(trace.request_id, self._recipe.settings.held_out)
-        ]
-        sampled = list(group)
-        for index, trace in zip(mine, self._draw(self.in_service, [group[index] for index in mine]), strict=True):
-            sampled[index] = trace
-        return sampled
+        return self._draw(self.in_service, group)
 
     def _learn(self) -> None:
         settings = self._recipe.settings

@@ -16,6 +16,10 @@ _TOLERANCE = 0.005
 """Largest drop of acceptance that is taken for noise, however large the standard error."""
 
 
+MIN_POSITIONS = 256
+"""Held-out positions without which nothing is judged."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What the gate decided.
@@ -58,7 +62,7 @@ class Gate:
 
     depth: int
     divergence: str
-    min_positions: int = 256
+    min_positions: int = MIN_POSITIONS
 
     def judge(self, candidate: Drafter, baseline: Drafter, batches: Callable[[], Iterable[DistillBatch]]) -> Verdict:
         """Evaluate both and decide; ``batches`` gives the held-out positions anew at each call."""

@@ -15,6 +15,9 @@ from osd.hashing import unit_hash
 from osd.learning.batch import cost, cut, length
 from osd.learning.shelf import Anchors, Key, Shelf, key_of
 
+_EARLY_SHARE = 1 / 3
+"""Of the requests, held out while there is too little to judge by."""
+
 
 @dataclass(frozen=True)
 class Added:
@@ -41,8 +44,9 @@ class Replay:
     """A bounded memory of traces: a part to train on, anchors, and a held-out part.
 
     All pieces of one request are on the same side, by a hash of the request id, so that nothing of a held-out request
-    is ever trained on, after a restart either. A record that is there already is left alone: delivering twice is
-    harmless.
+    is ever trained on, after a restart either. While fewer than ``enough`` completion tokens are held out, a third of
+    the requests joins them instead of ``held_out``, for no candidate can be judged before; they stay where their
+    first piece went. A record that is there already is left alone: delivering twice is harmless.
 
     Each part has its room in tokens, and when that runs out the domain that holds the most drops its oldest record:
     a domain within its equal share of the room never pays for another's flood. The anchors are a uniform sample of
@@ -54,8 +58,8 @@ class Replay:
     traffic counts more, old traffic is not forgotten. The same seed and the same calls give the same samples.
     """
 
-    def __init__(self, tokens: int, held_out: float, seed: int = 0, anchors: float = 0.0) -> None:
-        self._share = held_out
+    def __init__(self, tokens: int, held_out: float, seed: int = 0, anchors: float = 0.0, enough: int = 0) -> None:
+        self._share, self._enough = held_out, enough
         aside, kept = math.ceil(tokens * held_out), math.ceil(tokens * anchors)
         self._train, self._held_out = Shelf(tokens - aside - kept), Shelf(aside)
         self._anchors = Anchors(kept)
@@ -80,15 +84,25 @@ class Replay:
     def add(self, trace: Trace) -> Added:
         """Keep a record."""
         key = key_of(trace)
-        if is_held_out(trace.request_id, self._share):
-            if key in self._held_out.records:
-                return Added("duplicate", [])
-            return Added("held_out", self._held_out.add(trace))
-        if key in self._train.records or key in self._anchors.records:
+        if any(key in part.records for part in (self._train, self._held_out, self._anchors)):
             return Added("duplicate", [])
+        if self.holds_out(trace):
+            return Added("held_out", self._held_out.add(trace))
         self._fresh[key] = None
         self._anchors.offer(trace)
         return Added("train", self._forget(self._train.add(trace)))
+
+    def holds_out(self, trace: Trace) -> bool:
+        """Whether a record is only evaluated, or would be if it came now."""
+        request = trace.request_id
+        if is_held_out(request, self._share):
+            return True
+        if not is_held_out(request, _EARLY_SHARE):
+            return False
+        if trace.piece:  # what became of the first one is known, or it was trained on before a restart
+            return any((request, piece) in self._held_out.records for piece in range(trace.piece))
+        held = sum(one.completion_ids.shape[0] for one in self._held_out.records.values())
+        return held < self._enough
 
     def expire(self, created: float) -> list[Key]:
         """Drop every record, anchors and held-out ones too, that was made before ``created``; returns which."""

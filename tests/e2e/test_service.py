@@ -47,7 +47,9 @@ def test_a_stream_says_the_same_as_a_whole_answer(client):
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     streamed = chunks[-1].usage
-    assert streamed.to_dict() | {"prompt_tokens_details": None} == whole.usage.to_dict() | {"prompt_tokens_details": None}
+    assert streamed.to_dict() | {"prompt_tokens_details": None} == whole.usage.to_dict() | {
+        "prompt_tokens_details": None
+    }
     # What is cached depends on what the replica answered before: of the second answer, at most what the first read.
     assert 0 <= streamed.prompt_tokens_details.cached_tokens < whole.usage.prompt_tokens
     assert chunks[-1].model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0

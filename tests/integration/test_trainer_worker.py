@@ -262,6 +262,15 @@ def test_too_little_held_out_waits_for_more(make_loop, eventually):
     assert [version.number for version in loop.registry.list("general")] == [1]
 
 
+def test_enough_to_judge_by_is_held_out_soon_whatever_the_share(make_loop, eventually):
+    loop = make_loop(held_out=0.01)
+    loop.first_version()
+    loop.send(120)
+    worker = loop.start()
+    eventually(lambda: worker.status()["published"] >= 1, seconds=20)
+    assert worker.status()["held_out"] * 30 >= 256
+
+
 def test_records_that_cannot_be_trained_on_are_refused_and_done_with(make_loop, eventually, redis_client, monkeypatch):
     monkeypatch.setattr(worker_module, "CHECKPOINT_SECONDS", 0.1)
     loop = make_loop()

@@ -37,6 +37,32 @@ def test_all_pieces_of_a_request_are_on_the_same_side_and_held_out_ones_are_neve
         assert not {trace.request_id for trace in replay.sample(200).traces} & set(HELD)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_a_third_is_held_out_until_it_is_enough_and_stays_held_out(share):
+    replay = Replay(100_000, share, enough=20 * 8)
+    names = [f"r{n}" for n in range(400)]
+    held = [name for name in names if replay.add(make_trace(name)).part == "held_out"]
+    early = [name for name in names if is_held_out(name, max(share, 1 / 3))]
+    assert held[:20] == early[:20]
+    assert held[20:] == [name for name in names[names.index(early[19]) + 1 :] if is_held_out(name, share)]
+    assert [trace.request_id for trace in replay.held_out(100_000)] == held
+    assert replay.train_records == 400 - len(held)
+    assert not set(held) & {trace.request_id for _ in range(400) for trace in replay.sample(200).traces}
+
+
+def test_later_pieces_go_where_the_first_one_went():
+    replay = Replay(100_000, 0.1, enough=20 * 8)
+    band = [f"r{n}" for n in range(400) if is_held_out(f"r{n}", 1 / 3) and not is_held_out(f"r{n}", 0.1)]
+    sides = {name: replay.add(make_trace(name)).part for name in band[:40]}
+    assert list(sides.values()) == ["held_out"] * 20 + ["train"] * 20
+    for name, side in sides.items():
+        assert replay.add(make_trace(name, piece=2)).part == side
+        assert replay.add(make_trace(name)).part == "duplicate"
+    replay.expire(float("inf"))  # now more is held out again, of requests that were not there
+    assert replay.add(make_trace(band[30], piece=3)).part == "train"
+    assert replay.add(make_trace(band[41])).part == "held_out"
+
+
 def test_a_record_delivered_twice_is_kept_once():
     replay = filled(3)
     tokens = replay.tokens
