@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from starlette.testclient import TestClient
+
+from osd.engine.request import SpeculationCounts, Update
+from serving.routes import create_app
+from tests.unit.serving.answers import CHAT, error_of, events_of
+
+
+def test_a_bias_of_a_token_that_the_model_does_not_have_is_refused(client, service):
+    error = error_of(client.post("/v1/completions", json={"prompt": "hi", "logit_bias": {"592": 1}}), 400)
+    assert (error["param"], error["code"]) == ("logit_bias", "invalid_value")
+    assert "592" in error["message"]
+    assert client.post("/v1/completions", json={"prompt": "hi", "logit_bias": {"591": 1}}).status_code == 200
+    assert len(service.submitted) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_before_the_first_token_is_an_http_code(client, service, stream):
+    service.script = lambda request: [Update(request.id, (), "", "error", error="SECRET")]
+    response = client.post("/v1/completions", json={"prompt": "hi", "stream": stream})
+    assert error_of(response, 500)["type"] == "server_error"
+    assert "SECRET" not in response.text
+
+
+def test_a_failure_after_the_first_token_is_an_event(client, service):
+    service.script = lambda request: [
+        Update(request.id, (1,), "a"),
+        Update(request.id, (), "", "error", error="SECRET"),
+    ]
+    response = client.post("/v1/completions", json={"prompt": "hi", "stream": True})
+    assert events_of(response)[-1]["error"]["type"] == "server_error"
+    assert "SECRET" not in response.text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_an_unknown_model_is_404(client, path):
+    bodies = {"/v1/chat/completions": CHAT, "/detokenize": {"tokens": [1]}}
+    response = client.post(path, json={**bodies.get(path, {"prompt": "hi"}), "model": "SECRET"})
+    assert error_of(response, 404)["code"] == "model_not_found"
+    assert "SECRET" not in response.text
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_any_compute(client, service):
+    for path, body, param in (
+        ("/v1/completions", {"prompt": "SECRET" * 20}, "prompt"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "SECRET" * 20}], "stream": True},
+            "messages",
+        ),
+    ):
+        response = client.post(path, json=body)
+        error = error_of(response, 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert "121" in error["message"]
+        assert "64" in error["message"]
+        assert "SECRET" not in response.text
+    assert service.submitted == []
+
+
+def test_more_tokens_than_fit_are_refused_and_not_cut(client, service):
+    response = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 62})
+    assert error_of(response, 400)["code"] == "context_length_exceeded"
+    assert client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 61}).status_code == 200
+    assert service.submitted[0].max_tokens == 61
+
+
+def test_the_default_of_max_tokens_is_cut_to_what_fits(client, service):
+    assert client.post("/v1/completions", json={"prompt": "x" * 55}).status_code == 200
+    assert service.submitted[0].max_tokens == 8
+
+
+def test_the_servers_own_limit_of_tokens_is_named(make_service):
+    client = TestClient(create_app(make_service(max_completion_tokens=5)))
+    error = error_of(client.post("/v1/chat/completions", json={**CHAT, "max_completion_tokens": 6}), 400)
+    assert error["param"] == "max_completion_tokens"
+    assert "5" in error["message"]
+
+
+def test_unknown_token_ids_and_empty_prompts_are_refused(client, service):
+    assert error_of(client.post("/v1/completions", json={"prompt": [0x250]}), 400)["param"] == "prompt"
+    assert error_of(client.post("/v1/completions", json={"prompt": [[1], []]}), 400)["param"] == "prompt"
+    assert error_of(client.post("/detokenize", json={"tokens": [0x250]}), 400)["param"] == "tokens"
+    assert service.submitted == []
+
+
+def test_too_many_messages_are_refused(make_service):
+    client = TestClient(create_app(make_service(max_messages=2)))
+    error = error_of(client.post("/v1/chat/completions", json={"messages": CHAT["messages"] * 3}), 400)
+    assert "2" in error["message"]
+
+
+def test_an_order_of_messages_that_the_template_refuses_is_400(client):
+    body = {"messages": [{"role": "assistant", "content": "SECRET"}]}
+    response = client.post("/v1/chat/completions", json=body)
+    assert error_of(response, 400)["param"] == "messages"
+    assert "SECRET" not in response.text
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_that_is_too_large_is_413(make_service, declared):
+    client = TestClient(create_app(make_service(max_body_bytes=1024)))
+    body = json.dumps({"prompt": "x" * 2000}).encode()
+    content = body if declared else (body[i : i + 100] for i in range(0, len(body), 100))
+    assert error_of(client.post("/v1/completions", content=content), 413)["code"] == "request_too_large"
+
+
+def test_unknown_paths_and_methods_have_openais_error_shape(client):
+    error_of(client.get("/v1/nothing"), 404)
+    error_of(client.get("/v1/completions"), 405)
+
+
+def test_an_error_that_nobody_foresaw_tells_nothing_of_itself(client, service):
+    def fail(request):
+        raise RuntimeError("SECRET")
+
+    service.script = fail
+    response = client.post("/v1/completions", json={"prompt": "hi"})
+    assert error_of(response, 500)["type"] == "server_error"
+    assert "SECRET" not in response.text
+    service.script = lambda request: [Update(request.id, (1,), "a", "stop", SpeculationCounts())]
+    for _ in range(200):  # its place in the queue was given back
+        assert client.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
