@@ -17,9 +17,9 @@ from osd.engine.piece import Piece
 from osd.engine.policy import Policy
 from osd.engine.sequence import Sequence
 from osd.engine.slots import Slots
-from osd.engine.tracing import top
+from osd.engine.top import top
 from osd.speculation.tree import ROOT
-from osd.target.gpu import Mark, between, mark, sent
+from osd.target.gpu import Mark, between, mark
 from osd.target.model import Forward, SlotModel
 from osd.target.recording import Recorder
 
@@ -160,9 +160,9 @@ def _trace(group: Group, forward: Forward, k: int, traces_after: bool) -> None:
     traced = [(b, piece) for b, piece in enumerate(group.pieces) if piece.sequence.trace is not None]
     if not traced:
         return
+    width = 0 if group.raw is None else group.raw.shape[1]
     rows: list[int] = []
-    tree: list[int] = []
-    parents: list[int] = []
+    drafted: list[int] = []
     tests: list[list[int]] = []
     rejected: list[list[int]] = []
     for b, piece in traced:
@@ -170,13 +170,9 @@ def _trace(group: Group, forward: Forward, k: int, traces_after: bool) -> None:
         tests.append(piece.tested()[: len(on_path)])
         rejected.append(tests[-1][len(piece.path) :] if traces_after else [])
         rows += (piece.logits_row + 1 + node for node in [*on_path, *rejected[-1]])
-        tree += [b] * len(tests[-1])
-        parents += (1 + node for node in on_path[: len(tests[-1])])
-    device = forward.logits.device
-    target = top(forward.logits[sent(rows, device)], k)
-    draft = None
-    if tree and group.raw is not None:
-        draft = top(group.raw[sent(tree, device), sent(parents, device)], k, group.support)
+        drafted += (b * width + 1 + node for node in on_path[: len(tests[-1])])
+    target = top(forward.logits, rows, k)
+    draft = None if not drafted or group.raw is None else top(group.raw, drafted, k, group.support)
     at = tested = 0
     for (_, piece), nodes, lost in zip(traced, tests, rejected, strict=True):
         trace, count = piece.sequence.trace, piece.kept

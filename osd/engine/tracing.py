@@ -11,27 +11,7 @@ from torch import Tensor
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
 from osd.engine.request import Request
-
-
-@dataclass(frozen=True)
-class Top:
-    """The k most probable tokens of n distributions: ``ids``, ``logp`` [n, k], and the rest's log-mass ``tail`` [n]."""
-
-    ids: Tensor
-    logp: Tensor
-    tail: Tensor
-
-    def part(self, start: int, stop: int) -> Top:
-        """The distributions ``start`` to ``stop``."""
-        return Top(self.ids[start:stop], self.logp[start:stop], self.tail[start:stop])
-
-
-def top(logits: Tensor, k: int, support: Tensor | None = None) -> Top:
-    """Summarise raw logits [n, vocab]; ``support`` [vocab] maps their columns to target ids."""
-    values, columns = logits.topk(min(k, logits.shape[-1]), -1)
-    logp = values - logits.logsumexp(-1, keepdim=True)
-    rest = (1.0 - logp.double().exp().sum(-1)).clamp_min(1e-12).log()
-    return Top(columns if support is None else support[columns], logp, rest.float())
+from osd.engine.top import Top
 
 
 def _numbers(tops: list[Top]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -21,6 +21,7 @@ _SIGNATURES: dict[str, tuple[list[type], type]] = {
     "osd_decoder": ([_POINTER] * 4, _INT),
     "osd_eagle": ([_POINTER] * 7 + [_INT64, _POINTER], _INT),
     "osd_eagle_chains": ([_POINTER] * 4, _INT),
+    "osd_top": ([_POINTER] * 2 + [_INT64] * 3 + [_POINTER] * 3 + [_INT], _INT),
 }
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of the kernels, by their code in ``common.h``."""

@@ -6,7 +6,8 @@ import torch
 
 from osd.config import ConfigError, TrainerSettings, load_settings
 from osd.engine.request import Request, Sampling
-from osd.engine.tracing import TraceBuilder, top
+from osd.engine.top import top
+from osd.engine.tracing import TraceBuilder
 from osd.learning.batch import collate
 from osd.learning.positions import weigh
 
@@ -23,10 +24,16 @@ def recorded():
     logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 3
     builder = TraceBuilder(request(), "toy", 64)
     builder.feed(torch.zeros(3, 4))
-    draft = top(torch.zeros(3, VOCABULARY), 4)
-    builder.add([5, 9], top(logits[:2], VOCABULARY), draft, [5, 6, 7], accepted=1)
+    draft = top(torch.zeros(3, VOCABULARY), range(3), 4)
+    builder.add([5, 9], top(logits, range(2), VOCABULARY), draft, [5, 6, 7], accepted=1)
     builder.feed(torch.zeros(2, 4))
-    builder.add([4, 8, 2], top(logits[2:], VOCABULARY), top(torch.zeros(2, VOCABULARY), 4), [4, 8], accepted=2)
+    builder.add(
+        [4, 8, 2],
+        top(logits, range(2, 5), VOCABULARY),
+        top(torch.zeros(2, VOCABULARY), range(2), 4),
+        [4, 8],
+        accepted=2,
+    )
     builder.feed(torch.zeros(3, 4))
     trace = builder.build("general", "general", 1)
     assert trace is not None

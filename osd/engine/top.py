@@ -1,0 +1,70 @@
+"""What a trace keeps of a distribution: its most probable tokens, and the mass of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from osd.native import kernels
+from osd.target.gpu import sent
+
+
+@dataclass(frozen=True)
+class Top:
+    """The k most probable tokens of n distributions: ``ids``, ``logp`` [n, k], and the rest's log-mass ``tail`` [n]."""
+
+    ids: Tensor
+    logp: Tensor
+    tail: Tensor
+
+    def part(self, start: int, stop: int) -> Top:
+        """The distributions ``start`` to ``stop``."""
+        return Top(self.ids[start:stop], self.logp[start:stop], self.tail[start:stop])
+
+
+def top(logits: Tensor, rows: Sequence[int], k: int, support: Tensor | None = None) -> Top:
+    """Summarise rows of logits.
+
+    Args:
+        logits: [.., vocabulary] float32.
+        rows: which of them, n numbers.
+        k: tokens to keep of each, the whole vocabulary if that is smaller.
+        support: [vocabulary] target ids of the columns; none: they are the target's.
+    """
+    k = min(k, logits.shape[-1])
+    native = kernels() is not None and logits.device.type == "cpu" and logits.is_contiguous()
+    found = _native(logits, rows, k) if native else _reference(logits, rows, k)
+    return found if support is None else Top(support[found.ids], found.logp, found.tail)
+
+
+def _native(logits: Tensor, rows: Sequence[int], k: int) -> Top:
+    library = kernels()
+    assert library is not None  # noqa: S101
+    count = len(rows)
+    numbers = torch.tensor(rows, dtype=torch.int64)
+    found = Top(torch.empty(count, k, dtype=torch.int64), torch.empty(count, k), torch.empty(count))
+    failed = library.osd_top(
+        logits.data_ptr(),
+        numbers.data_ptr(),
+        count,
+        logits.shape[-1],
+        k,
+        found.ids.data_ptr(),
+        found.logp.data_ptr(),
+        found.tail.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for the most probable tokens")
+    return found
+
+
+def _reference(logits: Tensor, rows: Sequence[int], k: int) -> Top:
+    chosen = logits.flatten(0, -2)[sent(rows, logits.device)]
+    values, ids = chosen.topk(k, -1)
+    logp = values - chosen.logsumexp(-1, keepdim=True)
+    rest = (1.0 - logp.double().exp().sum(-1)).clamp_min(1e-12).log()
+    return Top(ids, logp, rest.float())
