@@ -29,14 +29,14 @@ def top(logits: Tensor, rows: Sequence[int], k: int, support: Tensor | None = No
     """Summarise rows of logits.
 
     Args:
-        logits: [.., vocabulary] float32.
+        logits: [.., vocabulary]; the kernel reads float32 on a CPU, PyTorch everything else.
         rows: which of them, n numbers.
         k: tokens to keep of each, the whole vocabulary if that is smaller.
         support: [vocabulary] target ids of the columns; none: they are the target's.
     """
     k = min(k, logits.shape[-1])
-    native = kernels() is not None and logits.device.type == "cpu" and logits.is_contiguous()
-    found = _native(logits, rows, k) if native else _reference(logits, rows, k)
+    readable = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
+    found = _native(logits, rows, k) if readable and kernels() is not None else _reference(logits, rows, k)
     return found if support is None else Top(support[found.ids], found.logp, found.tail)
 
 

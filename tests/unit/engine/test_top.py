@@ -50,6 +50,12 @@ def test_a_part_of_a_tensor_is_read_at_its_own_places(way):
     assert found.ids.tolist() == logits[[2, 0]].topk(4).indices.tolist()
 
 
+def test_logits_of_another_precision_are_not_read_as_float32(way):
+    logits = random(3, 200).double()
+    found = top(logits, [2, 0], 4)
+    assert found.ids.tolist() == logits[[2, 0]].topk(4).indices.tolist()
+
+
 def test_equal_and_impossible_tokens_are_kept_once_each(way):
     logits = torch.full((1, 500), -math.inf)
     logits[0, [3, 70, 499]] = 2.0
