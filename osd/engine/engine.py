@@ -276,7 +276,7 @@ class Engine:
         start = time.perf_counter()
         pieces = self._pieces()
         if self._speculation:
-            self._planner.plan(pieces)
+            self._planner.plan(pieces, len(self._running))
         outcome = rounds.run(self.target, pieces)
         own_samples = self.settings.trainer.samples != "teacher"
         report = rounds.commit(

@@ -32,8 +32,8 @@ class Planner:
         self._governors: WeakKeyDictionary[Lane, Governor] = WeakKeyDictionary()
         self._missed: dict[Sequence, int] = {}  # by those whose drafts were planned last
 
-    def plan(self, pieces: list[Piece]) -> None:
-        """Set how many nodes each piece may draft."""
+    def plan(self, pieces: list[Piece], running: int) -> None:
+        """Set how many nodes each piece may draft; of the ``running`` sequences some still wait with their prompts."""
         for piece in pieces:
             if piece.may_draft:
                 s = piece.sequence
@@ -51,7 +51,7 @@ class Planner:
         for lane, mine in governed.items():
             ready = [Ready(piece.sequence.missed, piece.sequence.remaining) for piece in mine]
             self._missed |= {piece.sequence: one.missed for piece, one in zip(mine, ready, strict=True)}
-            nodes = self._governor_of(lane).plan(ready, ends - len(mine), rows)
+            nodes = self._governor_of(lane).plan(ready, ends - len(mine), rows, running - ends)
             for piece, most in zip(mine, nodes, strict=True):
                 piece.limit = min(piece.limit, most)
                 rows += piece.limit

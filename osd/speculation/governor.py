@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_SHARE_OF_PROBES = 0.02  # of the time, for drafts that are not expected to pay
+_SHARE_OF_PROBES = 0.01  # of the time, for drafts that are not expected to pay
 _PROBES_OF_A_NEW_DRAFTER = 16  # that are made whatever they cost
 _STEP = 0.1  # of a measurement in a running mean
 _OUTLIER = 3.0  # times the running mean; a garbage collection must not change the plan
@@ -118,13 +118,16 @@ class Governor:
     """Plans the drafts of each round from measured costs and running acceptance.
 
     Rounds without prompts in which ``ready`` sequences draft n nodes each give ``tokens / (verify(rows + ready n) +
-    draft(ready, n))``; the best n sets what a second is worth in tokens. That n is taken whose tokens, less the worth
-    of the seconds that they cost, are the most: beside the rows of a prompt, which have to be computed anyway, a draft
-    must earn no less than it would without. A sequence whose drafter would first have to read, such as its prompt,
-    begins only where what it would lose by decoding plainly to its end is worth more than the reading.
+    draft(ready, n))``; the best n sets what a second is worth in tokens. Sequences whose prompts are still being read
+    count, because a token that is not drafted now is decoded beside theirs. A sequence whose drafter would first have
+    to read, such as its prompt, begins only where what it would lose by decoding plainly to its end is worth more than
+    the reading. Of those that have begun, each drafts as many nodes as give the most tokens, less the worth of the
+    seconds that they cost: where few have begun or a prompt is read beside them, a draft must earn no less than it
+    would in the best of rounds.
 
     Because nothing is learnt about a drafter that does not draft, a small share of the time goes to probes: one
-    sequence drafts as much as it may. A new drafter is probed at once.
+    sequence drafts as much as it may. The next probe comes when the time for the last one has gone by, so that a long
+    time without any is not made up for at once. A new drafter is probed at once.
     """
 
     def __init__(self, nodes: int, verify: Mapping[int, float] | None = None) -> None:
@@ -139,8 +142,7 @@ class Governor:
         self._draft: dict[int, Curve] = {}  # by the bucket of sequences: seconds a node
         self._read = Curve()  # by the tokens that were missed
         self._acceptance = Acceptance(nodes)
-        self._seconds = 0.0
-        self._probed = 0.0
+        self._debt = 0.0  # seconds that probes took, less their share of the time since
         self._owed = _PROBES_OF_A_NEW_DRAFTER
         self._probing = False  # in the round that was planned last, at its own expense
 
@@ -150,25 +152,29 @@ class Governor:
         other._verify, other._draft, other._read = self._verify, self._draft, self._read
         return other
 
-    def plan(self, sequences: Sequence[Ready], others: int, rows: int) -> list[int]:
+    def plan(self, sequences: Sequence[Ready], others: int, rows: int, coming: int = 0) -> list[int]:
         """How many nodes each of some sequences is to draft at most.
 
         Args:
             sequences: those that may draft; the one whose drafter missed least is probed.
             others: sequences that get a token in this round without a draft.
             rows: that the target's forward has whatever is drafted.
+            coming: sequences that will decode beside these when their prompts have been read.
         """
         ready = len(sequences)
         if ready == 0:
             return []
-        tokens = [others + ready * (1 + gain) for gain in self._acceptance.gains()]
-        sizes, bare = range(self.nodes + 1), min(rows, ready + others)
-        speed = max(tokens[nodes] / (self._cost(ready, nodes, bare) or 1.0) for nodes in sizes)
-        best = max(sizes, key=lambda nodes: tokens[nodes] - speed * self._cost(ready, nodes, rows))
-        lost = (speed * self._cost(ready, 0, bare) - tokens[0]) / ready  # tokens, by each that is decoded plainly
-        plan = [best if lost * one.left >= speed * self._reading(one.missed) else 0 for one in sequences]
+        gains, sizes = self._acceptance.gains(), range(self.nodes + 1)
+        soon, bare = ready + coming, min(rows, ready + others) + coming
+        seconds = [self._cost(soon, nodes, bare) or 1.0 for nodes in sizes]  # of a round without prompts
+        speed = max((others + soon * (1 + gains[nodes])) / seconds[nodes] for nodes in sizes)
+        lost = (speed * seconds[0] - others - soon) / soon  # tokens, by each that is decoded plainly
+        begins = [lost * one.left >= speed * self._reading(one.missed) for one in sequences]
+        drafting = sum(begins)
+        best = max(sizes, key=lambda nodes: drafting * gains[nodes] - speed * self._cost(drafting, nodes, rows))
+        plan = [best if one_begins else 0 for one_begins in begins]
         self._probing = False
-        if best < self.nodes and self._may_probe(best, ready, rows):
+        if max(plan) < self.nodes and self._may_probe(best, drafting, rows):
             missed = [one.missed for one in sequences]
             plan[missed.index(min(missed))] = self.nodes
         return plan
@@ -186,9 +192,9 @@ class Governor:
             missed: tokens that the drafter read first, of a prompt or of rounds without a draft: such a round says what
                 reading costs, and nothing of what drafting costs when it goes on.
         """
-        self._seconds += seconds
+        self._debt = max(0.0, self._debt - _SHARE_OF_PROBES * seconds)
         if self._probing:
-            self._probed += draft_seconds
+            self._debt += draft_seconds
         self._verify.observe(rows, seconds - draft_seconds)
         if drafts:
             largest = max(draft.size for draft in drafts)
@@ -225,15 +231,14 @@ class Governor:
     def _reading(self, missed: int) -> float:
         return self._read.at(missed) if missed else 0.0
 
-    def _may_probe(self, best: int, ready: int, rows: int) -> bool:
+    def _may_probe(self, best: int, drafting: int, rows: int) -> bool:
         """Whether a probe is due; its rows are paid for here, its draft when it is known what that took."""
         if self._owed > 0:
             self._owed -= 1
             return True
-        planned = rows + ready * best
-        price = max(0.0, self._verify.at(planned + self.nodes - best) - self._verify.at(planned))
-        if self._probed + price > _SHARE_OF_PROBES * self._seconds:
+        if self._debt > 0:
             return False
-        self._probed += price
+        planned = rows + drafting * best
+        self._debt = max(0.0, self._verify.at(planned + self.nodes - best) - self._verify.at(planned))
         self._probing = True
         return True

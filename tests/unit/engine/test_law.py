@@ -233,7 +233,7 @@ class Whim:
     def beside(self) -> Whim:
         return self
 
-    def plan(self, sequences: Sequence[Ready], others: int, rows: int) -> list[int]:
+    def plan(self, sequences: Sequence[Ready], others: int, rows: int, coming: int = 0) -> list[int]:
         return [self.chance.randrange(3) for _ in sequences]
 
     def observe(self, *measured: object) -> None: ...

@@ -74,7 +74,7 @@ def test_it_comes_within_five_percent_of_the_best_length(
     assert machine.tokens / machine.seconds > 0.95 * best
 
 
-def test_without_anything_to_gain_it_does_not_draft_but_for_probes_of_two_percent() -> None:
+def test_without_anything_to_gain_it_does_not_draft_but_for_probes_of_one_percent() -> None:
     machine = Machine(base=10, slope=2, draft=1, rate=0.0)
     governor = Governor(NODES, machine.forward_seconds())
     run(governor, machine, 4, 100)
@@ -82,7 +82,7 @@ def test_without_anything_to_gain_it_does_not_draft_but_for_probes_of_two_percen
     lengths = run(governor, machine, 4, 2000)
     plain = 4 / machine.verify(4)
     assert set(lengths) == {0}
-    assert 0.97 * plain < machine.tokens / machine.seconds < 0.999 * plain
+    assert 0.985 * plain < machine.tokens / machine.seconds < 0.999 * plain
 
 
 def test_a_drafter_that_became_good_is_noticed_at_a_swap_and_also_without_one() -> None:
@@ -136,7 +136,7 @@ def test_reading_what_was_missed_is_not_taken_for_the_cost_of_drafting() -> None
 
 
 def test_a_sequence_begins_to_draft_only_where_that_is_worth_what_its_drafter_must_read() -> None:
-    machine = Machine(base=10, slope=0.1, draft=0.5, rate=0.6)
+    machine = Machine(base=10, slope=0.1, draft=0.5, rate=0.9)
     governor = Governor(NODES, machine.forward_seconds())
     best = run(governor, machine, 3, 300)[-1]
     assert best == machine.best(3)
@@ -145,7 +145,44 @@ def test_a_sequence_begins_to_draft_only_where_that_is_worth_what_its_drafter_mu
         governor.observe(rows, seconds + 40, draft_seconds + 40, drafts, missed=100)
     saved = 1 / machine.throughput(3, 0) - 1 / machine.throughput(3, best)  # seconds, on each token
     few, many = (Ready(100, round(share * 40 / saved)) for share in (0.8, 1.25))
-    assert governor.plan([few, many, READY], 0, 3)[:2] == [0, best], "a probe falls on the third"
+    assert governor.plan([few, many, READY], 0, 3)[:2] == [0, best]
+
+
+def test_where_few_have_begun_they_draft_what_pays_for_them_beside_the_others() -> None:
+    """All together would share what a draft costs; one that has read everything cannot pay for it alone."""
+    machine = Machine(base=30, slope=0.1, draft=6, rate=0.6)
+    governor = Governor(NODES, machine.forward_seconds())
+    assert run(governor, machine, 8, 300)[-1] > 0
+    for _ in range(20):
+        rows, seconds, draft_seconds, drafts = machine.round([1])
+        governor.observe(rows, seconds + 4000, draft_seconds + 4000, drafts, missed=100)
+    assert all(governor.plan([READY] * 8, 0, 8))
+    few = [Ready(100, 20)] * 7 + [READY]
+    governor.plan(few, 0, 8)  # may probe
+    assert governor.plan(few, 0, 8) == [0] * 8
+
+
+def test_before_others_have_read_their_prompts_a_second_is_worth_what_it_will_be_beside_them() -> None:
+    machine = Machine(base=10, slope=3, draft=0.5, rate=0.6)
+    governor = Governor(NODES, machine.forward_seconds())
+    assert run(governor, machine, 16, 300)[-1] == 0
+    assert run(governor, machine, 1, 300)[-1] > 0
+    assert governor.plan([READY], 0, 65)[0] > 0
+    assert governor.plan([READY], 0, 65, coming=15)[0] == 0
+
+
+def test_time_without_drafters_does_not_save_up_for_probes() -> None:
+    machine = Machine(base=10, slope=2, draft=1, rate=0.0)
+    governor = Governor(NODES, machine.forward_seconds())
+    run(governor, machine, 4, 500)
+    for _ in range(5000):
+        governor.observe(4, machine.verify(4), 0.0, [])
+    probes = 0
+    for _ in range(100):
+        plan = governor.plan([READY] * 4, 0, 4)
+        probes += any(plan)
+        governor.observe(*machine.round(plan))
+    assert 1 <= probes <= 2
 
 
 def test_a_probe_that_has_much_to_read_is_followed_by_fewer_and_falls_on_who_has_least() -> None:
