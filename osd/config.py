@@ -218,7 +218,9 @@ class TrainerSettings(Section):
     latency_objective_ms: float | None = Field(
         default=None, gt=0, description="mean time between two tokens above which training rests; none: queues only"
     )
-    duty: float = Field(default=1.0, gt=0, le=1, description="share of time trained while nothing waits")
+    duty: float = Field(
+        default=0.2, gt=0, le=1, description="share of time trained while requests run and none waits; else all of it"
+    )
 
     @field_validator("anchors")
     @classmethod

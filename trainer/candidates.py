@@ -47,6 +47,7 @@ class Candidates:
         spending: charged with each version.
         learnt: named in the manifest of each version.
         spare: waits until serving can spare the capacity for a micro-batch; False when the loop shall end.
+        worked: told the seconds that each took.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Candidates:
         spending: Spending,
         learnt: Learnt,
         spare: Callable[[], bool],
+        worked: Callable[[float], None],
     ) -> None:
         self._steps = settings.steps_per_candidate
         self._publisher = publisher
@@ -70,6 +72,7 @@ class Candidates:
         self._spending = spending
         self._learnt = learnt
         self._spare = spare
+        self._worked = worked
         self._gate_after = 0.0
         self._canary_after = 0.0
 
@@ -130,4 +133,6 @@ class Candidates:
         for group in pack(self._replay.held_out(HELD_OUT_TOKENS), EVALUATION_TOKENS):
             if not self._spare():
                 raise StoppedError
+            began = time.monotonic()
             yield collate(group)
+            self._worked(time.monotonic() - began)

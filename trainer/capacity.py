@@ -3,6 +3,9 @@
 Serving needs it while a request waits, and while the time between two tokens is above ``trainer.latency_objective_ms``.
 A replica tells of waiting requests within 0.02 s and of its latency every 0.1 s, and micro-steps are kept to 0.15 s:
 training yields within 200 ms of the first waiting request, and within 300 ms of a latency that is too long.
+
+Beside requests that run, ``trainer.duty`` of the time is trained: even at the lowest priority a core that is shared
+makes the forwards of all cores wait. While nothing runs, training goes on without rests.
 """
 
 from __future__ import annotations
@@ -48,18 +51,19 @@ class Capacity:
         self._board = board
         self._settings = settings
         self._unreadable_until = 0.0
-        self._resting_until = 0.0
+        self._worked, self._ended = 0.0, -math.inf  # seconds of the last piece of work, and when it ended
         self.tokens = settings.micro_batch_tokens
         self.reachable = True
 
-    def serving_needs(self) -> bool:
-        """Whether in some replica a request waits, or tokens come slower than the objective allows.
+    def spare(self) -> float:
+        """The share of the time that may be trained now.
 
-        With the board out of reach nobody is known to need anything.
+        None while in some replica a request waits or tokens come slower than the objective allows, ``trainer.duty``
+        while requests run, all of it otherwise. With the board out of reach nobody is known to need anything.
         """
         now = time.monotonic()
         if now < self._unreadable_until:
-            return False
+            return 1.0
         try:
             loads = self._board.read()
         except RedisError as error:
@@ -67,10 +71,12 @@ class Capacity:
                 logger.warning("the load board cannot be read, training goes on without it: %s", error)
             self.reachable = False
             self._unreadable_until = now + _RETRY
-            return False
+            return 1.0
         self.reachable = True
         objective = self._settings.latency_objective_ms or math.inf
-        return any(load.waiting > 0 or load.inter_token_ms > objective for load in loads.values())
+        if any(load.waiting > 0 or load.inter_token_ms > objective for load in loads.values()):
+            return 0.0
+        return self._settings.duty if any(load.running > 0 for load in loads.values()) else 1.0
 
     def wait(self, stop: threading.Event, paused: threading.Event, say: Callable[[str], None]) -> bool:
         """Return when a micro-step may run, or False when ``stop`` was set.
@@ -83,19 +89,19 @@ class Capacity:
         while not stop.is_set():
             if paused.is_set():
                 say("paused")
-            elif self.serving_needs():
+            elif (share := self.spare()) == 0:
                 say("yielding")
-            elif (rest := self._resting_until - time.monotonic()) > 0:
-                stop.wait(min(rest, _POLL))
-                continue
-            else:
+            elif time.monotonic() - self._ended >= self._worked * (1 / share - 1):
                 return True
             stop.wait(_POLL)
         return False
 
     def worked(self, seconds: float) -> None:
-        """Learn from how long a micro-step took: adapt ``tokens``, and rest as ``trainer.duty`` says."""
-        self._resting_until = time.monotonic() + seconds * (1 / self._settings.duty - 1)
+        """Take note of work of ``seconds`` that ends now, to rest after it."""
+        self._worked, self._ended = seconds, time.monotonic()
+
+    def fit(self, seconds: float) -> None:
+        """Adapt ``tokens`` to how long a micro-step took."""
         if seconds > 0.9 * LONGEST_STEP:
             # A single slow step may be the machine's fault, so that it never costs more than half.
             shrink = max(0.75 * LONGEST_STEP / seconds, 0.5)

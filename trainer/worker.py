@@ -89,7 +89,7 @@ class Worker:
         self._pace = Pace(trainer)
         self._candidates = Candidates(
             trainer, self._publisher, self._intake.replay, self._progress, self._pace, self._status, self._spending,
-            self._learnt, partial(self._spare, self._forgetting.alive),
+            self._learnt, partial(self._spare, self._forgetting.alive), self._capacity.worked,
         )  # fmt: skip
         self._distiller: Distiller | None = None
         self._width = 0
@@ -216,7 +216,9 @@ class Worker:
         samples = [self._intake.replay.sample(self._capacity.tokens) for _ in range(team.size)]
         began = time.monotonic()
         step = team.step(distiller, samples)
-        self._capacity.worked(time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self._capacity.worked(seconds)
+        self._capacity.fit(seconds)
         fresh = [key for sample in samples for key in sample.fresh]
         positions = sum(sample.positions for sample in samples)
         self._intake.finish(fresh)

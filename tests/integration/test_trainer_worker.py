@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from osd.capture.trace import ACCEPTED, REJECTED, Array
-from osd.learning.distiller import Distiller
 from osd.registry.ledger import Ledger
-from osd.registry.load_board import LoadBoard, ReplicaLoad
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
 from trainer import worker as worker_module
 from trainer.spending import Spending
@@ -138,60 +136,6 @@ def test_a_checkpoint_that_cannot_be_used_means_the_stable_version_and_one_line(
     assert len(lines) == 1
     loop.send(20)
     eventually(lambda: successor.status()["steps"] > 5)
-
-
-def test_training_stands_still_while_requests_wait(make_loop, eventually):
-    loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    board = LoadBoard(loop.url)
-    board.report("replica", ReplicaLoad(8, 3, 1, 100.0))
-    loop.send(40)
-    worker = loop.start()
-    eventually(lambda: worker.status()["state"] == "yielding")
-    time.sleep(0.3)
-    assert worker.status()["steps"] == 0
-    board.report("replica", ReplicaLoad(8, 0, 1, 100.0))
-    eventually(lambda: worker.status()["steps"] > 5)
-    board.close()
-
-
-class Slow(Toy):
-    """Takes 2 ms a token, as a drafter does for which the machine is small."""
-
-    def unroll(self, batch, depth, drafted=None):
-        time.sleep(0.002 * batch.token_ids.numel())
-        return super().unroll(batch, depth)
-
-
-@pytest.mark.parametrize("load", [ReplicaLoad(8, 1, 1, 100.0), ReplicaLoad(8, 0, 1, 100.0, inter_token_ms=51.0)])
-def test_training_yields_within_200_ms_when_serving_needs_the_machine(make_loop, eventually, monkeypatch, load):
-    steps: list[float] = []
-    step = Distiller.step
-
-    def timed(self, batch):
-        result = step(self, batch)
-        steps.append(time.monotonic())
-        return result
-
-    monkeypatch.setattr(Distiller, "step", timed)
-    loop = make_loop(steps_per_candidate=10_000, micro_batch_tokens=256, latency_objective_ms=50.0)
-    loop.build = Slow
-    loop.first_version(Slow())
-    board = LoadBoard(loop.url)
-    loop.send(40)
-    loop.start()
-    eventually(lambda: len(steps) > 8)  # the first micro-steps are too long, and shrink
-    for _ in range(2):
-        told = time.monotonic()
-        while time.monotonic() < told + 0.4:
-            board.report("replica", load)
-            time.sleep(0.05)
-        late = [at - told for at in steps if at > told]
-        assert all(after < 0.2 for after in late), late
-        seen = len(steps)
-        board.report("replica", ReplicaLoad(1, 0, 1, 100.0, 20.0))
-        eventually(lambda seen=seen: len(steps) > seen + 1)
-    board.close()
 
 
 def test_what_training_costs_is_told_charged_to_versions_and_kept_by_the_checkpoint(

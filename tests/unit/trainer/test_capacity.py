@@ -15,9 +15,9 @@ from trainer.capacity import LONGEST_STEP, Capacity, lower_priority
 class Board:
     """Says what the test wants."""
 
-    def __init__(self, *waiting, latency=0.0):
+    def __init__(self, *waiting, running=1, latency=0.0):
         self.waiting = list(waiting)
-        self.latency = latency
+        self.running, self.latency = running, latency
         self.gone = False
         self.reads = 0
 
@@ -25,7 +25,8 @@ class Board:
         self.reads += 1
         if self.gone:
             raise RedisConnectionError("gone")
-        return {f"r{n}": ReplicaLoad(1, waiting, 1, 10.0, self.latency) for n, waiting in enumerate(self.waiting)}
+        loads = [ReplicaLoad(self.running, waiting, 1, 10.0, self.latency) for waiting in self.waiting]
+        return {f"r{n}": load for n, load in enumerate(loads)}
 
 
 def capacity(board=None, **changes):
@@ -50,11 +51,11 @@ def test_running_requests_do_not_hold_training_up():
 
 
 @pytest.mark.parametrize(
-    ("objective", "latency", "needed"),
-    [(None, 1e6, False), (50.0, 49.0, False), (50.0, 51.0, True), (50.0, 0.0, False)],
+    ("objective", "latency", "spare"),
+    [(None, 1e6, 0.5), (50.0, 49.0, 0.5), (50.0, 51.0, 0.0), (50.0, 0.0, 0.5)],
 )
-def test_tokens_that_come_slower_than_the_objective_hold_training_up(objective, latency, needed):
-    assert capacity(Board(0, 0, latency=latency), latency_objective_ms=objective).serving_needs() is needed
+def test_tokens_that_come_slower_than_the_objective_hold_training_up(objective, latency, spare):
+    assert capacity(Board(0, 0, latency=latency), latency_objective_ms=objective, duty=0.5).spare() == spare
 
 
 def test_a_stop_ends_the_wait():
@@ -67,7 +68,7 @@ def test_an_unreadable_board_lets_training_go_on_and_is_not_asked_at_every_step(
     board = Board(5)
     board.gone = True
     it = capacity(board)
-    assert [it.serving_needs() for _ in range(50)] == [False] * 50
+    assert [it.spare() for _ in range(50)] == [1.0] * 50
     assert board.reads == 1
     assert not it.reachable
 
@@ -76,33 +77,45 @@ def test_long_micro_steps_shrink_until_they_are_short():
     it = capacity()
     seconds_per_token = 0.001
     for _ in range(20):
-        it.worked(it.tokens * seconds_per_token)
+        it.fit(it.tokens * seconds_per_token)
     assert 0.5 * LONGEST_STEP < it.tokens * seconds_per_token < LONGEST_STEP
 
 
 def test_one_hiccup_costs_at_most_half_and_is_made_up_for():
     it = capacity()
-    it.worked(5.0)
+    it.fit(5.0)
     assert it.tokens == 200
     for _ in range(10):
-        it.worked(0.01)
+        it.fit(0.01)
     assert it.tokens == 400
 
 
 def test_micro_steps_never_shrink_to_nothing():
     it = capacity()
     for _ in range(50):
-        it.worked(10.0)
+        it.fit(10.0)
     assert it.tokens == 32
 
 
-@pytest.mark.parametrize(("duty", "rest"), [(1.0, 0.0), (0.25, 0.3)])
-def test_duty_is_the_share_of_time_trained(duty, rest):
-    it = capacity(duty=duty)
+@pytest.mark.parametrize(
+    ("duty", "running", "rest"), [(1.0, 3, 0.0), (0.25, 3, 0.3), (0.25, 0, 0.0)], ids=["always", "beside", "alone"]
+)
+def test_beside_running_requests_training_rests_as_duty_says(duty, running, rest):
+    it = capacity(Board(0, 0, running=running), duty=duty)
     it.worked(0.1)
     began = time.monotonic()
     assert it.wait(threading.Event(), threading.Event(), lambda why: None)
     assert time.monotonic() - began == pytest.approx(rest, abs=0.05)
+
+
+def test_a_rest_ends_with_the_last_request():
+    board = Board(0, running=1)
+    it = capacity(board, duty=0.01)
+    it.worked(1.0)
+    threading.Timer(0.2, lambda: setattr(board, "running", 0)).start()
+    began = time.monotonic()
+    assert it.wait(threading.Event(), threading.Event(), lambda why: None)
+    assert 0.15 < time.monotonic() - began < 0.4
 
 
 def test_only_the_training_thread_gets_the_lowest_priority():

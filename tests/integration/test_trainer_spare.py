@@ -1,0 +1,97 @@
+"""The trainer takes no more than serving leaves over, on a real Redis."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from osd.learning.distiller import Distiller
+from osd.registry.load_board import LoadBoard, ReplicaLoad
+from tests.unit.learning.toys import Toy
+
+
+def test_training_stands_still_while_requests_wait(make_loop, eventually):
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    board = LoadBoard(loop.url)
+    board.report("replica", ReplicaLoad(8, 3, 1, 100.0))
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["state"] == "yielding")
+    time.sleep(0.3)
+    assert worker.status()["steps"] == 0
+    board.report("replica", ReplicaLoad(8, 0, 1, 100.0))
+    eventually(lambda: worker.status()["steps"] > 5)
+    board.close()
+
+
+class Slow(Toy):
+    """Takes 2 ms a token, as a drafter does for which the machine is small."""
+
+    def unroll(self, batch, depth, drafted=None):
+        time.sleep(0.002 * batch.token_ids.numel())
+        return super().unroll(batch, depth)
+
+
+@pytest.mark.parametrize("load", [ReplicaLoad(8, 1, 1, 100.0), ReplicaLoad(8, 0, 1, 100.0, inter_token_ms=51.0)])
+def test_training_yields_within_200_ms_when_serving_needs_the_machine(make_loop, eventually, monkeypatch, load):
+    steps: list[float] = []
+    step = Distiller.step
+
+    def timed(self, batch):
+        result = step(self, batch)
+        steps.append(time.monotonic())
+        return result
+
+    monkeypatch.setattr(Distiller, "step", timed)
+    loop = make_loop(steps_per_candidate=10_000, micro_batch_tokens=256, latency_objective_ms=50.0)
+    loop.build = Slow
+    loop.first_version(Slow())
+    board = LoadBoard(loop.url)
+    loop.send(40)
+    loop.start()
+    eventually(lambda: len(steps) > 8)  # the first micro-steps are too long, and shrink
+    for _ in range(2):
+        told = time.monotonic()
+        while time.monotonic() < told + 0.4:
+            board.report("replica", load)
+            time.sleep(0.05)
+        late = [at - told for at in steps if at > told]
+        assert all(after < 0.2 for after in late), late
+        seen = len(steps)
+        board.report("replica", ReplicaLoad(1, 0, 1, 100.0, 20.0))
+        eventually(lambda seen=seen: len(steps) > seen + 1)
+    board.close()
+
+
+@pytest.mark.parametrize(("running", "least", "most"), [(8, 0.1, 0.3), (0, 0.5, 1.0)])
+def test_beside_running_requests_training_and_judging_take_their_duty_of_the_time(
+    make_loop, eventually, running, least, most
+):
+    worked: list[tuple[float, float]] = []
+
+    class Timed(Toy):
+        def unroll(self, batch, depth, drafted=None):
+            began = time.monotonic()
+            time.sleep(0.0005 * batch.token_ids.numel())
+            result = super().unroll(batch, depth)
+            worked.append((began, time.monotonic() - began))
+            return result
+
+    loop = make_loop(steps_per_candidate=3, learning_rate=1e-6, duty=0.2)
+    loop.build = Timed
+    loop.first_version(Timed())
+    loop.send(60)
+    board = LoadBoard(loop.url)
+    board.report("replica", ReplicaLoad(running, 0, 1, 100.0))
+    worker = loop.start()
+    eventually(lambda: worker.status()["steps"] > 3)
+    since, seconds = time.monotonic(), 5.0
+    while time.monotonic() < since + seconds:
+        board.report("replica", ReplicaLoad(running, 0, 1, 100.0))
+        time.sleep(0.1)
+    share = sum(took for began, took in worked if began > since) / seconds
+    assert least < share < most, share
+    assert worker.status()["gate"]
+    board.close()
