@@ -11,7 +11,8 @@ import serving.app
 import trainer.app
 from deploy.checks import check_settings
 from deploy.first_version import ensure_version
-from osd.config import ConfigError, load_settings
+from osd.config import ConfigError
+from osd.config_sources import load_settings
 from osd.target.load import resolve
 
 _NAMESPACE = "osd"

@@ -165,8 +165,8 @@ class Governor:
         if ready == 0:
             return []
         gains, sizes = self._acceptance.gains(), range(self.nodes + 1)
-        soon, bare = ready + coming, min(rows, ready + others) + coming
-        seconds = [self._cost(soon, nodes, bare) or 1.0 for nodes in sizes]  # of a round without prompts
+        soon = ready + coming
+        seconds = [self._cost(soon, nodes, others + soon) or 1.0 for nodes in sizes]  # of a round without prompts
         speed = max((others + soon * (1 + gains[nodes])) / seconds[nodes] for nodes in sizes)
         lost = (speed * seconds[0] - others - soon) / soon  # tokens, by each that is decoded plainly
         begins = [lost * one.left >= speed * self._reading(one.missed) for one in sequences]
@@ -174,9 +174,9 @@ class Governor:
         best = max(sizes, key=lambda nodes: drafting * gains[nodes] - speed * self._cost(drafting, nodes, rows))
         plan = [best if one_begins else 0 for one_begins in begins]
         self._probing = False
-        if max(plan) < self.nodes and self._may_probe(best, drafting, rows):
-            missed = [one.missed for one in sequences]
-            plan[missed.index(min(missed))] = self.nodes
+        likely = min(range(ready), key=lambda place: sequences[place].missed)
+        if max(plan) < self.nodes and self._may_probe(rows + sum(plan), self.nodes - plan[likely]):
+            plan[likely] = self.nodes
         return plan
 
     def observe(
@@ -231,14 +231,13 @@ class Governor:
     def _reading(self, missed: int) -> float:
         return self._read.at(missed) if missed else 0.0
 
-    def _may_probe(self, best: int, drafting: int, rows: int) -> bool:
-        """Whether a probe is due; its rows are paid for here, its draft when it is known what that took."""
+    def _may_probe(self, rows: int, more: int) -> bool:
+        """Whether a probe of ``more`` rows is due; they are paid for here, its draft when that was timed."""
         if self._owed > 0:
             self._owed -= 1
             return True
         if self._debt > 0:
             return False
-        planned = rows + drafting * best
-        self._debt = max(0.0, self._verify.at(planned + self.nodes - best) - self._verify.at(planned))
+        self._debt = max(0.0, self._verify.at(rows + more) - self._verify.at(rows))
         self._probing = True
         return True

@@ -10,7 +10,8 @@ from deploy import demo_measure, demo_report
 from deploy.demo_measure import measure
 from deploy.demo_report import Sample, Story
 from osd import drafters
-from osd.config import Settings, load_settings
+from osd.config import Settings
+from osd.config_sources import load_settings
 from osd.engine.engine import Engine
 from osd.registry.versions import Registry
 from osd.traffic.prompt import Prompt

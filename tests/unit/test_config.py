@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from osd.config import ConfigError, Settings, load_settings
+from osd.config import ConfigError, Settings
+from osd.config_sources import load_settings
 
 
 def write(tmp_path: Path, text: str) -> Path:

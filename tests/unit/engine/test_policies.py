@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from osd.drafters.eagle_session import EagleSession
 from osd.engine.policy import Policy
 from osd.native import kernels
 from osd.speculation.compatibility import IncompatibleError
+from osd.speculation.governor import Governor, Ready
 from osd.speculation.verification.greedy import follow
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 
@@ -107,6 +109,26 @@ def test_the_governor_changes_no_output_and_stops_drafts_that_do_not_pay(target_
     total = counters.speculation()
     assert total.drafted > 0  # probes
     assert total.drafted < counters.completion_tokens
+
+
+def test_the_governor_is_told_how_many_still_read_their_prompts(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int, int]] = []
+    plan = Governor.plan
+
+    def watched(self: Governor, sequences: Sequence[Ready], others: int, rows: int, coming: int = 0) -> list[int]:
+        told.append((len(sequences), others, coming))
+        return plan(self, sequences, others, rows, coming)
+
+    monkeypatch.setattr(Governor, "plan", watched)
+    with running(target_dir, "eagle", governed=True, prefix_cache=False) as client:
+        for index, prompt in enumerate(prompts((8, 40, 40, 40))):  # a round reads 16 tokens of prompts
+            client.submit(str(index), prompt, 60, ignore_eos=True)
+        client.wait()
+    assert max(ready + others + coming for ready, others, coming in told) == 4
+    assert any(coming for _, _, coming in told)
+    assert not told[-1][2]
 
 
 def test_what_a_request_asks_for_is_not_governed(target_dir: Path) -> None:

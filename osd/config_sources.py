@@ -1,0 +1,135 @@
+"""Reading the settings: ``--set`` on the command line > environment (``OSD_...``) > YAML file > default."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from osd.config import ConfigError, Section, Settings
+
+
+def load_settings(
+    file: Path | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> Settings:
+    """Read the settings of this process from every source.
+
+    Args:
+        file: YAML file, or None.
+        overrides: ``key=value`` or ``section.key=value``, as given to ``--set``.
+        environ: variables that start with ``OSD_`` are settings, ``OSD_SECTION__KEY`` those of a section.
+
+    Raises:
+        ConfigError: a source cannot be read, or a key or value in it is refused.
+    """
+    values: dict[str, Any] = {}
+    origin: dict[tuple[str, ...], str] = {}
+    for path, value, source in (*_from_file(file), *_from_environment(environ), *_from_overrides(overrides)):
+        branch = values
+        for key in path[:-1]:
+            if not isinstance(branch.get(key), dict):
+                branch[key] = {}
+            branch = branch[key]
+        branch[path[-1]] = value
+        origin[path] = source
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origin)) from None
+
+
+_Given = tuple[tuple[str, ...], Any, str]  # path of the key, its value, and where it was given
+
+
+def _from_file(file: Path | None) -> Iterator[_Given]:
+    if file is None:
+        return
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold keys and values, as in 'domain: general'")
+    yield from _leaves((), content or {}, str(file))
+
+
+def _leaves(path: tuple[str, ...], value: Any, source: str) -> Iterator[_Given]:
+    if isinstance(value, dict) and (value or not path):
+        for key, child in value.items():
+            yield from _leaves((*path, str(key)), child, source)
+    else:
+        yield path, value, source
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
+    for name in sorted(environ):
+        if name.startswith("OSD_"):
+            path = tuple(name.removeprefix("OSD_").lower().split("__"))
+            yield path, _scalar(environ[name]), f"the environment variable {name}"
+
+
+def _from_overrides(overrides: Sequence[str]) -> Iterator[_Given]:
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set needs key=value, as in engine.slots=8, and got {override!r}")
+        yield tuple(key.strip().split(".")), _scalar(value.strip()), "--set"
+
+
+def _scalar(text: str) -> str | None:
+    """Numbers and truth values are read by the field they are for; ``null`` empties an optional one."""
+    return None if text == "null" else text
+
+
+def _explain(error: ValidationError, origin: dict[tuple[str, ...], str]) -> str:
+    """One line for the first refused key: what it is, which limit it breaks, and where it was given."""
+    first = error.errors()[0]
+    path = tuple(str(part) for part in first["loc"])
+    key = ".".join(path)
+    source = next((where for given, where in origin.items() if given[: len(path)] == path), "the defaults")
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, _keys(Settings), n=1)
+        return f"{key} ({source}) is not a setting" + (f"; did you mean {near[0]}?" if near else "")
+    if first["type"] == "model_type":
+        return f"{key} ({source}) is a section: set one of its keys, as in {key}.{_keys_of(path)}"
+    limits = first.get("ctx", {})
+    reason = {
+        "greater_than_equal": "must be at least {ge}",
+        "greater_than": "must be greater than {gt}",
+        "less_than_equal": "must be at most {le}",
+        "less_than": "must be less than {lt}",
+        "literal_error": "must be {expected}",
+        "string_pattern_mismatch": "must match {pattern}",
+        "int_parsing": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_parsing": "must be a number",
+        "bool_parsing": "must be true or false",
+    }.get(first["type"], first["msg"].replace("{", "{{").replace("}", "}}"))
+    secret = path[-1:] == ("api_key",) or path == ("redis_url",)
+    given = "" if secret or isinstance(first["input"], dict) else f", not {first['input']}"
+    return f"{key} ({source}) {reason.format(**limits)}{given}"
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every key of the tree, dotted."""
+    keys = []
+    for name, info in model.model_fields.items():
+        nested = info.annotation
+        if isinstance(nested, type) and issubclass(nested, Section):
+            keys += _keys(nested, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def _keys_of(path: tuple[str, ...]) -> str:
+    """The first key of a section."""
+    prefix = ".".join(path) + "."
+    return next(key.removeprefix(prefix) for key in _keys(Settings) if key.startswith(prefix))
