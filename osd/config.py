@@ -216,7 +216,7 @@ class TrainerSettings(Section):
         default=0.2,
         gt=0,
         le=1,
-        description="share of time trained beside running requests; beside none all of it",
+        description="share of its cores' time that training takes beside running requests; beside none all of it",
     )
 
     @field_validator("anchors")

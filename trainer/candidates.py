@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 from redis.exceptions import RedisError
 
@@ -47,7 +48,7 @@ class Candidates:
         spending: charged with each version.
         learnt: named in the manifest of each version.
         spare: waits until serving can spare the capacity for a micro-batch; False when the loop shall end.
-        worked: told the seconds that each took.
+        working: takes note of each one's work.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Candidates:
         spending: Spending,
         learnt: Learnt,
         spare: Callable[[], bool],
-        worked: Callable[[float], None],
+        working: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._steps = settings.steps_per_candidate
         self._publisher = publisher
@@ -72,7 +73,7 @@ class Candidates:
         self._spending = spending
         self._learnt = learnt
         self._spare = spare
-        self._worked = worked
+        self._working = working
         self._gate_after = 0.0
         self._canary_after = 0.0
 
@@ -133,6 +134,5 @@ class Candidates:
         for group in pack(self._replay.held_out(HELD_OUT_TOKENS), EVALUATION_TOKENS):
             if not self._spare():
                 raise StoppedError
-            began = time.monotonic()
-            yield collate(group)
-            self._worked(time.monotonic() - began)
+            with self._working():
+                yield collate(group)

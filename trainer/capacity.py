@@ -4,8 +4,11 @@ Serving needs it while a request waits, and while the time between two tokens is
 A replica tells of waiting requests within 0.02 s and of its latency every 0.1 s, and micro-steps are kept to 0.15 s:
 training yields within 200 ms of the first waiting request, and within 300 ms of a latency that is too long.
 
-Beside requests that run, ``trainer.duty`` of the time is trained: even at the lowest priority a core that is shared
-makes the forwards of all cores wait. While nothing runs, training goes on without rests.
+Beside requests that run, training takes ``trainer.duty`` of its cores' time: even at the lowest priority a core that is
+shared makes the forwards of all cores wait. While nothing runs, training goes on without rests.
+
+All seconds of work are CPU seconds. On a core that serving keeps busy a micro-step of 0.1 s may need a whole second, in
+which it takes what is left over and holds nobody up: made smaller, it would only learn less from the same work.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from redis.exceptions import RedisError
 
@@ -26,7 +30,7 @@ from osd.target.threads import several_cores
 logger = logging.getLogger(__name__)
 
 LONGEST_STEP = 0.15
-"""Seconds that a micro-step should not exceed."""
+"""CPU seconds on each of its cores that a micro-step should not exceed."""
 
 _SMALLEST = 32
 _POLL = 0.02
@@ -45,21 +49,27 @@ class Capacity:
 
     ``tokens`` starts at ``trainer.micro_batch_tokens`` and never exceeds it. It shrinks when micro-steps come near to
     0.15 s and grows back slowly while they are short.
+
+    Args:
+        board: what the replicas say of their load.
+        settings: of the trainer.
+        clock: CPU seconds that each core of the trainer's has worked.
     """
 
-    def __init__(self, board: LoadBoard, settings: TrainerSettings) -> None:
+    def __init__(self, board: LoadBoard, settings: TrainerSettings, clock: Callable[[], float]) -> None:
         self._board = board
         self._settings = settings
+        self._clock = clock
         self._unreadable_until = 0.0
-        self._worked, self._ended = 0.0, -math.inf  # seconds of the last piece of work, and when it ended
+        self._began, self._worked = -math.inf, 0.0  # of the last piece of work: when it began, and its seconds
         self.tokens = settings.micro_batch_tokens
         self.reachable = True
 
     def spare(self) -> float:
         """The share of the time that may be trained now.
 
-        None while in some replica a request waits or tokens come slower than the objective allows, ``trainer.duty``
-        while requests run, all of it otherwise. With the board out of reach nobody is known to need anything.
+        0 while in some replica a request waits or tokens come slower than the objective allows, ``trainer.duty`` while
+        requests run, all of it otherwise. With the board out of reach nobody is known to need anything.
         """
         now = time.monotonic()
         if now < self._unreadable_until:
@@ -91,20 +101,23 @@ class Capacity:
                 say("paused")
             elif (share := self.spare()) == 0:
                 say("yielding")
-            elif time.monotonic() - self._ended >= self._worked * (1 / share - 1):
+            elif time.monotonic() - self._began >= self._worked / share:
                 return True
             stop.wait(_POLL)
         return False
 
-    def worked(self, seconds: float) -> None:
-        """Take note of work of ``seconds`` that ends now, to rest after it."""
-        self._worked, self._ended = seconds, time.monotonic()
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Take note of the work inside, to rest after it."""
+        began, before = time.monotonic(), self._clock()
+        yield
+        self._began, self._worked = began, self._clock() - before
 
-    def fit(self, seconds: float) -> None:
-        """Adapt ``tokens`` to how long a micro-step took."""
-        if seconds > 0.9 * LONGEST_STEP:
+    def fit(self) -> None:
+        """Adapt ``tokens`` to how much the last work was, a micro-step."""
+        if self._worked > 0.9 * LONGEST_STEP:
             # A single slow step may be the machine's fault, so that it never costs more than half.
-            shrink = max(0.75 * LONGEST_STEP / seconds, 0.5)
+            shrink = max(0.75 * LONGEST_STEP / self._worked, 0.5)
             self.tokens = max(int(self.tokens * shrink), min(_SMALLEST, self._settings.micro_batch_tokens))
-        elif seconds < 0.6 * LONGEST_STEP:
+        elif self._worked < 0.6 * LONGEST_STEP:
             self.tokens = min(int(self.tokens * 1.1) + 1, self._settings.micro_batch_tokens)

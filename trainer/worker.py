@@ -81,7 +81,8 @@ class Worker:
         self._pointer, self._board = Pointer(redis_url), LoadBoard(redis_url)
         self._events = TrackedEvents(redis_url, lambda: tracking.make(settings))
         trainer = settings.trainer
-        self._capacity = Capacity(self._board, trainer)
+        cores = workshop.team.size * trainer.threads
+        self._capacity = Capacity(self._board, trainer, lambda: workshop.team.clock() / cores)
         gate = Gate(settings.growth.depth, trainer.divergence)
         registry = Registry(settings.registry_dir)
         self._publisher = Publisher(self._domain, trainer, registry, self._pointer, self._events, gate, workshop.build)
@@ -89,7 +90,7 @@ class Worker:
         self._pace = Pace(trainer)
         self._candidates = Candidates(
             trainer, self._publisher, self._intake.replay, self._progress, self._pace, self._status, self._spending,
-            self._learnt, partial(self._spare, self._forgetting.alive), self._capacity.worked,
+            self._learnt, partial(self._spare, self._forgetting.alive), self._capacity.working,
         )  # fmt: skip
         self._distiller: Distiller | None = None
         self._width = 0
@@ -214,11 +215,9 @@ class Worker:
             self._adapt(distiller)
         team = self._workshop.team
         samples = [self._intake.replay.sample(self._capacity.tokens) for _ in range(team.size)]
-        began = time.monotonic()
-        step = team.step(distiller, samples)
-        seconds = time.monotonic() - began
-        self._capacity.worked(seconds)
-        self._capacity.fit(seconds)
+        with self._capacity.working():
+            step = team.step(distiller, samples)
+        self._capacity.fit()
         fresh = [key for sample in samples for key in sample.fresh]
         positions = sum(sample.positions for sample in samples)
         self._intake.finish(fresh)
@@ -229,8 +228,9 @@ class Worker:
         if not step.skipped:
             self._status.loss = step.loss
         self._note()
-        if began - self._told_at > _TELL_SECONDS:
-            self._told_at = began
+        now = time.monotonic()
+        if now - self._told_at > _TELL_SECONDS:
+            self._told_at = now
             self._status.lag = self._intake.lag()
             self._publisher.tell(
                 "train_step", None, loss=self._status.loss, step=distiller.steps, tokens=self._status.tokens,

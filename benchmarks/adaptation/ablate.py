@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from benchmarks.adaptation.curves import Spread
 from benchmarks.adaptation.lab import Lab, Stream
@@ -13,6 +14,7 @@ from benchmarks.adaptation.ruler import Counts, total
 from benchmarks.adaptation.samples import Rehearsal
 
 Change = Callable[[Recipe], Recipe]
+Item = TypeVar("Item")
 
 
 def _trainer(**values: object) -> Change:
@@ -42,13 +44,17 @@ ABLATIONS: dict[str, dict[str, Change]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One value of a setting over all seeds: agreement (accepted / tested) while it learned and on unseen records."""
+    """One value of a setting over all seeds: agreement (accepted / tested) while it learned and on unseen records.
+
+    ``curve`` has the counts of each record that arrived, all seeds together, in the order in which they came.
+    """
 
     name: str
     arriving: Spread
     unseen: Spread
     length: Spread
     work: list[Work]
+    curve: list[Counts]
 
 
 def ablate(
@@ -75,7 +81,7 @@ def ablate(
                 report(f"{ablation}: {name}, seed {seed}")
                 drafter.load_weights(start)
                 online = Online(drafter, replace(change(recipe), seed=seed), ruler, draw)
-                arriving.append(total(online.serve(stream.arriving)))
+                arriving.append(online.serve(stream.arriving))
                 unseen.append(total([one.counts for one in ruler.measure(online.in_service, stream.unseen)]))
                 work.append(online.work)
             found.append(_variant(name, arriving, unseen, work))
@@ -94,25 +100,25 @@ def domains(
     drafter = lab.fresh(kind)
     start = copied(drafter)
     ruler = lab.ruler(drafter, *streams)
-    turns = [trace for group in zip(*(stream.arriving for stream in streams), strict=True) for trace in group]
+    turns = _in_turns([stream.arriving for stream in streams])
     rest = [trace for stream in streams for trace in stream.unseen]
-    ways: dict[str, tuple[list[Counts], list[Counts], list[Work]]] = {}
+    ways: dict[str, tuple[list[list[Counts]], list[Counts], list[Work]]] = {}
     for seed in seeds:
         report(f"one drafter, seed {seed}")
         drafter.load_weights(start)
         one = Online(drafter, replace(recipe, seed=seed), ruler)
-        mixed = total(one.serve(turns)), total([x.counts for x in ruler.measure(one.in_service, rest)])
+        mixed = one.serve(turns), total([x.counts for x in ruler.measure(one.in_service, rest)])
         arriving, unseen, work = [], [], []
         for stream in streams:
             report(f"a drafter of {stream.name}, seed {seed}")
             drafter.load_weights(start)
             own = Online(drafter, replace(recipe, seed=seed), ruler)
-            arriving += own.serve(stream.arriving)
+            arriving.append(own.serve(stream.arriving))
             unseen += [x.counts for x in ruler.measure(own.in_service, stream.unseen)]
             work.append(own.work)
         for name, here, there, done in (
             ("one for all", mixed[0], mixed[1], [one.work]),
-            ("one a domain", total(arriving), total(unseen), work),
+            ("one a domain", _in_turns(arriving), total(unseen), work),
         ):
             kept = ways.setdefault(name, ([], [], []))
             kept[0].append(here)
@@ -121,11 +127,18 @@ def domains(
     return [_variant(name, *kept) for name, kept in ways.items()]
 
 
-def _variant(name: str, arriving: list[Counts], unseen: list[Counts], work: list[Work]) -> Variant:
+def _in_turns(streams: Sequence[Sequence[Item]]) -> list[Item]:
+    """The first of each stream, the second of each, and so on; all are equally long."""
+    return [one for group in zip(*streams, strict=True) for one in group]
+
+
+def _variant(name: str, arriving: list[list[Counts]], unseen: list[Counts], work: list[Work]) -> Variant:
+    """Of each seed: ``arriving`` has the counts of every record in order, ``unseen`` those of all unseen records."""
     return Variant(
         name,
-        Spread(tuple(counts.agreement for counts in arriving)),
+        Spread(tuple(total(counts).agreement for counts in arriving)),
         Spread(tuple(counts.agreement for counts in unseen)),
         Spread(tuple(counts.acceptance_length for counts in unseen)),
         work,
+        [total(seeds) for seeds in zip(*arriving, strict=True)],
     )

@@ -46,6 +46,16 @@ def mixed(clean: Sequence[Trace], poison: Sequence[Trace]) -> list[Trace]:
     return [trace for _, trace in sorted(places, key=lambda one: one[0])]
 
 
+def beside(clean: int, share: float) -> int:
+    """How many poisoned records are ``share`` of all beside so many clean ones."""
+    return round(clean * share / (1 - share))
+
+
+def traffic(clean: Sequence[Trace], poison: Sequence[Trace], share: float) -> list[Trace]:
+    """``clean`` with as much of ``poison`` among it as makes ``share`` of all, or all of it."""
+    return mixed(clean, poison[: beside(len(clean), share)])
+
+
 @dataclass(frozen=True)
 class Poisoned:
     """A way to learn: counts on clean records nobody trained on, and the weights in service in the end."""

@@ -105,6 +105,11 @@ def ablate_table(title: str, variants: Sequence[Variant]) -> Table:
     return Table(f"{title}: accepted / tested", columns, rows)
 
 
+def ablate_plot(title: str, variants: Sequence[Variant]) -> Plot:
+    """How acceptance rose with each value of one setting, all seeds together."""
+    return Plot(f"{title}: accepted / tested", {variant.name: line(variant.curve) for variant in variants})
+
+
 def poison_table(title: str, found: Sequence[Poisoned]) -> Table:
     """What poison did to clean traffic."""
     first = found[0].clean.agreement

@@ -13,6 +13,7 @@ from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
+from trainer.team import Alone, Team
 from trainer.worker import Worker, Workshop
 
 
@@ -41,6 +42,7 @@ class Loop:
         self.thread: threading.Thread | None = None
         self.sent = 0
         self.build = Toy
+        self.team: Team = Alone()
 
     def first_version(self, drafter=None):
         torch.manual_seed(0)
@@ -60,7 +62,8 @@ class Loop:
             time.sleep(0.01)
 
     def start(self):
-        self.worker = Worker(self.settings, self.url, Workshop(VOCABULARY, HIDDEN, lambda config: self.build()))
+        workshop = Workshop(VOCABULARY, HIDDEN, lambda config: self.build(), self.team)
+        self.worker = Worker(self.settings, self.url, workshop)
         self.thread = threading.Thread(target=self.worker.run)
         self.thread.start()
         return self.worker

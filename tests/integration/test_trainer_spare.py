@@ -9,6 +9,7 @@ import pytest
 from osd.learning.distiller import Distiller
 from osd.registry.load_board import LoadBoard, ReplicaLoad
 from tests.unit.learning.toys import Toy
+from trainer.team import Alone
 
 
 def test_training_stands_still_while_requests_wait(make_loop, eventually):
@@ -24,6 +25,13 @@ def test_training_stands_still_while_requests_wait(make_loop, eventually):
     board.report("replica", ReplicaLoad(8, 0, 1, 100.0))
     eventually(lambda: worker.status()["steps"] > 5)
     board.close()
+
+
+class Unshared(Alone):
+    """Has a core that nobody else uses: all the time that a micro-step takes is work."""
+
+    def clock(self):
+        return time.monotonic()
 
 
 class Slow(Toy):
@@ -46,7 +54,7 @@ def test_training_yields_within_200_ms_when_serving_needs_the_machine(make_loop,
 
     monkeypatch.setattr(Distiller, "step", timed)
     loop = make_loop(steps_per_candidate=10_000, micro_batch_tokens=256, latency_objective_ms=50.0)
-    loop.build = Slow
+    loop.build, loop.team = Slow, Unshared()
     loop.first_version(Slow())
     board = LoadBoard(loop.url)
     loop.send(40)
@@ -65,6 +73,24 @@ def test_training_yields_within_200_ms_when_serving_needs_the_machine(make_loop,
     board.close()
 
 
+def test_micro_steps_that_wait_for_a_core_keep_their_size(make_loop, eventually, monkeypatch):
+    sizes: list[int] = []
+    step = Distiller.step
+
+    def counted(self, batch):
+        sizes.append(batch.positions)
+        return step(self, batch)
+
+    monkeypatch.setattr(Distiller, "step", counted)
+    loop = make_loop(steps_per_candidate=10_000, micro_batch_tokens=256)
+    loop.build = Slow  # its sleep is nobody's work
+    loop.first_version(Slow())
+    loop.send(40)
+    loop.start()
+    eventually(lambda: len(sizes) > 6)
+    assert min(sizes[1:]) > 0.7 * sizes[0], sizes
+
+
 @pytest.mark.parametrize(("running", "least", "most"), [(8, 0.1, 0.3), (0, 0.5, 1.0)])
 def test_beside_running_requests_training_and_judging_take_their_duty_of_the_time(
     make_loop, eventually, running, least, most
@@ -80,7 +106,7 @@ def test_beside_running_requests_training_and_judging_take_their_duty_of_the_tim
             return result
 
     loop = make_loop(steps_per_candidate=3, learning_rate=1e-6, duty=0.2)
-    loop.build = Timed
+    loop.build, loop.team = Timed, Unshared()
     loop.first_version(Timed())
     loop.send(60)
     board = LoadBoard(loop.url)

@@ -129,16 +129,17 @@ def ablate(
     seeds: Seeds = 3,
     minutes: Minutes = 10.0,
     json_file: Json = None,
+    plot: Plot = None,
     markdown: Markdown = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Learn the first stream with one setting changed at a time; domains compares one drafter with one per stream."""
     settings = settings_of(config, overrides)
-    check_files(json_file, None, markdown)
+    check_files(json_file, plot, markdown)
     check_kinds([drafter])
     from benchmarks.adaptation import ablate as bench
-    from benchmarks.adaptation.tables import ablate_table
+    from benchmarks.adaptation.tables import ablate_plot, ablate_table
 
     names = (*bench.ABLATIONS, *(["domains"] if len(stream) > 1 else []))
     for name in ablation or ():
@@ -146,18 +147,20 @@ def ablate(
             fail(f"--ablation must be one of {', '.join(bench.ABLATIONS)}, domains, not {name}")
         if name not in names:
             fail("--ablation domains needs --stream at least twice")
-    tables, figures = [], {}
+    tables, plots, figures = [], [], {}
     with open_lab(settings, stream, records, unseen, tokens, minutes) as (lab, streams):
         recipe = lab.recipe(passes, interval, 0)
         for name in ablation or names:
             if name == "domains":
-                found = bench.domains(lab, streams, drafter, recipe, range(seeds), say)
+                learned, found = streams, bench.domains(lab, streams, drafter, recipe, range(seeds), say)
             else:
-                found = bench.ablate(lab, streams[0], drafter, recipe, name, range(seeds), say)
-            tables.append(ablate_table(f"{name}, {drafter}, {records} records of {streams[0].name}", found))
+                learned, found = streams[:1], bench.ablate(lab, streams[0], drafter, recipe, name, range(seeds), say)
+            title = f"{name}, {drafter}, {records} records of {' and of '.join(one.name for one in learned)}"
+            tables.append(ablate_table(title, found))
+            plots.append(ablate_plot(title, found))
             figures[name] = [asdict(variant) for variant in found]
     about = {"target": settings.target.source, "trainer": settings.trainer.model_dump(), "passes": passes}
-    conclude(tables, (), (), {**about, "ablations": figures}, (json_file, None, markdown))
+    conclude(tables, plots, (), {**about, "ablations": figures}, (json_file, plot, markdown))
 
 
 def poison(
@@ -189,18 +192,19 @@ def poison(
 
     with open_lab(settings, stream, records, unseen, tokens, minutes) as (lab, streams):
         recipe = lab.recipe(passes, interval, 0)
-        count = round(records * share / (1 - share))
-        poisoned = lab.recorded(bench.POISON, lab.studio.asked(bench.prompts(count), lab.size.longest))
+        prompts = bench.prompts(bench.beside(records, share))
+        poisoned = lab.recorded(bench.POISON, lab.studio.asked(prompts, lab.size.longest))
         found = bench.poison(lab, streams[0], poisoned, drafter, recipe, say)
         taught = lab.fresh(drafter)
         taught.load_weights(found[0].weights)
         promoted = bench.corrupted(lab, streams[0], taught, recipe, trials)
         taught.load_weights(found[1].weights)
-        speed = served(lab, taught, bench.mixed(streams[0].unseen, poisoned)[: 2 * unseen], turns, say)
+        sent = bench.traffic(streams[0].unseen, poisoned, share)
+        speed = served(lab, taught, sent, turns, say)
     tables = [
         poison_table(f"{share:.0%} poison in {streams[0].name}, {drafter}", found),
         corrupted_table(promoted),
-        served_table("governed drafts on the poisoned stream, learned with anchors", speed),
+        served_table(f"governed drafts on {len(sent)} prompts of the poisoned stream, learned with anchors", speed),
     ]
     figures = {
         "target": settings.target.source,

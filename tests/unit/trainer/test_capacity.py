@@ -29,8 +29,32 @@ class Board:
         return {f"r{n}": load for n, load in enumerate(loads)}
 
 
-def capacity(board=None, **changes):
-    return Capacity(board or Board(), TrainerSettings(**{"micro_batch_tokens": 400, **changes}))
+class Machine:
+    """Gives the seconds that were computed on it."""
+
+    def __init__(self):
+        self.computed = 0.0
+
+    def clock(self):
+        return self.computed
+
+
+def capacity(board=None, machine=None, **changes):
+    settings = TrainerSettings(**{"micro_batch_tokens": 400, **changes})
+    return Capacity(board or Board(), settings, (machine or Machine()).clock)
+
+
+def fit(it, machine, seconds):
+    with it.working():
+        machine.computed += seconds
+    it.fit()
+
+
+def work(it, machine):
+    """A tenth of a second on a core that nobody else uses."""
+    with it.working():
+        machine.computed += 0.1
+        time.sleep(0.1)
 
 
 def test_training_waits_while_any_replica_has_a_request_waiting():
@@ -74,35 +98,52 @@ def test_an_unreadable_board_lets_training_go_on_and_is_not_asked_at_every_step(
 
 
 def test_long_micro_steps_shrink_until_they_are_short():
-    it = capacity()
+    machine = Machine()
+    it = capacity(machine=machine)
     seconds_per_token = 0.001
     for _ in range(20):
-        it.fit(it.tokens * seconds_per_token)
+        fit(it, machine, it.tokens * seconds_per_token)
     assert 0.5 * LONGEST_STEP < it.tokens * seconds_per_token < LONGEST_STEP
 
 
 def test_one_hiccup_costs_at_most_half_and_is_made_up_for():
-    it = capacity()
-    it.fit(5.0)
+    machine = Machine()
+    it = capacity(machine=machine)
+    fit(it, machine, 5.0)
     assert it.tokens == 200
     for _ in range(10):
-        it.fit(0.01)
+        fit(it, machine, 0.01)
     assert it.tokens == 400
 
 
 def test_micro_steps_never_shrink_to_nothing():
-    it = capacity()
+    machine = Machine()
+    it = capacity(machine=machine)
     for _ in range(50):
-        it.fit(10.0)
+        fit(it, machine, 10.0)
     assert it.tokens == 32
+
+
+def test_a_micro_step_that_hardly_gets_a_core_is_neither_shrunk_nor_rested_from():
+    machine = Machine()
+    it = capacity(Board(0, 0), machine, duty=0.5)
+    with it.working():
+        machine.computed += 0.1
+        time.sleep(0.3)
+    it.fit()
+    assert it.tokens == 400
+    began = time.monotonic()
+    assert it.wait(threading.Event(), threading.Event(), print)
+    assert time.monotonic() - began < 0.05
 
 
 @pytest.mark.parametrize(
     ("duty", "running", "rest"), [(1.0, 3, 0.0), (0.25, 3, 0.3), (0.25, 0, 0.0)], ids=["always", "beside", "alone"]
 )
 def test_beside_running_requests_training_rests_as_duty_says(duty, running, rest):
-    it = capacity(Board(0, 0, running=running), duty=duty)
-    it.worked(0.1)
+    machine = Machine()
+    it = capacity(Board(0, 0, running=running), machine, duty=duty)
+    work(it, machine)
     began = time.monotonic()
     assert it.wait(threading.Event(), threading.Event(), lambda why: None)
     assert time.monotonic() - began == pytest.approx(rest, abs=0.05)
@@ -110,8 +151,9 @@ def test_beside_running_requests_training_rests_as_duty_says(duty, running, rest
 
 def test_a_rest_ends_with_the_last_request():
     board = Board(0, running=1)
-    it = capacity(board, duty=0.01)
-    it.worked(1.0)
+    machine = Machine()
+    it = capacity(board, machine, duty=0.01)
+    work(it, machine)
     threading.Timer(0.2, lambda: setattr(board, "running", 0)).start()
     began = time.monotonic()
     assert it.wait(threading.Event(), threading.Event(), lambda why: None)

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from benchmarks.adaptation.ablate import ABLATIONS, ablate, domains
 from benchmarks.adaptation.lab import Stream
+from benchmarks.adaptation.ruler import total
 from benchmarks.adaptation.shift import shift
 from osd.cli.app import app
 from osd.config import TrainerSettings
@@ -43,6 +44,9 @@ def test_every_variant_of_an_ablation_starts_from_the_same_drafter(lab, stream):
     assert [(v.arriving, v.unseen, v.length) for v in found] == [(v.arriving, v.unseen, v.length) for v in again]
     assert len({(variant.arriving, variant.unseen, variant.length) for variant in found}) > 1
     assert all(len(variant.work) == 2 for variant in found)
+    for variant in found:
+        assert len(variant.curve) == len(stream.arriving)
+        assert min(variant.arriving.values) <= total(variant.curve).agreement <= max(variant.arriving.values)
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
@@ -61,6 +65,13 @@ def test_one_drafter_is_compared_with_one_for_each_domain(lab, stream):
     found = domains(lab, halves(stream), "eagle", recipe, [0])
     assert [variant.name for variant in found] == ["one for all", "one a domain"]
     assert [len(variant.work) for variant in found] == [1, 2]
+    first, second = halves(stream)
+    fresh = lab.fresh("eagle")
+    before = lab.ruler(fresh, stream).measure(fresh.weights(), [*first.arriving[:2], *second.arriving[:2]])
+    a, b, c, d = (one.counts for one in before)
+    for variant in found:  # nothing is learned before the fifth record
+        assert variant.curve[:4] == [a, c, b, d]
+        assert total(variant.curve).agreement == variant.arriving.values[0]
 
 
 def command(lab, tmp_path, *arguments):
@@ -94,6 +105,20 @@ def test_the_command_writes_its_tables_its_plot_and_every_figure(lab, tmp_path):
     assert files[1].read_text().count("<polyline") == 3
     assert "accepted / tested of each 100 records" in files[2].read_text()
     assert "beside the paper" in result.output
+
+
+def test_the_command_draws_how_acceptance_rose_with_each_value_of_a_setting(lab, tmp_path):
+    streams = streams_of(tmp_path, "tiny", "small")
+    asked = [value for stream in streams for value in ("--stream", stream)]
+    picture, text = tmp_path / "a.svg", tmp_path / "a.md"
+    result = command(
+        lab, tmp_path, "ablate", *asked, "--ablation", "positions", "--ablation", "domains", "--records", 24,
+        "--unseen", 8, "--tokens", 12, "--passes", 1, "--seeds", 1, "--plot", picture, "--markdown", text,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert picture.read_text().count("<polyline") == 3 + 2
+    assert "positions, eagle, 24 records of tiny: accepted" in picture.read_text()
+    assert "domains, eagle, 24 records of tiny and of small: accepted" in text.read_text()
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,14 @@ def test_poison_is_spread_evenly_and_nothing_clean_changes_place(stream):
         assert sum(trace in bad for trace in found[start : start + 10]) == 3
 
 
+def test_traffic_is_poisoned_as_far_as_asked(stream):
+    clean, bad = stream.unseen[:7], stream.arriving
+    found = poison.traffic(clean, bad, 0.3)
+    assert [trace for trace in found if trace in clean] == list(clean)
+    assert len(found) == 10
+    assert poison.beside(120, 0.3) == 51
+
+
 def test_poisoned_prompts_are_the_same_every_time_and_all_different():
     first, again = poison.prompts(20), poison.prompts(20)
     assert first == again
