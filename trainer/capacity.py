@@ -7,8 +7,9 @@ training yields within 200 ms of the first waiting request, and within 300 ms of
 Beside requests that run, training takes ``trainer.duty`` of its cores' time: even at the lowest priority a core that is
 shared makes the forwards of all cores wait. While nothing runs, training goes on without rests.
 
-All seconds of work are CPU seconds. On a core that serving keeps busy a micro-step of 0.1 s may need a whole second, in
-which it takes what is left over and holds nobody up: made smaller, it would only learn less from the same work.
+All seconds of work are CPU seconds, and the two promises are for a core that training finds free. On one that serving
+keeps busy a micro-step of 0.1 s may need a whole second, in which it gets what is left over: made smaller, it would
+only learn less from the same work.
 """
 
 from __future__ import annotations
