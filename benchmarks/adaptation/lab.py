@@ -28,7 +28,8 @@ class Size:
     """How much text an experiment takes of each stream.
 
     ``records`` arrive one after the other, and ``unseen`` more are only measured on; each answer has at most
-    ``tokens`` tokens and each prompt at most ``longest``. Recording what is missing may take ``minutes``.
+    ``tokens`` tokens and each prompt at most ``longest``, or what ``engine.context`` leaves. Recording what is
+    missing may take ``minutes``.
     """
 
     records: int
@@ -72,12 +73,20 @@ class Lab:
         Raises:
             RecordingError: there are too few prompts, or the time did not suffice.
         """
-        wanted = self.size.records + self.size.unseen
-        asked = self.studio.asked(prompts, self.size.longest)[:wanted]
-        if len(asked) < wanted:
-            raise RecordingError(f"{name} has {len(asked)} prompts of at most {self.size.longest} tokens, not {wanted}")
-        traces = self.recorded(name, asked)
+        traces = self.recorded(name, self.asked(name, prompts, self.size.records + self.size.unseen))
         return Stream(name, traces[: self.size.records], traces[self.size.records :])
+
+    def asked(self, name: str, prompts: Sequence[Prompt], wanted: int) -> list[Asked]:
+        """The first ``wanted`` distinct prompts that are short enough.
+
+        Raises:
+            RecordingError: there are too few.
+        """
+        room = min(self.size.longest, self.settings.engine.context - self.size.tokens)
+        found = self.studio.asked(prompts, room)[:wanted]
+        if len(found) < wanted:
+            raise RecordingError(f"{name} has {len(found)} prompts of at most {room} tokens, not {wanted}")
+        return found
 
     def recorded(self, name: str, asked: Sequence[Asked]) -> list[Trace]:
         """The text after each prompt, in order."""

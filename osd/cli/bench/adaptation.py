@@ -192,8 +192,8 @@ def poison(
 
     with open_lab(settings, stream, records, unseen, tokens, minutes) as (lab, streams):
         recipe = lab.recipe(passes, interval, 0)
-        prompts = bench.prompts(bench.beside(records, share))
-        poisoned = lab.recorded(bench.POISON, lab.studio.asked(prompts, lab.size.longest))
+        wanted = bench.beside(records, share)
+        poisoned = lab.recorded(bench.POISON, lab.asked(bench.POISON, bench.prompts(wanted), wanted))
         found = bench.poison(lab, streams[0], poisoned, drafter, recipe, say)
         taught = lab.fresh(drafter)
         taught.load_weights(found[0].weights)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.adaptation import poison
 from benchmarks.adaptation.ablate import ABLATIONS, ablate, domains
 from benchmarks.adaptation.lab import Stream
 from benchmarks.adaptation.ruler import total
@@ -121,6 +122,35 @@ def test_the_command_draws_how_acceptance_rose_with_each_value_of_a_setting(lab,
     assert "domains, eagle, 24 records of tiny and of small: accepted" in text.read_text()
 
 
+def poisoned(lab, tmp_path):
+    """What ``osd bench poison`` says with 30% poison, on one line, and its figures."""
+    (stream,) = streams_of(tmp_path, "tiny")
+    file = tmp_path / "a.json"
+    result = command(
+        lab, tmp_path, "poison", "--stream", stream, "--share", 0.3, "--records", 24, "--unseen", 8, "--tokens", 16,
+        "--passes", 1, "--trials", 3, "--turns", 1, "--set", "trainer.held_out=0.9", "--set", "trainer.anchors=0.05",
+        "--set", "engine.context=320", "--json", file,
+    )  # fmt: skip
+    assert file.exists(), result.output
+    return result.exit_code, " ".join(result.output.split()), json.loads(file.read_text())
+
+
+def test_the_command_sends_as_much_poison_as_asked(lab, tmp_path):
+    code, said, figures = poisoned(lab, tmp_path)
+    assert code == 0
+    assert "30% poison in tiny" in said
+    assert "governed drafts on 11 prompts of the poisoned stream" in said  # 8 clean ones and 3
+    assert [len(figures["served"][way]["speeds"]) for way in ("one", "other")] == [1, 1]
+    assert figures["corrupted"] == {name: [0, 1] for name in poison.CORRUPTIONS}
+
+
+def test_the_command_fails_when_a_corrupted_candidate_is_promoted(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr(poison, "CORRUPTIONS", {"nothing": lambda drafter, random: None})
+    code, said, _ = poisoned(lab, tmp_path)
+    assert code == 1
+    assert "3 corrupted candidates were promoted" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -128,7 +158,8 @@ def test_the_command_draws_how_acceptance_rose_with_each_value_of_a_setting(lab,
         (["shift"], "--stream must be given at least twice"),
         (["ablate", "--ablation", "mood"], "--ablation must be one of divergence"),
         (["ablate", "--ablation", "domains"], "--ablation domains needs --stream at least twice"),
-        (["adapt", "--records", "31"], "tiny has 32 prompts of at most 320 tokens, not 71"),
+        (["adapt", "--records", "31"], "tiny has 32 prompts of at most 148 tokens, not 71"),
+        (["poison", "--records", "24", "--unseen", "8"], "poison has 1 prompts of at most 148 tokens, not 10"),
         (["adapt", "--set", "trainer.samples=mixed"], "recorded text is the target's: osd bench ablate"),
         (["adapt", "--markdown", "/nowhere/a.md"], "--markdown: cannot write /nowhere/a.md"),
     ],
