@@ -24,7 +24,7 @@ at last, offline; records to 50, 80 and 90% of the gain. Read off its figures; o
 
 DIFFERS = (
     "The paper's drafter is a language model of 160M for a target of 7B, k = 5, over 7,000 to 10,000 records; here a "
-    "drafter of a few million parameters follows a target of 135M that answers greedily."
+    "smaller drafter follows a smaller target, which answers greedily, and begins with next to no knowledge."
 )
 
 
