@@ -80,9 +80,12 @@ class Lab:
         """The first ``wanted`` distinct prompts that are short enough.
 
         Raises:
-            RecordingError: there are too few.
+            RecordingError: there are too few, or no prompt is short enough.
         """
-        room = min(self.size.longest, self.settings.engine.context - self.size.tokens)
+        context, tokens = self.settings.engine.context, self.size.tokens
+        if tokens + 2 > context:
+            raise RecordingError(f"engine.context {context} has no room for a prompt beside --tokens {tokens}")
+        room = min(self.size.longest, context - tokens)
         found = self.studio.asked(prompts, room)[:wanted]
         if len(found) < wanted:
             raise RecordingError(f"{name} has {len(found)} prompts of at most {room} tokens, not {wanted}")

@@ -160,12 +160,13 @@ def test_the_command_fails_when_a_corrupted_candidate_is_promoted(lab, tmp_path,
         (["ablate", "--ablation", "domains"], "--ablation domains needs --stream at least twice"),
         (["adapt", "--records", "31"], "tiny has 32 prompts of at most 148 tokens, not 71"),
         (["poison", "--records", "24", "--unseen", "8"], "poison has 1 prompts of at most 148 tokens, not 10"),
+        (["adapt", "--tokens", "159"], "engine.context 160 has no room for a prompt beside --tokens 159"),
         (["adapt", "--set", "trainer.samples=mixed"], "recorded text is the target's: osd bench ablate"),
         (["adapt", "--markdown", "/nowhere/a.md"], "--markdown: cannot write /nowhere/a.md"),
     ],
 )
 def test_what_cannot_be_measured_ends_with_one_sentence(lab, tmp_path, arguments, sentence):
     (stream,) = streams_of(tmp_path, "tiny")
-    result = command(lab, tmp_path, *arguments, "--stream", stream, "--tokens", 12)
+    result = command(lab, tmp_path, arguments[0], "--stream", stream, "--tokens", 12, *arguments[1:])
     assert result.exit_code == 2
     assert sentence in " ".join(result.output.split())
