@@ -12,7 +12,7 @@ help: ## Show the targets
 # Python compiles the modules that it imports; compiling all 18,000 at once would take most of a minute.
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 
-.venv/.installed: pyproject.toml constraints.txt $(wildcard osd/native/*.[ch])
+.venv/.installed: pyproject.toml constraints.txt $(wildcard osd/runtime/native/*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "osd needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(PIP) -e .

@@ -15,9 +15,9 @@ from benchmarks.figures import Spread
 from benchmarks.isolated import COMMITTED, Drafting, bandwidth, forward_seconds
 from benchmarks.report import columns
 from osd.drafters.base import Drafter, Session
-from osd.drafters.language_model import LanguageModel
-from osd.target.linear import PackedLinear, fused_dtype
-from osd.target.model import SlotModel
+from osd.drafters.language_model.drafter import LanguageModel
+from osd.runtime.linear import PackedLinear, fused_dtype
+from osd.runtime.model import SlotModel
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 STEPS, TAKEN_IN = 4, 2

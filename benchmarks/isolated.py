@@ -12,14 +12,14 @@ from torch import Tensor
 
 from osd.drafters.base import Session
 from osd.engine.request import Sampling
+from osd.runtime.gpu import between, mark
+from osd.runtime.kv_cache import PackedRows
+from osd.runtime.model import SlotModel
+from osd.runtime.threads import several_cores
 from osd.speculation.growth import GROWTHS
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
-from osd.target.gpu import between, mark
-from osd.target.kv_cache import PackedRows
-from osd.target.model import SlotModel
-from osd.target.threads import several_cores
 
 WORKING_SET = 270_000_000
 """Bytes that the measure of bandwidth reads: the weights of a model of 135 million parameters in bfloat16, more than

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from benchmarks.pair import Pair
 from osd.engine.request import Sampling
+from osd.runtime.kv_cache import PackedRows
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, TreeBuilder
 from osd.speculation.verification import Verdict
-from osd.target.kv_cache import PackedRows
 
 
 @dataclass(frozen=True)

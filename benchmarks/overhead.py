@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.isolated import forward_seconds
 from osd.engine.request import Sampling
+from osd.runtime.model import SlotModel
 from osd.speculation.compatibility import IncompatibleError, compatible
 from osd.speculation.distributions import Lazy
 from osd.speculation.growth import GROWTHS, Growth
@@ -19,7 +20,6 @@ from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import Draw, TreeBuilder
 from osd.speculation.verification import VERIFICATIONS
-from osd.target.model import SlotModel
 
 _STATES = 64  # different distributions
 _PEAK, _DISAGREEMENT = 1.5, 0.5  # of the distributions: Zipf's exponent, and noise between the two models' logits

@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from osd import drafters
 from osd.config import Settings
-from osd.drafters.base import Drafter, Session
-from osd.drafters.language_model import LanguageModel
+from osd.drafters.base import Drafter, Runtime, Session
+from osd.drafters.language_model.drafter import LanguageModel
 from osd.engine.engine import Engine
 from osd.registry.versions import Registry, VersionError
+from osd.runtime.model import SlotModel, decoder_layers, load_model
 from osd.target.load import load_tokenizer, resolve
-from osd.target.model import SlotModel, decoder_layers, load_model
 from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
 from serving.versions import Start
@@ -65,7 +65,7 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
         scratch=nodes + 1,
         taps=drafter.taps,
     )
-    session = drafter.session(slots, context, nodes + 1, target.device)
+    session = drafter.session(Runtime(slots, context, nodes + 1, target.device))
     return Pair(target, session, load_tokenizer(directory), name)
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from osd.target.kv_cache import PackedRows
-from osd.target.model import SlotModel
+from osd.runtime.kv_cache import PackedRows
+from osd.runtime.model import SlotModel
 
 ROWS = (1, 4, 8)
 _CHUNK = 64  # rows of a forward while texts are read

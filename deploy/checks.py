@@ -6,8 +6,8 @@ import importlib.util
 
 from osd.config import ConfigError, Settings
 from osd.engine.policy import Policy
-from osd.native import kernels
-from osd.target.device import pick_device
+from osd.runtime.device import pick_device
+from osd.runtime.native import kernels
 from trainer import tracking
 
 _RAY_TRAIN_NEEDS = ("pandas", "pyarrow")

@@ -16,8 +16,8 @@ from osd.config import Settings
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling, SpeculationCounts, Update
 from osd.registry.versions import Registry, Version
+from osd.runtime.threads import one_core
 from osd.target.load import load_tokenizer, resolve
-from osd.target.threads import one_core
 from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
 from serving.versions import Start

@@ -22,9 +22,9 @@ from osd.registry.events import Events
 from osd.registry.load_board import LoadBoard
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
+from osd.runtime.model import SlotModel, decoder_layers, load_config, load_model
+from osd.runtime.threads import one_core
 from osd.target.load import load_tokenizer, resolve
-from osd.target.model import SlotModel, decoder_layers, load_config, load_model
-from osd.target.threads import one_core
 from serving import view
 from serving.board import Board, History, Report, Totals
 from serving.control import Control, Switches

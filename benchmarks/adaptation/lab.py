@@ -16,7 +16,7 @@ from osd.capture.trace import Trace
 from osd.config import Settings
 from osd.drafters.base import Drafter
 from osd.engine.policy import Policy
-from osd.target.model import load_config
+from osd.runtime.model import load_config
 from osd.traffic.prompt import Prompt
 
 KINDS = ("eagle", "language_model")

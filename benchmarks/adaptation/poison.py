@@ -17,7 +17,7 @@ from benchmarks.adaptation.recording import RecordingError
 from benchmarks.adaptation.ruler import Counts, total
 from osd.capture.trace import Trace
 from osd.drafters.base import Drafter
-from osd.drafters.eagle import Eagle
+from osd.drafters.eagle.drafter import Eagle
 from osd.learning.gate import Gate
 from osd.traffic.prompt import Prompt
 

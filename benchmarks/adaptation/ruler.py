@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
-from osd.drafters.base import Drafter
+from osd.drafters.base import Drafter, Runtime
 from osd.engine.group import Group
 from osd.engine.piece import Piece
 from osd.engine.policy import Policy
@@ -105,7 +105,7 @@ class Ruler:
         self, drafter: Drafter, tokenizer: PreTrainedTokenizerBase, policy: Policy, context: int, tokens: int
     ) -> None:
         self._tokenizer, self._policy, self._tokens = tokenizer, policy, tokens
-        self._session = drafter.session(SLOTS, context, policy.growth.max_nodes + 1)
+        self._session = drafter.session(Runtime(SLOTS, context, policy.growth.max_nodes + 1))
         self._reads_hidden = bool(drafter.taps)
 
     @torch.inference_mode()

@@ -8,8 +8,8 @@ from pathlib import Path
 import gguf
 from transformers import PreTrainedModel
 
-from osd.drafters.language_model import LanguageModel
-from osd.target.model import DTYPES
+from osd.drafters.language_model.drafter import LanguageModel
+from osd.runtime.model import DTYPES
 
 
 def write_drafter(drafter: LanguageModel, dtype: str, directory: Path) -> Path:

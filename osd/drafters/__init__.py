@@ -10,10 +10,10 @@ from torch import nn
 from osd.config import DrafterSettings
 from osd.drafters.acceptance_head import has_head
 from osd.drafters.base import Drafter, DrafterError
-from osd.drafters.eagle import Eagle
-from osd.drafters.eagle_initial import eagle_from_config, eagle_from_target
-from osd.drafters.language_model import LanguageModel
-from osd.target.model import load_model
+from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.eagle.initial import eagle_from_config, eagle_from_target
+from osd.drafters.language_model.drafter import LanguageModel
+from osd.runtime.model import load_model
 
 DRAFTERS: dict[str, type[Drafter]] = {"eagle": Eagle, "language_model": LanguageModel}
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from osd.drafters.acceptance_head import AcceptanceHead, fitted
 from osd.speculation.tree import TreeBuilder
 
+_CPU = torch.device("cpu")
+
 
 class DrafterError(ValueError):
     """Weights or a configuration do not make a drafter; the message is one line that says why."""
@@ -49,6 +51,22 @@ class Chains:
     def tokens(self) -> list[list[int]]:
         """Those of each draft."""
         return [ids[:size] for ids, size in zip(self.drafted.tolist(), self.sizes.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where a session runs.
+
+    ``slots`` sequences at the same time, ``context`` tokens of each, and ``scratch`` places behind them, one more than
+    a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
+    few sizes; None does so on a GPU alone.
+    """
+
+    slots: int
+    context: int
+    scratch: int
+    device: torch.device = _CPU
+    bucketed: bool | None = None
 
 
 class Session(Protocol):
@@ -156,15 +174,8 @@ class Drafter(nn.Module, ABC):
         """Prefer the tokens that traffic uses, by their ``counts`` [target vocabulary]; what was learnt stays."""
 
     @abstractmethod
-    def session(self, slots: int, context: int, scratch: int, device: torch.device | None = None) -> Session:
-        """Start drafting with the weights as they are now.
-
-        Args:
-            slots: sequences at the same time.
-            context: tokens of each.
-            scratch: one more than a draft has at most.
-            device: the target's; the drafter's own when None.
-        """
+    def session(self, runtime: Runtime) -> Session:
+        """Start drafting with the weights as they are now."""
 
     def weights(self) -> dict[str, Tensor]:
         """The tensors of a version: parameters and maps, without what is the target's own."""

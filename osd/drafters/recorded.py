@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from osd.drafters.base import Chains
-from osd.target.grid import Grid, GridShape, RowBuffer, laid_out, power_of_two
-from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.recording import Recorder, Recordings
+from osd.runtime.grid import Grid, GridShape, RowBuffer, laid_out, power_of_two
+from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.recording import Recorder, Recordings
 
 Play = Callable[[], tuple[Tensor, Tensor, Tensor]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from osd.runtime.kv_cache import KVCache, PackedRows
 from osd.speculation.tree import TreeBuilder, ancestors
-from osd.target.kv_cache import KVCache, PackedRows
 
 
 class TreeRows:

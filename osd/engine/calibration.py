@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from osd.target.kv_cache import PackedRows
-from osd.target.model import SlotModel
+from osd.runtime.kv_cache import PackedRows
+from osd.runtime.model import SlotModel
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _FEW, _REPEATS = 8, 2  # small forwards are the usual ones, and quickly repeated

@@ -30,9 +30,9 @@ from osd.engine.sequence import Sequence, Unrouted
 from osd.engine.shapes import Shapes
 from osd.engine.slots import Slots
 from osd.engine.tracing import TraceBuilder
+from osd.runtime.model import SlotModel
+from osd.runtime.threads import several_cores
 from osd.speculation.governor import Governor
-from osd.target.model import SlotModel
-from osd.target.threads import several_cores
 
 log = logging.getLogger(__name__)
 

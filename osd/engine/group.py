@@ -11,16 +11,16 @@ from torch import Tensor
 from osd.drafters.base import Chains, Session
 from osd.engine.piece import Piece
 from osd.engine.policy import Policy
+from osd.runtime.gpu import sent
+from osd.runtime.memory import recycled
 from osd.speculation.distributions import Lazy
 from osd.speculation.growth import Growth
-from osd.speculation.memory import recycled
 from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties, penalised
 from osd.speculation.sampling import SamplingBatch, most_probable
 from osd.speculation.tree import ROOT, DraftBatch, TreeBuilder
 from osd.speculation.verification import Rule, Verdict
 from osd.speculation.verification.naive import Naive
-from osd.target.gpu import sent
 
 
 class Expansion:

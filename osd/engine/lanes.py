@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from osd.config import EngineSettings
-from osd.drafters.base import Drafter, Session
+from osd.drafters.base import Drafter, Runtime, Session
 from osd.registry.pointer import Rollout
-from osd.target.threads import one_core
+from osd.runtime.threads import one_core
 
 _MOST_WANTED = 64
 """Names of domains that are remembered until somebody asks: clients can send any."""
@@ -200,7 +200,7 @@ class Lanes:
 
     def _session(self) -> Session:
         settings = self._settings
-        return self._drafter.session(settings.slots, settings.context, settings.max_draft + 1, self._device)
+        return self._drafter.session(Runtime(settings.slots, settings.context, settings.max_draft + 1, self._device))
 
 
 class LineControl:

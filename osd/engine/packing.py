@@ -6,7 +6,7 @@ import torch
 
 from osd.engine.group import Group
 from osd.engine.piece import Piece
-from osd.target.kv_cache import Late, PackedRows
+from osd.runtime.kv_cache import Late, PackedRows
 
 
 def pack(pieces: list[Piece], groups: list[Group]) -> tuple[PackedRows, torch.Tensor]:

@@ -18,10 +18,10 @@ from osd.engine.policy import Policy
 from osd.engine.sequence import Sequence
 from osd.engine.slots import Slots
 from osd.engine.top import top
+from osd.runtime.gpu import Mark, between, mark
+from osd.runtime.model import Forward, SlotModel
+from osd.runtime.recording import Recorder
 from osd.speculation.tree import ROOT
-from osd.target.gpu import Mark, between, mark
-from osd.target.model import Forward, SlotModel
-from osd.target.recording import Recorder
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from osd.engine.lanes import Lanes
 from osd.engine.sequence import Routed, Sequence
 from osd.routing import Router
-from osd.target.model import SlotModel
+from osd.runtime.model import SlotModel
 
 
 class Routing:

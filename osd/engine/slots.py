@@ -9,9 +9,9 @@ from torch import Tensor
 from osd.config import EngineSettings
 from osd.engine.piece import Piece
 from osd.engine.sequence import Sequence
-from osd.target.gpu import sent
-from osd.target.kv_cache import untouched
-from osd.target.model import SlotModel
+from osd.runtime.gpu import sent
+from osd.runtime.kv_cache import untouched
+from osd.runtime.model import SlotModel
 
 
 class Slots:

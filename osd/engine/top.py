@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from osd.native import kernels
-from osd.target.gpu import sent
+from osd.runtime.gpu import sent
+from osd.runtime.native import kernels
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from osd.speculation.memory import recycled
+from osd.runtime.memory import recycled
 from osd.speculation.sampling import SamplingBatch
 
 

@@ -12,7 +12,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from osd.speculation.memory import recycled
+from osd.runtime.memory import recycled
 
 ROOT = -1
 """The parent of a first token: the last committed token of the sequence."""

@@ -1,1 +1,1 @@
-"""The frozen target: finding its weights, and running them."""
+"""The frozen target: finding its weights."""

@@ -8,7 +8,7 @@ import pytest
 
 from deploy.checks import check_settings
 from osd.config import ConfigError, Settings
-from osd.native import kernels
+from osd.runtime.native import kernels
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a biased pair": (

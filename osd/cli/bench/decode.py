@@ -9,6 +9,7 @@ import typer
 
 from osd.cli.bench.options import Draft, Json, Prompts, Tokens, check_draft, check_output, loading, running, say, write
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.drafters.base import Runtime
 
 _TURNS = 15
 """Of the isolated forwards."""
@@ -84,7 +85,7 @@ def decode(
                 typer.echo(json.dumps(asdict(wave)))
                 found.append(wave)
         depth = policy.growth.max_nodes
-        session = drafter.session(streams, DRAFT_CONTEXT, depth + 1, engine.target.device)
+        session = drafter.session(Runtime(streams, DRAFT_CONTEXT, depth + 1, engine.target.device))
         timed = on_several_cores(lambda: bench.model(engine, session, streams, found, _TURNS), settings.engine.threads)
     except BenchError as error:
         fail(error)

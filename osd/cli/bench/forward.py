@@ -8,6 +8,7 @@ import typer
 
 from osd.cli.bench.options import CONTEXT, Draft, Json, check_draft, check_output, loading, say, show, write
 from osd.cli.common import ConfigFile, Overrides, settings_of, stop_signals
+from osd.drafters.base import Runtime
 
 
 def forward(
@@ -26,8 +27,8 @@ def forward(
     from benchmarks.forward import COUNTS, STEPS, measure, table
     from benchmarks.isolated import DRAFT_CONTEXT, on_several_cores
     from benchmarks.pair import find_drafter
+    from osd.runtime.model import SlotModel, load_model
     from osd.target.load import resolve
-    from osd.target.model import SlotModel, load_model
 
     with stop_signals():
         with loading():
@@ -42,7 +43,7 @@ def forward(
             taps=drafter.taps,
             weights=settings.target.weights,
         )
-        session = drafter.session(1, DRAFT_CONTEXT, STEPS + 1, target.device)
+        session = drafter.session(Runtime(1, DRAFT_CONTEXT, STEPS + 1, target.device))
         found = on_several_cores(lambda: measure(target, drafter, session, turns, say), settings.engine.threads)
     show(table(found))
     write(json_file, {"target": settings.target.source, "draft": name, "turns": turns, **asdict(found)})

@@ -64,8 +64,8 @@ def loading() -> Iterator[None]:
     from transformers.utils import logging
 
     from benchmarks.pair import BenchError
+    from osd.runtime.threads import one_core
     from osd.target.load import TargetError
-    from osd.target.threads import one_core
     from osd.traffic.prompt import TrafficError
 
     one_core()  # loading makes threads of its own

@@ -31,9 +31,9 @@ def overhead(
     from benchmarks.overhead import measure
     from benchmarks.report import costs
     from osd.engine.request import Sampling
+    from osd.runtime.model import SlotModel, load_model
+    from osd.runtime.threads import several_cores
     from osd.target.load import resolve
-    from osd.target.model import SlotModel, load_model
-    from osd.target.threads import several_cores
 
     with stop_signals():
         with loading():

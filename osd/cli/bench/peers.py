@@ -48,7 +48,7 @@ def peers(
     from benchmarks.peers.measure import measure, ours, table
     from benchmarks.peers.models import write_drafter, write_first_layers
     from benchmarks.peers.roster import Models
-    from osd.drafters.language_model import LanguageModel
+    from osd.drafters.language_model.drafter import LanguageModel
     from osd.target.load import gguf_of, resolve
     from osd.traffic import load
 

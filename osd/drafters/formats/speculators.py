@@ -23,10 +23,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from osd.drafters.base import Drafter
-from osd.drafters.eagle import Eagle, EagleShape
-from osd.drafters.eagle_initial import eagle_from_config
+from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.eagle.initial import eagle_from_config
+from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.formats.base import CONFIG, WEIGHTS, FormatError, Origin, read_json
-from osd.target.model import load_config, load_model
+from osd.runtime.model import load_config, load_model
 
 NAMES = {
     "fuse.weight": "fc.weight",

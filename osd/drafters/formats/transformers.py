@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from osd.drafters.base import Drafter
 from osd.drafters.formats.base import FormatError, Origin
-from osd.drafters.language_model import LanguageModel
+from osd.drafters.language_model.drafter import LanguageModel
+from osd.runtime.model import load_model
 from osd.target.load import load_tokenizer
-from osd.target.model import load_model
 
 
 class Transformers:

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from osd.runtime.memory import recycled
 from osd.speculation.growth.base import Expander, expanded
-from osd.speculation.memory import recycled
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.sampling import SamplingBatch, most_probable
 from osd.speculation.tree import DraftBatch, Draw, TreeBuilder

@@ -21,7 +21,7 @@ from benchmarks.peers.models import write_drafter, write_first_layers
 from benchmarks.peers.roster import PEERS, Entry, Models
 from osd.cli.app import app
 from osd.config import DrafterSettings, Settings, TargetSettings
-from osd.drafters.language_model import LanguageModel
+from osd.drafters.language_model.drafter import LanguageModel
 
 FAKE = """
 import os, sys, time

@@ -12,7 +12,7 @@ from torch import Tensor
 from osd.config import DrafterSettings
 from osd.drafters import Drafter, DrafterError, from_config, initial
 from osd.drafters.acceptance_head import AcceptanceHead, judged
-from osd.drafters.base import Session
+from osd.drafters.base import Runtime, Session
 from osd.speculation.tree import TreeBuilder
 from tests.unit.drafters.sequences import at_places, expand_chain
 
@@ -68,7 +68,7 @@ def test_serving_and_training_judge_the_same_states(drafter: Drafter) -> None:
     tokens, hidden = sequences()
     depth, ends = 3, [7, 19]
     drafted = torch.randint(0, 256, (2, depth), generator=torch.Generator().manual_seed(5))
-    got = said(drafter.session(2, LENGTH, depth + 1), drafted, ends)
+    got = said(drafter.session(Runtime(2, LENGTH, depth + 1)), drafted, ends)
     with torch.no_grad():
         batch = at_places(tokens, hidden, [(row, end + d) for d in range(depth) for row, end in enumerate(ends)])
         states = drafter.drafted_states(batch, drafted.T.flatten(), depth)
@@ -82,7 +82,7 @@ def test_a_new_head_and_no_head_say_one_half(drafter: Drafter, target_dir: Path)
     nothing = torch.empty(2, 0, dtype=torch.int64)
     drafter.acceptance = AcceptanceHead(drafter.state_width)
     for _ in range(2):
-        assert said(drafter.session(2, LENGTH, 2), nothing, [5, 9])[0].tolist() == [0.5, 0.5]
+        assert said(drafter.session(Runtime(2, LENGTH, 2)), nothing, [5, 9])[0].tolist() == [0.5, 0.5]
         drafter.acceptance = None
 
 
@@ -99,9 +99,9 @@ def test_versions_with_and_without_a_head_follow_each_other_in_one_session(draft
     nothing = torch.empty(2, 0, dtype=torch.int64)
     full = drafter.weights()
     bare = {name: value for name, value in full.items() if not name.startswith("acceptance.")}
-    goal = said(drafter.session(2, LENGTH, 2), nothing, [5, 9])[0]
+    goal = said(drafter.session(Runtime(2, LENGTH, 2)), nothing, [5, 9])[0]
     assert (goal - 0.5).abs().min() > 1e-3
-    session = drafter.session(2, LENGTH, 2)
+    session = drafter.session(Runtime(2, LENGTH, 2))
     for weights, expected in ((bare, torch.full((2,), 0.5)), (full, goal)):
         with torch.inference_mode():
             session.load(session.stage(weights))
@@ -110,7 +110,7 @@ def test_versions_with_and_without_a_head_follow_each_other_in_one_session(draft
     assert drafter.acceptance is not None
     assert not any(parameter.any() for parameter in drafter.acceptance.parameters())
     drafter.acceptance = None
-    session = drafter.session(2, LENGTH, 2)
+    session = drafter.session(Runtime(2, LENGTH, 2))
     with torch.inference_mode():
         session.load(session.stage(full))
     drafter.load_weights(full)
@@ -120,6 +120,6 @@ def test_versions_with_and_without_a_head_follow_each_other_in_one_session(draft
 def test_a_head_that_is_not_whole_is_refused_by_name(drafter: Drafter) -> None:
     weights = drafter.weights()
     del weights["acceptance.odds.weight"]
-    for refuse in (drafter.session(2, LENGTH, 2).stage, drafter.load_weights):
+    for refuse in (drafter.session(Runtime(2, LENGTH, 2)).stage, drafter.load_weights):
         with pytest.raises(DrafterError, match=r"'acceptance.odds.weight' is missing"):
             refuse(weights)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from osd.config import DrafterSettings
 from osd.drafters import DrafterError, from_config, initial
-from osd.drafters.base import Session
-from osd.drafters.eagle import Eagle
-from osd.native import kernels
+from osd.drafters.base import Runtime, Session
+from osd.drafters.eagle.drafter import Eagle
+from osd.runtime.native import kernels
 from tests.tiny import make_tiny
 from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
 
@@ -52,11 +52,11 @@ def close(got: Tensor, goal: Tensor) -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_serving_and_training_see_the_same_inputs(eagle: Eagle, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
-        monkeypatch.setattr("osd.target.linear.kernels", lambda: None)
-        monkeypatch.setattr("osd.target.attention.kernels", lambda: None)
+        monkeypatch.setattr("osd.runtime.linear.kernels", lambda: None)
+        monkeypatch.setattr("osd.runtime.attention.kernels", lambda: None)
     depth, slots = 4, [2, 0, 3]
     tokens, hidden = sequences(eagle, 3)
-    session = eagle.session(4, LENGTH, depth + 1)
+    session = eagle.session(Runtime(4, LENGTH, depth + 1))
     for row, slot in enumerate(slots):
         session.open(slot, int(tokens[row, 0]))
     fed = [0, 0, 0]
@@ -75,7 +75,7 @@ def test_serving_and_training_see_the_same_inputs(eagle: Eagle, native: bool, mo
 def drafting(eagle: Eagle, slots: list[int]) -> tuple[Session, Tensor]:
     """A session with a few rounds behind it, in ``slots``."""
     tokens, hidden = sequences(eagle, len(slots))
-    session = eagle.session(5, LENGTH, 8)
+    session = eagle.session(Runtime(5, LENGTH, 8))
     for row, slot in enumerate(slots):
         session.open(slot, int(tokens[row, 0]))
         session.commit(slot, tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row])
@@ -141,12 +141,12 @@ def test_hidden_states_that_training_does_not_name_change_nothing(eagle: Eagle) 
 def test_a_tree_gives_what_each_of_its_paths_gives_alone(eagle: Eagle) -> None:
     tokens, hidden = sequences(eagle, 1)
     parents, drafted = [-1, -1, 0, 0, 1, 2], tokens[0, 20:26].tolist()
-    session = eagle.session(2, LENGTH, 7)
+    session = eagle.session(Runtime(2, LENGTH, 7))
     for slot in range(2):
         session.open(slot, int(tokens[0, 0]))
         session.commit(slot, tokens[0, 1:10].tolist(), hidden[0, :9])
     tree = expand_tree(session, 1, drafted, parents)
-    alone = eagle.session(1, LENGTH, 7)
+    alone = eagle.session(Runtime(1, LENGTH, 7))
     for node in range(len(drafted)):
         path, above = [], node
         while above >= 0:
@@ -187,7 +187,7 @@ def test_loading_a_staged_version_changes_a_running_session_to_it(eagle: Eagle, 
     other.load_weights(weights)
     other.adapt_vocabulary(torch.rand(259))
     tokens, hidden = sequences(eagle, 1)
-    session, fresh = eagle.session(1, LENGTH, 3), other.session(1, LENGTH, 3)
+    session, fresh = eagle.session(Runtime(1, LENGTH, 3)), other.session(Runtime(1, LENGTH, 3))
     for s in (session, fresh):
         s.open(0, int(tokens[0, 0]))
         s.commit(0, tokens[0, 1:10].tolist(), hidden[0, :9])
@@ -226,7 +226,7 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_version_that_does_not_fit_is_refused_by_name(eagle: Eagle, name: str) -> None:
     spoil, message = SPOILT[name]
-    session, before = eagle.session(1, LENGTH, 3), {k: v.clone() for k, v in eagle.weights().items()}
+    session, before = eagle.session(Runtime(1, LENGTH, 3)), {k: v.clone() for k, v in eagle.weights().items()}
     weights = {k: v.clone() for k, v in before.items()}
     spoil(weights)
     with pytest.raises(DrafterError, match=message):

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from osd.drafters.base import DrafterError
-from osd.drafters.eagle import Eagle
-from osd.drafters.eagle_initial import eagle_from_target
+from osd.drafters.base import DrafterError, Runtime
+from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.eagle.initial import eagle_from_target
 from osd.drafters.formats import FORMATS, FormatError, Origin, read, write
-from osd.drafters.language_model import LanguageModel
-from osd.target.model import load_model
+from osd.drafters.language_model.drafter import LanguageModel
+from osd.runtime.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY
 
 VARIANTS = [
@@ -145,7 +145,7 @@ def test_every_variant_drafts_in_service_as_it_was_trained(target, target_dir, v
     from osd.speculation.tree import ROOT, TreeBuilder
 
     drafter = an_eagle(target, **variant)
-    session = drafter.session(1, 32, 8)
+    session = drafter.session(Runtime(1, 32, 8))
     batch = a_batch(2)
     tokens = batch.token_ids[0]
     session.open(0, int(tokens[0]))

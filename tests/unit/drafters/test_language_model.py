@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from osd.config import DrafterSettings
 from osd.drafters import DrafterError, from_config, initial
-from osd.drafters.language_model import LanguageModel
-from osd.target.model import load_model
+from osd.drafters.base import Runtime
+from osd.drafters.language_model.drafter import LanguageModel
+from osd.runtime.model import load_model
 from tests.tiny import make_tiny, tokenizer
 from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
 
@@ -65,7 +66,7 @@ def close(got: Tensor, goal: Tensor) -> None:
 
 def test_serving_and_training_see_the_same_inputs(drafter: LanguageModel) -> None:
     depth, slots, tokens = 3, [2, 0], tokens_of(2)
-    session = drafter.session(3, LENGTH, depth + 1)
+    session = drafter.session(Runtime(3, LENGTH, depth + 1))
     for row, slot in enumerate(slots):
         session.open(slot, int(tokens[row, 0]))
     fed = [1, 1]
@@ -83,7 +84,7 @@ def test_serving_and_training_see_the_same_inputs(drafter: LanguageModel) -> Non
 def test_a_tree_gives_what_each_of_its_paths_gives_alone(drafter: LanguageModel) -> None:
     tokens = tokens_of(1)
     parents, drafted = [-1, -1, 0, 0, 1], tokens[0, 20:25].tolist()
-    session = drafter.session(2, LENGTH, 7)
+    session = drafter.session(Runtime(2, LENGTH, 7))
     session.open(1, int(tokens[0, 0]))
     session.commit(1, tokens[0, 1:10].tolist(), None)
     tree = expand_tree(session, 1, drafted, parents)
@@ -120,12 +121,16 @@ def test_loading_a_staged_version_changes_a_running_session_to_it(drafter: Langu
     weights = {
         name: (value + torch.randn_like(value) * 0.1).bfloat16().float() for name, value in drafter.weights().items()
     }
-    session, tokens, nothing = drafter.session(1, LENGTH, 3), tokens_of(1), torch.empty(1, 0, dtype=torch.int64)
+    session, tokens, nothing = (
+        drafter.session(Runtime(1, LENGTH, 3)),
+        tokens_of(1),
+        torch.empty(1, 0, dtype=torch.int64),
+    )
     staged = session.stage(weights)
     with torch.inference_mode():
         session.load(staged)
     drafter.load_weights(weights)
-    fresh = drafter.session(1, LENGTH, 3)
+    fresh = drafter.session(Runtime(1, LENGTH, 3))
     for s in (session, fresh):
         s.open(0, int(tokens[0, 0]))
         s.commit(0, tokens[0, 1:10].tolist(), None)
@@ -133,7 +138,7 @@ def test_loading_a_staged_version_changes_a_running_session_to_it(drafter: Langu
 
 
 def test_a_version_that_does_not_fit_is_refused_by_name(drafter: LanguageModel) -> None:
-    session, name = drafter.session(1, LENGTH, 3), sorted(drafter.weights())[0]
+    session, name = drafter.session(Runtime(1, LENGTH, 3)), sorted(drafter.weights())[0]
     for value, message in ((None, "is missing"), (torch.ones(3, 5), "has shape"), (torch.nan, "not finite")):
         weights = {key: tensor.clone() for key, tensor in drafter.weights().items()}
         if value is None:

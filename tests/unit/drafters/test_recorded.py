@@ -11,12 +11,13 @@ from torch import Tensor
 
 from osd.config import DrafterSettings
 from osd.drafters import from_config, initial
-from osd.drafters.base import Chains
-from osd.drafters.eagle import Eagle
-from osd.drafters.eagle_session import EagleSession
-from osd.drafters.language_model import LanguageModel, LanguageModelSession
+from osd.drafters.base import Chains, Runtime
+from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.eagle.session import EagleSession
+from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.language_model.session import LanguageModelSession
 from osd.drafters.recorded import Told, _Draft
-from osd.target.grid import GridShape
+from osd.runtime.grid import GridShape
 from tests.unit.drafters.sequences import expand_chain
 
 VOCABULARY, LENGTH, HIDDEN, SCRATCH = 150, 40, 64, 7
@@ -26,8 +27,8 @@ DRAFTERS = ["eagle", "language_model"]
 @pytest.fixture(params=DRAFTERS)
 def drafter(request: pytest.FixtureRequest, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle | LanguageModel:
     """Random weights, and float32 wherever it is used."""
-    monkeypatch.setattr("osd.drafters.eagle_session.fused_dtype", lambda device: torch.float32)
-    monkeypatch.setattr("osd.drafters.language_model._DTYPE", torch.float32)
+    monkeypatch.setattr("osd.drafters.eagle.session.fused_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("osd.drafters.language_model.session._DTYPE", torch.float32)
     drafter = initial(DrafterSettings(kind=request.param, vocabulary=VOCABULARY, layers=2), target_dir, target_dir)
     assert isinstance(drafter, Eagle | LanguageModel)
     torch.manual_seed(3)
@@ -39,8 +40,9 @@ def drafter(request: pytest.FixtureRequest, target_dir: Path, monkeypatch: pytes
 
 
 def opened(drafter: Eagle | LanguageModel, device: torch.device | None = None) -> EagleSession | LanguageModelSession:
-    made = EagleSession if isinstance(drafter, Eagle) else LanguageModelSession
-    return made(drafter, 5, LENGTH, SCRATCH, device, True)  # type: ignore[arg-type]
+    session = drafter.session(Runtime(5, LENGTH, SCRATCH, device or torch.device("cpu"), bucketed=True))
+    assert isinstance(session, EagleSession | LanguageModelSession)
+    return session
 
 
 def tell(session: EagleSession | LanguageModelSession, slots: list[int], told: int = 3) -> None:

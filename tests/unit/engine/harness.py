@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,12 +23,9 @@ from osd.config import (
     TrainerSettings,
 )
 from osd.drafters import Drafter, initial
-from osd.drafters.eagle import Eagle
-from osd.drafters.eagle_session import EagleSession
-from osd.drafters.language_model import LanguageModelSession
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling, SpeculationCounts, TokenLogprobs, Update
-from osd.target.model import SlotModel, load_model
+from osd.runtime.model import SlotModel, load_model
 from tests.tiny import tokenizer
 
 GREEDY = Sampling(temperature=0.0)
@@ -120,8 +117,8 @@ def running(
     """``bucketed`` runs what a GPU would, without recording."""
     chosen, drafter = settings(directory, **more), drafter or make_drafter(kind, directory)
     if bucketed and drafter is not None:
-        session: Any = EagleSession if isinstance(drafter, Eagle) else LanguageModelSession
-        drafter.session = lambda *size: session(drafter, *size, recorded=True)  # type: ignore[method-assign]
+        make = drafter.session
+        drafter.session = lambda runtime: make(replace(runtime, bucketed=True))  # type: ignore[method-assign]
     target = SlotModel(
         load_model(directory, "float32", "cpu"),
         slots=chosen.engine.slots,

@@ -22,13 +22,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd.config import GrowthSettings
-from osd.drafters.eagle_initial import eagle_from_target
+from osd.drafters.eagle.initial import eagle_from_target
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling, Update
 from osd.engine.shapes import Shapes
 from osd.registry.pointer import Rollout
 from osd.routing import Cluster, Pick
+from osd.runtime.attention import NAME
+from osd.runtime.model import SlotModel
 from osd.speculation.distributions import Distributions
 from osd.speculation.governor import Ready
 from osd.speculation.growth.acceptance_table import AcceptanceTable
@@ -38,8 +40,6 @@ from osd.speculation.tree import ROOT, DraftBatch
 from osd.speculation.verification import VERIFICATIONS
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
-from osd.target.attention import NAME
-from osd.target.model import SlotModel
 from tests.unit.engine.harness import settings
 from tests.unit.speculation.test_penalties import written_out
 

@@ -10,9 +10,9 @@ import pytest
 
 from osd.config import GrowthSettings
 from osd.drafters import Drafter
-from osd.drafters.eagle_session import EagleSession
+from osd.drafters.eagle.session import EagleSession
 from osd.engine.policy import Policy
-from osd.native import kernels
+from osd.runtime.native import kernels
 from osd.speculation.compatibility import IncompatibleError
 from osd.speculation.governor import Governor, Ready
 from osd.speculation.verification.greedy import follow

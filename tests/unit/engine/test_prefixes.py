@@ -13,8 +13,8 @@ from torch import Tensor
 
 from osd.capture.trace import Trace
 from osd.engine.request import Sampling
-from osd.target.kv_cache import PackedRows
-from osd.target.model import Forward
+from osd.runtime.kv_cache import PackedRows
+from osd.runtime.model import Forward
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
 OTHER, PROMPT = prompts([3, 40], seed=8)

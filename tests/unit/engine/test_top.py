@@ -7,7 +7,7 @@ import torch
 
 from osd.engine import top as module
 from osd.engine.top import top
-from osd.native import kernels
+from osd.runtime.native import kernels
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="the kernels were not built, or this CPU has no AVX2")
 

@@ -6,7 +6,7 @@ from benchmarks.adaptation.ruler import Counts, Ruler, total
 from osd.capture.trace import ACCEPTED, REJECTED
 from osd.config import GrowthSettings
 from osd.engine.policy import Policy
-from osd.target.model import Forward, SlotModel
+from osd.runtime.model import Forward, SlotModel
 from tests.unit.engine.harness import running
 
 GROWTHS = {

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from osd.drafters.base import Chains
-from osd.drafters.eagle import EagleShape
-from osd.native import DTYPES, WEIGHT_DTYPES, kernels, structs
-from osd.target.kv_cache import KVCache, PackedRows
+from osd.drafters.eagle.shape import EagleShape
+from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
 
 
 class NativeEagle:

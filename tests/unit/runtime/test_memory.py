@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from osd.speculation import memory
-from osd.speculation.memory import recycled
+from osd.runtime import memory
+from osd.runtime.memory import recycled
 
 LARGE = (64, 8192)  # 2 MiB of float32
 

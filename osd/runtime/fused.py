@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from osd.native import DTYPES, WEIGHT_DTYPES, kernels, structs
-from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.linear import PackedLinear
+from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.linear import PackedLinear
+from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
 
 FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"})
 
@@ -32,7 +32,7 @@ def fusable(model: nn.Module) -> bool:
 
 
 def llama_shaped(model: nn.Module) -> bool:
-    """Whether every layer of ``model`` is of the one kind that is written down here and in ``osd.target.lean``."""
+    """Whether every layer of ``model`` is of the one kind that is written down here and in ``osd.runtime.lean``."""
     config: Any = model.config
     return (
         type(model).__name__ in FUSABLE

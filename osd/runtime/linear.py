@@ -1,7 +1,7 @@
 """Linear layers for a few rows at a time, on the fastest kernel of this machine.
 
 A decode step multiplies 1 to some 64 rows with every weight, so it is bound by how fast weights are
-read. Three kernels can do it: ours (``osd.native``; the same bits for a row whatever its neighbours),
+read. Three kernels can do it: ours (``osd.runtime.native``; the same bits for a row whatever its neighbours),
 oneDNN with weights packed once (fast where the CPU multiplies bfloat16), and PyTorch's own.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.native import DTYPES, WEIGHT_DTYPES, kernels, structs
+from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
 
 CALIBRATION_ROWS = (1, 4, 8)
 

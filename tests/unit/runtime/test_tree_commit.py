@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd.drafters.rows import TreeRows
+from osd.runtime.attention import attend
+from osd.runtime.kv_cache import KVCache
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder
-from osd.target.attention import attend
-from osd.target.kv_cache import KVCache
 
 WIDTH = 8
 properties = settings(deadline=None, database=None, derandomize=True, max_examples=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from osd.target.kv_cache import PackedRows
+from osd.runtime.kv_cache import PackedRows
 
 
 def rows_of(parts: list[tuple[int, int, list[int]]], trees: dict[int, list[int]] | None = None) -> PackedRows:

@@ -8,54 +8,17 @@ logits and the feature of the next step. Only the most frequent target ids can b
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafters.acceptance_head import fitted, head_config
-from osd.drafters.base import Batch, Drafter, DrafterError, check
-
-
-@dataclass(frozen=True)
-class EagleShape:
-    """Everything that fixes the tensors of an EAGLE drafter, and how they are used.
-
-    Drafters of ours are the defaults of the last three; those trained elsewhere may differ. ``tap_norm`` says what is
-    normalised before the taps are fused: each tap, all of them as one vector, or nothing. With ``residual_norm`` the
-    layer's residual is the normalised feature, with ``output_norm`` the next step reads the normalised output.
-    """
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    target_vocabulary: int
-    vocabulary: int
-    taps: tuple[int, ...]
-    eps: float
-    rope_theta: float
-    tap_norm: Literal["each", "joint", "none"] = "each"
-    residual_norm: bool = False
-    output_norm: bool = False
-
-    @property
-    def ours(self) -> bool:
-        """Whether it is used as the drafters are that we make; the native kernels compute no others."""
-        return (self.tap_norm, self.residual_norm, self.output_norm) == ("each", False, False)
-
-    def fused(self, taps: Tensor, weight: Tensor) -> Tensor:
-        """Tapped states [..., taps * hidden] as the fusing layer reads them; ``weight`` [taps, hidden] of the norms."""
-        if self.tap_norm == "none":
-            return taps.float()
-        if self.tap_norm == "joint":
-            return F.rms_norm(taps.float(), (weight.numel(),), weight.flatten(), self.eps)
-        parts = taps.unflatten(-1, (len(self.taps), self.hidden))
-        return (F.rms_norm(parts.float(), (self.hidden,), None, self.eps) * weight).flatten(-2)
-
+from osd.drafters.base import Batch, Drafter, DrafterError, Runtime, check
+from osd.drafters.eagle.session import EagleSession
+from osd.drafters.eagle.shape import EagleShape, check_maps, rotate
 
 _VARIANT = ("tap_norm", "residual_norm", "output_norm")
 
@@ -158,20 +121,13 @@ class Eagle(Drafter):
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotated queries [..., heads, dim] of inputs ``x``."""
-        return rotate(self.q_proj(x).unflatten(-1, (-1, self.shape.head_dim)), *self.rotation(positions))
+        return rotate(self.q_proj(x).unflatten(-1, (-1, self.shape.head_dim)), *self.shape.rotation(positions))
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of inputs ``x``, each key head repeated for its query heads: [..., heads, dim]."""
         groups = self.shape.heads // self.shape.kv_heads
         k, v = (layer(x).unflatten(-1, (-1, self.shape.head_dim)) for layer in (self.k_proj, self.v_proj))
-        return rotate(k, *self.rotation(positions)).repeat_interleave(groups, -2), v.repeat_interleave(groups, -2)
-
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [..., 1, head_dim] of the rotary embedding at ``positions`` [...]."""
-        dim = self.shape.head_dim
-        inverse = self.shape.rope_theta ** -(torch.arange(0, dim, 2, device=positions.device).float() / dim)
-        angles = (positions.float()[..., None] * inverse).repeat(*([1] * positions.dim()), 2)
-        return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+        return rotate(k, *self.shape.rotation(positions)).repeat_interleave(groups, -2), v.repeat_interleave(groups, -2)
 
     def finish(self, features: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer: features [..., hidden] and attention's output [..., heads * dim] to the next ones."""
@@ -238,11 +194,9 @@ class Eagle(Drafter):
                 features = self.norm(features)
         return result
 
-    def session(self, slots: int, context: int, scratch: int, device: torch.device | None = None) -> Any:
+    def session(self, runtime: Runtime) -> EagleSession:
         """See ``Drafter.session``."""
-        from osd.drafters.eagle_session import EagleSession
-
-        return EagleSession(self, slots, context, scratch, device)
+        return EagleSession(self.shape, self.weights(), self.embedding_on(runtime.device), self.acceptance, runtime)
 
     def embedding_on(self, device: torch.device) -> Tensor:
         """The target's embedding on a device, the same for all sessions there."""
@@ -257,22 +211,3 @@ NEVER = -1e30  # finite, so that a row which sees nothing true stays a number
 def _later(x: Tensor) -> Tensor:
     """Move [B, W, ...] one place along W; the first place becomes 0."""
     return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to [..., heads, dim]; the two halves of dim are the planes' axes."""
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat([-b, a], -1) * sin
-
-
-def check_maps(weights: dict[str, Tensor]) -> None:
-    """Check that ``d2t`` and ``t2d`` describe the same ascending vocabulary.
-
-    Raises:
-        DrafterError: they do not.
-    """
-    if "d2t" not in weights or "t2d" not in weights:
-        return
-    ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
-    if not torch.equal(ids, weights["t2d"].nonzero().squeeze(-1)):
-        raise DrafterError("tensors 'd2t' and 't2d' do not describe the same draft vocabulary")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.target.attention import attend
-from osd.target.fused import window_of
-from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.linear import Stacked
+from osd.runtime.attention import attend
+from osd.runtime.fused import window_of
+from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.linear import Stacked
 
 
 class LeanDecoder:

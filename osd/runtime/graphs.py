@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from osd.target.grid import GridShape, RowBuffer, laid_out
-from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.recording import Recorder, Recordings
+from osd.runtime.grid import GridShape, RowBuffer, laid_out
+from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.recording import Recorder, Recordings
 
 Compute = Callable[[PackedRows, Tensor], tuple[Tensor, Tensor | None]]
 """Logits [n, vocab] of the wanted rows [n], and tapped hidden states [R, taps * hidden] or None."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from osd.native import DTYPES, kernels
-from osd.target.kv_cache import KVCache, PackedRows
+from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.native import DTYPES, kernels
 
 NAME = "osd_slots"
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from osd.target.graphs import BucketedForward
-from osd.target.grid import GridShape, RowBuffer, laid_out
-from osd.target.kv_cache import KVCache, Late, PackedRows
-from osd.target.model import SlotModel, recordable
-from osd.target.recording import Recorder, Recordings, StaticBuffer
-from tests.unit.target.rows import rows_of
-from tests.unit.target.test_model import FAMILIES, NAME, build, everything, prompt, slotted
+from osd.runtime.graphs import BucketedForward
+from osd.runtime.grid import GridShape, RowBuffer, laid_out
+from osd.runtime.kv_cache import KVCache, Late, PackedRows
+from osd.runtime.model import SlotModel, recordable
+from osd.runtime.recording import Recorder, Recordings, StaticBuffer
+from tests.unit.runtime.rows import rows_of
+from tests.unit.runtime.test_model import FAMILIES, NAME, build, everything, prompt, slotted
 
 SCRATCH, SLOTS = 8, 4
 Part = tuple[int, int, list[int]]
@@ -116,7 +116,7 @@ def test_a_recording_is_run_on_the_rows_of_its_first_forward_only_and_reads_the_
         seen.append([part.data_ptr() for part in parts])
         return model.compute(rows, wanted)
 
-    monkeypatch.setattr("osd.target.graphs.Recorder", Nosy)
+    monkeypatch.setattr("osd.runtime.graphs.Recorder", Nosy)
     model.bucketed = BucketedForward(spying, model.cache, SCRATCH, recordable=True)
     for start, count in ((0, 4), (4, 3)):
         rows = rows_of([(2, start, prompt(count))])

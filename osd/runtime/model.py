@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from osd.target import attention
-from osd.target.device import pick_device
-from osd.target.fused import FusedDecoder, fixed_angles, fusable, llama_shaped
-from osd.target.gpu import copied
-from osd.target.graphs import BucketedForward
-from osd.target.grid import padded
-from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.lean import LeanDecoder
-from osd.target.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
+from osd.runtime import attention
+from osd.runtime.device import pick_device
+from osd.runtime.fused import FusedDecoder, fixed_angles, fusable, llama_shaped
+from osd.runtime.gpu import copied
+from osd.runtime.graphs import BucketedForward
+from osd.runtime.grid import padded
+from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.lean import LeanDecoder
+from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -39,7 +39,7 @@ class SlotModel:
     those of the linear layers: "full" as they come, or "int8".
 
     On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
-    ``osd.target.graphs``. A CPU can do the same without recording, more slowly than it does otherwise.
+    ``osd.runtime.graphs``. A CPU can do the same without recording, more slowly than it does otherwise.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from osd.target.grid import Grid
+    from osd.runtime.grid import Grid
 
 
 class KVCache:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from osd.target.kv_cache import KVCache
+from osd.runtime.kv_cache import KVCache
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from osd.native import kernels
-from osd.target.attention import NAME
-from osd.target.model import SlotModel, decoder_layers
-from tests.unit.target.rows import rows_of
+from osd.runtime.attention import NAME
+from osd.runtime.model import SlotModel, decoder_layers
+from osd.runtime.native import kernels
+from tests.unit.runtime.rows import rows_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

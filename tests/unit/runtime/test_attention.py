@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.native import kernels
-from osd.target.attention import _native, reference, slot_attention
-from osd.target.kv_cache import PackedRows
-from tests.unit.target.rows import rows_of
+from osd.runtime.attention import _native, reference, slot_attention
+from osd.runtime.kv_cache import PackedRows
+from osd.runtime.native import kernels
+from tests.unit.runtime.rows import rows_of
 
 PARTS = [(2, 5, list(range(7))), (0, 0, list(range(4))), (1, 30, [9]), (3, 11, list(range(6)))]
 TREES = {0: [-1, -1, 0, 0, 1], 3: [-1, 0, 1, 0, -1]}

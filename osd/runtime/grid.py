@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.recording import StaticBuffer
+from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.recording import StaticBuffer
 
 _ALIGNED = 64  # places of a slot come in multiples of this: kernels want masks that are aligned
 _SHORTEST = 256  # places that attention reads at least; further buckets are twice as long
@@ -54,7 +54,7 @@ class Grid:
         scale: float,
         softcap: float,
     ) -> Tensor:
-        """See ``osd.target.attention.attend``; ``window`` is how many places a row sees, None for all."""
+        """See ``osd.runtime.attention.attend``; ``window`` is how many places a row sees, None for all."""
         keys[rows.slots, :, rows.stores] = key.to(keys.dtype)
         values[rows.slots, :, rows.stores] = value.to(values.dtype)
         heads, kv_heads = query.shape[1], key.shape[1]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from osd.native import kernels
-from osd.target.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
+from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
+from osd.runtime.native import kernels
 
 native = pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -105,7 +105,7 @@ def test_a_quantised_model_computes_nearly_the_same_and_is_refused_without_the_k
         with torch.inference_mode():
             got = other(x)
         assert 0 < float((got - goal).norm() / goal.norm()) < 0.02
-    monkeypatch.setattr("osd.target.linear.kernels", lambda: None)
+    monkeypatch.setattr("osd.runtime.linear.kernels", lambda: None)
     with pytest.raises(ValueError, match="target\\.weights int8 needs the kernels"):
         quantise(model)
 

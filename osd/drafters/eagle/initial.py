@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from osd.drafters.acceptance_head import without_head
 from osd.drafters.base import DrafterError
-from osd.drafters.eagle import Eagle, EagleShape
-from osd.target.model import decoder_layers
+from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.eagle.shape import EagleShape
+from osd.runtime.model import decoder_layers
 
 
 def eagle_from_config(config: dict[str, Any], target: nn.Module) -> Eagle:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osd.drafters.acceptance_head import PREFIX, fitted, judged
-from osd.drafters.base import Chains, check
-from osd.drafters.eagle import Eagle, check_maps, rotate
-from osd.drafters.eagle_native import NativeEagle
+from osd.drafters.acceptance_head import PREFIX, AcceptanceHead, fitted, judged
+from osd.drafters.base import Chains, Runtime, check
+from osd.drafters.eagle.native import NativeEagle
+from osd.drafters.eagle.shape import EagleShape, check_maps, rotate
 from osd.drafters.recorded import RecordedChains, Told
 from osd.drafters.rows import TreeRows
+from osd.runtime.attention import attend
+from osd.runtime.gpu import aside, copied
+from osd.runtime.grid import laid_out, padded
+from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, make_linear
 from osd.speculation.tree import TreeBuilder
-from osd.target.attention import attend
-from osd.target.gpu import aside, copied
-from osd.target.grid import laid_out, padded
-from osd.target.kv_cache import KVCache, PackedRows
-from osd.target.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, make_linear
 
 
 class EagleSession:
@@ -28,23 +28,28 @@ class EagleSession:
 
     Pair i of a slot joins the target's hidden state of token i with token i + 1. Pairs that were
     committed since the last draft run together with the first step of the next one. On a GPU, or where
-    ``recorded`` says so, greedy chains are recorded over weights and buffers whose addresses stay.
+    ``Runtime.bucketed`` says so, greedy chains are recorded over weights and buffers whose addresses stay.
     """
 
     def __init__(
-        self, drafter: Eagle, slots: int, context: int, scratch: int, device: torch.device | None = None,
-        recorded: bool | None = None,
-    ) -> None:  # fmt: skip
-        self.drafter, shape = drafter, drafter.shape
-        self.device = device or drafter.embedding.device
-        self.embedding = drafter.embedding_on(self.device)
+        self,
+        shape: EagleShape,
+        weights: dict[str, Tensor],
+        embedding: Tensor,
+        head: AcceptanceHead | None,
+        runtime: Runtime,
+    ) -> None:
+        """Draft with ``weights`` and the target's ``embedding``, which is on the runtime's device."""
+        self.shape, self.embedding, self.device = shape, embedding, runtime.device
+        slots, scratch, recorded = runtime.slots, runtime.scratch, runtime.bucketed
         recorded = self.device.type == "cuda" if recorded is None else recorded
-        places = padded(context + scratch) if recorded else context + scratch
+        places = runtime.context + scratch
+        places = padded(places) if recorded else places
         self.cache = KVCache(1, slots, shape.kv_heads, places, shape.head_dim, torch.float32, self.device)
         self.features = torch.zeros(slots, 1 + scratch, shape.hidden, device=self.device)
         self.pending: dict[int, tuple[list[int], list[Tensor]]] = {}
-        self._expected = drafter.weights()
-        weights = self._lay_out(self._expected)
+        self._expected = weights
+        weights = self._lay_out(weights)
         make = PlainLinear if recorded else make_linear
         self.linear = {name: make(weights[name]) for name in _LINEAR}
         self._stacked: dict[tuple[str, ...], Stacked] = {}
@@ -52,11 +57,11 @@ class EagleSession:
             plain = {name: layer for name, layer in self.linear.items() if isinstance(layer, PlainLinear)}
             self._stacked = {names: Stacked([plain[name] for name in names]) for names in (_READ, _WIDENED)}
         self.vector = {name: weights[name].clone() for name in weights if name not in _LINEAR}
-        self._head = None if drafter.acceptance is None else deepcopy(drafter.acceptance).to(self.device)
+        self._head = None if head is None else deepcopy(head).to(self.device)
         if self._head is not None:
             self.vector |= {PREFIX + name: value.data for name, value in self._head.named_parameters()}
         self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
-        cos, sin = drafter.rotation(torch.arange(places, device=self.device))
+        cos, sin = shape.rotation(torch.arange(places, device=self.device))
         self._cos, self._sin = cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous()  # [places, head_dim]
         self._native = self._point() if self._fits() else None
         self._recorded: RecordedChains | None = None
@@ -106,7 +111,7 @@ class EagleSession:
                 grown.append((len(ids), slot, 1 + parents[row][node]))
                 ids.append(tokens[row][node])
                 packed.node(slot, row, node)
-        features = torch.empty(len(ids), self.drafter.shape.hidden, device=self.device)
+        features = torch.empty(len(ids), self.shape.hidden, device=self.device)
         if fresh:
             features[fresh] = self._fuse(torch.cat(hidden).float())
         if grown:
@@ -176,12 +181,12 @@ class EagleSession:
 
     def _fits(self) -> bool:
         return all(isinstance(layer, PackedLinear) for layer in self.linear.values()) and NativeEagle.fits(
-            self.drafter.shape, self.embedding
+            self.shape, self.embedding
         )
 
     def _point(self) -> NativeEagle:
         tables = (self.embedding, self._cos, self._sin)
-        return NativeEagle(self.drafter.shape, self.linear, self.vector, self.cache, tables)
+        return NativeEagle(self.shape, self.linear, self.vector, self.cache, tables)
 
     def _lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights in the dtypes and under the names that the session uses."""
@@ -210,13 +215,13 @@ class EagleSession:
 
     def _following(self, output: Tensor) -> Tensor:
         """The features that the next step reads."""
-        return self._norm(output, "norm") if self.drafter.shape.output_norm else output
+        return self._norm(output, "norm") if self.shape.output_norm else output
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.vector[name], self.drafter.shape.eps)
+        return F.rms_norm(x, x.shape[-1:], self.vector[name], self.shape.eps)
 
     def _fuse(self, hidden: Tensor) -> Tensor:
-        return self.linear["fuse"](self.drafter.shape.fused(hidden, self.vector["tap_norm"]))
+        return self.linear["fuse"](self.shape.fused(hidden, self.vector["tap_norm"]))
 
     def _step(self, tokens: Tensor, features: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
         """The decoder layer on [R] tokens and [R, hidden] features.
@@ -224,7 +229,7 @@ class EagleSession:
         Returns:
             The next features [M, hidden] and the logits [M, draft vocabulary] after the rows ``last`` [M].
         """
-        shape, linear = self.drafter.shape, self.linear
+        shape, linear = self.shape, self.linear
         embedded = self._norm(self.embedding[tokens].float(), "embedding_norm")
         normed = self._norm(features, "feature_norm")
         x = torch.cat([embedded, normed], -1)

@@ -1,0 +1,76 @@
+"""What fixes the tensors of an EAGLE drafter, and the arithmetic that training and drafting share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from osd.drafters.base import DrafterError
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """Everything that fixes the tensors of an EAGLE drafter, and how they are used.
+
+    Drafters of ours are the defaults of the last three; those trained elsewhere may differ. ``tap_norm`` says what is
+    normalised before the taps are fused: each tap, all of them as one vector, or nothing. With ``residual_norm`` the
+    layer's residual is the normalised feature, with ``output_norm`` the next step reads the normalised output.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    target_vocabulary: int
+    vocabulary: int
+    taps: tuple[int, ...]
+    eps: float
+    rope_theta: float
+    tap_norm: Literal["each", "joint", "none"] = "each"
+    residual_norm: bool = False
+    output_norm: bool = False
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is used as the drafters are that we make; the native kernels compute no others."""
+        return (self.tap_norm, self.residual_norm, self.output_norm) == ("each", False, False)
+
+    def fused(self, taps: Tensor, weight: Tensor) -> Tensor:
+        """Tapped states [..., taps * hidden] as the fusing layer reads them; ``weight`` [taps, hidden] of the norms."""
+        if self.tap_norm == "none":
+            return taps.float()
+        if self.tap_norm == "joint":
+            return F.rms_norm(taps.float(), (weight.numel(),), weight.flatten(), self.eps)
+        parts = taps.unflatten(-1, (len(self.taps), self.hidden))
+        return (F.rms_norm(parts.float(), (self.hidden,), None, self.eps) * weight).flatten(-2)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., 1, head_dim] of the rotary embedding at ``positions`` [...]."""
+        dim = self.head_dim
+        inverse = self.rope_theta ** -(torch.arange(0, dim, 2, device=positions.device).float() / dim)
+        angles = (positions.float()[..., None] * inverse).repeat(*([1] * positions.dim()), 2)
+        return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding to [..., heads, dim]; the two halves of dim are the planes' axes."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def check_maps(weights: dict[str, Tensor]) -> None:
+    """Check that ``d2t`` and ``t2d`` describe the same ascending vocabulary.
+
+    Raises:
+        DrafterError: they do not.
+    """
+    if "d2t" not in weights or "t2d" not in weights:
+        return
+    ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    if not torch.equal(ids, weights["t2d"].nonzero().squeeze(-1)):
+        raise DrafterError("tensors 'd2t' and 't2d' do not describe the same draft vocabulary")

@@ -1,0 +1,131 @@
+"""A small language model at work: its layers over KV slots of their own."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from osd.drafters.acceptance_head import PREFIX, AcceptanceHead, fitted, judged
+from osd.drafters.base import Chains, Runtime, check
+from osd.drafters.recorded import RecordedChains, Told
+from osd.drafters.rows import TreeRows
+from osd.runtime.gpu import aside
+from osd.runtime.kv_cache import PackedRows
+from osd.runtime.model import SlotModel, recordable
+from osd.speculation.tree import TreeBuilder
+
+_DTYPE = torch.bfloat16  # of the weights that draft
+
+
+class LanguageModelSession:
+    """A small language model over KV slots; see ``osd.drafters.base.Session``.
+
+    On a GPU, or where ``Runtime.bucketed`` says so, greedy chains are recorded as one.
+    """
+
+    support: Tensor | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: dict[str, Tensor],
+        names: dict[str, list[str]],
+        head: AcceptanceHead | None,
+        runtime: Runtime,
+    ) -> None:
+        """Draft with a copy of ``model``; ``weights`` are a version's, and ``names`` all those of each in the model."""
+        self._expected, self._names = weights, names
+        self._head = None if head is None else deepcopy(head).to(runtime.device)
+        taps = () if self._head is None else (-1,)
+        self.model = SlotModel(
+            deepcopy(model).to(runtime.device, _DTYPE),
+            slots=runtime.slots,
+            context=runtime.context,
+            scratch=runtime.scratch,
+            taps=taps,
+            bucketed=runtime.bucketed,
+        )
+        self.device = self.model.device
+        self._recorded: RecordedChains | None = None
+        if self.model.bucketed is not None:
+            plays = recordable(self.model.config)
+            self._recorded = RecordedChains(self._recorded_step, self.model.cache, runtime.scratch, None, plays)
+        self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
+        self.pending: dict[int, list[int]] = {}
+
+    def open(self, slot: int, token: int) -> None:
+        """See ``Session.open``."""
+        self.model.cache.length[slot] = 0
+        self.pending[slot] = [token]
+
+    def commit(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:  # it reads tokens only
+        """See ``Session.commit``."""
+        self.pending[slot].extend(tokens)
+
+    def close(self, slot: int) -> None:
+        """See ``Session.close``."""
+        self.pending.pop(slot, None)
+
+    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """See ``Session.expand``."""
+        packed = TreeRows(builder, self.model.cache)
+        tokens: list[int] = []
+        for row, node in zip(rows.tolist(), nodes.tolist(), strict=True):
+            slot = slots[row]
+            if node < 0:
+                packed.commit(slot, len(self.pending[slot]))
+                tokens += self.pending[slot]
+                self.pending[slot] = []
+            else:
+                packed.node(slot, row, node)
+                tokens.append(int(builder.tokens[row, node]))
+        forward = self.model.forward(packed.rows(torch.tensor(tokens)), packed.last)
+        self._states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
+        return forward.logits
+
+    @torch.inference_mode()
+    def acceptance(self) -> Tensor:
+        """See ``Session.acceptance``."""
+        return judged(self._head, self._states)
+
+    @torch.inference_mode()
+    def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
+        """See ``Session.chains``."""
+        if self._recorded is None:
+            return None
+        places: list[tuple[int, int, int]] = []
+        tokens: list[int] = []
+        for slot, limit in zip(slots, limits, strict=True):
+            new = self.pending[slot] if limit else []
+            places.append((slot, self.model.cache.length[slot], len(new)))
+            tokens += new
+            if limit:
+                self.model.cache.length[slot] += len(new)
+                self.pending[slot] = []
+        return self._recorded.chains(Told(places, tokens, None), limits, floor)
+
+    def _recorded_step(
+        self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See ``osd.drafters.recorded.Step``; it reads tokens only."""
+        logits = self.model.compute(rows, wanted)[0]
+        return logits, logits
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See ``Session.stage``."""
+        weights = fitted(weights, self._expected)
+        check(weights, self._expected)
+        # Where the linear layers have a layout of their own, a tied weight is there twice.
+        aliases = {alias: weights[name] for name, every in self._names.items() for alias in every}
+        with aside(self.model.device):
+            head = {name: weights[name].to(self.model.device) for name in weights if name.startswith(PREFIX)}
+            return head | {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
+
+    def load(self, staged: dict[str, Tensor]) -> None:
+        """See ``Session.load``."""
+        if self._head is not None:
+            for name in [name for name in staged if name.startswith(PREFIX)]:
+                self._head.get_parameter(name.removeprefix(PREFIX)).data.copy_(staged[name])
+        self.model.load({name: value for name, value in staged.items() if not name.startswith(PREFIX)})
