@@ -62,7 +62,7 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
     return Start(_judging(drafters.initial(settings.drafter, target_dir, settings.home_dir), settings), 0, refused)
 
 
-def _judging(drafter: Drafter, settings: Settings) -> Drafter:
+def _judging(drafter: drafters.Trainable, settings: Settings) -> drafters.Trainable:
     """With the head that the configured growth asks, so that a later version's can be swapped in."""
     if settings.growth.kind == "acceptance_head":
         drafter.add_acceptance_head()

@@ -10,7 +10,7 @@ import msgspec
 
 from osd.config import Settings
 from osd.drafters.acceptance_head import without_head
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 from osd.learning.distiller import Distiller
 from osd.learning.replay import Replay
 from osd.registry.ledger import Spent
@@ -36,7 +36,7 @@ class Progress:
 
     def __init__(
         self, settings: Settings, status: Status, replay: Replay, spending: Spending, learnt: Learnt,
-        distiller: Callable[[Drafter], Distiller],
+        distiller: Callable[[Trainable], Distiller],
     ) -> None:  # fmt: skip
         self._path = settings.home_dir / "trainer" / f"{settings.domain}.safetensors"
         self._settings = settings
@@ -58,7 +58,7 @@ class Progress:
         """
         return time.monotonic() - self._saved_at if finished or distiller.steps != self._saved_steps else 0.0
 
-    def resume(self, version: Version, drafter: Drafter) -> Distiller | None:
+    def resume(self, version: Version, drafter: Trainable) -> Distiller | None:
         """Go on from the checkpoint; None when there is none, or none that can be used.
 
         Args:

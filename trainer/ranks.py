@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 from osd.learning.batch import collate
 from osd.learning.distiller import Counts, Distiller, Step
 from osd.learning.replay import Sample
@@ -116,7 +116,7 @@ def add_up(distiller: Distiller) -> None:
 class Shared(Distiller):
     """The leader's distiller: its updates are made of all ranks' gradients."""
 
-    def __init__(self, domain: str, drafter: Drafter, settings: TrainerSettings, leader: Leader) -> None:
+    def __init__(self, domain: str, drafter: Trainable, settings: TrainerSettings, leader: Leader) -> None:
         """Train ``drafter`` with the helpers of ``leader``."""
         super().__init__(drafter, settings)
         self.domain = domain
@@ -162,7 +162,7 @@ class Leader:
         # One domain's order is carried out by all ranks before another's is given.
         self._lock = threading.RLock()
 
-    def distiller(self, domain: str, drafter: Drafter, settings: TrainerSettings) -> Shared:
+    def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> Shared:
         """See ``Team.distiller``."""
         return Shared(domain, drafter, settings, self)
 

@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.gate import Gate, Verdict
 from osd.registry.events import Events, Kind
@@ -31,7 +31,7 @@ from trainer.canary import Canary, Judgement, expected_rate
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[dict[str, Any]], Drafter]
+Build = Callable[[dict[str, Any]], Trainable]
 """Makes a drafter from a version's config."""
 
 
@@ -68,7 +68,7 @@ class Publisher:
         self._events = events
         self._gate = gate
         self._build = build
-        self._baseline: Drafter | None = None
+        self._baseline: Trainable | None = None
         self.stable = 0
         self.canary: Canary | None = None
 
@@ -97,7 +97,7 @@ class Publisher:
 
     def propose(
         self,
-        candidate: Drafter,
+        candidate: Trainable,
         batches: Callable[[], Iterable[DistillBatch]],
         trained_on: dict[str, int],
         learnt: list[str],

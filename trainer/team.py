@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 from osd.config import TrainerSettings
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller, Step
 from osd.learning.replay import Sample
@@ -20,7 +20,7 @@ class Team(Protocol):
         """How many compute, each a micro-batch of every micro-step."""
         ...
 
-    def distiller(self, domain: str, drafter: Drafter, settings: TrainerSettings) -> Distiller:
+    def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> Distiller:
         """Train ``drafter`` for a domain."""
         ...
 
@@ -38,7 +38,7 @@ class Alone:
 
     size = 1
 
-    def distiller(self, domain: str, drafter: Drafter, settings: TrainerSettings) -> Distiller:
+    def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> Distiller:
         """See ``Team.distiller``."""
         return Distiller(drafter, settings)
 

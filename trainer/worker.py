@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from osd.capture.purge import Purges
 from osd.capture.trace import Trace
 from osd.config import Settings
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 from osd.learning.distiller import Distiller
 from osd.learning.drift import DriftWatch
 from osd.learning.gate import Gate
@@ -160,10 +160,10 @@ class Worker:
         self._note()
         return True
 
-    def _make(self, drafter: Drafter) -> Distiller:
+    def _make(self, drafter: Trainable) -> Distiller:
         return self._workshop.team.distiller(self._domain, drafter, self._settings.trainer)
 
-    def _fresh(self, version: Version) -> Drafter:
+    def _fresh(self, version: Version) -> Trainable:
         drafter = self._workshop.build(version.config)
         if self._settings.growth.kind == "acceptance_head":
             drafter.add_acceptance_head()

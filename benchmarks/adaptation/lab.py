@@ -14,7 +14,7 @@ from benchmarks.adaptation.ruler import Ruler, longest
 from osd import drafters
 from osd.capture.trace import Trace
 from osd.config import Settings
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
 from osd.runtime.model import load_config
 from osd.traffic.prompt import Prompt
@@ -108,7 +108,7 @@ class Lab:
         found = recording.read(one.id for one in asked)
         return [found[one.id] for one in asked]
 
-    def fresh(self, kind: str) -> Drafter:
+    def fresh(self, kind: str) -> Trainable:
         """A drafter that has learned nothing yet, the same one every time."""
         chosen = self.settings.drafter.model_copy(update={"kind": kind})
         with torch.random.fork_rng():
@@ -118,7 +118,7 @@ class Lab:
             drafter.add_acceptance_head()
         return drafter
 
-    def ruler(self, drafter: Drafter, *streams: Stream) -> Ruler:
+    def ruler(self, drafter: Trainable, *streams: Stream) -> Ruler:
         """A ruler for drafters like this one on these streams."""
         traces = [trace for stream in streams for trace in (*stream.arriving, *stream.unseen)]
         policy = Policy.of(self.settings.growth, self.settings.verification)

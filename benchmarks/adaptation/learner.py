@@ -15,7 +15,7 @@ from benchmarks.adaptation.ruler import Counts, Ruler
 from benchmarks.adaptation.samples import Draw
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch, collate, pack
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
@@ -75,7 +75,7 @@ class Online:
         work: what training did so far, drawing samples included.
     """
 
-    def __init__(self, drafter: Drafter, recipe: Recipe, ruler: Ruler, draw: Draw | None = None) -> None:
+    def __init__(self, drafter: Trainable, recipe: Recipe, ruler: Ruler, draw: Draw | None = None) -> None:
         if recipe.settings.samples != "teacher" and draw is None:
             raise ValueError(f"{recipe.settings.samples} samples need somebody who draws them")
         self._recipe, self._ruler, self._draw = recipe, ruler, draw
@@ -153,7 +153,7 @@ class Online:
         self.work.published += 1
 
 
-def distill(drafter: Drafter, traces: Sequence[Trace], recipe: Recipe, most: float) -> Work:
+def distill(drafter: Trainable, traces: Sequence[Trace], recipe: Recipe, most: float) -> Work:
     """Distill a drafter in place on ``traces``, for as long as it gets better.
 
     What ``trainer.held_out`` keeps aside is not trained on: training ends when ``recipe.passes`` more over the rest do
@@ -190,7 +190,7 @@ def distill(drafter: Drafter, traces: Sequence[Trace], recipe: Recipe, most: flo
     return work
 
 
-def copied(drafter: Drafter) -> dict[str, Tensor]:
+def copied(drafter: Trainable) -> dict[str, Tensor]:
     """Weights that stay as they are while the drafter goes on learning."""
     return {name: weight.clone() for name, weight in drafter.weights().items()}
 

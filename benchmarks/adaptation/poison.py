@@ -16,8 +16,8 @@ from benchmarks.adaptation.learner import Online, Recipe, copied, held_out
 from benchmarks.adaptation.recording import RecordingError
 from benchmarks.adaptation.ruler import Counts, total
 from osd.capture.trace import Trace
-from osd.drafters.base import Drafter
 from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.trainable import Trainable
 from osd.learning.gate import Gate
 from osd.traffic.prompt import Prompt
 
@@ -93,7 +93,7 @@ def poison(
     return found
 
 
-def _permuted(drafter: Drafter, random: np.random.Generator) -> None:
+def _permuted(drafter: Trainable, random: np.random.Generator) -> None:
     """The rows of every weight matrix in another order."""
     for _, weight in sorted(drafter.weights().items()):
         if weight.dim() == 2:
@@ -101,7 +101,7 @@ def _permuted(drafter: Drafter, random: np.random.Generator) -> None:
                 weight.copy_(weight[torch.from_numpy(random.permutation(len(weight)))])
 
 
-def _not_a_number(drafter: Drafter, random: np.random.Generator) -> None:
+def _not_a_number(drafter: Trainable, random: np.random.Generator) -> None:
     """One number of one weight."""
     weights = [weight for _, weight in sorted(drafter.weights().items()) if weight.is_floating_point()]
     weight = weights[random.integers(len(weights))]
@@ -109,7 +109,7 @@ def _not_a_number(drafter: Drafter, random: np.random.Generator) -> None:
         weight.view(-1)[random.integers(weight.numel())] = torch.nan
 
 
-def _shifted_map(drafter: Drafter, random: np.random.Generator) -> None:
+def _shifted_map(drafter: Trainable, random: np.random.Generator) -> None:
     """Each draft token means the target token after the right one, and the two maps agree on it."""
     assert isinstance(drafter, Eagle)  # noqa: S101  nothing else has such a map
     step = int(random.integers(1, 8))
@@ -119,7 +119,7 @@ def _shifted_map(drafter: Drafter, random: np.random.Generator) -> None:
 
 SHIFTED_MAP = "vocabulary map shifted"
 
-CORRUPTIONS: dict[str, Callable[[Drafter, np.random.Generator], None]] = {
+CORRUPTIONS: dict[str, Callable[[Trainable, np.random.Generator], None]] = {
     "weights permuted": _permuted,
     SHIFTED_MAP: _shifted_map,
     "NaN": _not_a_number,
@@ -128,7 +128,7 @@ CORRUPTIONS: dict[str, Callable[[Drafter, np.random.Generator], None]] = {
 
 
 def corrupted(
-    lab: Lab, stream: Stream, drafter: Drafter, recipe: Recipe, trials: int, seed: int = 0
+    lab: Lab, stream: Stream, drafter: Trainable, recipe: Recipe, trials: int, seed: int = 0
 ) -> dict[str, tuple[int, int]]:
     """Bring corrupted copies of ``drafter`` to the gate, which compares them with it; (promoted, tried) of each kind.
 

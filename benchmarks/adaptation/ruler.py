@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
-from osd.drafters.base import Drafter, Runtime
+from osd.drafters.base import Runtime
+from osd.drafters.trainable import Trainable
 from osd.engine.group import Group
 from osd.engine.piece import Piece
 from osd.engine.policy import Policy
@@ -102,7 +103,7 @@ class Ruler:
     """
 
     def __init__(
-        self, drafter: Drafter, tokenizer: PreTrainedTokenizerBase, policy: Policy, context: int, tokens: int
+        self, drafter: Trainable, tokenizer: PreTrainedTokenizerBase, policy: Policy, context: int, tokens: int
     ) -> None:
         self._tokenizer, self._policy, self._tokens = tokenizer, policy, tokens
         self._session = drafter.session(Runtime(SLOTS, context, policy.growth.max_nodes + 1))

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.adaptation.record import SLOTS, Studio
 from benchmarks.streams import seconds_of
 from osd.capture.trace import Trace
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 from osd.engine.request import Request, Sampling
 from osd.runtime.threads import several_cores
 
@@ -32,7 +32,7 @@ class Rehearsal:
         depth: tokens of a draft.
     """
 
-    def __init__(self, studio: Studio, drafter: Drafter, depth: int) -> None:
+    def __init__(self, studio: Studio, drafter: Trainable, depth: int) -> None:
         self._studio = studio
         self._traces: queue.Queue[Trace] = queue.Queue()
         self._engine = studio.engine(SLOTS, self._traces.put, drafter, depth)

@@ -13,14 +13,15 @@ from osd.drafters.base import Drafter, DrafterError
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.initial import eagle_from_config, eagle_from_target
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.trainable import Trainable
 from osd.runtime.model import load_model
 
-DRAFTERS: dict[str, type[Drafter]] = {"eagle": Eagle, "language_model": LanguageModel}
+DRAFTERS: dict[str, type[Trainable]] = {"eagle": Eagle, "language_model": LanguageModel}
 
-__all__ = ["DRAFTERS", "Drafter", "DrafterError", "from_config", "initial"]
+__all__ = ["DRAFTERS", "Drafter", "DrafterError", "Trainable", "from_config", "initial"]
 
 
-def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Drafter:
+def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Trainable:
     """Make the drafter that a domain starts with.
 
     Raises:
@@ -44,7 +45,7 @@ def _own_model(source: str, target: nn.Module, home: Path) -> LanguageModel:
     return drafter
 
 
-def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:
+def from_config(config: dict[str, Any], target_dir: Path) -> Trainable:
     """Make the module that a version's ``config.json`` describes; its weights come next.
 
     Raises:

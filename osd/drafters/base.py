@@ -1,4 +1,4 @@
-"""What a drafter is: a module that trains, and a session that drafts for running sequences."""
+"""What a drafter is: tensors of a version, and a session that drafts for running sequences."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from osd.drafters.acceptance_head import AcceptanceHead, fitted
 from osd.speculation.tree import TreeBuilder
 
 _CPU = torch.device("cpu")
@@ -17,20 +16,6 @@ _CPU = torch.device("cpu")
 
 class DrafterError(ValueError):
     """Weights or a configuration do not make a drafter; the message is one line that says why."""
-
-
-class Batch(Protocol):
-    """The sequences that a drafter is unrolled on.
-
-    ``token_ids`` [B, L] and ``lengths`` [B]; ``hidden`` [B, L, taps * hidden] or None; the N places to
-    predict as ``sequence`` [N], the row, and ``place`` [N], the index in that row.
-    """
-
-    token_ids: Tensor
-    lengths: Tensor
-    hidden: Tensor | None
-    sequence: Tensor
-    place: Tensor
 
 
 @dataclass(frozen=True)
@@ -121,75 +106,34 @@ class Session(Protocol):
         ...
 
 
-class Drafter(nn.Module, ABC):
-    """A trainable drafter.
+class Drafter(ABC):
+    """What a version holds: a configuration, tensors, and the session that drafts with them.
 
-    ``taps`` are the target layers whose outputs it reads (none: it reads tokens only) and
-    ``draft_ids`` [draft vocabulary] the target ids that it may draft, None for all of them. ``acceptance`` is a head on
-    its states of ``state_width`` numbers, None when nothing asks for one.
+    ``taps`` are the target layers whose outputs it reads; none: it reads tokens only.
     """
 
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()
-    draft_ids: Tensor | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.acceptance: AcceptanceHead | None = None
-
-    @property
-    @abstractmethod
-    def state_width(self) -> int:
-        """Numbers of one state."""
-
-    def add_acceptance_head(self) -> None:
-        """Have a head; a new one says 1/2 of every token."""
-        if self.acceptance is None:
-            self.acceptance = AcceptanceHead(self.state_width)
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """What ``config.json`` of a version says: all that is needed to build the same module."""
-
-    @abstractmethod
-    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """Logits [N, draft vocabulary] for each of ``depth`` steps on its own outputs, as a draft would run.
-
-        ``drafted`` [B, L] are the tokens that later steps read as the draft before ``place``, each for itself: what
-        they differ in from the batch is nobody else's past. None for the batch's own.
-
-        Entry d predicts ``place`` having seen the target's hidden states up to ``place - 2 - d`` only,
-        and every token before ``place``. Rows with ``place < d + 2`` mean nothing.
-        """
-
-    @abstractmethod
-    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """States [N, state_width] after the tokens ``fed`` [N], as if each had been drafted at its ``place``.
-
-        Entry d - 1 of ``depth`` is the state when it is the d-th token of a draft. Tokens before it are those of
-        the batch, or those fed at their places. Rows with ``place < d + 1`` mean nothing.
-        """
-
-    def adapt_vocabulary(self, counts: Tensor) -> None:  # most drafters have no draft vocabulary
-        """Prefer the tokens that traffic uses, by their ``counts`` [target vocabulary]; what was learnt stays."""
+        """What ``config.json`` of a version says: all that is needed to build the same drafter."""
 
     @abstractmethod
     def session(self, runtime: Runtime) -> Session:
         """Start drafting with the weights as they are now."""
 
+    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """The tensors of a version: parameters and maps, without what is the target's own."""
-        return {name: value.detach() for name, value in self.state_dict().items()}
+        """The tensors of a version, without what is the target's own."""
 
+    @abstractmethod
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Take over the weights of a version.
 
         Raises:
             DrafterError: a name, shape or number is wrong.
         """
-        weights = fitted(weights, self.weights())
-        check(weights, self.weights())
-        self.load_state_dict(weights, strict=False)
 
 
 def check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from osd.capture.trace import ACCEPTED, REJECTED
 from osd.config import TrainerSettings
 from osd.drafters.acceptance_head import PREFIX
-from osd.drafters.base import Drafter, DrafterError
+from osd.drafters.base import DrafterError
+from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.moments import State, moments_of, read_moments, set_state
 
@@ -39,7 +40,7 @@ class HeadTraining:
     Huang, Guo and Wang, "SpecDec++", COLM 2025 (arXiv 2405.19715): weight 6, mixing 0.15, three blocks.
     """
 
-    def __init__(self, drafter: Drafter, settings: TrainerSettings) -> None:
+    def __init__(self, drafter: Trainable, settings: TrainerSettings) -> None:
         """Train the head that ``drafter`` has."""
         if drafter.acceptance is None:
             raise DrafterError(f"this {drafter.kind} drafter has no acceptance head to train")

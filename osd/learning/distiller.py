@@ -13,7 +13,7 @@ from torch import Tensor
 
 from osd.config import TrainerSettings
 from osd.drafters.acceptance_head import PREFIX
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 from osd.learning import objective
 from osd.learning.acceptance import HeadTraining
 from osd.learning.batch import DistillBatch
@@ -77,7 +77,7 @@ class Distiller:
     ``osd.learning.acceptance``; ``head_loss`` is its last one, None before there was any.
     """
 
-    def __init__(self, drafter: Drafter, settings: TrainerSettings) -> None:
+    def __init__(self, drafter: Trainable, settings: TrainerSettings) -> None:
         self.drafter = drafter
         self.steps = 0
         self.skipped = 0

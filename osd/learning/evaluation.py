@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 from osd.learning import DIVERGENCES
 from osd.learning.batch import DistillBatch
 from osd.learning.divergences import draft_index, overlap
@@ -63,7 +63,7 @@ class GateFigures:
 
 
 @torch.inference_mode()
-def evaluate(drafter: Drafter, batches: Iterable[DistillBatch], depth: int, divergence: str) -> GateFigures:
+def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, divergence: str) -> GateFigures:
     """Evaluate a drafter over a chain of ``depth`` tokens on the distributions that verification captured.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.evaluation import GateFigures, evaluate
 
@@ -64,7 +64,9 @@ class Gate:
     divergence: str
     min_positions: int = MIN_POSITIONS
 
-    def judge(self, candidate: Drafter, baseline: Drafter, batches: Callable[[], Iterable[DistillBatch]]) -> Verdict:
+    def judge(
+        self, candidate: Trainable, baseline: Trainable, batches: Callable[[], Iterable[DistillBatch]]
+    ) -> Verdict:
         """Evaluate both and decide; ``batches`` gives the held-out positions anew at each call."""
         for name, weight in candidate.weights().items():
             if not torch.isfinite(weight).all():

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafters.acceptance_head import fitted, head_config
-from osd.drafters.base import Batch, Drafter, DrafterError, Runtime, check
+from osd.drafters.base import DrafterError, Runtime, check
 from osd.drafters.eagle.session import EagleSession
 from osd.drafters.eagle.shape import EagleShape, check_maps, rotate
+from osd.drafters.trainable import Batch, Trainable
 
 _VARIANT = ("tap_norm", "residual_norm", "output_norm")
 
 
-class Eagle(Drafter):
+class Eagle(Trainable):
     """One decoder layer over fused hidden states; the target's embedding is shared, not stored."""
 
     kind: ClassVar[str] = "eagle"
@@ -96,7 +97,7 @@ class Eagle(Drafter):
 
     @property
     def state_width(self) -> int:
-        """See ``Drafter.state_width``."""
+        """See ``Trainable.state_width``."""
         return self.shape.hidden
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
@@ -140,12 +141,12 @@ class Eagle(Drafter):
         return self.head(self.norm(features))
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Drafter.unroll``; EAGLE-3's training-time test."""
+        """See ``Trainable.unroll``; EAGLE-3's training-time test."""
         outputs = self._outputs(batch, batch.place - 2, depth, batch.token_ids if drafted is None else drafted)
         return [self.logits(features) for features in outputs]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Drafter.drafted_states``; a fed token is seen by its own draft and by no pair of true tokens."""
+        """See ``Trainable.drafted_states``; a fed token is seen by its own draft and by no pair of true tokens."""
         drafted = batch.token_ids.index_put((batch.sequence, batch.place), fed)
         return self._outputs(batch, batch.place - 1, depth + 1, drafted)[1:]
 

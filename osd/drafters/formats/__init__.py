@@ -9,10 +9,10 @@ import secrets
 import shutil
 from pathlib import Path
 
-from osd.drafters.base import Drafter
 from osd.drafters.formats.base import CONFIG, PROVENANCE, WEIGHTS, Format, FormatError, Origin, read_json
 from osd.drafters.formats.speculators import Speculators
 from osd.drafters.formats.transformers import Transformers
+from osd.drafters.trainable import Trainable
 
 FORMATS: dict[str, Format] = {"speculators": Speculators(), "transformers": Transformers()}
 """What ``osd drafters export --format`` may name; the first that recognises a directory reads it."""
@@ -20,7 +20,7 @@ FORMATS: dict[str, Format] = {"speculators": Speculators(), "transformers": Tran
 __all__ = ["FORMATS", "FormatError", "Origin", "read", "write"]
 
 
-def write(drafter: Drafter, name: str, origin: Origin, folder: Path) -> None:
+def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
     """Write a drafter to a new directory, which appears when it is whole.
 
     Raises:
@@ -42,7 +42,7 @@ def write(drafter: Drafter, name: str, origin: Origin, folder: Path) -> None:
         raise
 
 
-def read(folder: Path, target: Path) -> tuple[str, Drafter]:
+def read(folder: Path, target: Path) -> tuple[str, Trainable]:
     """Read a directory in whatever format it is, and check it: hash where one is given, names, shapes, finite numbers.
 
     Args:

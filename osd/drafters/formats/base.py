@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "osd.json"
 
@@ -34,7 +34,7 @@ class Origin:
 class Format(Protocol):
     """One way to store a drafter, as ``config.json`` and ``model.safetensors``."""
 
-    def write(self, drafter: Drafter, origin: Origin, folder: Path) -> None:
+    def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
         """Write both files, and what else the format has.
 
         Raises:
@@ -46,7 +46,7 @@ class Format(Protocol):
         """Whether a ``config.json`` is of this format."""
         ...
 
-    def read(self, folder: Path, config: dict[str, Any], target: Path) -> Drafter:
+    def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
         """Read a drafter for the target in ``target``.
 
         Raises:

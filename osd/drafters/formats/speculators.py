@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import LlamaConfig
 
-from osd.drafters.base import Drafter
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.initial import eagle_from_config
 from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.formats.base import CONFIG, WEIGHTS, FormatError, Origin, read_json
+from osd.drafters.trainable import Trainable
 from osd.runtime.model import load_config, load_model
 
 NAMES = {
@@ -63,7 +63,7 @@ _EMBEDDING = "embed_tokens.weight"
 class Speculators:
     """EAGLE-3 as one Llama layer."""
 
-    def write(self, drafter: Drafter, origin: Origin, folder: Path) -> None:
+    def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
         """See ``Format.write``."""
         if not isinstance(drafter, Eagle):
             raise FormatError(f"speculators has no {drafter.kind} drafter; export it with --format transformers")
@@ -115,7 +115,7 @@ class Speculators:
         """See ``Format.recognises``."""
         return "speculators_model_type" in config
 
-    def read(self, folder: Path, config: dict[str, Any], target: Path) -> Drafter:
+    def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
         """See ``Format.read``."""
         of_target = load_config(target)
         try:

@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from osd.drafters.base import Drafter
 from osd.drafters.formats.base import FormatError, Origin
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.trainable import Trainable
 from osd.runtime.model import load_model
 from osd.target.load import load_tokenizer
 
@@ -20,7 +20,7 @@ from osd.target.load import load_tokenizer
 class Transformers:
     """A whole model with the target's tokenizer beside it; the embedding is written even where it is the target's."""
 
-    def write(self, drafter: Drafter, origin: Origin, folder: Path) -> None:
+    def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
         """See ``Format.write``."""
         if not isinstance(drafter, LanguageModel):
             raise FormatError(f"transformers has no {drafter.kind} drafter; export it with --format speculators")
@@ -31,7 +31,7 @@ class Transformers:
         """See ``Format.recognises``."""
         return "model_type" in config and "speculators_model_type" not in config
 
-    def read(self, folder: Path, config: dict[str, Any], target: Path) -> Drafter:
+    def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
         """See ``Format.read``; an embedding and head that equal the target's are shared with it, and stay frozen."""
         try:
             model, told = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]

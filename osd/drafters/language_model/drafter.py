@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from osd.drafters.acceptance_head import PREFIX, fitted, head_config
-from osd.drafters.base import Batch, Drafter, DrafterError, Runtime, check
+from osd.drafters.base import DrafterError, Runtime, check
 from osd.drafters.beside import Beside
 from osd.drafters.language_model.session import LanguageModelSession
+from osd.drafters.trainable import Batch, Trainable
 from osd.runtime.model import decoder_layers
 
 
-class LanguageModel(Drafter):
+class LanguageModel(Trainable):
     """Any decoder-only model of transformers that has the target's vocabulary."""
 
     kind: ClassVar[str] = "language_model"
@@ -70,7 +71,7 @@ class LanguageModel(Drafter):
 
     @property
     def state_width(self) -> int:
-        """See ``Drafter.state_width``."""
+        """See ``Trainable.state_width``."""
         return self.model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator, return-value]
 
     def weights(self) -> dict[str, Tensor]:
@@ -101,7 +102,7 @@ class LanguageModel(Drafter):
             self.acceptance.load_state_dict({name: weights[PREFIX + name] for name in self.acceptance.state_dict()})
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Drafter.unroll``; it reads tokens only, so every step over the same tokens is the same."""
+        """See ``Trainable.unroll``; it reads tokens only, so every step over the same tokens is the same."""
         decoder = self.model.get_decoder()  # type: ignore[operator]
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         if drafted is None:
@@ -114,7 +115,7 @@ class LanguageModel(Drafter):
         return [first] + [head(hidden[batch.sequence, beside.column[batch.sequence, batch.place - 1]])] * (depth - 1)
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Drafter.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""
+        """See ``Trainable.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""
         tokens = batch.token_ids.index_put((batch.sequence, batch.place), fed)
         mask = torch.arange(tokens.shape[1], device=tokens.device) < batch.lengths[:, None]
         states: list[Tensor] = []

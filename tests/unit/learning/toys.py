@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from osd.capture.trace import NOT_DRAFTED, REJECTED, Array, Trace
-from osd.drafters.base import Drafter
+from osd.drafters.trainable import Trainable
 
 VOCABULARY, HIDDEN = 12, 12
 
 
-class Toy(Drafter):
+class Toy(Trainable):
     """Predicts from the hidden state that it may see and from the last token."""
 
     kind = "toy"

@@ -1,0 +1,81 @@
+"""Drafters that the distiller can improve."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from osd.drafters.acceptance_head import AcceptanceHead, fitted
+from osd.drafters.base import Drafter, check
+
+
+class Batch(Protocol):
+    """The sequences that a drafter is unrolled on.
+
+    ``token_ids`` [B, L] and ``lengths`` [B]; ``hidden`` [B, L, taps * hidden] or None; the N places to
+    predict as ``sequence`` [N], the row, and ``place`` [N], the index in that row.
+    """
+
+    token_ids: Tensor
+    lengths: Tensor
+    hidden: Tensor | None
+    sequence: Tensor
+    place: Tensor
+
+
+class Trainable(Drafter, nn.Module):
+    """A drafter whose weights are trained.
+
+    ``draft_ids`` [draft vocabulary] are the target ids that it may draft, None for all of them. ``acceptance`` is a
+    head on its states of ``state_width`` numbers, None when nothing asks for one.
+    """
+
+    draft_ids: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acceptance: AcceptanceHead | None = None
+
+    @property
+    @abstractmethod
+    def state_width(self) -> int:
+        """Numbers of one state."""
+
+    def add_acceptance_head(self) -> None:
+        """Have a head; a new one says 1/2 of every token."""
+        if self.acceptance is None:
+            self.acceptance = AcceptanceHead(self.state_width)
+
+    @abstractmethod
+    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """Logits [N, draft vocabulary] for each of ``depth`` steps on its own outputs, as a draft would run.
+
+        ``drafted`` [B, L] are the tokens that later steps read as the draft before ``place``, each for itself: what
+        they differ in from the batch is nobody else's past. None for the batch's own.
+
+        Entry d predicts ``place`` having seen the target's hidden states up to ``place - 2 - d`` only,
+        and every token before ``place``. Rows with ``place < d + 2`` mean nothing.
+        """
+
+    @abstractmethod
+    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
+        """States [N, state_width] after the tokens ``fed`` [N], as if each had been drafted at its ``place``.
+
+        Entry d - 1 of ``depth`` is the state when it is the d-th token of a draft. Tokens before it are those of
+        the batch, or those fed at their places. Rows with ``place < d + 1`` mean nothing.
+        """
+
+    def adapt_vocabulary(self, counts: Tensor) -> None:  # most drafters have no draft vocabulary
+        """Prefer the tokens that traffic uses, by their ``counts`` [target vocabulary]; what was learnt stays."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """See ``Drafter.weights``: parameters and maps."""
+        return {name: value.detach() for name, value in self.state_dict().items()}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """See ``Drafter.load_weights``."""
+        weights = fitted(weights, self.weights())
+        check(weights, self.weights())
+        self.load_state_dict(weights, strict=False)
