@@ -18,7 +18,8 @@ from benchmarks.streams import Arrivals, decoding_rate, updates_of
 from osd.drafters.base import Chains, Drafter, Session
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
-from osd.engine.request import Request, Sampling, SpeculationCounts
+from osd.engine.request import Request, Sampling
+from osd.metrics import SpeculationCounts
 from osd.speculation.tree import TreeBuilder
 
 PLAIN, SPECULATIVE = "plain", "speculative"
@@ -34,9 +35,7 @@ class Wave:
 
     way: str
     tokens_per_second: float
-    rounds: int
-    drafted: int
-    accepted: int
+    counts: SpeculationCounts
     calls: int
 
 
@@ -154,7 +153,7 @@ def decode(
             before = calls.made
             speed, counts = _wave(engine, requests)
             if number:
-                yield Wave(way, speed, counts.rounds, counts.drafted, counts.accepted, calls.made - before)
+                yield Wave(way, speed, counts, calls.made - before)
 
 
 def _wave(engine: Engine, requests: Sequence[Request]) -> tuple[float, SpeculationCounts]:
@@ -179,13 +178,13 @@ def model(engine: Engine, session: Session, streams: int, waves: Sequence[Wave],
         BenchError: nothing was drafted.
     """
     drafted = [wave for wave in waves if wave.way == SPECULATIVE]
-    rounds = sum(wave.rounds for wave in drafted)
-    if not rounds:
+    counts = SpeculationCounts.sum(wave.counts for wave in drafted)
+    if not counts.rounds:
         raise BenchError("nothing was drafted")
     # Calls are counted for all sequences together, rounds and tokens for each.
-    steps = sum(wave.calls for wave in drafted) * streams / rounds
-    rows = 1 + round(sum(wave.drafted for wave in drafted) / rounds)
-    length = 1 + round(sum(wave.accepted for wave in drafted) / rounds)
+    steps = sum(wave.calls for wave in drafted) * streams / counts.rounds
+    rows = 1 + round(counts.drafted / counts.rounds)
+    length = round(counts.mean_acceptance_length)
     forwards = max(1, round(steps))
     drafting = Drafting(session, engine.target, streams)
     plains, step, verify = [], [], []
@@ -205,10 +204,7 @@ def conclude(waves: Sequence[Wave], timed: Model, streams: int) -> Found:
     """Put the figures together; waves of both ways alternate."""
     plain, mine = ([wave for wave in waves if wave.way == way] for way in (PLAIN, SPECULATIVE))
     speedup = Spread.of([a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, plain, strict=True)])
-    rounds, drafted, accepted = (
-        sum(getattr(wave, name) for wave in mine) for name in ("rounds", "drafted", "accepted")
-    )
-    counts = SpeculationCounts(rounds, drafted, accepted)
+    counts = SpeculationCounts.sum(wave.counts for wave in mine)
     length = counts.mean_acceptance_length
     speed = Spread.of([wave.tokens_per_second for wave in mine])
     return Found(

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from osd.engine.engine import Engine
-from osd.engine.request import Request, SpeculationCounts, TokenLogprobs, Update
+from osd.engine.request import Request, TokenLogprobs, Update
+from osd.metrics import SpeculationCounts
 
 Arrivals = dict[str, list[tuple[float, int]]]
 """Of each request, when tokens came, in seconds from the sending on, and how many at that moment."""

@@ -14,7 +14,8 @@ from pathlib import Path
 from osd import drafters
 from osd.config import Settings
 from osd.engine.engine import Engine
-from osd.engine.request import Request, Sampling, SpeculationCounts, Update
+from osd.engine.request import Request, Sampling, Update
+from osd.metrics import SpeculationCounts
 from osd.registry.versions import Registry, Version
 from osd.runtime.threads import one_core
 from osd.target.load import load_tokenizer, resolve

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from deploy.chart import chart
 from deploy.demo_measure import HeldOut
+from osd.metrics import acceptance_rate
 from osd.traffic.replay import Tally
 
 
@@ -65,7 +66,7 @@ class Story:
                 start += 1
             drafted = sample.drafted - self.samples[start].drafted
             if drafted:
-                points.append((sample.time, (sample.accepted - self.samples[start].accepted) / drafted))
+                points.append((sample.time, acceptance_rate(sample.accepted - self.samples[start].accepted, drafted)))
         return points
 
     def speed(self, window: float = 10.0) -> float:

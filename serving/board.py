@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from osd.metrics import acceptance_rate, mean_acceptance_length
 from osd.registry.ledger import Spent
 
 Name = str | tuple[str | int, ...]
@@ -139,8 +140,13 @@ class Board:
         return History(
             time=[float(edge) for edge in edges],
             tokens_per_second=[count["completion_tokens"] / width for count in counts],
-            acceptance_rate=[_ratio(count["accepted"], count["drafted"]) for count in counts],
-            mean_acceptance_length=[_ratio(count["accepted"] + count["rounds"], count["rounds"]) for count in counts],
+            acceptance_rate=[
+                acceptance_rate(count["accepted"], count["drafted"]) if count["drafted"] else None for count in counts
+            ],
+            mean_acceptance_length=[
+                mean_acceptance_length(count["accepted"], count["rounds"]) if count["rounds"] else None
+                for count in counts
+            ],
             running=[_mean([running for running, _ in load]) for load in loads.values()],
             waiting=[_mean([waiting for _, waiting in load]) for load in loads.values()],
             rounds=window["rounds"],
@@ -159,10 +165,6 @@ class Board:
         recent = [mark for mark in self._swaps if time - mark[0] < _MARK_SECONDS and mark[1] == version]
         if not recent:
             self._swaps.append((time, version))
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
 
 
 def _mean(values: list[int]) -> float:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from starlette.types import Receive
 
-from osd.engine.request import Request, SpeculationCounts, Update
+from osd.engine.request import Request, Update
 from serving.errors import ApiError
 from serving.limits import Queue
 from serving.service import Service
@@ -104,19 +104,3 @@ def seed_of(seed: int, choice: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % 2**63
-
-
-def add_counts(all_counts: Sequence[SpeculationCounts]) -> SpeculationCounts:
-    """Sum the counts of several sequences."""
-
-    def add(lists: list[list[int]]) -> list[int]:
-        length = max(map(len, lists), default=0)
-        return [sum(values[i] for values in lists if i < len(values)) for i in range(length)]
-
-    return SpeculationCounts(
-        rounds=sum(counts.rounds for counts in all_counts),
-        drafted=sum(counts.drafted for counts in all_counts),
-        accepted=sum(counts.accepted for counts in all_counts),
-        accepted_per_position=add([counts.accepted_per_position for counts in all_counts]),
-        histogram=add([counts.histogram for counts in all_counts]),
-    )

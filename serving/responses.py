@@ -11,9 +11,10 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from osd.engine.request import FinishReason, SpeculationCounts, TokenLogprobs, Update
+from osd.engine.request import FinishReason, TokenLogprobs, Update
+from osd.metrics import SpeculationCounts
 from serving.errors import ApiError
-from serving.generation import Disconnected, add_counts
+from serving.generation import Disconnected
 from serving.logprobs import Logprobs
 
 Updates = AsyncIterator[tuple[int, Update]]
@@ -35,14 +36,14 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)
-    counts: list[SpeculationCounts] = field(default_factory=list)
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
 
     def add(self, index: int, update: Update) -> None:
         """Count an update of a choice."""
         self.completion_tokens += len(update.token_ids)
         self.cached[index] = update.cached_tokens
         if update.counts is not None:
-            self.counts.append(update.counts)
+            self.counts.add(update.counts)
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once for all its choices, and what none of them had to read as cached."""
@@ -58,7 +59,7 @@ class Answer:
 
     def metrics(self) -> dict[str, Any]:
         """How speculation did on this request, all choices together."""
-        counts = add_counts(self.counts)
+        counts = self.counts
         return {
             "speculative_decoding": {
                 "mean_acceptance_length": counts.mean_acceptance_length,

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
+from osd.capture.trace import Trace
+from osd.learning.drift import tested_tokens
+from osd.metrics import acceptance_rate
 
 FEWEST_RECORDS = 12
 """Records of each version before anything is decided: a standard error of fewer is not to be trusted."""
@@ -35,7 +37,7 @@ class Ratio:
     @property
     def rate(self) -> float:
         """Part of the whole, 0 when there is nothing."""
-        return self._sums[0] / self._sums[1] if self._sums[1] else 0.0
+        return acceptance_rate(self._sums[0], self._sums[1])
 
     @property
     def error(self) -> float:
@@ -62,11 +64,10 @@ class Arm:
 
     def add(self, trace: Trace) -> None:
         """Take in a request; one without any draft says nothing."""
-        verdict = trace.verdict.numpy()
-        accepted, tested = int((verdict == ACCEPTED).sum()), int((verdict != NOT_DRAFTED).sum())
+        accepted, tested = tested_tokens(trace)
         if tested:
             self.tested.add(accepted, tested)
-            self.speed.add(accepted, len(verdict))
+            self.speed.add(accepted, trace.verdict.shape[0])
 
 
 @dataclass(frozen=True)
@@ -169,4 +170,4 @@ def expected_rate(per_depth: list[float]) -> float:
         tested += reached
         reached *= alpha
         accepted += reached
-    return accepted / tested if tested else 0.0
+    return acceptance_rate(accepted, tested)

@@ -24,6 +24,7 @@ from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling
 from osd.engine.sequence import Sequence as Running
 from osd.learning.batch import length
+from osd.metrics import acceptance_rate, mean_acceptance_length
 from osd.speculation.tree import ROOT
 from osd.speculation.verification.greedy import follow
 
@@ -54,17 +55,17 @@ class Counts:
     @property
     def acceptance(self) -> float:
         """Acceptance rate: accepted / drafted, 0 when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        return acceptance_rate(self.accepted, self.drafted)
 
     @property
     def agreement(self) -> float:
         """Accepted / tested, 0 when nothing was tested."""
-        return self.accepted / self.tested if self.tested else 0.0
+        return acceptance_rate(self.accepted, self.tested)
 
     @property
     def acceptance_length(self) -> float:
         """Mean acceptance length: 1 + accepted / rounds, 1 when nothing was drafted."""
-        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
+        return mean_acceptance_length(self.accepted, self.rounds)
 
 
 def total(counts: Sequence[Counts]) -> Counts:

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.adaptation.meter import Sample
 from osd.config import Settings
+from osd.metrics import acceptance_rate
 
 _REQUESTS = "osd_requests"
 _DRAFTED, _ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
@@ -74,7 +75,7 @@ class Turn:
     @property
     def acceptance(self) -> float:
         """Accepted / drafted, 0 when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        return acceptance_rate(self.accepted, self.drafted)
 
     def figures(self) -> dict[str, Any]:
         """All of it, as JSON."""
@@ -126,6 +127,6 @@ def curve(samples: Sequence[Sample], points: int = _POINTS) -> list[tuple[float,
         drafted, accepted, tokens, busy = (
             two.count(name) - one.count(name) for name in (_DRAFTED, _ACCEPTED, _TOKENS, _BUSY)
         )
-        acceptance = accepted / drafted if drafted else 0.0
-        found.append((two.count(_REQUESTS) - begin.count(_REQUESTS), acceptance, tokens / busy))
+        rate = acceptance_rate(accepted, drafted)
+        found.append((two.count(_REQUESTS) - begin.count(_REQUESTS), rate, tokens / busy))
     return found

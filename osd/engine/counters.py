@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from osd.engine.request import SpeculationCounts
+from osd.metrics import SpeculationCounts
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,4 @@ class EngineCounters:
 
     def speculation(self) -> SpeculationCounts:
         """The draft counts of all versions together."""
-        total = SpeculationCounts()
-        for counts in self.by_version.values():
-            total.add(counts)
-        return total
+        return SpeculationCounts.sum(self.by_version.values())

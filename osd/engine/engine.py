@@ -23,13 +23,14 @@ from osd.engine.lanes import Lanes, LineControl
 from osd.engine.piece import Piece
 from osd.engine.planner import Planner
 from osd.engine.policy import Policy
-from osd.engine.request import Request, SpeculationCounts, Update
+from osd.engine.request import Request, Update
 from osd.engine.routing import Routing
 from osd.engine.savings import PlainCost, Savings
 from osd.engine.sequence import Sequence, Unrouted
 from osd.engine.shapes import Shapes
 from osd.engine.slots import Slots
 from osd.engine.tracing import TraceBuilder
+from osd.metrics import SpeculationCounts
 from osd.runtime.model import SlotModel
 from osd.runtime.threads import several_cores
 from osd.speculation.governor import Governor
@@ -289,8 +290,9 @@ class Engine:
                 if drawn.drafted:
                     drafted_by = self._drafted_by(drawn.sequence)
                     of_version = self._counters.by_version.setdefault(drafted_by, SpeculationCounts())
+                    source = self.lanes.source if self.lanes else ""
                     for counts in (drawn.sequence.counts, of_version):
-                        counts.count(drawn.drafted, drawn.accepted)
+                        counts.count({source: drawn.drafted}, [source] * drawn.accepted)
         for drawn in report:
             s = drawn.sequence
             s.limit = s.policy.next_limit(s.limit, drawn.drafted, len(drawn.path))

@@ -78,7 +78,7 @@ class Lanes:
     ) -> None:  # fmt: skip
         """Make the own line on ``device``, with the weights that ``drafter`` has and their ``version``."""
         self._device = device
-        self.domain, self.reads_hidden = domain, bool(drafter.taps)
+        self.domain, self.source, self.reads_hidden = domain, drafter.kind, bool(drafter.taps)
         self._drafter, self._settings, self._changed = drafter, settings, changed
         self._turn = 0
         self._wanted: set[str] = set()

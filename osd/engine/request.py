@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from osd.engine.policy import Policy
+from osd.metrics import SpeculationCounts
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -67,59 +68,6 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-
-
-@dataclass
-class SpeculationCounts:
-    """Draft and acceptance counts of one request or of many.
-
-    ``accepted_per_position[i]`` counts the accepted draft tokens at depth ``i``;
-    ``histogram[n]`` counts the rounds that accepted ``n`` tokens.
-    """
-
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    histogram: list[int] = field(default_factory=list)
-
-    def count(self, drafted: int, accepted: int) -> None:
-        """Count one round that drafted ``drafted`` > 0 tokens along its path and kept ``accepted`` of them."""
-        self.rounds += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        _grow(self.accepted_per_position, accepted)
-        for position in range(accepted):
-            self.accepted_per_position[position] += 1
-        _grow(self.histogram, accepted + 1)
-        self.histogram[accepted] += 1
-
-    def add(self, other: SpeculationCounts) -> None:
-        """Add the counts of ``other``."""
-        self.rounds += other.rounds
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-        for mine, theirs in (
-            (self.accepted_per_position, other.accepted_per_position),
-            (self.histogram, other.histogram),
-        ):
-            _grow(mine, len(theirs))
-            for index, value in enumerate(theirs):
-                mine[index] += value
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted per drafted token, 0 when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens per drafted round, the bonus token included; 1 when nothing was drafted."""
-        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
-
-
-def _grow(values: list[int], length: int) -> None:
-    values.extend([0] * (length - len(values)))
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.engine.policy import Policy
-from osd.engine.request import FinishReason, Request, SpeculationCounts, TokenLogprobs, Update
+from osd.engine.request import FinishReason, Request, TokenLogprobs, Update
 from osd.engine.text import TextStream
 from osd.engine.tracing import TraceBuilder
+from osd.metrics import SpeculationCounts
 from osd.routing import Pick
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
+from osd.metrics import acceptance_rate
 
 _WARM_RECORDS = 40
 """Records that the level of a version in a domain is estimated from."""
@@ -18,6 +19,12 @@ _WARM_TESTED = 200
 
 _KNOWN = 64
 """Pairs of domain and version that are followed at the same time."""
+
+
+def tested_tokens(trace: Trace) -> tuple[int, int]:
+    """Accepted draft tokens of a request, and those that were tested: the accepted ones and each round's first miss."""
+    verdict = trace.verdict.numpy()
+    return int((verdict == ACCEPTED).sum()), int((verdict != NOT_DRAFTED).sum())
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Cusum:
         self._sum += accepted * self._gains[0] + (tested - accepted) * self._gains[1]
         if self._sum <= 0:
             self._sum, self._since = 0.0, (0, 0)
-        return self._since[0] / self._since[1] if self._sum > self._threshold else None
+        return acceptance_rate(*self._since) if self._sum > self._threshold else None
 
     def _settle(self) -> None:
         accepted, tested = np.array(self._warm, float).T
@@ -91,13 +98,12 @@ class DriftWatch:
 
     def add(self, trace: Trace) -> Drift | None:
         """Take in a record as it arrives. After an alarm the level is estimated anew: a fall is told once."""
-        verdict = trace.verdict.numpy()
         key = trace.domain, trace.line, trace.drafter_version
         test = self._tests.setdefault(key, Cusum(self._fall, self._records))
         self._tests.move_to_end(key)
         while len(self._tests) > _KNOWN:
             self._tests.popitem(last=False)
-        now = test.add(int((verdict == ACCEPTED).sum()), int((verdict != NOT_DRAFTED).sum()))
+        now = test.add(*tested_tokens(trace))
         if now is None:
             return None
         del self._tests[key]

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import MeanMetric, Metric
 
 from osd.drafters.trainable import Trainable
 from osd.learning import DIVERGENCES
 from osd.learning.batch import DistillBatch
 from osd.learning.divergences import draft_index, overlap
+from osd.metrics import acceptance_rate, mean_acceptance_length
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,12 @@ class GateFigures:
     @property
     def acceptance(self) -> float:
         """Expected acceptance rate of that chain: accepted per drafted token."""
-        return self.accepted / len(self.per_depth)
+        return acceptance_rate(self.accepted, len(self.per_depth))
 
     @property
     def expected_length(self) -> float:
         """Expected acceptance length: tokens per round, the bonus token included."""
-        return 1.0 + self.accepted
+        return mean_acceptance_length(self.accepted, rounds=1)
 
     def summary(self) -> dict[str, Any]:
         """The figures as JSON, for manifests, events and logs."""
@@ -60,6 +62,32 @@ class GateFigures:
             "per_depth": [round(alpha, 4) for alpha in self.per_depth],
             "divergence": round(self.divergence, 4),
         }
+
+
+class ExpectedAcceptance(Metric):
+    """At each depth of a chain, the mean over its positions of the probability that the chain rule accepts.
+
+    For a token drawn from q it is sum_v min(p, q), one minus the total variation between p and q (Leviathan et al.,
+    2023). A depth that no position reaches has 0.
+    """
+
+    full_state_update = False
+    accepted: Tensor
+    positions: Tensor
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.add_state("accepted", torch.zeros(depth, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("positions", torch.zeros(depth, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, accepted: Tensor, valid: Tensor) -> None:
+        """Add positions: the probability at each depth, and which depths a position has, [positions, depth] each."""
+        self.accepted += torch.where(valid, accepted, 0.0).sum(0)
+        self.positions += valid.sum(0)
+
+    def compute(self) -> Tensor:
+        """The mean for each depth so far, [depth]."""
+        return self.accepted / self.positions.clamp(min=1)
 
 
 @torch.inference_mode()
@@ -73,9 +101,8 @@ def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, di
         divergence: a name in ``DIVERGENCES``.
     """
     index = draft_index(drafter.draft_ids)
-    sums = torch.zeros(depth, dtype=torch.float64)
-    counts = torch.zeros(depth, dtype=torch.float64)
-    divergences, overlaps, groups = [], [], []
+    expected, divergences = ExpectedAcceptance(depth), MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
+    overlaps, groups = [], []
     sequences = 0
     training = drafter.training
     drafter.eval()
@@ -86,11 +113,10 @@ def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, di
             for d, logits in enumerate(drafter.unroll(batch, depth)):
                 events = overlap(logits, batch.target_ids, batch.target_logp, batch.target_tail, index)
                 if d == 0:
-                    divergences.append(DIVERGENCES[divergence](events)[valid[:, 0]].double())
+                    divergences.update(DIVERGENCES[divergence](events)[valid[:, 0]].double())
                 accepted[:, d] = events.accepted().double()
+            expected.update(accepted, valid)
             accepted = torch.where(valid, accepted, 0.0)
-            sums += accepted.sum(0)
-            counts += valid.sum(0)
             seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
             overlaps.append((accepted.sum(1) / valid.sum(1).clamp(min=1))[seen])
             groups.append((batch.sequence + sequences)[seen])
@@ -102,9 +128,9 @@ def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, di
             0, (0.0,) * depth, 0.0, torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
         )
     return GateFigures(
-        positions=int(counts[0]),
-        per_depth=tuple((sums / counts.clamp(min=1)).tolist()),
-        divergence=float(torch.cat(divergences).mean()) if counts[0] else 0.0,
+        positions=int(expected.positions[0]),
+        per_depth=tuple(expected.compute().view(depth).tolist()),
+        divergence=float(divergences.compute()) if expected.positions[0] else 0.0,
         overlaps=torch.cat(overlaps),
         groups=torch.cat(groups),
     )

@@ -14,6 +14,7 @@ from osd.cli.app import app
 from osd.config import GrowthSettings
 from osd.engine.policy import Policy
 from osd.engine.request import Sampling
+from osd.metrics import SpeculationCounts
 from osd.speculation.tree import ROOT
 from tests.unit.engine.harness import prompts, running
 
@@ -23,8 +24,9 @@ def test_efficiency_is_the_measured_speedup_over_what_the_forwards_allow():
         plain=Spread(0.01, 0.01, 0.01), steps=4.0, step=Spread(0.1, 0.1, 0.1), rows=5, verify=Spread(1.2, 1.1, 1.3)
     )
     assert timed.speedup(3.2) == pytest.approx(2.0)
-    waves = [Wave(PLAIN, 10.0, 0, 0, 0, 0), Wave(SPECULATIVE, 18.0, 10, 40, 22, 40)]
-    waves += [Wave(SPECULATIVE, 18.0, 10, 40, 22, 40), Wave(PLAIN, 10.0, 0, 0, 0, 0)]
+    plain = Wave(PLAIN, 10.0, SpeculationCounts(), 0)
+    speculative = Wave(SPECULATIVE, 18.0, SpeculationCounts(10, 40, 22), 40)
+    waves = [plain, speculative, speculative, plain]
     found = conclude(waves, timed, 2)
     assert found.speedup == Spread(1.8, 1.8, 1.8)
     assert found.acceptance_rate == pytest.approx(0.55)

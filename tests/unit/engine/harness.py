@@ -24,7 +24,8 @@ from osd.config import (
 )
 from osd.drafters import Drafter, initial
 from osd.engine.engine import Engine
-from osd.engine.request import Request, Sampling, SpeculationCounts, TokenLogprobs, Update
+from osd.engine.request import Request, Sampling, TokenLogprobs, Update
+from osd.metrics import SpeculationCounts
 from osd.runtime.model import SlotModel, load_model
 from tests.tiny import tokenizer
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from osd.learning.batch import collate
-from osd.learning.evaluation import GateFigures, evaluate
+from osd.learning.evaluation import ExpectedAcceptance, GateFigures, evaluate
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
 
 
@@ -27,6 +27,22 @@ def test_acceptance_by_depth_is_the_mean_overlap_of_the_distributions():
     assert figures.overlaps.mean().item() == pytest.approx((1 + uniform) / 2, abs=2e-3)
     assert figures.groups.max() == 5
     assert figures.groups.bincount().tolist() == [20, 8] * 3
+
+
+def test_expected_acceptance_is_how_often_the_chain_rule_accepts_where_a_depth_is_reached():
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 9, 2, 6, generator=generator).softmax(-1)  # [positions, depth, vocab]
+    valid = torch.tensor([[True, True], [True, False], [False, False]]).repeat(3, 1)
+    metric = ExpectedAcceptance(3)
+    chance = torch.cat([torch.minimum(p, q).sum(-1), torch.full((9, 1), torch.nan)], 1)
+    reached = torch.cat([valid, torch.zeros(9, 1, dtype=torch.bool)], 1)
+    metric.update(chance[:4], reached[:4])
+    metric.update(chance[4:], reached[4:])
+    tokens = torch.multinomial(q.flatten(0, 1), 20_000, replacement=True, generator=generator)
+    kept = torch.rand(tokens.shape, generator=generator) < (p / q).flatten(0, 1).gather(1, tokens)
+    share = kept.double().mean(1).view(9, 2)
+    by_depth = [share[valid[:, depth], depth].mean().item() for depth in range(2)]
+    assert metric.compute().tolist() == pytest.approx([*by_depth, 0.0], abs=0.01)
 
 
 def test_expected_length_is_the_sum_of_the_products_of_acceptances_and_the_bonus():

@@ -8,7 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from osd.config import Settings
-from osd.engine.request import Request, SpeculationCounts, Update
+from osd.engine.request import Request, Update
+from osd.metrics import SpeculationCounts
 from serving.board import Totals
 from serving.routes import create_app
 from serving.service import ChatTemplateError, Model

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from osd.engine.request import SpeculationCounts, Update
+from osd.engine.request import Update
+from osd.metrics import SpeculationCounts
 from serving.routes import create_app
 
 

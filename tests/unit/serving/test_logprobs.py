@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from osd.engine.request import SpeculationCounts, TokenLogprobs, Update
+from osd.engine.request import TokenLogprobs, Update
+from osd.metrics import SpeculationCounts
 from tests.unit.serving.answers import CHAT, events_of
 
 

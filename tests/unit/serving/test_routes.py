@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from starlette.testclient import TestClient
 
-from osd.engine.request import Sampling, SpeculationCounts, Update
+from osd.engine.request import Sampling, Update
+from osd.metrics import SpeculationCounts
 from serving.routes import create_app
 from tests.unit.serving.answers import CHAT, error_of, events_of
 
