@@ -33,7 +33,7 @@ _BATCH = 512
 
 @dataclass(frozen=True)
 class Places:
-    """The drafted places of some traces: ``p`` and ``q`` [N, V] over the common tokens, the rest last.
+    """Drafted places of known distributions: ``p`` and ``q`` [N, V] over the common tokens, the rest last.
 
     ``listed`` is the mean mass of p on common tokens, ``accepted`` the share of drafted tokens that were.
     """
@@ -73,25 +73,28 @@ def _decoded(entries: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> Iterator[Tr
 
 
 def places_of(traces: Sequence[Trace], most: int) -> Places:
-    """The first ``most`` drafted places of ``traces``.
+    """The first ``most`` places of ``traces`` where a drafter's distribution is known.
 
     Raises:
-        BenchError: nothing was drafted.
+        BenchError: there is none.
     """
     parts = [_common(trace) for trace in traces]
     wide = max(p.shape[1] for p, _ in parts)
     p, q = (torch.cat([_widened(part[side], wide) for part in parts])[:most] for side in (0, 1))
     if not len(p):
         raise BenchError("the traces hold no drafted token; was speculation on?")
-    verdicts = np.concatenate([trace.verdict.numpy() for trace in traces])
-    drafted = verdicts != NOT_DRAFTED
-    accepted = float((verdicts[drafted] == ACCEPTED).mean())
+    accepted = float(np.concatenate([trace.verdict.numpy()[_known(trace)] == ACCEPTED for trace in traces]).mean())
     return Places(p, q, float(1 - p[:, -1].mean()), accepted, len(traces))
 
 
+def _known(trace: Trace) -> np.ndarray:
+    """Where a drafted token has the distribution that it was drawn from, [C] bool."""
+    return (trace.verdict.numpy() != NOT_DRAFTED) & (trace.draft_ids.numpy() >= 0).any(-1)
+
+
 def _common(trace: Trace) -> tuple[Tensor, Tensor]:
-    """Both p and q [n, K + 1] of the drafted places, over the target's K tokens where the drafter lists them too."""
-    drafted = trace.verdict.numpy() != NOT_DRAFTED
+    """Both p and q [n, K + 1] of the known places, over the target's K tokens where the drafter lists them too."""
+    drafted = _known(trace)
     ids, logp = trace.target_ids.numpy()[drafted], trace.target_logp.numpy()[drafted].astype(np.float64)
     draft_ids, draft_logp = trace.draft_ids.numpy()[drafted], trace.draft_logp.numpy()[drafted].astype(np.float64)
     same = ids[:, :, None] == draft_ids[:, None, :]  # [n, K, D]

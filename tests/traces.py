@@ -16,9 +16,10 @@ def small_trace(**changed: Any) -> Trace:
     logp, tail = (Array.of(generator.normal(size=shape).astype(np.float16)) for shape in ((3, 2), (3,)))
     fields: dict[str, Any] = {
         "request_id": "r",
-        "piece": 0,
+        "segment": 0,
         "domain": "general",
         "target": "tiny",
+        "drafter_domain": "general",
         "drafter_version": 4,
         "created": 1.5,
         "temperature": 0.5,
@@ -34,6 +35,8 @@ def small_trace(**changed: Any) -> Trace:
         "draft_tail": tail,
         "drafted": Array.of(np.array([-1, 1, 2], np.int32)),
         "verdict": Array.of(np.array([0, 1, 2], np.uint8)),
+        "sources": ("eagle",),
+        "source": Array.of(np.array([-1, 0, 0], np.int8)),
         "hidden": Array.of(generator.integers(0, 1 << 16, (6, 8)).astype(np.uint16), "bfloat16"),
     }
     return Trace(**{**fields, **changed})

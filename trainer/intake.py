@@ -127,7 +127,7 @@ class Intake:
             self._status.refused += 1
             self._finished.append(stream_id)
             return 0
-        key = (trace.request_id, trace.piece)
+        key = (trace.request_id, trace.segment)
         added = self.replay.add(trace)
         if added.part == "duplicate":
             if self.replay.is_fresh(key):

@@ -245,7 +245,7 @@ class Worker:
 
     def _observe(self, trace: Trace) -> None:
         """Look at what a live request says of the drafter that served it."""
-        if trace.line == self._domain:
+        if trace.drafter_domain == self._domain:
             self._publisher.observe(trace)
         drift = self._drift.add(trace)
         if drift is None:

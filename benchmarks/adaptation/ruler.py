@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace
 from osd.drafters.base import Runtime
 from osd.drafters.trainable import Trainable
 from osd.engine.group import Group
@@ -78,16 +77,17 @@ class Drafted:
     """What drafting did on one text.
 
     ``drafted`` and ``verdict`` [C] say for each completion token what was drafted there, -1 for nothing, and what
-    became of it.
+    became of it; ``kind`` is the drafter's.
     """
 
+    kind: str
     counts: Counts
     drafted: np.ndarray
     verdict: np.ndarray
 
     def mark(self, trace: Trace) -> Trace:
         """The record as the service would have captured it with this drafter at work."""
-        return msgspec.structs.replace(trace, drafted=Array.of(self.drafted), verdict=Array.of(self.verdict))
+        return trace.with_drafts(self.kind, self.drafted, self.verdict)
 
 
 class Ruler:
@@ -108,7 +108,7 @@ class Ruler:
     ) -> None:
         self._tokenizer, self._policy, self._tokens = tokenizer, policy, tokens
         self._session = drafter.session(Runtime(SLOTS, context, policy.growth.max_nodes + 1))
-        self._reads_hidden = bool(drafter.taps)
+        self._kind, self._reads_hidden = drafter.kind, bool(drafter.taps)
 
     @torch.inference_mode()
     def measure(self, weights: dict[str, Tensor], traces: Sequence[Trace]) -> list[Drafted]:
@@ -134,7 +134,7 @@ class Ruler:
                 self._session.close(text.sequence.slot)
                 free.append(text.sequence.slot)
                 running.remove(text)
-                found[text.index] = Drafted(text.counts, text.drafted, text.verdict)
+                found[text.index] = Drafted(self._kind, text.counts, text.drafted, text.verdict)
 
     def _open(self, slot: int, index: int, trace: Trace) -> _Text:
         prompt, completion = trace.prompt_ids.numpy().tolist(), trace.completion_ids.numpy().tolist()

@@ -11,6 +11,9 @@ import numpy as np
 FIELD = b"t"
 """The field of a stream entry that holds the trace."""
 
+FORMAT = 2
+"""Of the records that are written. Those of format 1, which have no number, are read too."""
+
 NOT_DRAFTED, ACCEPTED, REJECTED = 0, 1, 2
 """Values of ``Trace.verdict``."""
 
@@ -46,30 +49,32 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished request, or one piece of a long one.
+    """One finished request, or one segment of a long one.
 
     With P prompt and C completion tokens, K and D the kept log-probabilities of target and drafter:
 
     * ``target_ids`` [C, K], ``target_logp`` [C, K], ``target_tail`` [C]: the K most probable tokens of
       the target at the place of each completion token, before any sampling setting, and the log of
       the mass of all others.
-    * ``draft_ids`` [C, D], ``draft_logp`` [C, D], ``draft_tail`` [C]: the same of the drafter, where it
-      was asked; elsewhere ids are -1.
+    * ``draft_ids`` [C, D], ``draft_logp`` [C, D], ``draft_tail`` [C]: the same of what drafted there, if it
+      computes a distribution; elsewhere ids are -1.
     * ``drafted`` [C]: the token that was drafted there, else -1; ``verdict`` [C]: NOT_DRAFTED,
-      ACCEPTED or REJECTED.
+      ACCEPTED or REJECTED; ``source`` [C]: who drafted it, an index into the names ``sources``, else -1.
     * ``after_ids`` [R, K], ``after_logp`` [R, K], ``after_tail`` [R]: the K most probable tokens of the target after
       each of the R rejected tokens, as if it had been kept; when somebody learns from the drafter's own samples.
     * ``hidden`` [P + C - 1, taps * hidden]: the tapped target layers side by side for every token that
       was fed, when the drafter reads them.
 
-    ``domain`` is whose request it is, and ``drafter_domain`` whose drafter served it in ``drafter_version``; as earlier
-    records do not say, an empty one is the same domain.
+    ``domain`` is whose request it is, and ``drafter_domain`` whose drafter served it in ``drafter_version``. A record
+    of format 1 does not say who drafted: its only source has an empty name.
     """
 
+    format: int = FORMAT
     request_id: str
-    piece: int
+    segment: int
     domain: str
     target: str
+    drafter_domain: str
     drafter_version: int
     created: float
     temperature: float
@@ -85,21 +90,23 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     draft_tail: Array
     drafted: Array
     verdict: Array
+    sources: tuple[str, ...]
+    source: Array
     hidden: Array | None = None
-    drafter_domain: str = ""
     after_ids: Array | None = None
     after_logp: Array | None = None
     after_tail: Array | None = None
 
     @property
-    def line(self) -> str:
-        """The domain whose versions ``drafter_version`` counts."""
-        return self.drafter_domain or self.domain
-
-    @property
     def after(self) -> tuple[Array | None, Array | None, Array | None]:
         """``after_ids``, ``after_logp`` and ``after_tail``: all of them are there, or none."""
         return self.after_ids, self.after_logp, self.after_tail
+
+    def with_drafts(self, source: str, drafted: np.ndarray, verdict: np.ndarray) -> Trace:
+        """The same text as if ``source`` alone had drafted for it: ``drafted`` and ``verdict`` [C]."""
+        who = np.where(verdict != NOT_DRAFTED, 0, -1).astype(np.int8)
+        changed = {"drafted": drafted, "verdict": verdict.astype(np.int8), "source": who}
+        return msgspec.structs.replace(self, sources=(source,), **{k: Array.of(v) for k, v in changed.items()})
 
     def check(self) -> None:
         """Check that the arrays fit each other.
@@ -117,11 +124,15 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
             "draft_tail",
             "drafted",
             "verdict",
+            "source",
         ):
             rows = getattr(self, name).numpy().shape[:1]
             if rows != (completion,):
                 raise TraceError(f"{name} has {rows} rows for {completion} completion tokens")
-        rejected = int((self.verdict.numpy() == REJECTED).sum())
+        verdict, source = self.verdict.numpy(), self.source.numpy()
+        if ((source >= 0) != (verdict != NOT_DRAFTED)).any() or (source >= len(self.sources)).any():
+            raise TraceError(f"source does not name one of {len(self.sources)} for each drafted token")
+        rejected = int((verdict == REJECTED).sum())
         after = [None if array is None else array.numpy().shape[:1] for array in self.after]
         if after not in ([None] * 3, [(rejected,)] * 3):
             raise TraceError(f"after_ids, after_logp and after_tail have {after} rows for {rejected} rejected tokens")
@@ -129,7 +140,33 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
             raise TraceError(f"hidden has {self.hidden.shape[0]} rows for {prompt + completion} tokens")
 
 
+class _Numbered(msgspec.Struct, frozen=True):
+    format: int = 1
+
+
+class _First(Trace, frozen=True, kw_only=True):
+    """A record of format 1."""
+
+    format: int = 1
+    segment: int = msgspec.field(name="piece")
+    drafter_domain: str = ""
+    sources: tuple[str, ...] = ("",)
+    source: Array | None = None  # type: ignore[assignment] # it is made in ``current``
+
+    def current(self) -> Trace:
+        """The same record in the format of today."""
+        drafted = self.verdict.numpy() != NOT_DRAFTED
+        changed = {
+            "format": FORMAT,
+            "drafter_domain": self.drafter_domain or self.domain,
+            "source": Array.of(np.where(drafted, 0, -1).astype(np.int8)),
+        }
+        return Trace(**{**msgspec.structs.asdict(self), **changed})
+
+
 _encoder = msgspec.msgpack.Encoder()
+_numbered = msgspec.msgpack.Decoder(_Numbered)
+_first = msgspec.msgpack.Decoder(_First)
 _decoder = msgspec.msgpack.Decoder(Trace)
 
 
@@ -139,13 +176,16 @@ def encode(trace: Trace) -> bytes:
 
 
 def decode(data: bytes) -> Trace:
-    """Read what ``encode`` wrote.
+    """Read what ``encode`` wrote, now or when the format was 1.
 
     Raises:
-        TraceError: the bytes are not a trace.
+        TraceError: the bytes are not a trace, or of a later format.
     """
     try:
-        trace = _decoder.decode(data)
+        number = _numbered.decode(data).format
+        if number not in (1, FORMAT):
+            raise TraceError(f"the record is of format {number}, and only 1 and {FORMAT} are known")
+        trace = _first.decode(data).current() if number == 1 else _decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise TraceError(str(error)) from None
     trace.check()

@@ -253,7 +253,8 @@ class Engine:
                     s.lane = self.lanes.choose(s.domain, s.request.id)
                     s.lane.open(s.slot, s.tokens[0])
             if self._sink is not None and s.request.capture and self.settings.capture.enabled:
-                s.trace = TraceBuilder(s.request, self.settings.target.source, self.settings.capture.piece)
+                source = "" if self.lanes is None else self.lanes.source
+                s.trace = TraceBuilder(s.request, self.settings.target.source, source, self.settings.capture.piece)
             self._counters.prompt_tokens += len(s.tokens)
             self._running.append(s)
             self._cached(s, 0)

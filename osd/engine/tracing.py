@@ -41,6 +41,7 @@ class TraceBuilder:
 
     request: Request
     target: str
+    source: str
     piece: int
     number: int = 0
     _context: list[int] = field(default_factory=list)
@@ -65,17 +66,17 @@ class TraceBuilder:
         Args:
             tokens: [n] generated.
             target: of the n places.
-            draft: of the first places, as far as a drafted token was tested there.
+            draft: of the first places, as far as a drafted token was tested there; None where it has no logits.
             drafted: those tokens; the first ``accepted`` were kept.
             accepted: how many.
             after: [1] of the target after the one that was not kept, when that is to be learned from.
         """
         for i, token in enumerate(tokens):
             mine = Top(target.ids[i], target.logp[i], target.tail[i])
-            if draft is None or i >= len(drafted):
+            if i >= len(drafted):
                 self._places.append(_Place(token, mine, None, -1, NOT_DRAFTED))
                 continue
-            theirs = Top(draft.ids[i], draft.logp[i], draft.tail[i])
+            theirs = None if draft is None else Top(draft.ids[i], draft.logp[i], draft.tail[i])
             if i < accepted:
                 self._places.append(_Place(token, mine, theirs, drafted[i], ACCEPTED))
             else:
@@ -113,7 +114,7 @@ class TraceBuilder:
         sampling = self.request.sampling
         trace = Trace(
             request_id=self.request.id,
-            piece=self.number,
+            segment=self.number,
             domain=domain,
             target=self.target,
             drafter_domain=drafter_domain,
@@ -132,6 +133,8 @@ class TraceBuilder:
             draft_tail=Array.of(draft_tail),
             drafted=Array.of(np.array([p.drafted for p in places], np.int32)),
             verdict=Array.of(np.array([p.verdict for p in places], np.int8)),
+            sources=(self.source,),
+            source=Array.of(np.array([-1 if p.verdict == NOT_DRAFTED else 0 for p in places], np.int8)),
             hidden=None if hidden is None else Array.of(hidden[:needed].cpu().view(torch.uint16).numpy(), "bfloat16"),
             after_ids=after[0],
             after_logp=after[1],

@@ -18,7 +18,8 @@ PROMPT_SHARE = 8
 """Prompt tokens that cost as much as one completion token."""
 
 _BY_POSITION = (
-    "target_ids", "target_logp", "target_tail", "draft_ids", "draft_logp", "draft_tail", "drafted", "verdict"
+    "target_ids", "target_logp", "target_tail", "draft_ids", "draft_logp", "draft_tail", "drafted", "verdict",
+    "source",
 )  # fmt: skip
 _AFTER = ("after_ids", "after_logp", "after_tail")
 

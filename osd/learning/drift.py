@@ -98,7 +98,7 @@ class DriftWatch:
 
     def add(self, trace: Trace) -> Drift | None:
         """Take in a record as it arrives. After an alarm the level is estimated anew: a fall is told once."""
-        key = trace.domain, trace.line, trace.drafter_version
+        key = trace.domain, trace.drafter_domain, trace.drafter_version
         test = self._tests.setdefault(key, Cusum(self._fall, self._records))
         self._tests.move_to_end(key)
         while len(self._tests) > _KNOWN:

@@ -43,10 +43,10 @@ class Sample:
 class Replay:
     """A bounded memory of traces: a part to train on, anchors, and a held-out part.
 
-    All pieces of one request are on the same side, by a hash of the request id, so that nothing of a held-out request
+    All segments of one request are on the same side, by a hash of the request id, so that nothing of a held-out request
     is ever trained on, after a restart either. While fewer than ``enough`` completion tokens are held out, a third of
     the requests joins them instead of ``held_out``, for no candidate can be judged before; they stay where their
-    first piece went. A record that is there already is left alone: delivering twice is harmless.
+    first segment went. A record that is there already is left alone: delivering twice is harmless.
 
     Each part has its room in tokens, and when that runs out the domain that holds the most drops its oldest record:
     a domain within its equal share of the room never pays for another's flood. The anchors are a uniform sample of
@@ -99,8 +99,8 @@ class Replay:
             return True
         if not is_held_out(request, _EARLY_SHARE):
             return False
-        if trace.piece:  # what became of the first one is known, or it was trained on before a restart
-            return any((request, piece) in self._held_out.records for piece in range(trace.piece))
+        if trace.segment:  # what became of the first one is known, or it was trained on before a restart
+            return any((request, segment) in self._held_out.records for segment in range(trace.segment))
         held = sum(one.completion_ids.shape[0] for one in self._held_out.records.values())
         return held < self._enough
 

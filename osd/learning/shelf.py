@@ -10,12 +10,12 @@ from osd.hashing import unit_hash
 from osd.learning.batch import length
 
 Key = tuple[str, int]
-"""A record: (request_id, piece)."""
+"""A record: (request_id, segment)."""
 
 
 def key_of(trace: Trace) -> Key:
     """The key of a trace."""
-    return trace.request_id, trace.piece
+    return trace.request_id, trace.segment
 
 
 class Shelf:

@@ -98,12 +98,14 @@ def test_a_domain_has_its_own_drafter_as_soon_as_it_has_a_pointer(service, event
     service.point_at(number, domain="code")
     eventually(lambda: [replica["others"] for replica in service.data()["replicas"]] == [{"code": number}] * 2)
     texts, traces = served(service, eventually, 6, osd={"domain": "code"})
-    assert {(trace.domain, trace.line, trace.drafter_version) for trace in traces} == {("code", "code", number)}
+    assert {(trace.domain, trace.drafter_domain, trace.drafter_version) for trace in traces} == {
+        ("code", "code", number)
+    }
     assert all(text == expected for text in texts)
     _, traces = served(service, eventually, 2, osd={"domain": "poems"})
-    assert {(trace.domain, trace.line) for trace in traces} == {("poems", service.settings.domain)}
+    assert {(trace.domain, trace.drafter_domain) for trace in traces} == {("poems", service.settings.domain)}
     _, traces = served(service, eventually, 24)
-    assert {trace.line for trace in traces} == {service.settings.domain, "code"}, "both are tried"
+    assert {trace.drafter_domain for trace in traces} == {service.settings.domain, "code"}, "both are tried"
     with redis.Redis.from_url(service.redis.url) as client:
         client.delete("osd:rollout:code")
     eventually(lambda: [replica["others"] for replica in service.data()["replicas"]] == [{}] * 2)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
-from osd.capture.trace import ACCEPTED, REJECTED, Array
+from osd.capture.trace import ACCEPTED, REJECTED
 from osd.config import DrafterSettings, TrainerSettings
 from osd.drafters import DRAFTERS, from_config, initial
 from osd.learning.batch import check, collate
@@ -29,7 +28,7 @@ def verified(trace):
     tokens, rejected = trace.completion_ids.numpy(), np.arange(50) % 3 == 2
     drafted = np.where(rejected, (tokens + 1) % VOCABULARY, tokens).astype(np.int32)
     verdict = np.where(rejected, REJECTED, ACCEPTED).astype(np.int8)
-    return msgspec.structs.replace(trace, drafted=Array.of(drafted), verdict=Array.of(verdict))
+    return trace.with_drafts("toy", drafted, verdict)
 
 
 def batch(seed, width, logits):

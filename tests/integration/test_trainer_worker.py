@@ -301,7 +301,8 @@ def live(name, version, rate, seed):
     """A request that ``version`` served, with ``rate`` of its draft tokens accepted."""
     verdict = np.where(np.random.default_rng(seed).random(30) < rate, ACCEPTED, REJECTED).astype(np.int8)
     trace = make_trace(name, completion=30, seed=seed)
-    return msgspec.structs.replace(trace, drafter_version=version, verdict=Array.of(verdict))
+    trace = trace.with_drafts("toy", trace.completion_ids.numpy(), verdict)
+    return msgspec.structs.replace(trace, drafter_version=version)
 
 
 @pytest.mark.parametrize(("rate", "kind", "stable"), [(0.6, "promoted", 2), (0.1, "rolled_back", 1)])

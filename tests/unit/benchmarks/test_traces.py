@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -33,6 +34,15 @@ def test_tokens_that_both_list_are_kept_apart_and_the_rest_is_one_token():
     assert torch.allclose(places.q, torch.tensor([[0.2, 0, 0.6, 0.2], [0, 0, 0, 1.0]]).double(), atol=1e-3)
     assert places.accepted == 0.5
     assert places.listed == pytest.approx(0.3, abs=1e-3)
+
+
+def test_a_token_that_was_drafted_without_a_distribution_is_left_out():
+    known = trace([NOT_DRAFTED, REJECTED, ACCEPTED])
+    ids = known.draft_ids.numpy().copy()
+    ids[2] = -1
+    places = places_of([msgspec.structs.replace(known, draft_ids=Array.of(ids))], 10)
+    assert len(places.p) == 1
+    assert places.accepted == 0.0
 
 
 def test_traces_without_drafts_are_refused():

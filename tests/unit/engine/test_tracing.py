@@ -66,6 +66,8 @@ def check_draft(trace: Trace, drafter: Drafter, first: bool) -> None:
     verdict, drafted, ids = trace.verdict.numpy(), trace.drafted.numpy(), trace.draft_ids.numpy()
     completion = trace.completion_ids.numpy()
     assert ((drafted >= 0) == (verdict != NOT_DRAFTED)).all()
+    assert trace.sources == (drafter.kind,)
+    assert ((trace.source.numpy() == 0) == (verdict != NOT_DRAFTED)).all()
     assert (drafted[verdict == ACCEPTED] == completion[verdict == ACCEPTED]).all()
     assert (drafted[verdict == REJECTED] != completion[verdict == REJECTED]).all()
     assert (ids[verdict == NOT_DRAFTED] == -1).all()
@@ -100,7 +102,7 @@ def test_a_record_is_what_the_models_say(target_dir: Path, oracle: Oracle, kind:
         (trace,), result = grouped[str(index)], results[str(index)]
         assert trace.completion_ids.numpy().tolist() == result.tokens
         assert trace.prompt_ids.numpy().tolist() == prompt
-        assert (trace.domain, trace.drafter_version, trace.piece) == ("poems", 1, 0)
+        assert (trace.domain, trace.drafter_version, trace.segment) == ("poems", 1, 0)
         assert (trace.temperature, trace.top_k, trace.top_p) == (sampling.temperature, sampling.top_k, sampling.top_p)
         check_target(trace, oracle, prompt + result.tokens, len(prompt), drafter.taps if drafter else ())
         verdict = trace.verdict.numpy()
@@ -112,20 +114,20 @@ def test_a_record_is_what_the_models_say(target_dir: Path, oracle: Oracle, kind:
             check_draft(trace, drafter, first=True)
 
 
-def test_a_long_request_travels_in_pieces_that_fit_together(target_dir: Path, oracle: Oracle) -> None:
+def test_a_long_request_travels_in_segments_that_fit_together(target_dir: Path, oracle: Oracle) -> None:
     drafter = make_drafter("eagle", target_dir)
     assert drafter is not None
     grouped, results = traces_of(target_dir, drafter, Sampling(1.0, seed=5), tokens=70, piece=16)
     for index, prompt in enumerate(prompts([1, 9, 37])):
-        pieces, whole = grouped[str(index)], prompt + results[str(index)].tokens
-        assert [piece.piece for piece in pieces] == [0, 1, 2, 3, 4]
-        assert [piece.completion_ids.shape[0] for piece in pieces] == [16, 16, 16, 16, 6]
+        traces, whole = grouped[str(index)], prompt + results[str(index)].tokens
+        assert [trace.segment for trace in traces] == [0, 1, 2, 3, 4]
+        assert [trace.completion_ids.shape[0] for trace in traces] == [16, 16, 16, 16, 6]
         start = len(prompt)
-        for number, piece in enumerate(pieces):
-            assert piece.prompt_ids.shape[0] == (len(prompt) if number == 0 else min(16, start))
-            check_target(piece, oracle, whole, start, drafter.taps)
-            check_draft(piece, drafter, first=number == 0)
-            start += piece.completion_ids.shape[0]
+        for number, trace in enumerate(traces):
+            assert trace.prompt_ids.shape[0] == (len(prompt) if number == 0 else min(16, start))
+            check_target(trace, oracle, whole, start, drafter.taps)
+            check_draft(trace, drafter, first=number == 0)
+            start += trace.completion_ids.shape[0]
         assert start == len(whole)
 
 

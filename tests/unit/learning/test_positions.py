@@ -23,7 +23,7 @@ def request():
 def recorded():
     """What the engine records of two rounds: one that erred at its second draft token, one accepted whole."""
     logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 3
-    builder = TraceBuilder(request(), "toy", 64)
+    builder = TraceBuilder(request(), "toy", "toy", 64)
     builder.feed(torch.zeros(3, 4))
     draft = top(torch.zeros(3, VOCABULARY), range(3), 4)
     builder.add([5, 9], top(logits, range(2), VOCABULARY), draft, [5, 6, 7], accepted=1)

@@ -30,8 +30,8 @@ def test_the_held_out_share_is_about_what_was_asked_for():
 def test_all_pieces_of_a_request_are_on_the_same_side_and_held_out_ones_are_never_sampled():
     replay = Replay(10_000, 0.1)
     for name in TRAIN[:10] + HELD[:5]:
-        for piece in range(3):
-            assert replay.add(make_trace(name, piece)).part == ("held_out" if name in HELD else "train")
+        for segment in range(3):
+            assert replay.add(make_trace(name, segment)).part == ("held_out" if name in HELD else "train")
     assert replay.train_records == 30
     assert len(replay.held_out(10_000)) == 15
     for _ in range(200):
@@ -57,10 +57,10 @@ def test_later_pieces_go_where_the_first_one_went():
     sides = {name: replay.add(make_trace(name)).part for name in band[:40]}
     assert list(sides.values()) == ["held_out"] * 20 + ["train"] * 20
     for name, side in sides.items():
-        assert replay.add(make_trace(name, piece=2)).part == side
+        assert replay.add(make_trace(name, segment=2)).part == side
         assert replay.add(make_trace(name)).part == "duplicate"
     replay.expire(float("inf"))  # now more is held out again, of requests that were not there
-    assert replay.add(make_trace(band[30], piece=3)).part == "train"
+    assert replay.add(make_trace(band[30], segment=3)).part == "train"
     assert replay.add(make_trace(band[41])).part == "held_out"
 
 

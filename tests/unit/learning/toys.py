@@ -76,9 +76,7 @@ def with_rejections(trace, places, drafted, logits=None):
     rows = log_p[drafted]
     ids = np.argsort(-rows, axis=1)
     return msgspec.structs.replace(
-        trace,
-        verdict=Array.of(verdict),
-        drafted=Array.of(tokens),
+        trace.with_drafts("toy", tokens, verdict),
         after_ids=Array.of(ids.astype(np.int32)),
         after_logp=Array.of(np.take_along_axis(rows, ids, 1).astype(np.float16)),
         after_tail=Array.of(np.full(len(places), -np.inf, np.float16)),
@@ -87,7 +85,7 @@ def with_rejections(trace, places, drafted, logits=None):
 
 def make_trace(
     request_id="r",
-    piece=0,
+    segment=0,
     prompt=4,
     completion=8,
     top_k=VOCABULARY,
@@ -116,9 +114,10 @@ def make_trace(
     none = np.full(completion, -1, np.int32)
     return Trace(
         request_id=request_id,
-        piece=piece,
+        segment=segment,
         domain=domain,
         target=target,
+        drafter_domain=domain,
         drafter_version=1,
         created=0.0,
         temperature=1.0,
@@ -134,5 +133,7 @@ def make_trace(
         draft_tail=Array.of(np.zeros(completion, np.float16)),
         drafted=Array.of(none),
         verdict=Array.of(np.full(completion, NOT_DRAFTED, np.int8)),
+        sources=("toy",),
+        source=Array.of(np.full(completion, -1, np.int8)),
         hidden=Array.of(states.view(torch.uint16).numpy(), "bfloat16") if hidden else None,
     )
