@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from osd import drafters
 from osd.config import Settings
+from osd.drafters.acceptance_head import suited
 from osd.drafters.base import Drafter, DrafterError
 from osd.registry.events import Events, Kind
 from osd.registry.pointer import Pointer, Rollout
@@ -52,21 +53,15 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
             continue
         try:
             version = registry.load(settings.domain, number)
-            drafter = _judging(drafters.from_config(version.config, target_dir), settings)
+            drafter = suited(drafters.from_config(version.config, target_dir), settings.growth)
             drafter.load_weights(version.weights)
         except (VersionError, DrafterError) as error:
             logger.error("drafter version %d is refused: %s", number, error)
             refused.add(number)
         else:
             return Start(drafter, number, refused)
-    return Start(_judging(drafters.initial(settings.drafter, target_dir, settings.home_dir), settings), 0, refused)
-
-
-def _judging(drafter: drafters.Trainable, settings: Settings) -> drafters.Trainable:
-    """With the head that the configured growth asks, so that a later version's can be swapped in."""
-    if settings.growth.kind == "acceptance_head":
-        drafter.add_acceptance_head()
-    return drafter
+    first = drafters.initial(settings.drafter, target_dir, settings.home_dir)
+    return Start(suited(first, settings.growth), 0, refused)
 
 
 class Follower:

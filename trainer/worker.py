@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from osd.capture.purge import Purges
 from osd.capture.trace import Trace
 from osd.config import Settings
+from osd.drafters.acceptance_head import suited
 from osd.drafters.trainable import Trainable
 from osd.learning.distiller import Distiller
 from osd.learning.drift import DriftWatch
@@ -164,9 +165,7 @@ class Worker:
         return self._workshop.team.distiller(self._domain, drafter, self._settings.trainer)
 
     def _fresh(self, version: Version) -> Trainable:
-        drafter = self._workshop.build(version.config)
-        if self._settings.growth.kind == "acceptance_head":
-            drafter.add_acceptance_head()
+        drafter = suited(self._workshop.build(version.config), self._settings.growth)
         drafter.load_weights(version.weights)
         return drafter
 

@@ -14,6 +14,7 @@ from benchmarks.adaptation.ruler import Ruler, longest
 from osd import drafters
 from osd.capture.trace import Trace
 from osd.config import Settings
+from osd.drafters.acceptance_head import suited
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
 from osd.runtime.model import load_config
@@ -114,9 +115,7 @@ class Lab:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             drafter = drafters.initial(chosen, self.studio.directory, self.settings.home_dir)
-        if self.settings.growth.kind == "acceptance_head":
-            drafter.add_acceptance_head()
-        return drafter
+        return suited(drafter, self.settings.growth)
 
     def ruler(self, drafter: Trainable, *streams: Stream) -> Ruler:
         """A ruler for drafters like this one on these streams."""

@@ -32,6 +32,7 @@ def export_version(
     settings = settings_of(config, overrides)
     from osd import drafters
     from osd.drafters import formats
+    from osd.drafters.acceptance_head import without_head
     from osd.registry.versions import Registry, VersionError
     from osd.target.load import TargetError, resolve
 
@@ -39,7 +40,7 @@ def export_version(
     try:
         found = Registry(settings.registry_dir).load(settings.domain, version)
         target = resolve(settings.target.source, settings.home_dir)
-        drafter = drafters.from_config(found.config, target)
+        drafter = drafters.from_config(without_head(found.config), target)
         drafter.load_weights(found.weights)
         name = _known_name(settings, target)
         origin = formats.Origin(settings.domain, version, name, target, settings.growth.depth)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from osd.config import DrafterSettings
-from osd.drafters.acceptance_head import has_head
+from osd.drafters.acceptance_head import WithAcceptanceHead, has_head, without_head
 from osd.drafters.base import Drafter, DrafterError
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.initial import eagle_from_config, eagle_from_target
@@ -51,15 +51,14 @@ def from_config(config: dict[str, Any], target_dir: Path) -> Trainable:
     Raises:
         DrafterError: the kind is unknown or the configuration does not fit the target.
     """
+    if has_head(config):
+        return WithAcceptanceHead(from_config(without_head(config), target_dir))
     kind = config.get("kind")
     if kind not in DRAFTERS:
         raise DrafterError(f"drafter kind {kind!r} is not one of {', '.join(sorted(DRAFTERS))}")
     # eagle only looks at the target's embedding and head: what is not converted is not read
     target = load_model(target_dir, "auto" if kind == "eagle" else "float32", "cpu")
     try:
-        drafter = eagle_from_config(config, target) if kind == "eagle" else LanguageModel.build(config, target)
+        return eagle_from_config(config, target) if kind == "eagle" else LanguageModel.build(config, target)
     except (KeyError, TypeError) as error:
         raise DrafterError(f"config.json does not describe a {kind} drafter: {error}") from None
-    if has_head(config):
-        drafter.add_acceptance_head()
-    return drafter

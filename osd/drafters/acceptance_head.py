@@ -1,15 +1,19 @@
-"""The head that judges from a drafter's state whether the token that it has just read will be accepted."""
+"""A head that judges from a drafter's state whether the token that it has just read will be accepted."""
 
 from __future__ import annotations
 
-from typing import Any
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-PREFIX = "acceptance."
-"""Of the names that a head's tensors have in a drafter version."""
+from osd.config import GrowthSettings
+from osd.drafters.base import OPTIONAL, Chains, DrafterError, Runtime, Session, check
+from osd.drafters.trainable import Batch, Trainable
+from osd.speculation.tree import TreeBuilder
 
 _CONFIG = "acceptance_head"
 _BLOCKS = 3
@@ -46,29 +50,133 @@ def _zeros(inputs: int, outputs: int) -> nn.Linear:
     return layer  # type: ignore[return-value]
 
 
-def judged(head: AcceptanceHead | None, states: Tensor) -> Tensor:
-    """[M] probability of acceptance from ``states`` [M, width]."""
-    return states.new_full((len(states),), 0.5, dtype=torch.float32) if head is None else head(states).sigmoid()
+class WithAcceptanceHead(Trainable):
+    """Any trainable drafter that gives states, with a head on them.
 
-
-def fitted(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A version's weights with a head exactly where ``expected`` has one.
-
-    A version from before there was one gets zeros, which say 1/2; a head that nobody asks is left out. So any version
-    of a domain can come back into service.
+    A version has the drafter's own tensors and, under a prefix, the head's. One without a head can be loaded too: the
+    head then says 1/2 again. A drafter without a head leaves it out.
     """
-    mine = {name for name in weights if name.startswith(PREFIX)}
-    theirs = {name for name in expected if name.startswith(PREFIX)}
-    if mine and not theirs:
-        return {name: value for name, value in weights.items() if name not in mine}
-    if theirs and not mine:
-        return {**weights, **{name: torch.zeros_like(expected[name]) for name in theirs}}
-    return weights
+
+    kind: ClassVar[str] = "acceptance_head"
+
+    def __init__(self, drafter: Trainable) -> None:
+        """Put a new head on ``drafter``.
+
+        Raises:
+            DrafterError: it gives no states.
+        """
+        super().__init__()
+        if not drafter.state_width:
+            raise DrafterError(f"a {drafter.kind} drafter gives no states to judge tokens by")
+        self.drafter, self.taps = drafter, drafter.taps
+        self.head = AcceptanceHead(drafter.state_width)
+
+    @property
+    def acceptance(self) -> AcceptanceHead:
+        """See ``Trainable.acceptance``."""
+        return self.head
+
+    @property
+    def draft_ids(self) -> Tensor | None:  # type: ignore[override]
+        """See ``Trainable.draft_ids``."""
+        return self.drafter.draft_ids
+
+    @property
+    def state_width(self) -> int:
+        """See ``Trainable.state_width``."""
+        return self.drafter.state_width
+
+    def trained(self) -> dict[str, Tensor]:
+        """See ``Trainable.trained``; the head has a loss of its own."""
+        return self.drafter.trained()
+
+    def config(self) -> dict[str, Any]:
+        """See ``Drafter.config``."""
+        return {**self.drafter.config(), _CONFIG: True}
+
+    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``Trainable.unroll``."""
+        return self.drafter.unroll(batch, depth, drafted)
+
+    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
+        """See ``Trainable.drafted_states``."""
+        return self.drafter.drafted_states(batch, fed, depth)
+
+    def adapt_vocabulary(self, counts: Tensor) -> None:
+        """See ``Trainable.adapt_vocabulary``."""
+        self.drafter.adapt_vocabulary(counts)
+
+    def weights(self) -> dict[str, Tensor]:
+        """See ``Drafter.weights``."""
+        return {**self.drafter.weights(), **_named(self.head)}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """See ``Drafter.load_weights``."""
+        own, rest = _split(weights, _named(self.head))
+        self.drafter.load_weights(rest)
+        _take(self.head, own)
+
+    def session(self, runtime: Runtime) -> JudgingSession:
+        """See ``Drafter.session``."""
+        return JudgingSession(self.drafter.session(replace(runtime, states=True)), self.head, runtime.device)
 
 
-def head_config(head: AcceptanceHead | None) -> dict[str, Any]:
-    """What ``config.json`` of a version says of its head: nothing when there is none."""
-    return {} if head is None else {_CONFIG: True}
+class JudgingSession:
+    """A session whose last states are judged by a head; see ``osd.drafters.base.Session``."""
+
+    def __init__(self, session: Session, head: AcceptanceHead, device: torch.device) -> None:
+        self._session, self._head, self._device = session, deepcopy(head).to(device), device
+
+    @property
+    def support(self) -> Tensor | None:
+        """[draft vocabulary] target ids, None for the whole vocabulary."""
+        return self._session.support
+
+    @property
+    def states(self) -> Tensor:
+        """See ``Session.states``."""
+        return self._session.states
+
+    def open(self, slot: int, token: int) -> None:
+        """See ``Session.open``."""
+        self._session.open(slot, token)
+
+    def commit(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:
+        """See ``Session.commit``."""
+        self._session.commit(slot, tokens, hidden)
+
+    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """See ``Session.expand``."""
+        return self._session.expand(slots, builder, rows, nodes)
+
+    def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
+        """See ``Session.chains``."""
+        return self._session.chains(slots, limits, floor)
+
+    @torch.inference_mode()
+    def acceptance(self) -> Tensor:
+        """See ``Session.acceptance``."""
+        return self._head(self.states).sigmoid()
+
+    def close(self, slot: int) -> None:
+        """See ``Session.close``."""
+        self._session.close(slot)
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See ``Session.stage``."""
+        own, rest = _split(weights, _named(self._head))
+        return self._session.stage(rest) | {name: value.to(self._device) for name, value in own.items()}
+
+    def load(self, staged: dict[str, Tensor]) -> None:
+        """See ``Session.load``."""
+        self._session.load({name: value for name, value in staged.items() if not name.startswith(OPTIONAL)})
+        _take(self._head, staged)
+
+
+def suited(drafter: Trainable, growth: GrowthSettings) -> Trainable:
+    """The drafter with all that a growth policy asks of it, so that any version of it can be swapped in."""
+    wanted = growth.kind == "acceptance_head" and drafter.acceptance is None
+    return WithAcceptanceHead(drafter) if wanted else drafter
 
 
 def has_head(config: dict[str, Any]) -> bool:
@@ -79,3 +187,20 @@ def has_head(config: dict[str, Any]) -> bool:
 def without_head(config: dict[str, Any]) -> dict[str, Any]:
     """``config`` of the same drafter without a head."""
     return {name: value for name, value in config.items() if name != _CONFIG}
+
+
+def _named(head: AcceptanceHead) -> dict[str, Tensor]:
+    return {OPTIONAL + name: value for name, value in head.state_dict().items()}
+
+
+def _split(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The head's tensors of a version, checked, zeros where it has none, and all others."""
+    own = {name: value for name, value in weights.items() if name.startswith(OPTIONAL)}
+    rest = {name: value for name, value in weights.items() if name not in own}
+    return check(own, expected) if own else {name: torch.zeros_like(v) for name, v in expected.items()}, rest
+
+
+def _take(head: AcceptanceHead, weights: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in _named(head).items():
+            value.copy_(weights[name])

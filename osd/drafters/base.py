@@ -44,7 +44,7 @@ class Runtime:
 
     ``slots`` sequences at the same time, ``context`` tokens of each, and ``scratch`` places behind them, one more than
     a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
-    few sizes; None does so on a GPU alone.
+    few sizes; None does so on a GPU alone. With ``states`` the session keeps the states behind its last ``expand``.
     """
 
     slots: int
@@ -52,16 +52,19 @@ class Runtime:
     scratch: int
     device: torch.device = _CPU
     bucketed: bool | None = None
+    states: bool = False
 
 
 class Session(Protocol):
     """A drafter at work: KV slots beside those of the target. It is not trained; ``load`` swaps its weights.
 
     A slot is told every committed token with the hidden state that the target had just before it;
-    ``expand`` then continues from there, and forgets on the next commit what it tried.
+    ``expand`` then continues from there, and forgets on the next commit what it tried. With ``Runtime.states``,
+    ``states`` [M, width] are those behind what it said last.
     """
 
     support: Tensor | None
+    states: Tensor
 
     def open(self, slot: int, token: int) -> None:
         """Give a slot to a sequence that starts with ``token``."""
@@ -136,12 +139,20 @@ class Drafter(ABC):
         """
 
 
-def check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+OPTIONAL = "acceptance."
+"""Prefix of tensors that a version may have and a drafter need not: those of an acceptance head."""
+
+
+def check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Check names, shapes, dtype families and finiteness of ``weights`` against ``expected``.
+
+    Returns:
+        The tensors to take over: all of them, but for optional ones that are not expected.
 
     Raises:
         DrafterError: names the first tensor that is wrong, and how.
     """
+    weights = {name: value for name, value in weights.items() if name in expected or not name.startswith(OPTIONAL)}
     for name in sorted(expected.keys() ^ weights.keys()):
         raise DrafterError(f"tensor {name!r} is {'missing' if name in expected else 'unknown'}")
     for name, tensor in weights.items():
@@ -152,3 +163,4 @@ def check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
             raise DrafterError(f"tensor {name!r} is {tensor.dtype} instead of {like.dtype}")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise DrafterError(f"tensor {name!r} has numbers that are not finite")
+    return weights

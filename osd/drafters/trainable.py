@@ -7,8 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from osd.drafters.acceptance_head import AcceptanceHead, fitted
-from osd.drafters.base import Drafter, check
+from osd.drafters.base import Drafter, DrafterError, check
 
 
 class Batch(Protocol):
@@ -28,25 +27,27 @@ class Batch(Protocol):
 class Trainable(Drafter, nn.Module):
     """A drafter whose weights are trained.
 
-    ``draft_ids`` [draft vocabulary] are the target ids that it may draft, None for all of them. ``acceptance`` is a
-    head on its states of ``state_width`` numbers, None when nothing asks for one.
+    ``draft_ids`` [draft vocabulary] are the target ids that it may draft, None for all of them.
     """
 
     draft_ids: Tensor | None = None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.acceptance: AcceptanceHead | None = None
+    @property
+    def acceptance(self) -> nn.Module | None:
+        """From states [..., state_width] the log-odds [...] of acceptance, None where nothing judges them.
+
+        See ``osd.drafters.acceptance_head``.
+        """
+        return None
 
     @property
-    @abstractmethod
     def state_width(self) -> int:
-        """Numbers of one state."""
+        """Numbers of one of its states, 0 where it gives none."""
+        return 0
 
-    def add_acceptance_head(self) -> None:
-        """Have a head; a new one says 1/2 of every token."""
-        if self.acceptance is None:
-            self.acceptance = AcceptanceHead(self.state_width)
+    def trained(self) -> dict[str, Tensor]:
+        """What the loss trains, by name."""
+        return {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
 
     @abstractmethod
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
@@ -59,13 +60,16 @@ class Trainable(Drafter, nn.Module):
         and every token before ``place``. Rows with ``place < d + 2`` mean nothing.
         """
 
-    @abstractmethod
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
         """States [N, state_width] after the tokens ``fed`` [N], as if each had been drafted at its ``place``.
 
         Entry d - 1 of ``depth`` is the state when it is the d-th token of a draft. Tokens before it are those of
         the batch, or those fed at their places. Rows with ``place < d + 1`` mean nothing.
+
+        Raises:
+            DrafterError: it gives no states.
         """
+        raise DrafterError(f"a {self.kind} drafter gives no states")
 
     def adapt_vocabulary(self, counts: Tensor) -> None:  # most drafters have no draft vocabulary
         """Prefer the tokens that traffic uses, by their ``counts`` [target vocabulary]; what was learnt stays."""
@@ -76,6 +80,4 @@ class Trainable(Drafter, nn.Module):
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """See ``Drafter.load_weights``."""
-        weights = fitted(weights, self.weights())
-        check(weights, self.weights())
-        self.load_state_dict(weights, strict=False)
+        self.load_state_dict(check(weights, self.weights()), strict=False)

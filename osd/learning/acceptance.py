@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from osd.capture.trace import ACCEPTED, REJECTED
 from osd.config import TrainerSettings
-from osd.drafters.acceptance_head import PREFIX
-from osd.drafters.base import DrafterError
+from osd.drafters.base import OPTIONAL, DrafterError
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.moments import State, moments_of, read_moments, set_state
@@ -45,7 +44,7 @@ class HeadTraining:
         if drafter.acceptance is None:
             raise DrafterError(f"this {drafter.kind} drafter has no acceptance head to train")
         self._drafter, self._head, self._settings = drafter, drafter.acceptance, settings
-        self._weights: dict[str, Tensor] = {PREFIX + name: w for name, w in self._head.named_parameters()}
+        self._weights: dict[str, Tensor] = {OPTIONAL + name: w for name, w in self._head.named_parameters()}
         self._optimizer = torch.optim.AdamW(self._weights.values(), lr=settings.learning_rate, betas=(0.9, 0.95))
         self._gathered, self._labels = 0.0, 0
 

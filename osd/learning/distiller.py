@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from osd.config import TrainerSettings
-from osd.drafters.acceptance_head import PREFIX
 from osd.drafters.trainable import Trainable
 from osd.learning import objective
 from osd.learning.acceptance import HeadTraining
@@ -84,11 +83,7 @@ class Distiller:
         self._settings = settings
         self._divergence = objective(settings)
         self._index = draft_index(drafter.draft_ids)
-        self._trained: dict[str, Tensor] = {
-            name: weight
-            for name, weight in drafter.named_parameters()
-            if weight.requires_grad and not name.startswith(PREFIX)
-        }
+        self._trained = drafter.trained()
         self._head = None if drafter.acceptance is None else HeadTraining(drafter, settings)
         self.head_loss: float | None = None
         self._optimizer = torch.optim.AdamW(

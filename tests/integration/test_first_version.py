@@ -11,6 +11,7 @@ from osd.capture.server import RedisServer
 from osd.config import Settings
 from osd.config_sources import load_settings
 from osd.drafters import from_config
+from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 
@@ -117,8 +118,7 @@ def test_a_damaged_version_does_not_come_back(settings, server, tiny_target):
 def test_a_version_with_an_acceptance_head_is_still_of_the_configured_drafter(settings, server, tiny_target):
     ensure_version(settings, server.url, tiny_target)
     registry = Registry(settings.registry_dir)
-    drafter = from_config(registry.load(settings.domain, 1).config, tiny_target)
-    drafter.add_acceptance_head()
+    drafter = WithAcceptanceHead(from_config(registry.load(settings.domain, 1).config, tiny_target))
     assert registry.publish(settings.domain, drafter.weights(), drafter.config(), {"parent": 1}) == 2
     assert ensure_version(settings, restarted(server), tiny_target) == 2
 

@@ -11,6 +11,7 @@ import torch
 from osd.capture.trace import ACCEPTED, REJECTED
 from osd.config import DrafterSettings, TrainerSettings
 from osd.drafters import DRAFTERS, from_config, initial
+from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.learning.batch import check, collate
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
@@ -43,8 +44,8 @@ def batch(seed, width, logits):
 @pytest.mark.parametrize("kind", sorted(DRAFTERS))
 def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, next_token_logits, tmp_path):
     settings = DrafterSettings(kind=kind, vocabulary=VOCABULARY)
-    first, drafter = (initial(settings, tiny_target, tmp_path) for _ in range(2))
-    drafter.add_acceptance_head()
+    first, plain = (initial(settings, tiny_target, tmp_path) for _ in range(2))
+    drafter = WithAcceptanceHead(plain)
     width = len(drafter.taps) * HIDDEN
     distiller = Distiller(drafter, TRAINING)
     for n in range(60):

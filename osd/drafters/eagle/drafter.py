@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafters.acceptance_head import fitted, head_config
 from osd.drafters.base import DrafterError, Runtime, check
 from osd.drafters.eagle.session import EagleSession
 from osd.drafters.eagle.shape import EagleShape, check_maps, rotate
@@ -93,7 +92,7 @@ class Eagle(Trainable):
         fields = asdict(self.shape)
         if self.shape.ours:  # as it always was: versions are compared by it
             fields = {name: value for name, value in fields.items() if name not in _VARIANT}
-        return {"kind": self.kind, **fields, **head_config(self.acceptance)}
+        return {"kind": self.kind, **fields}
 
     @property
     def state_width(self) -> int:
@@ -106,9 +105,7 @@ class Eagle(Trainable):
         Raises:
             DrafterError: a tensor is wrong, or the maps contradict each other.
         """
-        weights = fitted(weights, self.weights())
-        check(weights, self.weights())
-        check_maps(weights)
+        check_maps(check(weights, self.weights()))
         super().load_weights(weights)
 
     def features(self, hidden: Tensor) -> Tensor:
@@ -197,7 +194,7 @@ class Eagle(Trainable):
 
     def session(self, runtime: Runtime) -> EagleSession:
         """See ``Drafter.session``."""
-        return EagleSession(self.shape, self.weights(), self.embedding_on(runtime.device), self.acceptance, runtime)
+        return EagleSession(self.shape, self.weights(), self.embedding_on(runtime.device), runtime)
 
     def embedding_on(self, device: torch.device) -> Tensor:
         """The target's embedding on a device, the same for all sessions there."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from osd.drafters.acceptance_head import without_head
 from osd.drafters.base import DrafterError
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.shape import EagleShape
@@ -16,7 +15,7 @@ from osd.runtime.model import decoder_layers
 
 def eagle_from_config(config: dict[str, Any], target: nn.Module) -> Eagle:
     """Make the module that ``config`` describes around the embedding of ``target``."""
-    fields = {name: value for name, value in without_head(config).items() if name != "kind"}
+    fields = {name: value for name, value in config.items() if name != "kind"}
     fields["taps"] = tuple(fields["taps"])
     return Eagle(EagleShape(**fields), _embedding(target), _head(target))
 

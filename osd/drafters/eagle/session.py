@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osd.drafters.acceptance_head import PREFIX, AcceptanceHead, fitted, judged
 from osd.drafters.base import Chains, Runtime, check
 from osd.drafters.eagle.native import NativeEagle
 from osd.drafters.eagle.shape import EagleShape, check_maps, rotate
@@ -36,7 +34,6 @@ class EagleSession:
         shape: EagleShape,
         weights: dict[str, Tensor],
         embedding: Tensor,
-        head: AcceptanceHead | None,
         runtime: Runtime,
     ) -> None:
         """Draft with ``weights`` and the target's ``embedding``, which is on the runtime's device."""
@@ -57,10 +54,7 @@ class EagleSession:
             plain = {name: layer for name, layer in self.linear.items() if isinstance(layer, PlainLinear)}
             self._stacked = {names: Stacked([plain[name] for name in names]) for names in (_READ, _WIDENED)}
         self.vector = {name: weights[name].clone() for name in weights if name not in _LINEAR}
-        self._head = None if head is None else deepcopy(head).to(self.device)
-        if self._head is not None:
-            self.vector |= {PREFIX + name: value.data for name, value in self._head.named_parameters()}
-        self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
+        self.states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
         cos, sin = shape.rotation(torch.arange(places, device=self.device))
         self._cos, self._sin = cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous()  # [places, head_dim]
         self._native = self._point() if self._fits() else None
@@ -123,7 +117,7 @@ class EagleSession:
             told, last = laid_out(told, last, self.cache)
         output, logits = step(told.token_ids, features, told, last)
         self.features[torch.tensor(asked, device=self.device), 1 + nodes] = self._following(output)
-        self._states = output
+        self.states = output
         return logits
 
     @torch.inference_mode()
@@ -147,15 +141,13 @@ class EagleSession:
         assert self._recorded is not None  # noqa: S101
         return self._recorded.chains(Told(places, tokens, torch.cat(hidden)), limits, floor)
 
-    @torch.inference_mode()
     def acceptance(self) -> Tensor:
         """See ``Session.acceptance``."""
-        return judged(self._head, self._states)
+        return torch.full((len(self.states),), 0.5, device=self.device)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
-        weights = fitted(weights, self._expected)
-        check(weights, self._expected)
+        weights = check(weights, self._expected)
         check_maps(weights)
         self._spare = {}
         with aside(self.device):
@@ -175,8 +167,6 @@ class EagleSession:
                 layer.take(value)
             else:
                 self.vector[name] = value
-                if self._head is not None and name.startswith(PREFIX):
-                    self._head.get_parameter(name.removeprefix(PREFIX)).data = value
         self._native = self._point()
 
     def _fits(self) -> bool:
@@ -202,7 +192,7 @@ class EagleSession:
             tensors[name] = w[f"{name}.weight"].float()
         tensors["tap_norm"] = w["tap_norm"].float()
         tensors["draft_ids"] = w["d2t"] + torch.arange(len(w["d2t"]), device=self.device)
-        return tensors | {name: w[name].float() for name in w if name.startswith(PREFIX)}
+        return tensors
 
     def _recorded_step(
         self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from osd.drafters.acceptance_head import PREFIX, fitted, head_config
 from osd.drafters.base import DrafterError, Runtime, check
 from osd.drafters.beside import Beside
 from osd.drafters.language_model.session import LanguageModelSession
@@ -67,7 +66,7 @@ class LanguageModel(Trainable):
     def config(self) -> dict[str, Any]:
         """See ``Drafter.config``."""
         model: dict[str, Any] = self.model.config.to_dict()  # type: ignore[union-attr, operator, assignment]
-        return {"kind": self.kind, "shared": self.shared, "model": model, **head_config(self.acceptance)}
+        return {"kind": self.kind, "shared": self.shared, "model": model}
 
     @property
     def state_width(self) -> int:
@@ -77,9 +76,7 @@ class LanguageModel(Trainable):
     def weights(self) -> dict[str, Tensor]:
         """See ``Drafter.weights``."""
         state = self.model.state_dict()
-        weights = {name: state[name].detach() for name in self.names()}
-        head = {} if self.acceptance is None else self.acceptance.state_dict()
-        return weights | {PREFIX + name: value for name, value in head.items()}
+        return {name: state[name].detach() for name in self.names()}
 
     def names(self) -> dict[str, list[str]]:
         """The tensors of a version by name, each with all the names that the model has for it: tied ones have two."""
@@ -95,11 +92,7 @@ class LanguageModel(Trainable):
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """See ``Drafter.load_weights``."""
-        weights = fitted(weights, self.weights())
-        check(weights, self.weights())
-        self.model.load_state_dict({name: weights[name] for name in self.names()}, strict=False)
-        if self.acceptance is not None:
-            self.acceptance.load_state_dict({name: weights[PREFIX + name] for name in self.acceptance.state_dict()})
+        self.model.load_state_dict(check(weights, self.weights()), strict=False)
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """See ``Trainable.unroll``; it reads tokens only, so every step over the same tokens is the same."""
@@ -132,4 +125,4 @@ class LanguageModel(Trainable):
 
     def session(self, runtime: Runtime) -> LanguageModelSession:
         """See ``Drafter.session``."""
-        return LanguageModelSession(self.model, self.weights(), self.names(), self.acceptance, runtime)
+        return LanguageModelSession(self.model, self.weights(), self.names(), runtime)

@@ -7,7 +7,6 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from osd.drafters.acceptance_head import PREFIX, AcceptanceHead, fitted, judged
 from osd.drafters.base import Chains, Runtime, check
 from osd.drafters.recorded import RecordedChains, Told
 from osd.drafters.rows import TreeRows
@@ -32,19 +31,16 @@ class LanguageModelSession:
         model: nn.Module,
         weights: dict[str, Tensor],
         names: dict[str, list[str]],
-        head: AcceptanceHead | None,
         runtime: Runtime,
     ) -> None:
         """Draft with a copy of ``model``; ``weights`` are a version's, and ``names`` all those of each in the model."""
         self._expected, self._names = weights, names
-        self._head = None if head is None else deepcopy(head).to(runtime.device)
-        taps = () if self._head is None else (-1,)
         self.model = SlotModel(
             deepcopy(model).to(runtime.device, _DTYPE),
             slots=runtime.slots,
             context=runtime.context,
             scratch=runtime.scratch,
-            taps=taps,
+            taps=(-1,) if runtime.states else (),
             bucketed=runtime.bucketed,
         )
         self.device = self.model.device
@@ -52,7 +48,7 @@ class LanguageModelSession:
         if self.model.bucketed is not None:
             plays = recordable(self.model.config)
             self._recorded = RecordedChains(self._recorded_step, self.model.cache, runtime.scratch, None, plays)
-        self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
+        self.states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
         self.pending: dict[int, list[int]] = {}
 
     def open(self, slot: int, token: int) -> None:
@@ -82,13 +78,12 @@ class LanguageModelSession:
                 packed.node(slot, row, node)
                 tokens.append(int(builder.tokens[row, node]))
         forward = self.model.forward(packed.rows(torch.tensor(tokens)), packed.last)
-        self._states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
+        self.states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
         return forward.logits
 
-    @torch.inference_mode()
     def acceptance(self) -> Tensor:
         """See ``Session.acceptance``."""
-        return judged(self._head, self._states)
+        return torch.full((len(self.states),), 0.5, device=self.device)
 
     @torch.inference_mode()
     def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
@@ -115,17 +110,12 @@ class LanguageModelSession:
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
-        weights = fitted(weights, self._expected)
-        check(weights, self._expected)
+        weights = check(weights, self._expected)
         # Where the linear layers have a layout of their own, a tied weight is there twice.
         aliases = {alias: weights[name] for name, every in self._names.items() for alias in every}
         with aside(self.model.device):
-            head = {name: weights[name].to(self.model.device) for name in weights if name.startswith(PREFIX)}
-            return head | {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
+            return {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""
-        if self._head is not None:
-            for name in [name for name in staged if name.startswith(PREFIX)]:
-                self._head.get_parameter(name.removeprefix(PREFIX)).data.copy_(staged[name])
-        self.model.load({name: value for name, value in staged.items() if not name.startswith(PREFIX)})
+        self.model.load(staged)

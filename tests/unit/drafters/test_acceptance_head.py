@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from osd.config import DrafterSettings
-from osd.drafters import Drafter, DrafterError, from_config, initial
-from osd.drafters.acceptance_head import AcceptanceHead, judged
+from osd.drafters import DrafterError, from_config, initial
+from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.base import Runtime, Session
 from osd.speculation.tree import TreeBuilder
 from tests.unit.drafters.sequences import at_places, expand_chain
@@ -20,14 +20,14 @@ LENGTH, TAPPED = 30, 3 * 64
 
 
 @pytest.fixture(params=["eagle", "language_model"])
-def drafter(request: pytest.FixtureRequest, target_dir: Path) -> Drafter:
+def drafter(request: pytest.FixtureRequest, target_dir: Path) -> WithAcceptanceHead:
     return make(request.param, target_dir)
 
 
-def make(kind: str, target_dir: Path) -> Drafter:
-    drafter = initial(DrafterSettings(kind=kind, vocabulary=259, layers=2), target_dir, target_dir)  # type: ignore[arg-type]
+def make(kind: str, target_dir: Path) -> WithAcceptanceHead:
     torch.manual_seed(4)
-    drafter.add_acceptance_head()
+    settings = DrafterSettings(kind=kind, vocabulary=259, layers=2)  # type: ignore[arg-type]
+    drafter = WithAcceptanceHead(initial(settings, target_dir, target_dir))
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -64,7 +64,7 @@ def said(session: Session, drafted: Tensor, ends: list[int]) -> list[Tensor]:
     return judging.said
 
 
-def test_serving_and_training_judge_the_same_states(drafter: Drafter) -> None:
+def test_serving_and_training_judge_the_same_states(drafter: WithAcceptanceHead) -> None:
     tokens, hidden = sequences()
     depth, ends = 3, [7, 19]
     drafted = torch.randint(0, 256, (2, depth), generator=torch.Generator().manual_seed(5))
@@ -73,29 +73,30 @@ def test_serving_and_training_judge_the_same_states(drafter: Drafter) -> None:
         batch = at_places(tokens, hidden, [(row, end + d) for d in range(depth) for row, end in enumerate(ends)])
         states = drafter.drafted_states(batch, drafted.T.flatten(), depth)
         for d in range(depth):
-            goal = judged(drafter.acceptance, states[d])[2 * d : 2 * d + 2]
+            goal = drafter.head(states[d]).sigmoid()[2 * d : 2 * d + 2]
             assert (got[1 + d] - goal).abs().max() < 5e-3  # language models draft in bfloat16
-            assert not torch.allclose(goal, judged(drafter.acceptance, states[d])[[2 * d + 1, 2 * d]], atol=0.02)
+            assert not torch.allclose(goal, drafter.head(states[d]).sigmoid()[[2 * d + 1, 2 * d]], atol=0.02)
 
 
-def test_a_new_head_and_no_head_say_one_half(drafter: Drafter, target_dir: Path) -> None:
+def test_a_new_head_and_no_head_say_one_half(drafter: WithAcceptanceHead, target_dir: Path) -> None:
     nothing = torch.empty(2, 0, dtype=torch.int64)
-    drafter.acceptance = AcceptanceHead(drafter.state_width)
-    for _ in range(2):
-        assert said(drafter.session(Runtime(2, LENGTH, 2)), nothing, [5, 9])[0].tolist() == [0.5, 0.5]
-        drafter.acceptance = None
+    for one in (WithAcceptanceHead(drafter.drafter), drafter.drafter):
+        assert said(one.session(Runtime(2, LENGTH, 2)), nothing, [5, 9])[0].tolist() == [0.5, 0.5]
 
 
-def test_a_head_is_part_of_a_version(drafter: Drafter, target_dir: Path) -> None:
+def test_a_head_is_part_of_a_version(drafter: WithAcceptanceHead, target_dir: Path) -> None:
     again = from_config(json.loads(json.dumps(drafter.config())), target_dir)
     again.load_weights(drafter.weights())
     assert again.config() == drafter.config()
     state = torch.randn(3, drafter.state_width)
-    assert torch.equal(judged(again.acceptance, state), judged(drafter.acceptance, state))
-    assert not torch.equal(judged(again.acceptance, state), torch.full((3,), 0.5))
+    assert again.acceptance is not None
+    assert torch.equal(again.acceptance(state), drafter.head(state))
+    assert again.acceptance(state).abs().min() > 0
 
 
-def test_versions_with_and_without_a_head_follow_each_other_in_one_session(drafter: Drafter, target_dir: Path) -> None:
+def test_versions_with_and_without_a_head_follow_each_other_in_one_session(
+    drafter: WithAcceptanceHead, target_dir: Path
+) -> None:
     nothing = torch.empty(2, 0, dtype=torch.int64)
     full = drafter.weights()
     bare = {name: value for name, value in full.items() if not name.startswith("acceptance.")}
@@ -107,17 +108,15 @@ def test_versions_with_and_without_a_head_follow_each_other_in_one_session(draft
             session.load(session.stage(weights))
         assert torch.equal(said(session, nothing, [5, 9])[0], expected)
     drafter.load_weights(bare)
-    assert drafter.acceptance is not None
-    assert not any(parameter.any() for parameter in drafter.acceptance.parameters())
-    drafter.acceptance = None
-    session = drafter.session(Runtime(2, LENGTH, 2))
+    assert not any(parameter.any() for parameter in drafter.head.parameters())
+    session = drafter.drafter.session(Runtime(2, LENGTH, 2))
     with torch.inference_mode():
         session.load(session.stage(full))
-    drafter.load_weights(full)
+    drafter.drafter.load_weights(full)
     assert said(session, nothing, [5, 9])[0].tolist() == [0.5, 0.5]
 
 
-def test_a_head_that_is_not_whole_is_refused_by_name(drafter: Drafter) -> None:
+def test_a_head_that_is_not_whole_is_refused_by_name(drafter: WithAcceptanceHead) -> None:
     weights = drafter.weights()
     del weights["acceptance.odds.weight"]
     for refuse in (drafter.session(Runtime(2, LENGTH, 2)).stage, drafter.load_weights):

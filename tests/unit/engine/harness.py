@@ -22,7 +22,7 @@ from osd.config import (
     TargetSettings,
     TrainerSettings,
 )
-from osd.drafters import Drafter, initial
+from osd.drafters import Drafter, Trainable, initial
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
@@ -97,7 +97,7 @@ def settings(
     )
 
 
-def make_drafter(kind: str, directory: Path) -> Drafter | None:
+def make_drafter(kind: str, directory: Path) -> Trainable | None:
     if kind == "none":
         return None
     drafter = DrafterSettings(kind=kind, vocabulary=200, layers=2)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import pytest
 
 from osd.config import GrowthSettings
 from osd.drafters import Drafter
+from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.eagle.session import EagleSession
 from osd.engine.policy import Policy
 from osd.runtime.native import kernels
@@ -77,11 +78,10 @@ def test_a_request_with_the_heuristic_moves_its_own_draft_length() -> None:
 
 @pytest.mark.parametrize(("odds", "size"), [(30.0, 4), (-30.0, 2)], ids=["sure", "in doubt"])
 def test_drafts_are_as_long_as_the_drafters_head_says(target_dir: Path, odds: float, size: int) -> None:
-    drafter = make_drafter("eagle", target_dir)
-    assert drafter is not None
-    drafter.add_acceptance_head()
-    assert drafter.acceptance is not None
-    drafter.acceptance.odds.bias.data.fill_(odds)
+    plain = make_drafter("eagle", target_dir)
+    assert plain is not None
+    drafter = WithAcceptanceHead(plain)
+    drafter.head.odds.bias.data.fill_(odds)
     with running(target_dir, "eagle", drafter=drafter) as client:
         client.submit("own", [1, 2, 3], 30, ignore_eos=True, policy=policy("acceptance_head", "chain"))
         counts = client.wait()["own"].counts

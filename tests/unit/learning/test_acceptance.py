@@ -9,7 +9,7 @@ import torch
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, TraceError
 from osd.config import TrainerSettings
-from osd.drafters.acceptance_head import judged
+from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.base import DrafterError
 from osd.learning.acceptance import HeadTraining, drafted_depths
 from osd.learning.batch import check, collate
@@ -34,9 +34,7 @@ def drafted(seed, completion=40):
 
 def judging():
     torch.manual_seed(0)
-    drafter = Toy()
-    drafter.add_acceptance_head()
-    return drafter
+    return WithAcceptanceHead(Toy())
 
 
 def test_a_head_learns_which_tokens_are_accepted():
@@ -44,7 +42,7 @@ def test_a_head_learns_which_tokens_are_accepted():
     for n in range(120):
         distiller.step(collate([drafted(n)]))
     states = torch.eye(VOCABULARY, HIDDEN)
-    said = judged(distiller.drafter.acceptance, states)
+    said = distiller.drafter.head(states).sigmoid()
     print(said)
     assert said[:4].max() < 0.3
     assert said[4:].min() > 0.7
@@ -80,9 +78,7 @@ def test_a_share_of_rejected_tokens_gives_way_to_the_targets_own_and_has_no_labe
             fed.append(tokens)
             return super().drafted_states(batch, tokens, depth)
 
-    drafter = Noting()
-    drafter.add_acceptance_head()
-    training = HeadTraining(drafter, settings())
+    training = HeadTraining(WithAcceptanceHead(Noting()), settings())
     labels, true = 0, []
     for n in range(60):
         batch = collate([drafted(n, completion=80)])

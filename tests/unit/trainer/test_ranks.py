@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.config import TrainerSettings
+from osd.drafters.acceptance_head import WithAcceptanceHead, has_head
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from osd.learning.replay import Sample
@@ -42,9 +43,7 @@ class Poisoned(Toy):
 
 def make(config):
     drafter = Poisoned() if config["kind"] == "poisoned" else Toy()
-    if config.get("acceptance_head"):
-        drafter.add_acceptance_head()
-    return drafter
+    return WithAcceptanceHead(drafter) if has_head(config) else drafter
 
 
 class Telling(Helper):
@@ -174,8 +173,7 @@ def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_ran
             for trace in traces(step)
         ]
 
-    judging = drafter(Words)
-    judging.add_acceptance_head()
+    judging = WithAcceptanceHead(drafter(Words))
     shared = leader.distiller("head", judging, SETTINGS)
     head = copy(judging.acceptance.state_dict())
     for step in range(6):
@@ -187,8 +185,7 @@ def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_ran
     assert shared.head_loss is not None
     assert any(not torch.equal(value, head[name]) for name, value in judging.acceptance.state_dict().items())
     tensors, counters = shared.state_dict()
-    follower = drafter(Words)
-    follower.add_acceptance_head()
+    follower = WithAcceptanceHead(drafter(Words))
     resumed = leader.distiller("resumed", follower, SETTINGS)
     resumed.load_state_dict(copy(tensors), counters)
     share(leader, resumed, drafted(6))
