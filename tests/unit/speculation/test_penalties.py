@@ -72,6 +72,20 @@ def test_each_node_is_penalised_by_what_is_committed_and_the_path_to_it(support:
         torch.testing.assert_close(found[at], expected, msg=f"row {row}, node {node}")
 
 
+@pytest.mark.parametrize(("node", "path"), [(1, [5, 5]), (3, [5, 7, 5, 5])], ids=str)
+def test_a_token_that_only_the_path_has_several_times_is_penalised_once_for_all_of_them(
+    node: int, path: list[int]
+) -> None:
+    sampling = Sampling(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.6)
+    made = Penalties([sampling], [[1]], [[2]])
+    tokens = torch.tensor([path])
+    parents = torch.arange(len(path))[None] - 1
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 3
+    found = made.adjust(logits, torch.tensor([0]), torch.tensor([node]), tokens, parents)
+    expected = written_out(logits[0].tolist(), range(VOCABULARY), sampling, [1], [2, *path])
+    torch.testing.assert_close(found[0], expected)
+
+
 def test_the_repetition_penalty_is_that_of_transformers() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 

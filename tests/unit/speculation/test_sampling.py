@@ -59,6 +59,13 @@ def test_of_equally_likely_tokens_at_the_edge_of_the_nucleus_the_lowest_ids_stay
     assert (found[0] > 0).tolist() == [False, True, True, True, False, False]
 
 
+def test_a_nucleus_that_has_exactly_the_mass_asked_for_takes_no_token_more() -> None:
+    found = batch((1.0, 0, 0.5), (1.0, 0, 0.25), (1.0, 0, 0.75)).probabilities(torch.zeros(3, 4))
+    half, quarter = torch.tensor([0.5, 0.5, 0.0, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
+    assert torch.equal(found[:2], torch.stack([half, quarter]))
+    assert (found[2] > 0).tolist() == [True, True, True, False]
+
+
 def test_a_nucleus_wider_than_the_head_is_found_by_sorting_the_whole_row() -> None:
     logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(2)) * 0.1
     found = batch((1.0, 0, 0.9), (1.0, 0, 0.05)).probabilities(logits)
