@@ -79,12 +79,12 @@ class Mute:
         return ""
 
 
-def law(model: LlamaForCausalLM, sampling: Sampling) -> Tensor:
-    """[V ** LENGTH] the exact joint law of the first tokens, the first token in the highest place."""
+def law(model: LlamaForCausalLM, sampling: Sampling, length: int) -> Tensor:
+    """[V ** length] the exact joint law of the first tokens, the first token in the highest place."""
     exact = copy.deepcopy(model).double()
     goal = torch.ones(1, dtype=torch.float64)
     paths = torch.tensor([PROMPT])
-    for _ in range(LENGTH):
+    for _ in range(length):
         with torch.no_grad():
             logits = exact(input_ids=paths, use_cache=False).logits[:, -1].tolist()
         histories = zip(logits, paths[:, len(PROMPT) :].tolist(), strict=True)
@@ -111,14 +111,17 @@ def p_value(
     policy: Policy | None = None,
     *,
     count: int = COUNT,
+    length: int = LENGTH,
+    cells: Callable[[Tensor], Tensor] | None = None,
     slots: int = 64,
     governor: Any = None,
     domain: str | None = "general",
     prepare: Callable[[Engine], None] = lambda engine: None,
     meanwhile: Callable[[Engine], None] = lambda engine: None,
 ) -> float:
-    """Decode many requests that differ in their seed only, ``slots`` at a time, and test what came first.
+    """Decode many requests that differ in their seed only, ``slots`` at a time, and test the first ``length`` tokens.
 
+    Without ``cells`` [n] of tokens [n, length], each of the V ** length outputs is a cell of its own.
     ``meanwhile`` is called for each update that arrives.
     """
     torch.manual_seed(2)
@@ -135,7 +138,7 @@ def p_value(
     for seed in range(count):
         one = dataclasses.replace(sampling, seed=seed)
         engine.submit(
-            Request(str(seed), PROMPT, LENGTH + 1, one, ignore_eos=True, policy=policy, domain=domain), updates.put
+            Request(str(seed), PROMPT, length + 1, one, ignore_eos=True, policy=policy, domain=domain), updates.put
         )
     engine.start()
     try:
@@ -150,15 +153,16 @@ def p_value(
         engine.stop()
     assert counts.accepted > count / 10
     assert counts.drafted - counts.accepted > count / 10
-    codes = torch.tensor(
-        [sum(t * VOCABULARY ** (LENGTH - 1 - i) for i, t in enumerate(s[:LENGTH])) for s in seen.values()]
-    )
-    goal = law(model, sampling)
-    cells = goal > 0
-    found = codes.bincount(minlength=len(goal)).double()
-    outside = int(found[~cells].sum())
-    statistic = float(2 * torch.xlogy(found[cells], found[cells] / (goal[cells] * count)).sum())
-    freedom = int(cells.sum()) - 1
+    outputs = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=length)))  # [V ** length, length]
+    place = torch.arange(len(outputs)) if cells is None else cells(outputs)
+    exact = law(model, sampling, length)
+    goal = exact.new_zeros(int(place.max()) + 1).index_add(0, place, exact)
+    codes = [sum(t * VOCABULARY**i for i, t in enumerate(reversed(s[:length]))) for s in seen.values()]
+    found = place[torch.tensor(codes)].bincount(minlength=len(goal)).double()
+    met = goal > 0
+    outside = int(found[~met].sum())
+    statistic = float(2 * torch.xlogy(found[met], found[met] / (goal[met] * count)).sum())
+    freedom = int(met.sum()) - 1
     print(
         f"{sampling}: G = {statistic:.1f}, {freedom} degrees of freedom, {outside} outside, "
         f"acceptance rate {counts.acceptance_rate:.2f}"
@@ -338,6 +342,20 @@ def test_trees_that_take_another_shape_after_every_round_leave_the_law_alone(
 def test_a_tree_does_not_change_the_law_either(model: LlamaForCausalLM, sampling: Sampling) -> None:
     tree = Policy.of(GrowthSettings(kind="dynamic_tree", budget=4), "siblings")
     assert p_value(model, sampling, tree) > 1e-4
+
+
+def repetitions(tokens: Tensor) -> Tensor:
+    """[n] which of the tokens [n, length] repeat the one before, as one number."""
+    again = (tokens[:, 1:] == tokens[:, :-1]).long()
+    return (again << torch.arange(again.shape[1])).sum(-1)
+
+
+def test_what_only_the_draft_path_repeats_is_penalised_once_for_all(model: LlamaForCausalLM) -> None:
+    # Nothing is in a bias, and only the repetition penalty would ask for the prompt: two drafted tokens that are equal
+    # and unlike the first of the output are known from their path alone. They decide about the fourth. At so high a
+    # temperature many are accepted.
+    sampling = Sampling(3.0, presence_penalty=-4.0)
+    assert p_value(model, sampling, count=2500, length=4, cells=repetitions) > 1e-4
 
 
 class AcceptEverything(Chain):
