@@ -11,9 +11,9 @@ from osd.capture.stream import TraceReader
 from osd.capture.trace import Trace, TraceError
 from osd.config import Settings
 from osd.learning.batch import check
+from osd.learning.buffers import Key
 from osd.learning.gate import MIN_POSITIONS
 from osd.learning.replay import Replay
-from osd.learning.shelf import Key
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)

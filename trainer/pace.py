@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from osd.config import TrainerSettings
-from osd.learning.gate import Verdict
+from osd.learning.gate import GateDecision
 
 PASSES = 8
 """How often the completion of a new record is trained on whatever the held-out figures say."""
@@ -48,7 +48,7 @@ class Pace:
         """A micro-step trained on so many completion tokens."""
         self._budget = max(self._budget - positions, 0)
 
-    def judged(self, verdict: Verdict, held_out: int) -> None:
+    def judged(self, verdict: GateDecision, held_out: int) -> None:
         """The gate looked at a candidate.
 
         Args:

@@ -22,7 +22,7 @@ from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
-from osd.learning.gate import Gate, Verdict
+from osd.learning.gate import Gate, GateDecision
 from osd.registry.events import Events, Kind
 from osd.registry.learnt import REQUESTS
 from osd.registry.pointer import Pointer, Rollout
@@ -39,7 +39,7 @@ Build = Callable[[dict[str, Any]], Trainable]
 class Outcome:
     """What became of a candidate; ``version`` is its number when it was published."""
 
-    verdict: Verdict
+    verdict: GateDecision
     version: int | None
 
 
@@ -122,18 +122,18 @@ class Publisher:
         if self._baseline is None or (before is not None and before.stable != self.stable):
             self.in_service()
         if before is not None and before.pinned:
-            return Outcome(Verdict(False, True, f"version {before.stable} is pinned"), None)
+            return Outcome(GateDecision(False, True, f"version {before.stable} is pinned"), None)
         if self._baseline is None:
-            return Outcome(Verdict(False, True, f"no drafter version of {self._domain} to compare with"), None)
+            return Outcome(GateDecision(False, True, f"no drafter version of {self._domain} to compare with"), None)
         if self.canary is not None:
-            return Outcome(Verdict(False, True, f"version {self.canary.version} is still a canary"), None)
+            return Outcome(GateDecision(False, True, f"version {self.canary.version} is still a canary"), None)
         verdict = self._gate.judge(candidate, self._baseline, batches)
         if not verdict.passed:
             if not verdict.waits:
                 self.tell("rejected", self.stable, reason=verdict.reason, **verdict.figures())
             return Outcome(verdict, None)
         # Somebody may move the pointer, perhaps back: theirs counts, and the next candidate is compared with it.
-        moved = Outcome(Verdict(False, True, "the rollout pointer moved during the evaluation"), None)
+        moved = Outcome(GateDecision(False, True, "the rollout pointer moved during the evaluation"), None)
         if self._pointer.get(self._domain) != before:
             return moved
         share = self._settings.canary_share

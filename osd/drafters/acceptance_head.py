@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from osd.config import GrowthSettings
 from osd.drafters.base import OPTIONAL, Chains, DrafterError, Runtime, Session, check
-from osd.drafters.trainable import Batch, Trainable
+from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.speculation.tree import TreeBuilder
 
 _CONFIG = "acceptance_head"
@@ -93,6 +93,10 @@ class WithAcceptanceHead(Trainable):
     def config(self) -> dict[str, Any]:
         """See ``Drafter.config``."""
         return {**self.drafter.config(), _CONFIG: True}
+
+    def loss(self, batch: Batch, objective: Objective, target: nn.Module | None = None) -> Loss:
+        """See ``Trainable.loss``."""
+        return self.drafter.loss(batch, objective, target)
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """See ``Trainable.unroll``."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -22,6 +24,34 @@ class Batch(Protocol):
     hidden: Tensor | None
     sequence: Tensor
     place: Tensor
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a micro-batch loses, a scalar, and the number of positions that have a weight in it.
+
+    ``value`` has no gradient where there is nothing to learn from.
+    """
+
+    value: Tensor
+    positions: int
+
+
+class Objective(Protocol):
+    """What the distiller asks a drafter to minimise; see ``osd.learning.objective``."""
+
+    @property
+    def depth(self) -> int:
+        """Steps to unroll."""
+        ...
+
+    def drafted(self, batch: Batch) -> Tensor | None:
+        """[B, L] the tokens that later steps read, None for the batch's own."""
+        ...
+
+    def loss(self, batch: Batch, levels: Sequence[Tensor], draft_ids: Tensor | None) -> Loss:
+        """What the logits [N, draft vocabulary] of each unrolled step lose."""
+        ...
 
 
 class Trainable(Drafter, nn.Module):
@@ -48,6 +78,11 @@ class Trainable(Drafter, nn.Module):
     def trained(self) -> dict[str, Tensor]:
         """What the loss trains, by name."""
         return {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
+
+    def loss(self, batch: Batch, objective: Objective, target: nn.Module | None = None) -> Loss:
+        """What the distiller minimises; gradients may run through the frozen ``target``."""
+        levels = self.unroll(batch, objective.depth, objective.drafted(batch))
+        return objective.loss(batch, levels, self.draft_ids)
 
     @abstractmethod
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:

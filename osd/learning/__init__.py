@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from torch import Tensor
 
-from osd.config import TrainerSettings
 from osd.learning.divergences import (
     Overlap,
     acceptance,
@@ -29,10 +27,3 @@ DIVERGENCES: dict[str, Divergence] = {
     "hybrid": hybrid,
 }
 """What ``trainer.divergence`` may name."""
-
-
-def objective(settings: TrainerSettings) -> Divergence:
-    """The divergence that training minimises. Evaluation takes ``DIVERGENCES``: its figures compare across betas."""
-    if settings.divergence == "jensen_shannon":
-        return partial(jensen_shannon, beta=settings.jensen_shannon_beta)
-    return DIVERGENCES[settings.divergence]

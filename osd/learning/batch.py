@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.capture.trace import REJECTED, Array, Trace, TraceError
-from osd.learning.kept import Kept
-from osd.learning.own_samples import OwnSamples, own_samples
+from osd.learning.targets import OwnSamples, TopKTargets, own_samples
 
 PROMPT_SHARE = 8
 """Prompt tokens that cost as much as one completion token."""
@@ -186,7 +185,7 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
     rows = sum(trace.completion_ids.shape[0] for trace in traces)
     token_ids = np.zeros((size, longest), np.int64)
     kept = (array.shape[1] for trace in traces for array in (trace.target_ids, trace.after_ids) if array is not None)
-    target = Kept(rows, max(kept))
+    target = TopKTargets(rows, max(kept))
     sequence, place, drafted, verdict = (np.empty(rows, np.int64) for _ in range(4))
     hidden = None
     if all(trace.hidden is not None for trace in traces):

@@ -21,7 +21,7 @@ MIN_POSITIONS = 256
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateDecision:
     """What the gate decided.
 
     Attributes:
@@ -66,33 +66,33 @@ class Gate:
 
     def judge(
         self, candidate: Trainable, baseline: Trainable, batches: Callable[[], Iterable[DistillBatch]]
-    ) -> Verdict:
+    ) -> GateDecision:
         """Evaluate both and decide; ``batches`` gives the held-out positions anew at each call."""
         for name, weight in candidate.weights().items():
             if not torch.isfinite(weight).all():
-                return Verdict(False, False, f"weight {name} has a number that is not finite")
+                return GateDecision(False, False, f"weight {name} has a number that is not finite")
         first = evaluate(candidate, batches(), self.depth, self.divergence)
         if first.positions < self.min_positions:
             reason = f"not enough held-out records: {first.positions} positions of {self.min_positions}"
-            return Verdict(False, True, reason, first)
+            return GateDecision(False, True, reason, first)
         return self.decide(first, evaluate(baseline, batches(), self.depth, self.divergence))
 
-    def decide(self, candidate: GateFigures, baseline: GateFigures) -> Verdict:
+    def decide(self, candidate: GateFigures, baseline: GateFigures) -> GateDecision:
         """Compare figures of the same positions."""
         tolerance = min(_standard_error(candidate, baseline), _TOLERANCE)
         difference = float((candidate.overlaps - baseline.overlaps).mean())
         # Written so that a comparison with NaN fails.
         if not difference >= -tolerance:
-            return Verdict(
+            return GateDecision(
                 False, False, f"held-out acceptance per position fell by {-difference:.4f}", candidate, baseline
             )
         if not candidate.expected_length >= baseline.expected_length - self.depth * tolerance:
             reason = (
                 f"expected tokens per round fell from {baseline.expected_length:.3f} to {candidate.expected_length:.3f}"
             )
-            return Verdict(False, False, reason, candidate, baseline)
+            return GateDecision(False, False, reason, candidate, baseline)
         reason = f"expected tokens per round {baseline.expected_length:.3f} -> {candidate.expected_length:.3f}"
-        return Verdict(True, False, reason, candidate, baseline)
+        return GateDecision(True, False, reason, candidate, baseline)
 
 
 def _standard_error(candidate: GateFigures, baseline: GateFigures) -> float:

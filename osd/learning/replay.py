@@ -13,7 +13,7 @@ import numpy as np
 from osd.capture.trace import Trace
 from osd.hashing import unit_hash
 from osd.learning.batch import cost, cut, length
-from osd.learning.shelf import Anchors, Key, Shelf, key_of
+from osd.learning.buffers import Key, RecentBuffer, UniformSample, key_of
 
 _EARLY_SHARE = 1 / 3
 """Of the requests, held out while there is too little to judge by."""
@@ -61,8 +61,8 @@ class Replay:
     def __init__(self, tokens: int, held_out: float, seed: int = 0, anchors: float = 0.0, enough: int = 0) -> None:
         self._share, self._enough = held_out, enough
         aside, kept = math.ceil(tokens * held_out), math.ceil(tokens * anchors)
-        self._train, self._held_out = Shelf(tokens - aside - kept), Shelf(aside)
-        self._anchors = Anchors(kept)
+        self._train, self._held_out = RecentBuffer(tokens - aside - kept), RecentBuffer(aside)
+        self._anchors = UniformSample(kept)
         self._fresh: OrderedDict[Key, None] = OrderedDict()
         self._random = np.random.Generator(np.random.PCG64(seed))
 

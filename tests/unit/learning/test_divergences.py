@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from osd.config import TrainerSettings
-from osd.learning import DIVERGENCES, objective
+from osd.learning import DIVERGENCES
 from osd.learning.divergences import (
     acceptance,
     draft_index,
@@ -16,6 +16,7 @@ from osd.learning.divergences import (
     reverse_kl,
     total_variation,
 )
+from osd.learning.objective import divergence_of
 
 N, V = 5, 16
 
@@ -78,14 +79,14 @@ def test_beta_weighs_the_two_sides_of_jensen_shannon(beta):
     expected = jsd(p.double(), logits.softmax(-1).double(), beta)
     assert torch.allclose(jensen_shannon(events, beta).double(), expected, atol=1e-6)
     settings = TrainerSettings(divergence="jensen_shannon", jensen_shannon_beta=beta)
-    assert torch.equal(objective(settings)(events), jensen_shannon(events, beta))
-    assert (objective(settings)(events) - DIVERGENCES["jensen_shannon"](events)).abs().max() > 1e-2
+    assert torch.equal(divergence_of(settings)(events), jensen_shannon(events, beta))
+    assert (divergence_of(settings)(events) - DIVERGENCES["jensen_shannon"](events)).abs().max() > 1e-2
 
 
 def test_the_objective_is_the_one_that_was_asked_for():
     for name, divergence in DIVERGENCES.items():
         if name != "jensen_shannon":
-            assert objective(TrainerSettings(divergence=name)) is divergence
+            assert divergence_of(TrainerSettings(divergence=name)) is divergence
 
 
 @pytest.mark.parametrize("name", sorted(DIVERGENCES))

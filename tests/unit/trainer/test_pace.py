@@ -4,14 +4,14 @@ import torch
 
 from osd.config import TrainerSettings
 from osd.learning.evaluation import GateFigures
-from osd.learning.gate import Verdict
+from osd.learning.gate import GateDecision
 from trainer.pace import PASSES, Pace
 
 
 def verdict(candidate, baseline, passed=True):
     none = torch.empty(0)
     first, second = (GateFigures(1, (0.5,), value, none, none) for value in (candidate, baseline))
-    return Verdict(passed, False, "", first, second)
+    return GateDecision(passed, False, "", first, second)
 
 
 def pace(resumed=False, **settings):
@@ -61,7 +61,7 @@ def test_figures_of_other_held_out_records_are_not_compared():
 
 def test_without_a_judgement_or_with_one_that_is_not_finite_training_waits():
     it = worn(pace())
-    it.judged(Verdict(False, True, "not enough held-out records"), held_out=0)
+    it.judged(GateDecision(False, True, "not enough held-out records"), held_out=0)
     assert not it.due(0, 0.0)
     it = worn(pace())
     it.judged(verdict(float("nan"), 1.0), held_out=0)

@@ -10,7 +10,7 @@ from osd.engine.request import Request, Sampling
 from osd.engine.top import top
 from osd.engine.tracing import TraceBuilder
 from osd.learning.batch import collate
-from osd.learning.positions import weigh
+from osd.learning.objective import weigh
 
 VOCABULARY = 12
 

@@ -8,11 +8,11 @@ from torch.optim import Optimizer
 State = dict[Tensor, dict[str, Tensor]]
 
 
-class MomentsError(ValueError):
+class OptimizerStateError(ValueError):
     """Saved moments do not fit the weights."""
 
 
-def moments_of(optimizer: Optimizer, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def optimizer_state(optimizer: Optimizer, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """AdamW's moments of ``weights`` as ``<prefix><moment>.<weight>``; none of what was never updated."""
     return {
         f"{prefix}{moment}.{name}": value
@@ -21,11 +21,11 @@ def moments_of(optimizer: Optimizer, weights: dict[str, Tensor], prefix: str) ->
     }
 
 
-def read_moments(tensors: dict[str, Tensor], weights: dict[str, Tensor], prefix: str) -> State:
-    """What ``moments_of`` gave, found among ``tensors``, as the state of an optimizer.
+def read_optimizer_state(tensors: dict[str, Tensor], weights: dict[str, Tensor], prefix: str) -> State:
+    """What ``optimizer_state`` gave, found among ``tensors``, as the state of an optimizer.
 
     Raises:
-        MomentsError: a moment is missing or not of these weights, or a number is not finite.
+        OptimizerStateError: a moment is missing or not of these weights, or a number is not finite.
     """
     state: State = {}
     for key, value in tensors.items():
@@ -33,14 +33,14 @@ def read_moments(tensors: dict[str, Tensor], weights: dict[str, Tensor], prefix:
             moment, _, name = key.removeprefix(prefix).partition(".")
             weight = weights.get(name)
             if weight is None or (moment != "step" and value.shape != weight.shape) or not value.isfinite().all():
-                raise MomentsError(f"{key} {tuple(value.shape)} does not belong to this drafter")
+                raise OptimizerStateError(f"{key} {tuple(value.shape)} does not belong to this drafter")
             state.setdefault(weight, {})[moment] = value.clone()
     if any(set(moments) != {"step", "exp_avg", "exp_avg_sq"} for moments in state.values()):
-        raise MomentsError("the optimizer state is not complete")
+        raise OptimizerStateError("the optimizer state is not complete")
     return state
 
 
-def set_state(optimizer: Optimizer, state: State) -> None:
+def restore(optimizer: Optimizer, state: State) -> None:
     """Go on with ``state`` and nothing of what was there."""
     optimizer.state.clear()
     optimizer.state.update(state)

@@ -18,7 +18,7 @@ def key_of(trace: Trace) -> Key:
     return trace.request_id, trace.segment
 
 
-class Shelf:
+class RecentBuffer:
     """The newest records, oldest first, up to ``room`` tokens.
 
     Attributes:
@@ -70,7 +70,7 @@ class Shelf:
         self._by_domain[trace.domain] += sign * length(trace)
 
 
-class Anchors:
+class UniformSample:
     """A uniform sample, without replacement, of every record that was ever offered, up to ``room`` tokens.
 
     Kept are the records with the smallest hash of their key: no matter in which order they come, how often, or in

@@ -14,7 +14,7 @@ from osd.config import TrainerSettings
 from osd.drafters.base import OPTIONAL, DrafterError
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
-from osd.learning.moments import State, moments_of, read_moments, set_state
+from osd.learning.optimizer_state import State, optimizer_state, read_optimizer_state, restore
 
 _REJECTED_WEIGHT = 6.0  # of the loss of a rejected token
 _MIXED = 0.15  # of the drafted tokens give way to the target's own
@@ -122,19 +122,19 @@ class HeadTraining:
     def state_dict(self) -> dict[str, Tensor]:
         """The optimizer's moments; gathered gradients are applied first. The weights are the drafter's."""
         self.update()
-        return moments_of(self._optimizer, self._weights, _MOMENT)
+        return optimizer_state(self._optimizer, self._weights, _MOMENT)
 
     def read(self, tensors: dict[str, Tensor]) -> State:
         """What ``state_dict`` gave, for ``resume``; nothing of a state from before there was a head.
 
         Raises:
-            osd.learning.moments.MomentsError: it is not this head's.
+            osd.learning.optimizer_state.OptimizerStateError: it is not this head's.
         """
-        return read_moments(tensors, self._weights, _MOMENT)
+        return read_optimizer_state(tensors, self._weights, _MOMENT)
 
     def resume(self, state: State) -> None:
         """Go on from ``state``."""
-        set_state(self._optimizer, state)
+        restore(self._optimizer, state)
 
 
 def drafted_depths(batch: DistillBatch) -> Tensor:

@@ -11,9 +11,9 @@ from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, TraceError
 from osd.config import TrainerSettings
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.base import DrafterError
-from osd.learning.acceptance import HeadTraining, drafted_depths
 from osd.learning.batch import check, collate
 from osd.learning.distiller import Distiller, DistillerError
+from osd.learning.head_training import HeadTraining, drafted_depths
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
 
 

@@ -1,4 +1,4 @@
-"""Where a drafter was rejected: its own token, and what the target says after it.
+"""What the target says at the positions of a micro-batch, after its own tokens and after the drafter's.
 
 On-policy distillation (Agarwal et al., "On-Policy Distillation of Language Models", ICLR 2024, arXiv 2306.13649) trains
 a student on what it writes itself. A verification has computed the target after every token of a draft, kept or not, so
@@ -7,16 +7,50 @@ that nothing has to be sampled or scored again.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from osd.capture.trace import REJECTED, Trace
-from osd.learning.kept import Kept
 
 _NEVER = -1_000_000  # a place that is further away than any draft is long
+
+
+class TopKTargets:
+    """The most probable ids of N places, up to K each, and the mass of all others."""
+
+    def __init__(self, rows: int, kept: int) -> None:
+        """Make room for ``rows`` places with ``kept`` ids each; all of them must be put."""
+        self._ids = np.full((rows, kept), -1, np.int64)
+        self._logp = np.full((rows, kept), -np.inf, np.float32)
+        self._tail = np.empty(rows, np.float32)
+
+    def copy(self) -> Self:
+        """The same, to be changed."""
+        return deepcopy(self)
+
+    def put(self, rows: np.ndarray, ids: np.ndarray, logp: np.ndarray, tail: np.ndarray) -> None:
+        """Set the places ``rows`` [n] to ids and log-probabilities [n, k], k at most K, and log-masses [n]."""
+        width = ids.shape[1]
+        self._ids[rows, width:] = -1
+        self._ids[rows, :width], self._logp[rows, :width], self._tail[rows] = ids, logp, tail
+
+    def tensors(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids [N, K], -1 for none, their log-probabilities [N, K] and the log-mass of the others [N], float32.
+
+        They are renormalised together: half precision leaves them off by up to a thousandth.
+        """
+        logp = np.where(self._ids < 0, -np.inf, self._logp)
+        total = np.logaddexp(np.logaddexp.reduce(logp, axis=1), self._tail)
+        return (
+            torch.from_numpy(self._ids.copy()).to(device),
+            torch.from_numpy(logp - total[:, None]).to(device),
+            torch.from_numpy(self._tail - total).to(device),
+        )
 
 
 @dataclass
@@ -42,7 +76,9 @@ class OwnSamples:
         return self.since >= depth
 
 
-def own_samples(traces: list[Trace], token_ids: np.ndarray, target: Kept, device: torch.device | str) -> OwnSamples:
+def own_samples(
+    traces: list[Trace], token_ids: np.ndarray, target: TopKTargets, device: torch.device | str
+) -> OwnSamples:
     """What ``traces`` know of the drafter's own tokens, over the batch that they make.
 
     Args:

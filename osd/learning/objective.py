@@ -1,0 +1,107 @@
+"""What a micro-step minimises: which divergence, at which positions, how far unrolled, and over whose tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from osd.capture.trace import REJECTED
+from osd.config import TrainerSettings
+from osd.drafters.trainable import Batch, Loss
+from osd.learning import DIVERGENCES, Divergence
+from osd.learning.batch import DistillBatch
+from osd.learning.divergences import draft_index, jensen_shannon, overlap
+from osd.learning.targets import OwnSamples
+
+_DECAY = 0.8
+"""Weight of each further unrolled step, as in EAGLE-3 (arXiv 2503.01840)."""
+
+_USUAL_DEPTH, _WHOLE_EVERY = 2, 4
+"""Steps that most micro-steps unroll at most, and which of them go all the way."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of one micro-step: sum_d 0.8^d times the mean divergence of the positions that exist at depth d.
+
+    Every fourth micro-step unrolls ``trainer.unroll`` steps, the others two at most: a drafter that was never unrolled
+    as far as it drafts is confident and wrong there, yet what it learns at two depths carries over to the next ones,
+    and each step costs as much as the first. Behind the first step the drafter reads the target's tokens or, as
+    ``trainer.samples`` says, its own where it was rejected: "mixed" takes turns.
+
+    Attributes:
+        settings: which divergence, and how positions are weighted.
+        depth: steps to unroll.
+        own: whether later steps read the drafter's own tokens, where the batch knows them.
+    """
+
+    settings: TrainerSettings
+    depth: int
+    own: bool
+
+    @classmethod
+    def of(cls, settings: TrainerSettings, step: int) -> Objective:
+        """That of the ``step``-th micro-step."""
+        depth = settings.unroll if step % _WHOLE_EVERY == 0 else min(settings.unroll, _USUAL_DEPTH)
+        turn = step // _WHOLE_EVERY + step  # so that whole ones are read both ways
+        own = settings.samples == "student" or (settings.samples == "mixed" and turn % 2 == 1)
+        return cls(settings, depth, own)
+
+    def drafted(self, batch: Batch) -> Tensor | None:
+        """[B, L] the tokens that later steps read, None for the batch's own."""
+        samples = self._samples(batch)
+        return None if samples is None else samples.token_ids
+
+    def loss(self, batch: Batch, levels: Sequence[Tensor], draft_ids: Tensor | None) -> Loss:
+        """What the logits [N, draft vocabulary] of each unrolled step lose."""
+        batch = cast(DistillBatch, batch)
+        weights, samples = weigh(batch, self.settings), self._samples(batch)
+        divergence, index = divergence_of(self.settings), draft_index(draft_ids)
+        loss = torch.zeros((), device=batch.target_logp.device)
+        values, before = loss, None
+        for depth, logits in enumerate(levels):
+            rows = batch.rows_at(depth) & (weights > 0)
+            kept: DistillBatch | OwnSamples = batch
+            if samples is not None and depth:
+                rows, kept = rows & samples.rows_at(depth), samples
+            if not rows.any():
+                break
+            # A drafter that reads no hidden states predicts the same at every depth.
+            if logits is not before:
+                events = overlap(logits, kept.target_ids, kept.target_logp, kept.target_tail, index)
+                values, before = divergence(events), logits
+            share = weights[rows] / weights[rows].mean()
+            loss = loss + _DECAY**depth * (values[rows] * share).mean()
+        return Loss(loss, int(weights.count_nonzero()))
+
+    def _samples(self, batch: Batch) -> OwnSamples | None:
+        return cast(DistillBatch, batch).own if self.own else None
+
+
+def divergence_of(settings: TrainerSettings) -> Divergence:
+    """The divergence that training minimises. Evaluation takes ``DIVERGENCES``: its figures compare across betas."""
+    if settings.divergence == "jensen_shannon":
+        return partial(jensen_shannon, beta=settings.jensen_shannon_beta)
+    return DIVERGENCES[settings.divergence]
+
+
+def weigh(batch: DistillBatch, settings: TrainerSettings) -> Tensor:
+    """The weight of each position, [N] float32, as ``trainer.positions`` says.
+
+    ``all`` weighs every position 1; ``rejected`` only those where a draft token was rejected; ``weighted`` gives these
+    ``trainer.rejected_weight`` and all others 1. A rejected position is the one whose distributions disagreed: the
+    place of the token that the target put in the drafted one's stead, and not the place after it. The bonus token of
+    a round that was accepted whole was never drafted, and is not among them.
+    """
+    ones = torch.ones_like(batch.target_tail)
+    rejected = batch.verdict == REJECTED
+    if settings.positions == "rejected":
+        return torch.where(rejected, ones, 0.0)
+    if settings.positions == "weighted":
+        return torch.where(rejected, settings.rejected_weight, ones)
+    return ones
