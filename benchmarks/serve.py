@@ -11,8 +11,8 @@ from typing import Any
 from rich.table import Table as Grid
 
 from benchmarks.report import columns
+from osd.traffic.open_loop import Load, Tally, replay
 from osd.traffic.prompt import Prompt
-from osd.traffic.replay import Load, Tally, replay
 
 _REPORT_SECONDS = 5.0
 

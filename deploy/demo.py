@@ -22,8 +22,8 @@ from deploy.embedded import Embedded, StartError
 from osd.config import Settings
 from osd.registry.pointer import Pointer
 from osd.traffic import SOURCES, load
+from osd.traffic.open_loop import Load, replay
 from osd.traffic.prompt import Prompt, TrafficError, split
-from osd.traffic.replay import Load, replay
 
 _HELD_OUT = 0.1
 _SAMPLE_SECONDS = 2.0

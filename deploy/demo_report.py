@@ -17,7 +17,7 @@ from rich.text import Text
 from deploy.chart import chart
 from deploy.demo_measure import HeldOut
 from osd.metrics import acceptance_rate
-from osd.traffic.replay import Tally
+from osd.traffic.open_loop import Tally
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from osd.config import Settings
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from osd.traffic.arrivals import Arrival, paced
+from osd.traffic.open_loop import Load
 from osd.traffic.prompt import Prompt, TrafficError
-from osd.traffic.replay import Load
 
 FROZEN, TRAINING, FED = "frozen", "trainer on", "versions fed"
 WAYS = (FROZEN, TRAINING, FED)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import typer
 
 from osd import __version__
-from osd.cli import analyze, bench, client, drafters, service, traces
+from osd.cli import analyze, bench, drafters, traces
+from osd.cli.chat import chat
+from osd.cli.demo import demo
+from osd.cli.replay import replay
+from osd.cli.up import up
 
 app = typer.Typer(
     name="osd",
@@ -15,10 +19,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(service.up)
-app.command()(service.demo)
-app.command()(client.replay)
-app.command()(client.chat)
+for command in (up, demo, replay, chat):
+    app.command()(command)
 app.add_typer(drafters.app, name="drafters")
 app.add_typer(traces.app, name="traces")
 app.add_typer(bench.app, name="bench")

@@ -22,6 +22,12 @@ Overrides = Annotated[
     typer.Option("--set", help="One setting, as in engine.slots=8; may be given again.", metavar="KEY=VALUE"),
 ]
 
+Url = Annotated[
+    str | None, typer.Option("--url", help="Address of the service; else the one that runs on this machine.")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Completion tokens of one answer at most.")]
+Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")]
+
 FAILED, INTERRUPTED = 2, 130
 """Exit codes: something to be changed by the user, and stopped by the user."""
 
@@ -48,6 +54,21 @@ def redis_url(settings: Settings) -> str | None:
 
     running = find(settings.home_dir)
     return running.redis_url if running else settings.redis_url
+
+
+def address_of(settings: Settings, url: str | None) -> str:
+    """Where the service is: as given, else the one that runs in the home directory, else where one would run."""
+    if url is not None:
+        return url.rstrip("/").removesuffix("/v1")
+    from deploy.running import find
+
+    running = find(settings.home_dir)
+    return running.url if running else f"http://{settings.serving.host}:{settings.serving.port}"
+
+
+def key_of(settings: Settings) -> str | None:
+    """What the service asks for, if anything."""
+    return settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
 
 
 @contextmanager

@@ -1,19 +1,31 @@
-"""``osd drafters``: the versions of a domain's drafter, and which of them is in service."""
+"""``osd drafters``: the versions of a domain's drafter, which of them is in service, and those of other libraries."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from osd.cli import exchange, rollout
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
 
 if TYPE_CHECKING:
-    from osd.registry.pointer import Rollout
+    from osd.config import Settings
+    from osd.registry.events import Events, Kind
+    from osd.registry.pointer import Pointer, Rollout
 
 app = typer.Typer(help="List drafter versions, and say which of them is in service.", no_args_is_help=True)
+
+
+class FormatName(StrEnum):
+    """What ``--format`` may be; ``osd.drafters.formats`` has them, and needs torch."""
+
+    speculators = "speculators"
+    transformers = "transformers"
 
 
 @app.command("list")
@@ -52,10 +64,161 @@ def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> Non
         typer.echo(f"no drafter version in {settings.registry_dir}")
 
 
-for _command in (rollout.rollback, rollout.promote, rollout.pin, rollout.unpin):
-    app.command()(_command)
-app.command("export")(exchange.export_version)
-app.command("import")(exchange.import_drafter)
+@app.command()
+def rollback(
+    version: Annotated[
+        int | None, typer.Argument(help="The version to go to; else the parent of the one in service.")
+    ] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Put an earlier version of the configured domain in service and end its canary; replicas swap within a second."""
+    with _open(config, overrides) as desk:
+        before, number = desk.rollout, version
+        if number is None:
+            number = desk.registry.load(desk.domain, before.stable).manifest.get("parent")
+        if number is None:
+            fail(f"version {before.stable} of {desk.domain} has no parent; name the version to go to")
+        desk.move("rolled_back", number, pinned=before.pinned, previous=before.stable)
+        typer.echo(f"{desk.domain}: version {number} is in service, before it {before.stable}")
+
+
+@app.command()
+def promote(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """End the trial of the configured domain's canary: it serves every request from now on."""
+    with _open(config, overrides) as desk:
+        before, number = desk.rollout, desk.rollout.canary
+        if number is None:
+            fail(f"domain {desk.domain} has no canary; version {before.stable} is in service")
+        desk.move("promoted", number, pinned=before.pinned, parent=before.stable)
+        typer.echo(f"{desk.domain}: version {number} is in service, before it {before.stable}")
+
+
+@app.command()
+def pin(
+    version: Annotated[int | None, typer.Argument(help="The version to keep in service; else the one that is.")] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Keep one version of the configured domain in service: no canary, and no candidate of the trainer, until unpin."""
+    with _open(config, overrides) as desk:
+        number = desk.rollout.stable if version is None else version
+        desk.move("pinned", number, pinned=True, previous=desk.rollout.stable)
+        typer.echo(f"{desk.domain}: version {number} stays in service until osd drafters unpin")
+
+
+@app.command()
+def unpin(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Let the trainer put new versions of the configured domain in service again."""
+    with _open(config, overrides) as desk:
+        number = desk.rollout.stable
+        if not desk.rollout.pinned:
+            fail(f"version {number} of {desk.domain} is not pinned")
+        desk.move("unpinned", number, pinned=False)
+        typer.echo(f"{desk.domain}: version {number} is in service, and the trainer may replace it")
+
+
+@app.command("export")
+def export_version(
+    version: Annotated[int, typer.Argument(min=1, help="The version of the configured domain.")],
+    format: Annotated[FormatName, typer.Option(help="speculators for eagle, transformers for a language_model.")],
+    out: Annotated[Path, typer.Option(help="A directory that is not there yet.", metavar="DIR")],
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Write a version so that vLLM (vllm serve DIR) or transformers can load it."""
+    settings = settings_of(config, overrides)
+    from osd import drafters
+    from osd.drafters import formats
+    from osd.drafters.acceptance_head import without_head
+    from osd.registry.versions import Registry, VersionError
+    from osd.target.load import TargetError, resolve
+
+    _quiet()
+    try:
+        found = Registry(settings.registry_dir).load(settings.domain, version)
+        target = resolve(settings.target.source, settings.home_dir)
+        drafter = drafters.from_config(without_head(found.config), target)
+        drafter.load_weights(found.weights)
+        name = _known_name(settings, target)
+        origin = formats.Origin(settings.domain, version, name, target, settings.growth.depth)
+        formats.write(drafter, format.value, origin, out.absolute())
+    except (VersionError, TargetError, drafters.DrafterError, formats.FormatError, OSError) as error:
+        fail(error)
+    typer.echo(f"version {version} of {settings.domain} is in {out}, for the target {name}")
+
+
+@app.command("import")
+def import_drafter(
+    directory: Annotated[Path, typer.Argument(help="Holds config.json and model.safetensors.", metavar="DIR")],
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Take a drafter that was trained elsewhere as the next version of the configured domain."""
+    settings = settings_of(config, overrides)
+    from osd import drafters
+    from osd.drafters import formats
+    from osd.registry.versions import Registry, VersionError
+    from osd.target.load import TargetError, resolve
+
+    _quiet()
+    try:
+        target = resolve(settings.target.source, settings.home_dir)
+        name, drafter = formats.read(directory.absolute(), target)
+        manifest = {"parent": None, "trained_on": {}, "imported": {"format": name, "directory": directory.name}}
+        registry = Registry(settings.registry_dir)
+        number = registry.publish(settings.domain, drafter.weights(), drafter.config(), manifest)
+    except (VersionError, TargetError, drafters.DrafterError, formats.FormatError, OSError) as error:
+        fail(error)
+    typer.echo(
+        f"{directory} is version {number} of {settings.domain}; put it in service: osd drafters rollback {number}"
+    )
+
+
+class _Desk:
+    """The pointer of one domain, as it was when the command began."""
+
+    def __init__(self, settings: Settings, pointer: Pointer, events: Events, rollout: Rollout) -> None:
+        from osd.registry.versions import Registry
+
+        self.domain, self.rollout = settings.domain, rollout
+        self.registry = Registry(settings.registry_dir)
+        self._pointer, self._events = pointer, events
+
+    def move(self, kind: Kind, stable: int, *, pinned: bool, **figures: Any) -> None:
+        """Put ``stable`` in service without a canary, unless somebody else was faster."""
+        from osd.registry.pointer import Rollout
+
+        self.registry.load(self.domain, stable)
+        rollout = Rollout(stable=stable, canary=None, share=0.0, changed=time.time(), pinned=pinned)
+        if not self._pointer.replace(self.domain, self.rollout, rollout):
+            fail(f"the rollout pointer of {self.domain} has just been moved; look at osd drafters list and try again")
+        self._events.add(kind, self.domain, stable, **figures)
+
+
+@contextmanager
+def _open(config: ConfigFile, overrides: Overrides) -> Iterator[_Desk]:
+    settings = settings_of(config, overrides)
+    from redis.exceptions import RedisError
+
+    from osd.registry.events import Events
+    from osd.registry.pointer import Pointer
+    from osd.registry.versions import VersionError
+
+    url = redis_url(settings)
+    if url is None:
+        fail(f"nothing runs in {settings.home_dir}; start it with osd up, or set redis_url")
+    pointer, events = Pointer(url), Events(url)
+    try:
+        rollout = pointer.get(settings.domain)
+        if rollout is None:
+            fail(f"domain {settings.domain} has no version in service; set domain")
+        yield _Desk(settings, pointer, events, rollout)
+    except (RedisError, VersionError) as error:
+        fail(error)
+    finally:
+        pointer.close()
+        events.close()
 
 
 def _state(number: int, rollout: Rollout | None) -> str:
@@ -71,3 +234,16 @@ def _state(number: int, rollout: Rollout | None) -> str:
 def _figures(gate: dict) -> str:
     numbers = ((name, value) for name, value in gate.items() if isinstance(value, float))
     return ", ".join(f"{name} {value:.3f}" for name, value in numbers)
+
+
+def _known_name(settings: Settings, target: Path) -> str:
+    """What another library finds the target by."""
+    source = settings.target.source
+    local = source.startswith("pypi:") or Path(source).expanduser().exists()
+    return str(target) if local else source
+
+
+def _quiet() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from osd.traffic.arrivals import Arrival, paced, poisson, read
+from osd.traffic.open_loop import Load, Tally, percentile
 from osd.traffic.prompt import TrafficError
-from osd.traffic.replay import Load, Tally, percentile
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

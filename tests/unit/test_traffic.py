@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from osd.traffic import SOURCES, load
+from osd.traffic.open_loop import Load, Tally, replay
 from osd.traffic.prompt import Prompt, TrafficError, split
-from osd.traffic.replay import Load, Tally, replay
 
 GOOD = {"id": "a", "domain": "math", "messages": [{"role": "user", "content": "1+1?"}]}
 

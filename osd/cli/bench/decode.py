@@ -9,7 +9,6 @@ import typer
 
 from osd.cli.bench.options import Draft, Json, Prompts, Tokens, check_draft, check_output, loading, running, say, write
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.drafters.base import Runtime
 
 _TURNS = 15
 """Of the isolated forwards."""
@@ -52,6 +51,7 @@ def decode(
     from benchmarks.isolated import DRAFT_CONTEXT, on_several_cores
     from benchmarks.pair import BenchError, encode, engine_with, find_drafter, reading_anew
     from benchmarks.synthetic import forced
+    from osd.drafters.base import Runtime
     from osd.engine.policy import Policy
     from osd.engine.request import Sampling
     from osd.speculation.compatibility import IncompatibleError

@@ -8,7 +8,6 @@ import typer
 
 from osd.cli.bench.options import CONTEXT, Draft, Json, check_draft, check_output, loading, say, show, write
 from osd.cli.common import ConfigFile, Overrides, settings_of, stop_signals
-from osd.drafters.base import Runtime
 
 
 def forward(
@@ -27,6 +26,7 @@ def forward(
     from benchmarks.forward import COUNTS, STEPS, measure, table
     from benchmarks.isolated import DRAFT_CONTEXT, on_several_cores
     from benchmarks.pair import find_drafter
+    from osd.drafters.base import Runtime
     from osd.runtime.model import SlotModel, load_model
     from osd.target.load import resolve
 

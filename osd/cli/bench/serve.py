@@ -9,8 +9,18 @@ from typing import Annotated
 import typer
 
 from osd.cli.bench.options import Json, Prompts, check_output, loading, say, show, write
-from osd.cli.client import MaxTokens, Temperature, Url, address_of, key_of
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signals
+from osd.cli.common import (
+    ConfigFile,
+    MaxTokens,
+    Overrides,
+    Temperature,
+    Url,
+    address_of,
+    fail,
+    key_of,
+    settings_of,
+    stop_signals,
+)
 
 
 def serve(
@@ -44,7 +54,7 @@ def serve(
     from deploy.running import find
     from osd.traffic import load
     from osd.traffic.arrivals import paced, read
-    from osd.traffic.replay import Load
+    from osd.traffic.open_loop import Load
 
     with loading(), ExitStack() as ends:
         recorded = None if arrivals is None else tuple(paced(read(arrivals), rate, max_tokens))

@@ -16,7 +16,7 @@ from benchmarks.serve import Found
 from benchmarks.start import Started, kv_bytes, weight_bytes
 from osd.cli.app import app
 from osd.config import EngineSettings, Settings, TargetSettings
-from osd.traffic.replay import Tally
+from osd.traffic.open_loop import Tally
 
 PIECE = 0.02  # seconds between two pieces of an answer
 

@@ -22,8 +22,8 @@ from benchmarks.serve import Found
 from osd.config import EngineSettings, ServingSettings, Settings, TrainerSettings
 from osd.registry.versions import Registry
 from osd.traffic.arrivals import Arrival
+from osd.traffic.open_loop import Tally
 from osd.traffic.prompt import TrafficError
-from osd.traffic.replay import Tally
 from tests.unit.benchmarks.adaptation.conftest import made_up
 from tests.unit.benchmarks.adaptation.test_experiments import command, streams_of
 
