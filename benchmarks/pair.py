@@ -18,7 +18,7 @@ from osd.runtime.model import SlotModel, decoder_layers, load_model
 from osd.target.load import load_tokenizer, resolve
 from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
-from serving.versions import Start
+from serving.rollout_follower import Start
 
 DRAFTS = ("skip_layers", "language_model", "eagle", "registry")
 """What may draft: the target without some middle layers, which is often right untrained (Zhang et al., "Draft &

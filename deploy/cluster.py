@@ -9,8 +9,7 @@ from ray import serve
 
 import serving.app
 import trainer.app
-from deploy.checks import check_settings
-from deploy.first_version import ensure_version
+from deploy.preparation import check_settings, ensure_version
 from osd.config import ConfigError
 from osd.config_sources import load_settings
 from osd.target.load import resolve

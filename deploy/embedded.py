@@ -116,7 +116,7 @@ class Embedded:
 
     def _prepare(self) -> Path:
         # What computes takes seconds to import: here that happens while Ray starts.
-        from deploy.checks import check_settings
+        from deploy.preparation import check_settings, ensure_version
 
         check_settings(self.settings)
         directory = resolve(self.settings.target.source, self.settings.home_dir, self._report)
@@ -125,7 +125,6 @@ class Embedded:
         self._report("preparing the drafter")
         from transformers.utils import logging as progress
 
-        from deploy.first_version import ensure_version
         from osd.drafters.base import DrafterError
 
         progress.disable_progress_bar()
@@ -175,7 +174,7 @@ class Embedded:
             serve.run(serving.app.build(self.settings, self.redis_url), name="osd", route_prefix="/")
 
     def _keep_pointers(self) -> None:
-        from deploy.first_version import keep_pointers
+        from deploy.preparation import keep_pointers
 
         try:
             keep_pointers(self.settings, self.redis_url)

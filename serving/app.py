@@ -15,16 +15,18 @@ from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
 from osd.config import Settings
-from serving.board import Board, History, Report, Totals
+from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
 
 logger = logging.getLogger(__name__)
 
-BOARD = "board"
+METRICS = "replica_metrics"
+"""Name of the actor that keeps the metrics of all replicas."""
+
 _ANSWER_SECONDS = 2.0
 
 
-class BoardLink:
-    """The shared board through Ray. With the cluster's head gone it answers None, and serving goes on."""
+class MetricsOverRay:
+    """The metrics of all replicas through Ray. With the cluster's head gone they are None, and serving goes on."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -55,15 +57,15 @@ class BoardLink:
             return None
 
     def _actor(self) -> Any:
-        # Serve may have replaced a board that died: after a failure it is looked up again.
+        # Serve may have replaced an actor that died: after a failure it is looked up again.
         if self._handle is None:
-            self._handle = serve.get_deployment_actor(BOARD)
+            self._handle = serve.get_deployment_actor(METRICS)
         return self._handle
 
     def _lost(self, error: Exception) -> None:
         self._handle = None
         if not self._failing:
-            logger.warning("the board of all replicas cannot be reached: %s", type(error).__name__)
+            logger.warning("the metrics of all replicas cannot be reached: %s", type(error).__name__)
         self._failing = True
 
 
@@ -76,7 +78,7 @@ class Server:
         from serving.replica import Replica
 
         name = serve.get_replica_context().replica_id.unique_id
-        self._replica = Replica(settings, redis_url, name, BoardLink())
+        self._replica = Replica(settings, redis_url, name, MetricsOverRay())
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The HTTP application, made when the replica is ready."""
@@ -105,8 +107,8 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
         settings: all of them; every replica gets the same.
         redis_url: the Redis that carries pointer, traces and events; may hold a password.
     """
-    board = DeploymentActorConfig(
-        name=BOARD, actor_class=ray.remote(Board), actor_options={"num_cpus": 0, "max_concurrency": 1}
+    metrics = DeploymentActorConfig(
+        name=METRICS, actor_class=ray.remote(ReplicaMetrics), actor_options={"num_cpus": 0, "max_concurrency": 1}
     )
     deployment = serve.deployment(
         Server,
@@ -121,6 +123,6 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
         max_constructor_retry_count=3,
         graceful_shutdown_wait_loop_s=1,
         graceful_shutdown_timeout_s=20,
-        deployment_actors=[board],
+        deployment_actors=[metrics],
     )
     return deployment.bind(settings, redis_url)

@@ -13,7 +13,7 @@ from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from osd.runtime.threads import one_core
-from serving.versions import POLL_SECONDS, Follower
+from serving.rollout_follower import POLL_SECONDS, Follower
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine

@@ -19,27 +19,26 @@ from osd.config import Settings
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Update
 from osd.registry.events import Events
-from osd.registry.load_board import LoadBoard
 from osd.registry.pointer import Pointer
+from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry
 from osd.runtime.model import SlotModel, decoder_layers, load_config, load_model
 from osd.runtime.threads import one_core
 from osd.target.load import load_tokenizer, resolve
-from serving import view
-from serving.board import Board, History, Report, Totals
-from serving.control import Control, Switches
+from serving.dashboard import data
 from serving.domains import DomainWatcher
-from serving.reporter import Reporter
+from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
+from serving.reporter import Control, Reporter, Switches
+from serving.rollout_follower import Start, VersionWatcher, starting_drafter
 from serving.service import ChatTemplateError, Model
-from serving.versions import Start, VersionWatcher, starting_drafter
 
 logger = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 0.0005
 
 
-class SharedBoard(Protocol):
-    """The board of all replicas; its methods return None when it cannot be reached."""
+class SharedMetrics(Protocol):
+    """The metrics of all replicas; its methods return None when they cannot be reached."""
 
     def push(self, report: Report) -> None:
         """Deliver a report, or give up after a moment."""
@@ -61,8 +60,8 @@ class Replica:
         osd.target.load.TargetError: the target cannot be had.
     """
 
-    def __init__(self, settings: Settings, redis_url: str, name: str, shared: SharedBoard) -> None:
-        self.settings, self._shared, self._own = settings, shared, Board()
+    def __init__(self, settings: Settings, redis_url: str, name: str, shared: SharedMetrics) -> None:
+        self.settings, self._shared, self._own = settings, shared, ReplicaMetrics()
         # The engine's thread gives up the interpreter's lock at each operator: let it have it back soon, also beside a
         # busy thread.
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -71,7 +70,7 @@ class Replica:
         self._tokenizer = load_tokenizer(directory)
         registry = Registry(settings.registry_dir)
         self._pointer, self._events, self._control = Pointer(redis_url), Events(redis_url), Control(redis_url)
-        self._load_board = LoadBoard(redis_url)
+        self._loads = ReplicaLoads(redis_url)
         start: Start | None = None
         if settings.drafter.kind != "none":
             start = starting_drafter(settings, registry, self._pointer, directory)
@@ -81,9 +80,9 @@ class Replica:
         if start is not None:
             line, common = self.engine.line(settings.domain), (settings, registry, self._pointer, self._events)
             self._watchers = [VersionWatcher(*common, line, start), DomainWatcher(*common, self.engine)]
-        self._feeds = view.Feeds(settings, redis_url, registry, self._events)
+        self._feeds = data.Feeds(settings, redis_url, registry, self._events)
         self._reporter = Reporter(
-            name, self.engine, self._writer, self._watchers, self._load_board, self._control, self._push
+            name, self.engine, self._writer, self._watchers, self._loads, self._control, self._push
         )
         self.model = Model(
             id=model_id(settings),
@@ -128,7 +127,7 @@ class Replica:
         self.engine.check_health()
 
     async def totals(self) -> Totals:
-        """See ``Service``; with the shared board out of reach, the counters of this replica."""
+        """See ``Service``; with those of all replicas out of reach, the counters of this replica."""
         totals = await self._shared.totals() or self._own.totals(time.time())
         return replace(totals, spent=await asyncio.to_thread(self._feeds.spent))
 
@@ -137,7 +136,7 @@ class Replica:
         totals = await self.totals()
         history = await self._shared.history(seconds) or self._own.history(time.time(), seconds)
         feeds = await asyncio.to_thread(self._feeds.read)
-        return view.compose(self.settings, self.model, totals, history, feeds)
+        return data.compose(self.settings, self.model, totals, history, feeds)
 
     def set_speculation(self, enabled: bool) -> None:
         """Switch speculation in every replica: here at once, in the others within a second.
@@ -156,7 +155,7 @@ class Replica:
         if self._writer:
             self._writer.close()
         self._reporter.close()
-        for connection in (self._feeds, self._load_board, self._control, self._events, self._pointer):
+        for connection in (self._feeds, self._loads, self._control, self._events, self._pointer):
             connection.close()
 
     def _push(self, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""A replica's reports: its load to the load board, its counters to the board, the operator's switches back."""
+"""What a replica tells: its load and its counters; and what it is told: the operator's switches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from redis.exceptions import RedisError
+import msgspec
+from redis.exceptions import DataError, RedisError
 
 from osd.capture.stream import TraceWriter
-from osd.registry.load_board import LoadBoard, ReplicaLoad
-from serving.board import Report
-from serving.control import Control
+from osd.redis_client import connect
+from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from serving.domains import DomainWatcher
-from serving.versions import VersionWatcher
+from serving.replica_metrics import Report
+from serving.rollout_follower import VersionWatcher
 
 if TYPE_CHECKING:
     from osd.engine.counters import EngineCounters
@@ -31,6 +32,42 @@ LOOK_SECONDS = 0.02
 """Within which the trainer is told that requests wait, or no longer do."""
 
 REPORT_SECONDS = 1.0
+_SWITCHES_KEY = "osd:control"
+
+
+class Switches(msgspec.Struct, frozen=True):
+    """``speculation`` False makes every request decode plainly."""
+
+    speculation: bool = True
+
+
+class Control:
+    """Reads and sets the switches, one round trip each.
+
+    Raises:
+        redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._client = connect(url)
+
+    def get(self) -> Switches:
+        """The switches as they are; the defaults when nobody has set any."""
+        data = self._client.get(_SWITCHES_KEY)
+        if data is None:
+            return Switches()
+        try:
+            return msgspec.json.decode(data, type=Switches)
+        except msgspec.MsgspecError as error:
+            raise DataError(f"{_SWITCHES_KEY}: {error}") from None
+
+    def set(self, switches: Switches) -> None:
+        """Set the switches; replicas follow within a second."""
+        self._client.set(_SWITCHES_KEY, msgspec.json.encode(switches))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
 
 
 class Reporter:
@@ -45,12 +82,12 @@ class Reporter:
         engine: Engine,
         writer: TraceWriter | None,
         watchers: Sequence[VersionWatcher | DomainWatcher],
-        load_board: LoadBoard,
+        loads: ReplicaLoads,
         control: Control,
         push: Callable[[Report], None],
     ) -> None:
         self._name, self._engine, self._writer, self._watchers = name, engine, writer, watchers
-        self._load_board, self._control, self._push = load_board, control, push
+        self._loads, self._control, self._push = loads, control, push
         self.speculation = True
         self._stop = threading.Event()
         self._threads = [
@@ -135,7 +172,7 @@ class Reporter:
             waited, told_at, told = bool(load.waiting), now, counts
             try:
                 mine = ReplicaLoad(load.running, load.waiting, self._engine.drafter_version, speed, latency)
-                self._load_board.report(self._name, mine)
+                self._loads.report(self._name, mine)
                 self.set_speculation(self._control.get().speculation)
             except RedisError as error:
                 if not failing:

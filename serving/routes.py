@@ -16,12 +16,11 @@ from fastapi.responses import JSONResponse, Response
 
 from osd.engine.request import Request as Sequence
 from osd.engine.request import Sampling, Update
-from serving import dashboard, errors, metrics
+from serving import dashboard, errors, prometheus
 from serving.errors import ApiError
 from serving.generation import Disconnected, Generation, seed_of
 from serving.limits import KeyGuard, Queue, check_bias, check_prompt, completion_budget, policy_of, read_body
-from serving.logprobs import Logprobs
-from serving.responses import Answer, EventStream, collect, events
+from serving.responses import Answer, EventStream, Logprobs, collect, events
 from serving.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -122,8 +121,8 @@ class Routes:
     async def metrics(self) -> Response:
         """``GET /metrics``: Prometheus text, summed over all replicas."""
         settings, model = self.service.settings, self.service.model
-        text = metrics.render(await self.service.totals(), settings.domain, model.id)
-        return Response(text, media_type=metrics.CONTENT_TYPE)
+        text = prometheus.render(await self.service.totals(), settings.domain, model.id)
+        return Response(text, media_type=prometheus.CONTENT_TYPE)
 
     async def _generate(
         self,

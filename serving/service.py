@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from osd.config import Settings
 from osd.engine.request import Request, Update
-from serving.board import Totals
+from serving.replica_metrics import Totals
 
 
 @dataclass(frozen=True)

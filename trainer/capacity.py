@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from redis.exceptions import RedisError
 
 from osd.config import TrainerSettings
-from osd.registry.load_board import LoadBoard
+from osd.registry.replica_loads import ReplicaLoads
 from osd.runtime.threads import several_cores
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Capacity:
         clock: CPU seconds that each core of the trainer's has worked.
     """
 
-    def __init__(self, board: LoadBoard, settings: TrainerSettings, clock: Callable[[], float]) -> None:
+    def __init__(self, board: ReplicaLoads, settings: TrainerSettings, clock: Callable[[], float]) -> None:
         self._board = board
         self._settings = settings
         self._clock = clock
@@ -70,7 +70,7 @@ class Capacity:
         """The share of the time that may be trained now.
 
         0 while in some replica a request waits or tokens come slower than the objective allows, ``trainer.duty`` while
-        requests run, all of it otherwise. With the board out of reach nobody is known to need anything.
+        requests run, all of it otherwise. With the loads out of reach nobody is known to need anything.
         """
         now = time.monotonic()
         if now < self._unreadable_until:
@@ -79,7 +79,7 @@ class Capacity:
             loads = self._board.read()
         except RedisError as error:
             if self.reachable:
-                logger.warning("the load board cannot be read, training goes on without it: %s", error)
+                logger.warning("the loads of replicas cannot be read, training goes on without it: %s", error)
             self.reachable = False
             self._unreadable_until = now + _RETRY
             return 1.0

@@ -22,8 +22,8 @@ from osd.learning.distiller import Distiller
 from osd.learning.drift import DriftWatch
 from osd.learning.gate import Gate
 from osd.registry.ledger import Ledger, Spent
-from osd.registry.load_board import LoadBoard
 from osd.registry.pointer import Pointer
+from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry, Version
 from trainer import tracking
 from trainer.candidates import Candidates, StoppedError
@@ -79,7 +79,7 @@ class Worker:
         self._learnt = Learnt()
         self._forgetting = Forgetting(self._domain, Purges(redis_url), self._intake, self._learnt)
         self._progress = Progress(settings, self._status, self._intake.replay, self._spending, self._learnt, self._make)
-        self._pointer, self._board = Pointer(redis_url), LoadBoard(redis_url)
+        self._pointer, self._board = Pointer(redis_url), ReplicaLoads(redis_url)
         self._events = TrackedEvents(redis_url, lambda: tracking.make(settings))
         trainer = settings.trainer
         cores = workshop.team.size * trainer.threads

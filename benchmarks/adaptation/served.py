@@ -19,7 +19,7 @@ from osd.drafters.base import Drafter
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling
 from serving.replica import make_engine
-from serving.versions import Start
+from serving.rollout_follower import Start
 
 _WRITE_SECONDS = 60.0
 

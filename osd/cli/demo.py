@@ -26,7 +26,7 @@ def demo(
         fail(f"--report {report}: there is no directory {report.absolute().parent}")
     if settings.drafter.kind == "none" or not (settings.trainer.enabled and settings.capture.enabled):
         fail("the demo needs drafter.kind other than none, and trainer.enabled and capture.enabled")
-    from deploy.demo import Plan, run
+    from deploy.demo.run import Plan, run
     from deploy.embedded import START_ERRORS
     from osd.traffic.prompt import TrafficError
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from serving.board import HISTORY_SECONDS
 from serving.errors import ApiError
 from serving.limits import has_key
+from serving.replica_metrics import HISTORY_SECONDS
 from serving.service import Service
 
 _FOLDER = Path(__file__).parent

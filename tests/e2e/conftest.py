@@ -16,7 +16,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from deploy.first_version import ensure_version
+from deploy.preparation import ensure_version
 from osd.capture.server import RedisServer
 from osd.config import Settings
 from osd.registry.pointer import Pointer, Rollout

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from osd.capture.purge import Purges
 from osd.cli.app import app
-from osd.registry.load_board import LoadBoard, ReplicaLoad
+from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.unit.learning.toys import make_trace
 from trainer import checkpoint
 
@@ -82,7 +82,7 @@ def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventuall
     loop.send(40)
     worker = loop.start()
     eventually(lambda: worker.status()["steps"] > 3)
-    board, stop = LoadBoard(loop.url), threading.Event()
+    board, stop = ReplicaLoads(loop.url), threading.Event()
 
     def serve():
         while not stop.wait(0.05):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from osd.learning.distiller import Distiller
-from osd.registry.load_board import LoadBoard, ReplicaLoad
+from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.unit.learning.toys import Toy
 from trainer.team import Alone
 
@@ -15,7 +15,7 @@ from trainer.team import Alone
 def test_training_stands_still_while_requests_wait(make_loop, eventually):
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
-    board = LoadBoard(loop.url)
+    board = ReplicaLoads(loop.url)
     board.report("replica", ReplicaLoad(8, 3, 1, 100.0))
     loop.send(40)
     worker = loop.start()
@@ -56,7 +56,7 @@ def test_training_yields_within_200_ms_when_serving_needs_the_machine(make_loop,
     loop = make_loop(steps_per_candidate=10_000, micro_batch_tokens=256, latency_objective_ms=50.0)
     loop.build, loop.team = Slow, Unshared()
     loop.first_version(Slow())
-    board = LoadBoard(loop.url)
+    board = ReplicaLoads(loop.url)
     loop.send(40)
     loop.start()
     eventually(lambda: len(steps) > 8)  # the first micro-steps are too long, and shrink
@@ -109,7 +109,7 @@ def test_beside_running_requests_training_and_judging_take_their_duty_of_the_tim
     loop.build, loop.team = Timed, Unshared()
     loop.first_version(Timed())
     loop.send(60)
-    board = LoadBoard(loop.url)
+    board = ReplicaLoads(loop.url)
     board.report("replica", ReplicaLoad(running, 0, 1, 100.0))
     worker = loop.start()
     eventually(lambda: worker.status()["steps"] > 3)

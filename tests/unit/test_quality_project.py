@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from osd.cli.app import app
 from osd.config import Settings
 from osd.config_sources import load_settings
-from serving.board import Report, Totals
-from serving.metrics import BY_VERSION, render
+from serving.prometheus import BY_VERSION, render
+from serving.replica_metrics import Report, Totals
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

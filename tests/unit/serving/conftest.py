@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from osd.config import Settings
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
-from serving.board import Totals
+from serving.replica_metrics import Totals
 from serving.routes import create_app
 from serving.service import ChatTemplateError, Model
 

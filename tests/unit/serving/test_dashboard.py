@@ -11,10 +11,10 @@ from osd.config import Settings
 from osd.registry.ledger import Spent
 from osd.registry.pointer import Rollout
 from serving import dashboard
-from serving.board import Board, Report, Totals
+from serving.dashboard.data import compose, ledger
+from serving.replica_metrics import ReplicaMetrics, Report, Totals
 from serving.routes import create_app
 from serving.service import Model
-from serving.view import compose, ledger
 
 FOLDER = Path(dashboard.__file__).parent
 
@@ -71,13 +71,13 @@ def test_data_asks_for_the_window(client):
 
 
 def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
-    board, now = Board(), time.time()
+    metrics, now = ReplicaMetrics(), time.time()
     counters = {
         ("version_drafted", "general", 2): 40,
         ("version_accepted", "general", 2): 30,
         ("version_drafted", "code", 2): 7,
     }
-    board.push(Report("r1", now, 2, True, 1, 0, 0.0, counters, canary=3, others={"code": 2}))
+    metrics.push(Report("r1", now, 2, True, 1, 0, 0.0, counters, canary=3, others={"code": 2}))
     feeds = {
         "redis": True,
         "rollout": Rollout(2, 3, 0.25, 1.0),
@@ -89,7 +89,7 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
         ],
     }
     model = Model("tiny", "root", 64, 10, 1)
-    data = compose(Settings(), model, board.totals(now), board.history(now, 60), feeds)
+    data = compose(Settings(), model, metrics.totals(now), metrics.history(now, 60), feeds)
     first, second = data["versions"]
     assert (first["in_service"], second["in_service"]) == (False, True)
     assert second["live"] == {"rounds": 0, "drafted": 40, "accepted": 30}

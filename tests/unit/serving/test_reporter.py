@@ -5,8 +5,7 @@ import time
 import pytest
 
 from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
-from serving.control import Switches
-from serving.reporter import LOAD_SECONDS, Reporter
+from serving.reporter import LOAD_SECONDS, Reporter, Switches
 
 
 class Engine:
@@ -30,7 +29,7 @@ class Engine:
         pass
 
 
-class Board:
+class Loads:
     """Keeps every report with its time."""
 
     def __init__(self):
@@ -47,39 +46,39 @@ class Control:
 
 @pytest.fixture
 def scene():
-    engine, board = Engine(), Board()
-    reporter = Reporter("r1", engine, None, [], board, Control(), lambda report: None)  # type: ignore[arg-type]
+    engine, loads = Engine(), Loads()
+    reporter = Reporter("r1", engine, None, [], loads, Control(), lambda report: None)  # type: ignore[arg-type]
     reporter.start()
-    yield engine, board, reporter
+    yield engine, loads, reporter
     reporter.close()
 
 
 def test_waiting_requests_are_told_at_once_and_that_none_waits_any_more_too(scene):
-    engine, board, _ = scene
+    engine, loads, _ = scene
     for waiting in (2, 0, 1, 0):
         engine.now = EngineLoad(8, waiting)
         changed = time.monotonic()
-        while not board.told or board.told[-1][1].waiting != waiting:
-            assert time.monotonic() - changed < 0.08, "the load board was told too late"
+        while not loads.told or loads.told[-1][1].waiting != waiting:
+            assert time.monotonic() - changed < 0.08, "the load was told too late"
             time.sleep(0.001)
 
 
 def test_a_load_that_does_not_change_is_told_regularly(scene):
-    _, board, _ = scene
+    _, loads, _ = scene
     time.sleep(6 * LOAD_SECONDS)
-    assert 3 <= len(board.told) <= 7
+    assert 3 <= len(loads.told) <= 7
 
 
 def test_the_latency_is_that_of_the_tokens_since_the_report_before(scene):
-    engine, board, _ = scene
-    while not board.told:
+    engine, loads, _ = scene
+    while not loads.told:
         time.sleep(0.001)
     engine.counts.token_seconds, engine.counts.completion_tokens = 0.6, 20
-    while board.told[-1][1].inter_token_ms == 0:
+    while loads.told[-1][1].inter_token_ms == 0:
         time.sleep(0.001)
-    assert board.told[-1][1].inter_token_ms == pytest.approx(30.0)
+    assert loads.told[-1][1].inter_token_ms == pytest.approx(30.0)
     time.sleep(2.5 * LOAD_SECONDS)
-    assert board.told[-1][1].inter_token_ms == 0.0
+    assert loads.told[-1][1].inter_token_ms == 0.0
 
 
 def test_a_report_has_the_seconds_of_each_version(scene):

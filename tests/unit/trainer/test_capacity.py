@@ -8,7 +8,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.config import TrainerSettings
-from osd.registry.load_board import ReplicaLoad
+from osd.registry.replica_loads import ReplicaLoad
 from trainer.capacity import LONGEST_STEP, Capacity, lower_priority
 
 

@@ -1,4 +1,4 @@
-"""The demo: a fresh drafter learns from live traffic, and is then measured on prompts that were never sent."""
+"""Run the service under traffic, watch its drafter learn, and measure it in the end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.live import Live
 
-from deploy import demo_report
-from deploy.demo_measure import measure
-from deploy.demo_report import Sample, Story
+from deploy.demo.measure import measure
+from deploy.demo.report import Sample, Story, line, panel, show, write
 from deploy.embedded import Embedded, StartError
 from osd.config import Settings
 from osd.registry.pointer import Pointer
@@ -70,9 +69,9 @@ def run(settings: Settings, plan: Plan, report: Path | None) -> None:
             service.stop()
     with _steps(console, "measuring") as step:
         held_out = measure(settings, hold, story.first, story.last, plan.max_tokens, step)
-    demo_report.show(console, story, held_out)
+    show(console, story, held_out)
     if report is not None:
-        demo_report.write(report, story, held_out)
+        write(report, story, held_out)
         console.print(f"Report      {report}")
 
 
@@ -144,18 +143,18 @@ def _display(story: Story, console: Console) -> Iterator[Callable[[], None]]:
     """Yield what to call when there is news: a live panel on a terminal, now and then a line elsewhere."""
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:
-            yield lambda: live.update(demo_report.panel(story), refresh=True)
+            yield lambda: live.update(panel(story), refresh=True)
         return
     last = -_LINE_SECONDS
 
-    def line() -> None:
+    def print_line() -> None:
         nonlocal last
         now = time.monotonic() - story.begun
         if now - last >= _LINE_SECONDS:
             last = now
-            console.print(demo_report.line(story), soft_wrap=True)
+            console.print(line(story), soft_wrap=True)
 
-    yield line
+    yield print_line
 
 
 def _stable(settings: Settings, redis_url: str) -> int:

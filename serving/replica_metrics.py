@@ -1,7 +1,7 @@
 """Counters and history of all replicas, kept in one actor so that any replica can answer for all.
 
-A report carries a replica's counters since it started. The board adds what changed since the replica's last report
-to the totals and to the second in which it changed: a replica that dies leaves its counts behind, and a new one starts
+A report carries a replica's counters since it started. What changed since the replica's last report is added to
+the totals and to the second in which it changed: a replica that dies leaves its counts behind, and a new one starts
 from zero without making any total go backwards.
 """
 
@@ -88,8 +88,8 @@ class History:
     swaps: list[tuple[float, int]]
 
 
-class Board:
-    """Totals and the last hour, in memory."""
+class ReplicaMetrics:
+    """Totals and the last hour of all replicas, in memory."""
 
     def __init__(self) -> None:
         self._totals: Counter[Name] = Counter()

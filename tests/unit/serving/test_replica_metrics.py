@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from serving.board import Board, Report
+from serving.replica_metrics import ReplicaMetrics, Report
 
 
 def report(time, name="a", version=1, running=0, waiting=0, **counters):
@@ -10,38 +10,38 @@ def report(time, name="a", version=1, running=0, waiting=0, **counters):
 
 
 def test_totals_sum_over_replicas():
-    board = Board()
-    board.push(report(100.1, "a", completion_tokens=5))
-    board.push(report(100.2, "b", completion_tokens=7))
-    board.push(report(101.1, "a", completion_tokens=6))
-    totals = board.totals(101.5)
+    metrics = ReplicaMetrics()
+    metrics.push(report(100.1, "a", completion_tokens=5))
+    metrics.push(report(100.2, "b", completion_tokens=7))
+    metrics.push(report(101.1, "a", completion_tokens=6))
+    totals = metrics.totals(101.5)
     assert totals.counters["completion_tokens"] == 13
     assert [living.replica for living in totals.replicas] == ["a", "b"]
 
 
 def test_totals_do_not_go_backwards_when_a_replica_is_replaced():
-    board = Board()
-    board.push(report(100, "a", requests=5))
-    board.push(report(200, "b", requests=1))
-    totals = board.totals(200.5)
+    metrics = ReplicaMetrics()
+    metrics.push(report(100, "a", requests=5))
+    metrics.push(report(200, "b", requests=1))
+    totals = metrics.totals(200.5)
     assert totals.counters["requests"] == 6
     assert [living.replica for living in totals.replicas] == ["b"]
-    board.push(report(201, "b", requests=2))
-    assert board.totals(201.5).counters["requests"] == 7
+    metrics.push(report(201, "b", requests=2))
+    assert metrics.totals(201.5).counters["requests"] == 7
 
 
 def test_many_dead_replicas_are_forgotten_but_not_their_counts():
-    board = Board()
+    metrics = ReplicaMetrics()
     for number in range(1000):
-        board.push(report(float(number), f"r{number}", requests=1))
-    assert board.totals(1000.0).counters["requests"] == 1000
-    assert len(board._last) < 300
+        metrics.push(report(float(number), f"r{number}", requests=1))
+    assert metrics.totals(1000.0).counters["requests"] == 1000
+    assert len(metrics._last) < 300
 
 
 def test_history_gives_rates_and_ratios_for_each_bin():
-    board = Board()
+    metrics = ReplicaMetrics()
     for second in range(10):
-        board.push(
+        metrics.push(
             Report(
                 "a", 1000 + second + 0.5, 1, True, 2, 1, 0.0,
                 {
@@ -54,7 +54,7 @@ def test_history_gives_rates_and_ratios_for_each_bin():
                 },
             )
         )  # fmt: skip
-    history = board.history(1010.0, 60)
+    history = metrics.history(1010.0, 60)
     assert history.time == [float(second) for second in range(1000, 1010)]
     assert history.tokens_per_second == [30.0] * 10
     assert history.acceptance_rate == [0.5] * 10
@@ -63,53 +63,53 @@ def test_history_gives_rates_and_ratios_for_each_bin():
     assert history.waiting == [1.0] * 10
     assert history.rounds == 100
     assert history.accepted_per_position == [150, 50]
-    coarse = board.history(1010.0, 60, bins=12)
+    coarse = metrics.history(1010.0, 60, bins=12)
     assert coarse.tokens_per_second == [30.0] * 2
 
 
 def test_seconds_without_traffic_have_no_acceptance_rather_than_zero():
-    board = Board()
-    board.push(report(1000.5, rounds=1, drafted=2, accepted=2, completion_tokens=3))
-    board.push(report(1003.5, rounds=1, drafted=2, accepted=2, completion_tokens=3))
-    history = board.history(1004.0, 60)
+    metrics = ReplicaMetrics()
+    metrics.push(report(1000.5, rounds=1, drafted=2, accepted=2, completion_tokens=3))
+    metrics.push(report(1003.5, rounds=1, drafted=2, accepted=2, completion_tokens=3))
+    history = metrics.history(1004.0, 60)
     assert history.acceptance_rate == [1.0, None, None, None]
     assert history.tokens_per_second == [3.0, 0.0, 0.0, 0.0]
 
 
 def test_a_position_that_accepted_nothing_is_still_shown():
-    board = Board()
-    board.push(Report("a", 1000.5, 1, True, 0, 0, 0.0, {"rounds": 2, ("accepted_per_position", 0): 0}))
-    assert board.history(1002.0, 60).accepted_per_position == [0]
+    metrics = ReplicaMetrics()
+    metrics.push(Report("a", 1000.5, 1, True, 0, 0, 0.0, {"rounds": 2, ("accepted_per_position", 0): 0}))
+    assert metrics.history(1002.0, 60).accepted_per_position == [0]
 
 
-def test_an_empty_board_has_an_empty_history():
-    board = Board()
-    assert board.history(1000.0, 60).time == []
-    assert board.totals(1000.0).replicas == []
+def test_without_a_report_the_history_is_empty():
+    metrics = ReplicaMetrics()
+    assert metrics.history(1000.0, 60).time == []
+    assert metrics.totals(1000.0).replicas == []
 
 
 @pytest.mark.parametrize("second_swap", [1001.2, 1030.0])
 def test_a_swap_of_all_replicas_is_one_mark(second_swap):
-    board = Board()
+    metrics = ReplicaMetrics()
     for name in "ab":
-        board.push(report(1000.0, name, version=1))
-    board.push(report(1001.0, "a", version=2))
-    board.push(report(second_swap, "b", version=2))
-    board.push(report(1050.0, "a", version=1))
-    marks = board.history(1060.0, 600).swaps
+        metrics.push(report(1000.0, name, version=1))
+    metrics.push(report(1001.0, "a", version=2))
+    metrics.push(report(second_swap, "b", version=2))
+    metrics.push(report(1050.0, "a", version=1))
+    marks = metrics.history(1060.0, 600).swaps
     expected = [(1001.0, 2), (1050.0, 1)] if second_swap < 1005 else [(1001.0, 2), (1030.0, 2), (1050.0, 1)]
     assert marks == expected
 
 
 def test_starting_with_a_version_is_no_swap():
-    board = Board()
-    board.push(report(1000.0, "a", version=7))
-    assert board.history(1001.0, 60).swaps == []
+    metrics = ReplicaMetrics()
+    metrics.push(report(1000.0, "a", version=7))
+    assert metrics.history(1001.0, 60).swaps == []
 
 
 def test_history_is_bounded():
-    board = Board()
+    metrics = ReplicaMetrics()
     for second in range(5000):
-        board.push(report(float(second), requests=second))
-    assert len(board._seconds) == 3600
-    assert len(board.history(5000.0, 3600).time) <= 240
+        metrics.push(report(float(second), requests=second))
+    assert len(metrics._seconds) == 3600
+    assert len(metrics.history(5000.0, 3600).time) <= 240

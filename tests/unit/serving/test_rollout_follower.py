@@ -12,7 +12,7 @@ from osd.config import Settings
 from osd.drafters.base import DrafterError
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
-from serving.versions import Start, VersionWatcher, starting_drafter
+from serving.rollout_follower import Start, VersionWatcher, starting_drafter
 
 
 class ScriptedPointer:

@@ -3,8 +3,8 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from osd.registry.ledger import Spent
-from serving.board import Report, Totals
-from serving.metrics import render
+from serving.prometheus import render
+from serving.replica_metrics import Report, Totals
 
 TOTALS = Totals(
     {

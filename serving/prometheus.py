@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serving.board import Totals
+from serving.replica_metrics import Totals
 
 __all__ = ["CONTENT_TYPE", "render"]
 
@@ -43,7 +43,7 @@ BY_VERSION = {
     ),
     "version_decode_seconds": ("osd_version_decode_seconds", "Seconds that they took, by drafter version."),
 }
-"""Counters by domain and version: their names on the board, and their names and help in ``/metrics``."""
+"""Counters by domain and version: their names in a report, and their names and help in ``/metrics``."""
 
 
 def render(totals: Totals, domain: str, model: str) -> bytes:

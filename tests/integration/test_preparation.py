@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.first_version import ensure_version, keep_pointers
+from deploy.preparation import ensure_version, keep_pointers
 from osd.capture.server import RedisServer
 from osd.config import Settings
 from osd.config_sources import load_settings

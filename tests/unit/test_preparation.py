@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.checks import check_settings
+from deploy.preparation import check_settings
 from osd.config import ConfigError, Settings
 from osd.runtime.native import kernels
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy import demo_measure, demo_report
-from deploy.demo_measure import measure
-from deploy.demo_report import Sample, Story
+from deploy.demo import measure as measuring
+from deploy.demo.measure import measure
+from deploy.demo.report import Sample, Story, write
 from osd import drafters
 from osd.config import Settings
 from osd.config_sources import load_settings
@@ -32,37 +32,37 @@ def settings(tiny_target: Path, tmp_path: Path) -> Settings:
 
 
 def test_every_way_of_decoding_is_measured_on_the_same_prompts(settings, monkeypatch):
-    asked: list[tuple[demo_measure.Ids, int | None]] = []
-    decode = demo_measure._decode
+    asked: list[tuple[measuring.Ids, int | None]] = []
+    decode = measuring._decode
 
     def recorded(engine: Engine, prompt, max_tokens, *, speculate):
         asked.append((prompt, engine.drafter_version if speculate else None))
         return decode(engine, prompt, max_tokens, speculate=speculate)
 
-    monkeypatch.setattr(demo_measure, "_decode", recorded)
+    monkeypatch.setattr(measuring, "_decode", recorded)
     steps: list[str] = []
     held_out = measure(settings, PROMPTS, 1, 2, 8, steps.append)
     assert held_out.greedy_identical
     assert held_out.plain > 0
     for run in (held_out.first, held_out.last):
-        assert len(run.speeds) == demo_measure._PROMPTS
+        assert len(run.speeds) == measuring._PROMPTS
         assert run.counts.drafted > 0
         assert run.mean_acceptance_length == 1 + run.counts.accepted / run.counts.rounds
     by_way = {way: [prompt for prompt, asked_way in asked[:51] if asked_way == way] for way in (None, 1, 2)}
     assert by_way[None] == by_way[1] == by_way[2]
-    assert len(by_way[None]) == demo_measure._PROMPTS + 1
+    assert len(by_way[None]) == measuring._PROMPTS + 1
     assert len({way for _, way in asked[0:9:3]}) == 3  # each way begins in its turn
     assert steps
 
 
 def test_an_output_that_speculation_changes_is_seen(settings, monkeypatch):
-    decode = demo_measure._decode
+    decode = measuring._decode
 
     def wrong(engine: Engine, prompt, max_tokens, *, speculate):
         answer = decode(engine, prompt, max_tokens, speculate=speculate)
         return replace(answer, ids=answer.ids[:-1]) if speculate else answer
 
-    monkeypatch.setattr(demo_measure, "_decode", wrong)
+    monkeypatch.setattr(measuring, "_decode", wrong)
     assert not measure(settings, PROMPTS, 1, 2, 8, lambda step: None).greedy_identical
 
 
@@ -70,7 +70,7 @@ def test_the_report_has_the_keys_that_are_promised(settings, tmp_path):
     held_out = measure(settings, PROMPTS, 1, 2, 8, lambda step: None)
     story = Story("the target", 60, first=1, last=2, trainer={"published": 1, "rejected": 2, "trained": 3})
     story.samples.append(Sample(1, 2, 3, 4, 5, 6, 7, 0.008, 9, 10))
-    demo_report.write(tmp_path / "report.json", story, held_out)
+    write(tmp_path / "report.json", story, held_out)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report | {"held_out": None} == {
         "target": "the target",

@@ -1,4 +1,4 @@
-"""What the dashboard shows: the board's history beside the registry, the events and the stream."""
+"""What the dashboard shows: the history of all replicas beside the registry, the events and the stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from osd.registry.learnt import REQUESTS
 from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionInfo
-from serving.board import History, Totals
+from serving.replica_metrics import History, Totals
 from serving.service import Model
 
 _FRESH_SECONDS = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from deploy.chart import chart
-from deploy.demo_measure import HeldOut
+from deploy.demo.measure import HeldOut
 from osd.metrics import acceptance_rate
 from osd.traffic.open_loop import Tally
 
@@ -36,6 +36,7 @@ class Sample:
     dropped: int
 
 
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
 _NOTHING = Sample(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
@@ -158,3 +159,36 @@ def write(path: Path, story: Story, held_out: HeldOut) -> None:
         },
     }
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def chart(
+    points: Sequence[tuple[float, float]], marks: Sequence[float], seconds: float, width: int, height: int
+) -> str:
+    """Columns for values between 0 and 1, and under them a ``^`` for each mark.
+
+    Args:
+        points: (time, value); the last one of a column counts, and a column without any repeats the one before.
+        marks: times.
+        seconds: what the whole width stands for.
+        width: columns of values.
+        height: lines of values.
+    """
+    column = width / max(seconds, 1e-9)
+    levels = [0] * width
+    filled = 0
+    for moment, value in points:
+        place = min(int(moment * column), width - 1)
+        level = round(max(0.0, min(1.0, value)) * 8 * height)
+        for between in range(filled, place):
+            levels[between] = levels[filled - 1] if filled else 0
+        levels[place], filled = level, place + 1
+    lines = []
+    for line in reversed(range(height)):
+        label = f"{(line + 1) / height:4.2f} " if line % 2 == (height - 1) % 2 else "     "
+        lines.append(label + "".join(_EIGHTHS[max(0, min(8, level - 8 * line))] for level in levels).rstrip())
+    under = [" "] * width
+    for mark in marks:
+        under[min(int(mark * column), width - 1)] = "^"
+    lines.append("     " + "".join(under).rstrip())
+    lines.append(f"     0 s{f'{seconds:.0f} s':>{width - 3}}")
+    return "\n".join(lines)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from deploy.chart import chart
+from deploy.demo.report import chart
 
 
 def column(text: str, place: int, height: int) -> str:

@@ -1,4 +1,4 @@
-"""The load board: replicas say how busy they are, the trainer reads when to pause."""
+"""How busy replicas are: each reports its load to Redis, and the trainer reads when to pause."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     inter_token_ms: float = 0.0
 
 
-class LoadBoard:
+class ReplicaLoads:
     """The loads of all replicas, in one Redis hash; each method is one round trip.
 
     Raises:
@@ -63,7 +63,7 @@ class LoadBoard:
         self._read = self._client.register_script(_READ)
 
     def report(self, replica_id: str, load: ReplicaLoad) -> None:
-        """Put up a replica's load; it stays for two seconds."""
+        """Report a replica's load; it stays for two seconds."""
         self._report(keys=[_KEY], args=[replica_id, msgspec.json.encode(load), EXPIRY_MS])
 
     def read(self) -> dict[str, ReplicaLoad]:
@@ -75,7 +75,7 @@ class LoadBoard:
                 for name, data in zip(fields[::2], fields[1::2], strict=True)
             }
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise DataError(f"load board: {error}") from None
+            raise DataError(f"replica loads: {error}") from None
 
     def close(self) -> None:
         """Close the connections."""

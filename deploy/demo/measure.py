@@ -21,7 +21,7 @@ from osd.runtime.threads import one_core
 from osd.target.load import load_tokenizer, resolve
 from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
-from serving.versions import Start
+from serving.rollout_follower import Start
 
 _PROMPTS, _IDENTICAL_PROMPTS, _IDENTICAL_TOKENS = 16, 6, 48
 

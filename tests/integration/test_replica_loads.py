@@ -1,0 +1,80 @@
+"""Loads of replicas in a real Redis."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from osd.capture.server import RedisServer
+from osd.registry import replica_loads
+from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+
+IDLE, BUSY = ReplicaLoad(1, 0, 3, 40.5), ReplicaLoad(16, 5, 3, 90.0)
+
+
+@pytest.fixture
+def loads(redis_url: str) -> Iterator[ReplicaLoads]:
+    made = ReplicaLoads(redis_url)
+    yield made
+    made.close()
+
+
+def test_nobody_reported_reads_empty(loads: ReplicaLoads):
+    assert loads.read() == {}
+
+
+def test_last_report_of_each_replica_is_read(loads: ReplicaLoads):
+    loads.report("a", BUSY)
+    loads.report("b", BUSY)
+    loads.report("a", IDLE)
+    assert loads.read() == {"a": IDLE, "b": BUSY}
+
+
+def test_silent_replica_expires_while_another_goes_on(
+    loads: ReplicaLoads, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(replica_loads, "EXPIRY_MS", 300)
+    loads.report("silent", BUSY)
+    for _ in range(5):
+        time.sleep(0.1)
+        loads.report("alive", IDLE)
+    assert loads.read() == {"alive": IDLE}
+    assert redis_client.hlen("osd:load") == 1
+    time.sleep(0.4)
+    assert loads.read() == {}
+    assert redis_client.keys("osd:load*") == []
+
+
+def test_foreign_content_is_an_error_of_redis(loads: ReplicaLoads, redis_client: redis.Redis):
+    loads.report("a", IDLE)
+    stamp = redis_client.hget("osd:load", "a").partition(b" ")[0]
+    redis_client.hset("osd:load", "b", stamp + b" {}")
+    with pytest.raises(redis.RedisError, match=r"^replica loads: "):
+        loads.read()
+
+
+def test_many_threads_report_at_once(loads: ReplicaLoads):
+    threads = [threading.Thread(target=loads.report, args=(str(number), IDLE)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert loads.read().keys() == {str(number) for number in range(8)}
+
+
+def test_redis_gone_raises_soon_and_works_again_afterwards(redis_server: RedisServer, loads: ReplicaLoads):
+    loads.report("a", BUSY)
+    redis_server.close()
+    started = time.monotonic()
+    with pytest.raises(redis.RedisError):
+        loads.report("a", IDLE)
+    with pytest.raises(redis.RedisError):
+        loads.read()
+    assert time.monotonic() - started < 2.0
+    redis_server.start()
+    loads.report("a", IDLE)
+    assert loads.read() == {"a": IDLE}
