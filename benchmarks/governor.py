@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.streams import seconds_of
-from osd.config import GrowthSettings
+from osd.config import ChainSettings
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling
@@ -57,7 +57,7 @@ def measure(
     """
     ways: dict[str, Policy | None] = {PLAIN: None, GOVERNED: None}
     for depth in load.depths:
-        ways[f"depth {depth}"] = Policy.of(GrowthSettings(kind="chain", depth=depth), "chain")
+        ways[f"depth {depth}"] = Policy.of(ChainSettings(depth=depth), "chain")
     speeds = {way: Speed(way, [], [], []) for way in ways}
     names = list(ways)
     each = load.alone + load.together

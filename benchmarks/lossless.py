@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.streams import Answer, answers_of
-from osd.config import GrowthSettings
+from osd.config import GROWTH_SETTINGS
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling
@@ -77,9 +77,9 @@ def differs_at(one: Sequence[int], other: Sequence[int]) -> int | None:
 def policies() -> Iterator[tuple[str, str, Policy]]:
     """Every growth policy, in every way to draw, with every rule that is lossless for it: two names and the policy."""
     for kind in GROWTHS:
-        sizes = {name: size for name, size in _SIZES.items() if name in GrowthSettings.PARAMETERS[kind]}
+        sizes = {name: size for name, size in _SIZES.items() if name in GROWTH_SETTINGS[kind].model_fields}
         for variant in _VARIANTS.get(kind, ({},)):
-            growth = GrowthSettings(kind=kind, **sizes, **variant)  # type: ignore[arg-type]
+            growth = GROWTH_SETTINGS[kind](**sizes, **variant)
             name = ", ".join([kind, *(f"{key} {value}" for key, value in variant.items())])
             for rule in VERIFICATIONS:
                 try:

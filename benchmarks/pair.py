@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from osd import drafters
-from osd.config import Settings
+from osd.config import Settings, drafter_of
 from osd.drafters.base import Drafter, Runtime, Session
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.engine.engine import Engine
@@ -123,12 +123,12 @@ def find_drafter(settings: Settings, draft: str, directory: Path) -> tuple[Draft
         return _skipping(directory)
     if draft not in DRAFTS:
         raise BenchError(f"--draft must be one of {', '.join(DRAFTS)}, not {draft}")
-    chosen = settings.drafter.model_copy(update={"kind": draft})
+    chosen = drafter_of(draft, settings.drafter)
     try:
         drafter = drafters.initial(chosen, directory, settings.home_dir)
     except drafters.DrafterError as error:
         raise BenchError(str(error)) from None
-    what = chosen.source or f"first {chosen.layers} layers" if draft == "language_model" else "untrained"
+    what = chosen.source or f"first {chosen.layers} layers" if chosen.kind == "language_model" else "untrained"
     return drafter, f"{draft}, {what}"
 
 

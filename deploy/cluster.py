@@ -10,8 +10,7 @@ from ray import serve
 import serving.app
 import trainer.app
 from deploy.preparation import check_settings, ensure_version
-from osd.config import ConfigError
-from osd.config_sources import load_settings
+from osd.config import ConfigError, load_settings
 from osd.target.load import resolve
 
 _NAMESPACE = "osd"

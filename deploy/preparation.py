@@ -114,9 +114,10 @@ class _First:
 
     @cached_property
     def config(self) -> dict:
-        if self._settings.drafter.source is not None:  # a model whose files may change
+        drafter = self._settings.drafter
+        if drafter.kind == "language_model" and drafter.source is not None:  # a model whose files may change
             return self._made()
-        made_of = [self._settings.drafter.model_dump_json(), (self._target / "config.json").read_text()]
+        made_of = [drafter.model_dump_json(), (self._target / "config.json").read_text()]
         made_of += map(importlib.metadata.version, ("osd", "transformers"))
         name = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
         file = self._settings.home_dir / "drafters" / f"{name}.json"

@@ -112,9 +112,9 @@ def check_bias(bias: Iterable[tuple[int, float]], vocabulary: int) -> None:
 
 
 @lru_cache(64)
-def _policy(growth: str, verification: str) -> Policy:
+def _policy(growth: GrowthSettings, verification: str) -> Policy:
     # Sequences draft together when their policy is the same object.
-    return Policy.of(GrowthSettings.model_validate_json(growth), verification)
+    return Policy.of(growth, verification)
 
 
 def policy_of(speculation: Speculation | None, settings: Settings) -> Policy | None:
@@ -127,7 +127,7 @@ def policy_of(speculation: Speculation | None, settings: Settings) -> Policy | N
         return None
     growth = speculation.growth or settings.growth
     try:
-        policy = _policy(growth.model_dump_json(), speculation.verification or settings.verification)
+        policy = _policy(growth, speculation.verification or settings.verification)  # type: ignore[arg-type]  # frozen
     except ValueError as error:
         raise ApiError(400, f"'osd': {error}.", param="osd", code="invalid_value") from None
     largest, limit = policy.growth.max_nodes, settings.engine.max_draft

@@ -84,7 +84,7 @@ class Worker:
         trainer = settings.trainer
         cores = workshop.team.size * trainer.threads
         self._capacity = Capacity(self._board, trainer, lambda: workshop.team.clock() / cores)
-        gate = Gate(settings.growth.depth, trainer.divergence)
+        gate = Gate(settings.growth.lookahead, trainer.divergence)
         registry = Registry(settings.registry_dir)
         self._publisher = Publisher(self._domain, trainer, registry, self._pointer, self._events, gate, workshop.build)
         self._drift = DriftWatch(trainer.drift_fall, trainer.drift_records)

@@ -13,7 +13,7 @@ from benchmarks.adaptation.recording import Asked, Recording, RecordingError
 from benchmarks.adaptation.ruler import Ruler, longest
 from osd import drafters
 from osd.capture.trace import Trace
-from osd.config import Settings
+from osd.config import Settings, drafter_of
 from osd.drafters.acceptance_head import suited
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
@@ -111,7 +111,7 @@ class Lab:
 
     def fresh(self, kind: str) -> Trainable:
         """A drafter that has learned nothing yet, the same one every time."""
-        chosen = self.settings.drafter.model_copy(update={"kind": kind})
+        chosen = drafter_of(kind, self.settings.drafter)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             drafter = drafters.initial(chosen, self.studio.directory, self.settings.home_dir)
@@ -126,7 +126,7 @@ class Lab:
     def recipe(self, passes: float, interval: int, seed: int) -> Recipe:
         """How drafters learn here."""
         vocabulary = load_config(self.studio.directory).vocab_size
-        return Recipe(self.settings.trainer, self.settings.growth.depth, vocabulary, passes, interval, seed=seed)
+        return Recipe(self.settings.trainer, self.settings.growth.lookahead, vocabulary, passes, interval, seed=seed)
 
 
 def first(stream: Stream, share: float) -> list[Trace]:

@@ -14,7 +14,7 @@ from benchmarks.adaptation.recording import Asked, Recording, RecordingError, Ta
 from benchmarks.pair import encode
 from osd import drafters
 from osd.capture.trace import Trace
-from osd.config import DrafterSettings, GrowthSettings, Settings
+from osd.config import ChainSettings, EagleSettings, Settings
 from osd.drafters.base import Drafter
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling, Update
@@ -50,7 +50,7 @@ class Studio:
             osd.drafters.DrafterError: it is too small to be tapped.
         """
         directory = resolve(settings.target.source, settings.home_dir)
-        reader = drafters.initial(DrafterSettings(kind="eagle"), directory, settings.home_dir)
+        reader = drafters.initial(EagleSettings(), directory, settings.home_dir)
         take = Take(settings.target.source, settings.target.dtype, reader.taps, tokens, settings.capture.top_k)
         return cls(settings, directory, load_tokenizer(directory), reader, take)
 
@@ -73,7 +73,7 @@ class Studio:
         target = SlotModel(model, slots=slots, context=context, scratch=depth + 1, taps=reader.taps)
         engine = self.settings.engine.model_copy(update={"slots": slots, "prefill_chunk": _CHUNK, "max_draft": depth})
         capture = self.settings.capture.model_copy(update={"enabled": True, "piece": max(self.take.tokens, 16)})
-        growth = GrowthSettings(kind="chain", depth=depth, governed=False)
+        growth = ChainSettings(depth=depth, governed=False)
         trainer = self.settings.trainer.model_copy(update={"samples": "student"})
         update = {"engine": engine, "capture": capture, "growth": growth, "trainer": trainer}
         chosen = self.settings.model_copy(update=update)

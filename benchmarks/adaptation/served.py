@@ -69,7 +69,7 @@ def captured(
         BenchError: records were neither written nor counted as dropped.
     """
     redis = open_redis(lab.settings)
-    pieces = math.ceil(lab.size.tokens / lab.settings.capture.piece)
+    pieces = math.ceil(lab.size.tokens / lab.settings.capture.segment)
     due = 0
     try:
         writer = TraceWriter(redis.url, lab.settings.capture)

@@ -13,8 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from osd.config import ConfigError, Settings
-from osd.config_sources import load_settings
+from osd.config import ConfigError, Settings, load_settings
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.", metavar="FILE")]
 Overrides = Annotated[

@@ -141,7 +141,7 @@ def export_version(
         drafter = drafters.from_config(without_head(found.config), target)
         drafter.load_weights(found.weights)
         name = _known_name(settings, target)
-        origin = formats.Origin(settings.domain, version, name, target, settings.growth.depth)
+        origin = formats.Origin(settings.domain, version, name, target, settings.growth.lookahead)
         formats.write(drafter, format.value, origin, out.absolute())
     except (VersionError, TargetError, drafters.DrafterError, formats.FormatError, OSError) as error:
         fail(error)

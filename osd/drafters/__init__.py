@@ -30,6 +30,8 @@ def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Trainabl
     target = load_model(target_dir, "float32", "cpu")
     if settings.kind == "eagle":
         return eagle_from_target(target, settings.vocabulary)
+    if settings.kind == "none":
+        raise DrafterError("drafter.kind none is no drafter")
     if settings.source is None:
         return LanguageModel.first_layers(target, settings.layers)
     return _own_model(settings.source, target, home)

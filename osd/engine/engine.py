@@ -254,7 +254,7 @@ class Engine:
                     s.lane.open(s.slot, s.tokens[0])
             if self._sink is not None and s.request.capture and self.settings.capture.enabled:
                 source = "" if self.lanes is None else self.lanes.source
-                s.trace = TraceBuilder(s.request, self.settings.target.source, source, self.settings.capture.piece)
+                s.trace = TraceBuilder(s.request, self.settings.target.source, source, self.settings.capture.segment)
             self._counters.prompt_tokens += len(s.tokens)
             self._running.append(s)
             self._cached(s, 0)

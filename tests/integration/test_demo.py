@@ -10,8 +10,7 @@ from deploy.demo import measure as measuring
 from deploy.demo.measure import measure
 from deploy.demo.report import Sample, Story, write
 from osd import drafters
-from osd.config import Settings
-from osd.config_sources import load_settings
+from osd.config import Settings, load_settings
 from osd.engine.engine import Engine
 from osd.registry.versions import Registry
 from osd.traffic.prompt import Prompt

@@ -8,8 +8,7 @@ import pytest
 
 from deploy.preparation import ensure_version, keep_pointers
 from osd.capture.server import RedisServer
-from osd.config import Settings
-from osd.config_sources import load_settings
+from osd.config import Settings, load_settings
 from osd.drafters import from_config
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.registry.pointer import Pointer, Rollout

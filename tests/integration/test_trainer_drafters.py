@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from osd.capture.trace import ACCEPTED, REJECTED
-from osd.config import DrafterSettings, TrainerSettings
+from osd.config import DRAFTER_SETTINGS, TrainerSettings
 from osd.drafters import DRAFTERS, from_config, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.learning.batch import check, collate
@@ -43,7 +43,7 @@ def batch(seed, width, logits):
 
 @pytest.mark.parametrize("kind", sorted(DRAFTERS))
 def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, next_token_logits, tmp_path):
-    settings = DrafterSettings(kind=kind, vocabulary=VOCABULARY)
+    settings = DRAFTER_SETTINGS[kind](**({"vocabulary": VOCABULARY} if kind == "eagle" else {}))
     first, plain = (initial(settings, tiny_target, tmp_path) for _ in range(2))
     drafter = WithAcceptanceHead(plain)
     width = len(drafter.taps) * HIDDEN

@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from osd.config import ConfigError, Settings
-from osd.config_sources import load_settings
+from osd.config import (
+    GROWTH_SETTINGS,
+    ConfidenceSettings,
+    ConfigError,
+    DynamicTreeSettings,
+    EagleSettings,
+    Settings,
+    load_settings,
+)
+from osd.config.sources import RENAMED
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -63,6 +71,13 @@ def test_values_of_every_kind_are_read_from_text():
         ("domain=My Domain", ["domain", "must match"]),
         ("capture.enabled=perhaps", ["capture.enabled", "true or false"]),
         ("engine=3", ["engine", "section", "engine.slots"]),
+        ("growth=3", ["growth", "section", "growth.kind"]),
+        ("growth.depth=0", ["growth.depth", "at least 1", "0"]),
+        ("growth.kind=forest", ["growth.kind (--set) must be 'chain'", "or 'top_k_tree', not forest"]),
+        ("growth.budget=8", ["growth.budget (--set) is not read by kind confidence, which has governed, depth, eta"]),
+        ("growth.acceptance.0=2", ["growth.acceptance (--set) is not read by kind confidence"]),
+        ("drafter.layers=2", ["drafter.layers (--set) is not read by kind eagle, which has vocabulary"]),
+        ("capture.piece=64", ["capture.piece (--set) is now called capture.segment"]),
         ("engine.slotz=3", ["engine.slotz", "not a setting", "engine.slots?"]),
         ("home.x=3", ["home"]),
         ("engine.slots", ["--set", "key=value"]),
@@ -73,6 +88,57 @@ def test_a_refused_value_is_one_line_with_key_limit_and_source(override, parts):
     message = refusal(None, [override], {})
     for part in parts:
         assert part in message
+
+
+def test_a_kind_that_is_not_named_is_the_default_one_in_every_source(tmp_path):
+    file = write(tmp_path, "growth: {depth: 5}\ndrafter: {vocabulary: 99}\n")
+    by_file = load_settings(file, (), {})
+    by_environment = load_settings(None, (), {"OSD_GROWTH__DEPTH": "5", "OSD_DRAFTER__VOCABULARY": "99"})
+    by_option = load_settings(None, ["growth.depth=5", "drafter.vocabulary=99"], {})
+    assert by_file == by_environment == by_option
+    assert by_option.growth == ConfidenceSettings(depth=5)
+    assert by_option.drafter == EagleSettings(vocabulary=99)
+
+
+def test_a_kind_of_one_source_has_the_parameters_of_another(tmp_path):
+    file = write(tmp_path, "growth: {kind: dynamic_tree, budget: 8}\n")
+    settings = load_settings(file, ["growth.threshold=0.1"], {"OSD_GROWTH__GOVERNED": "false"})
+    assert settings.growth == DynamicTreeSettings(budget=8, threshold=0.1, governed=False)
+    assert "growth.budget" in refusal(file, ["growth.kind=chain"], {})
+
+
+def test_a_kind_without_parameters_says_so():
+    assert "kind none, which has no other key" in refusal(None, ["drafter.kind=none", "drafter.layers=3"], {})
+
+
+@pytest.mark.parametrize("start", [["growth.start=4"], []])
+def test_the_first_draft_is_no_longer_than_the_longest_whoever_gave_its_length(start):
+    depth = 3 if start else 1
+    message = refusal(None, ["growth.kind=heuristic", f"growth.depth={depth}", *start], {})
+    assert f"must be at most growth.depth {depth}" in message
+    assert message.startswith("growth.start")
+
+
+@pytest.mark.parametrize("kind", GROWTH_SETTINGS)
+def test_every_growth_may_be_governed_and_arrives_unchanged_elsewhere(kind):
+    settings = load_settings(None, [f"growth.kind={kind}", "growth.governed=false"], {})
+    assert (settings.growth.kind, settings.growth.governed) == (kind, False)
+    assert not {"kind", "governed"} & settings.growth.parameters().keys()
+    for copy in (Settings.model_validate(settings.model_dump()), pickle.loads(pickle.dumps(settings))):  # noqa: S301
+        assert copy == settings
+        assert hash(copy.growth) == hash(settings.growth)
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+
+
+def test_a_renamed_setting_is_refused_with_its_new_name_wherever_it_is_given(tmp_path):
+    keys = dict.fromkeys(RENAMED.values())
+    for old, new in RENAMED.items():
+        section, _, key = old.partition(".")
+        message = refusal(write(tmp_path, f"{section}: {{{key}: 1}}\n"), (), {})
+        assert f"{old} (" in message
+        assert message.endswith(f"is now called {new}")
+        keys[new] = refusal(None, [f"{new}.below=1"], {})
+    assert all("not a setting" not in message for message in keys.values())  # the new name is one
 
 
 def test_a_refused_value_names_the_file_it_stands_in(tmp_path):

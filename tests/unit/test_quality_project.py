@@ -14,8 +14,7 @@ from packaging.utils import canonicalize_name
 from prometheus_client.parser import text_string_to_metric_families
 
 from osd.cli.app import app
-from osd.config import Settings
-from osd.config_sources import load_settings
+from osd.config import Settings, load_settings
 from serving.prometheus import BY_VERSION, render
 from serving.replica_metrics import Report, Totals
 

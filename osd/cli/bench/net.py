@@ -22,6 +22,7 @@ from osd.cli.bench.recorded import (
     open_lab,
 )
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.config import drafter_of
 
 _CAPTURE_TURNS = 7
 _CAPTURE_PROMPTS = 48  # of one engine's 16 slots three waves: records are written while others decode
@@ -62,7 +63,7 @@ def net(
         fail("the trainer learns from what is captured: capture.enabled and serving.capture_default must be true")
     if settings.redis_url:
         fail("redis_url must not be set: each pass starts a Redis of its own")
-    settings = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"kind": drafter})})
+    settings = settings.model_copy(update={"drafter": drafter_of(drafter, settings.drafter)})
     from benchmarks.adaptation import net as bench
     from benchmarks.adaptation.learner import distill
     from benchmarks.adaptation.net_tables import capacity_note, net_plots, net_table

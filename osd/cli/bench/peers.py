@@ -9,6 +9,7 @@ import typer
 from osd.cli.bench.options import Draft, Json, Prompts, Tokens, check_draft, check_output, loading, running, say, show
 from osd.cli.bench.options import write as write_figures
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.config import LanguageModelSettings
 
 
 def peers(
@@ -62,7 +63,10 @@ def peers(
             engine = engine_with(reading_anew(settings), directory, drafter)
             small, draft_gguf = drafter, None
             if not isinstance(small, LanguageModel):
-                fresh = settings.drafter.model_copy(update={"kind": "language_model", "source": None})
+                chosen = settings.drafter
+                fresh = LanguageModelSettings()
+                if chosen.kind == "language_model":
+                    fresh = chosen.model_copy(update={"source": None})
                 layers = settings.model_copy(update={"drafter": fresh})
                 small, _ = find_drafter(layers, "language_model", directory)
                 if gguf is not None:

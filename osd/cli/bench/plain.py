@@ -8,6 +8,7 @@ import typer
 
 from osd.cli.bench.options import Json, Prompts, Tokens, check_output, loading, running, say, show, write
 from osd.cli.common import ConfigFile, Overrides, settings_of
+from osd.config import NoDrafterSettings
 
 
 def plain(
@@ -19,7 +20,7 @@ def plain(
     overrides: Overrides = None,
 ) -> None:
     """Compare plain decoding with transformers' generate(), and eight streams with one, taking turns."""
-    settings = settings_of(config, [*(overrides or ()), "drafter.kind=none"])
+    settings = settings_of(config, overrides).model_copy(update={"drafter": NoDrafterSettings()})
     check_output(json_file)
     from dataclasses import asdict
 

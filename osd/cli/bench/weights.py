@@ -8,6 +8,7 @@ import typer
 
 from osd.cli.bench.options import CONTEXT, Json, Prompts, Tokens, check_output, loading, running, say, show, write
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.config import NoDrafterSettings
 
 
 def weights(
@@ -19,8 +20,9 @@ def weights(
     overrides: Overrides = None,
 ) -> None:
     """Compare int8 weights of the target with full ones: quality on texts that it wrote, and the time of a forward."""
-    plain = ["drafter.kind=none", "target.weights=full", "target.device=cpu", f"engine.context={CONTEXT}"]
+    plain = ["target.weights=full", "target.device=cpu", f"engine.context={CONTEXT}"]
     settings = settings_of(config, [*(overrides or ()), *plain])
+    settings = settings.model_copy(update={"drafter": NoDrafterSettings()})
     check_output(json_file)
     from dataclasses import asdict
 

@@ -11,7 +11,7 @@ from benchmarks.decode import PLAIN, SPECULATIVE, Model, Wave, conclude
 from benchmarks.figures import Spread
 from benchmarks.synthetic import Synthetic, forced, longest_path
 from osd.cli.app import app
-from osd.config import GrowthSettings
+from osd.config import GROWTH_SETTINGS, ChainSettings
 from osd.engine.policy import Policy
 from osd.engine.request import Sampling
 from osd.metrics import SpeculationCounts
@@ -57,7 +57,7 @@ def test_forced_acceptance_is_the_acceptance_rate_of_chains(acceptance: float):
 @pytest.mark.parametrize("growth", [{"kind": "chain", "depth": 4}, {"kind": "dynamic_tree", "budget": 6}])
 def test_the_engine_accepts_what_it_is_forced_to(tiny_target: Path, temperature: float, growth: dict):
     rule = "chain" if growth["kind"] == "chain" else "siblings"
-    policy = forced(Policy.of(GrowthSettings(**growth), rule), 1.0)
+    policy = forced(Policy.of(GROWTH_SETTINGS[growth["kind"]](**growth), rule), 1.0)
     with running(tiny_target, "eagle") as client:
         for n, prompt in enumerate(prompts([5, 9, 3])):
             client.submit(str(n), prompt, 24, Sampling(temperature=temperature), policy=policy, ignore_eos=True)
@@ -72,7 +72,7 @@ def test_the_engine_accepts_what_it_is_forced_to(tiny_target: Path, temperature:
 
 def test_forced_acceptance_cannot_be_asked_for_by_name():
     with pytest.raises(KeyError):
-        Policy.of(GrowthSettings(kind="chain"), "synthetic")
+        Policy.of(ChainSettings(), "synthetic")
 
 
 def osd(tiny_target: Path, tmp_path: Path, *arguments: str):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from benchmarks.growth import RULES, Comparison, Plan, measure
 from benchmarks.pair import encode, load_pair
 from osd.cli.app import app
-from osd.config import DrafterSettings, Settings, TargetSettings
+from osd.config import LanguageModelSettings, Settings, TargetSettings
 from osd.engine.request import Sampling
 from osd.traffic.prompt import Prompt
 
@@ -20,7 +20,7 @@ TEXTS = [Prompt(f"p{number}", "d", (f"What is {number} times {number}?",)) for n
 def compared(directory: Path, layers: int, temperature: float, plan: Plan = PLAN) -> Comparison:
     torch.set_num_threads(1)
     target = TargetSettings(source=str(directory), dtype="float32")
-    settings = Settings(target=target, drafter=DrafterSettings(kind="language_model", layers=layers), home=directory)
+    settings = Settings(target=target, drafter=LanguageModelSettings(layers=layers), home=directory)
     pair = load_pair(settings, "language_model", slots=plan.batch, context=256, nodes=plan.budget)
     found = measure(pair, encode(pair.tokenizer, TEXTS, 100), Sampling(temperature=temperature), plan)
     print(*found.rows, found.differences, sep="\n")

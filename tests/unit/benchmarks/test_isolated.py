@@ -10,14 +10,14 @@ from benchmarks.figures import Spread
 from benchmarks.forward import Linears, measure, moved, share, step_bytes
 from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, Drafting, bandwidth, forward_seconds, on_several_cores
 from benchmarks.pair import find_drafter
-from osd.config import DrafterSettings, Settings, TargetSettings
+from osd.config import EagleSettings, Settings, TargetSettings
 from osd.drafters.base import Runtime
 from osd.runtime.model import SlotModel, load_model
 from tests.tiny import HIDDEN, VOCABULARY
 
 
 def settings_on(directory: Path) -> Settings:
-    drafter = DrafterSettings(vocabulary=100)
+    drafter = EagleSettings(vocabulary=100)
     return Settings(target=TargetSettings(source=str(directory), dtype="float32"), drafter=drafter, home=directory)
 
 

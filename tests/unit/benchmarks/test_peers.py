@@ -20,7 +20,7 @@ from benchmarks.peers.measure import compare, measure
 from benchmarks.peers.models import write_drafter, write_first_layers
 from benchmarks.peers.roster import PEERS, Entry, Models
 from osd.cli.app import app
-from osd.config import DrafterSettings, Settings, TargetSettings
+from osd.config import EagleSettings, Settings, TargetSettings
 from osd.drafters.language_model.drafter import LanguageModel
 
 FAKE = """
@@ -160,7 +160,7 @@ def test_llama_cpp_is_built_for_this_cpu_and_never_with_amx():
 
 
 def test_a_drafter_is_written_as_transformers_reads_it(tiny_target: Path, tmp_path: Path):
-    settings = Settings(target=TargetSettings(source=str(tiny_target)), drafter=DrafterSettings(layers=2))
+    settings = Settings(target=TargetSettings(source=str(tiny_target)), drafter=EagleSettings())
     drafter, _ = find_drafter(settings, "language_model", tiny_target)
     assert isinstance(drafter, LanguageModel)
     again = AutoModelForCausalLM.from_pretrained(write_drafter(drafter, "float32", tmp_path / "draft"))

@@ -12,7 +12,7 @@ from benchmarks import closed_forms
 from benchmarks.pair import Pair, encode, load_pair
 from benchmarks.rules import Plan, measure
 from osd.cli.app import app
-from osd.config import DrafterSettings, Settings, TargetSettings
+from osd.config import DRAFTER_SETTINGS, Settings, TargetSettings
 from osd.engine.request import Sampling
 from osd.speculation.tree import Draw
 from osd.traffic.prompt import Prompt
@@ -24,7 +24,11 @@ TEXTS = [Prompt(f"p{number}", "d", (f"What is {number} times {number}?",)) for n
 def pair_on(directory: Path, draft: str, **drafter: int) -> Pair:
     torch.set_num_threads(1)
     target = TargetSettings(source=str(directory), dtype="float32")
-    settings = Settings(target=target, drafter=DrafterSettings(**drafter), home=directory)
+    settings = Settings(
+        target=target,
+        drafter=DRAFTER_SETTINGS["eagle" if draft == "eagle" else "language_model"](**drafter),
+        home=directory,
+    )
     return load_pair(settings, draft, slots=PLAN.batch, context=256, nodes=len(PLAN.paths))
 
 
@@ -94,7 +98,8 @@ def test_a_rule_above_its_bound_ends_the_command_with_1(tiny_target: Path, tmp_p
     (["bench", "rules", "--draft", "registry"], "no drafter version"),
     (["bench", "rules", "--plot", "rules.png"], ".svg"),
     (["bench", "rules", "--json", "/nowhere/rules.json"], "cannot write"),
-    (["bench", "rules", "--draft", "language_model", "--set", "drafter.layers=9"], "drafter.layers is 9"),
+    (["bench", "rules", "--draft", "language_model",
+      "--set", "drafter.kind=language_model", "--set", "drafter.layers=9"], "drafter.layers is 9"),
     (["analyze", "drafts"], "osd up"),
     (["analyze", "drafts", "--set", "redis_url=redis://127.0.0.1:1/0"], "Redis"),
     (["bench", "rules", "--set", "engine.slotz=1"], "engine.slotz"),

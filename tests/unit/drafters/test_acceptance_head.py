@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.config import DrafterSettings
+from osd.config import EagleSettings, LanguageModelSettings
 from osd.drafters import DrafterError, from_config, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.base import Runtime, Session
@@ -26,8 +26,8 @@ def drafter(request: pytest.FixtureRequest, target_dir: Path) -> WithAcceptanceH
 
 def make(kind: str, target_dir: Path) -> WithAcceptanceHead:
     torch.manual_seed(4)
-    settings = DrafterSettings(kind=kind, vocabulary=259, layers=2)  # type: ignore[arg-type]
-    drafter = WithAcceptanceHead(initial(settings, target_dir, target_dir))
+    settings = {"eagle": EagleSettings(vocabulary=259), "language_model": LanguageModelSettings(layers=2)}
+    drafter = WithAcceptanceHead(initial(settings[kind], target_dir, target_dir))
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.config import DrafterSettings
+from osd.config import EagleSettings
 from osd.drafters import DrafterError, from_config, initial
 from osd.drafters.base import Runtime, Session
 from osd.drafters.eagle.drafter import Eagle
@@ -24,7 +24,7 @@ VOCABULARY, LENGTH, HIDDEN = 150, 30, 64
 @pytest.fixture
 def eagle(target_dir: Path) -> Eagle:
     """Random weights that bfloat16 holds exactly, and a draft vocabulary with gaps."""
-    drafter = initial(DrafterSettings(kind="eagle", vocabulary=VOCABULARY), target_dir, target_dir)
+    drafter = initial(EagleSettings(vocabulary=VOCABULARY), target_dir, target_dir)
     assert isinstance(drafter, Eagle)
     torch.manual_seed(3)
     drafter.adapt_vocabulary(torch.rand(259))
@@ -276,7 +276,7 @@ def test_without_hidden_states_it_cannot_learn(eagle: Eagle) -> None:
 
 
 def test_the_first_version_starts_from_the_target(target_dir: Path) -> None:
-    drafter = initial(DrafterSettings(kind="eagle", vocabulary=100_000), target_dir, target_dir)
+    drafter = initial(EagleSettings(vocabulary=100_000), target_dir, target_dir)
     assert isinstance(drafter, Eagle)
     assert drafter.taps == (0, 2, 2)
     assert drafter.draft_ids.tolist() == list(range(259))
@@ -286,7 +286,7 @@ def test_the_first_version_starts_from_the_target(target_dir: Path) -> None:
 
 def test_a_target_of_two_layers_is_too_small(tmp_path: Path) -> None:
     with pytest.raises(DrafterError, match="needs a target of at least 3 layers, this one has 2"):
-        initial(DrafterSettings(kind="eagle"), make_tiny(tmp_path, layers=2), tmp_path)
+        initial(EagleSettings(), make_tiny(tmp_path, layers=2), tmp_path)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from osd.config import DrafterSettings
+from osd.config import LanguageModelSettings
 from osd.drafters import DrafterError, from_config, initial
 from osd.drafters.base import Runtime
 from osd.drafters.language_model.drafter import LanguageModel
@@ -152,7 +152,7 @@ def test_a_version_that_does_not_fit_is_refused_by_name(drafter: LanguageModel) 
 
 
 def test_the_targets_own_embedding_and_head_are_neither_stored_nor_trained(target_dir: Path) -> None:
-    drafter = initial(DrafterSettings(kind="language_model", layers=2), target_dir, target_dir)
+    drafter = initial(LanguageModelSettings(layers=2), target_dir, target_dir)
     assert drafter.taps == ()
     assert drafter.draft_ids is None
     assert not [name for name in drafter.weights() if "embed" in name or "head" in name]
@@ -162,7 +162,7 @@ def test_the_targets_own_embedding_and_head_are_neither_stored_nor_trained(targe
 
 
 def test_all_layers_of_the_target_are_the_target(target_dir: Path) -> None:
-    drafter = initial(DrafterSettings(kind="language_model", layers=4), target_dir, target_dir)
+    drafter = initial(LanguageModelSettings(layers=4), target_dir, target_dir)
     target = AutoModelForCausalLM.from_pretrained(target_dir)
     tokens = tokens_of(1)
     with torch.no_grad():
@@ -173,19 +173,19 @@ def test_all_layers_of_the_target_are_the_target(target_dir: Path) -> None:
 
 def test_more_layers_than_the_target_has_are_refused(target_dir: Path) -> None:
     with pytest.raises(DrafterError, match=r"drafter.layers is 5, but the target has 4 layers"):
-        initial(DrafterSettings(kind="language_model", layers=5), target_dir, target_dir)
+        initial(LanguageModelSettings(layers=5), target_dir, target_dir)
 
 
 def test_a_source_of_another_vocabulary_is_refused(target_dir: Path, tmp_path: Path) -> None:
     own("llama", vocabulary=300).model.save_pretrained(tmp_path)  # type: ignore[operator]
     tokenizer().save_pretrained(tmp_path)
     with pytest.raises(DrafterError, match=r"drafter\.source has 300 tokens, but the target has 259"):
-        initial(DrafterSettings(kind="language_model", source=str(tmp_path)), target_dir, tmp_path / "home")
+        initial(LanguageModelSettings(source=str(tmp_path)), target_dir, tmp_path / "home")
 
 
 def test_a_source_of_the_same_vocabulary_is_drafted_with_as_it_is(target_dir: Path, tmp_path: Path) -> None:
     source = make_tiny(tmp_path / "small", seed=8, layers=1)
-    drafter = initial(DrafterSettings(kind="language_model", source=str(source)), target_dir, tmp_path / "home")
+    drafter = initial(LanguageModelSettings(source=str(source)), target_dir, tmp_path / "home")
     assert isinstance(drafter, LanguageModel)
     assert not drafter.shared
     assert "model.embed_tokens.weight" in drafter.weights()

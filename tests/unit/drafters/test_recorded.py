@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.config import DrafterSettings
+from osd.config import EagleSettings, LanguageModelSettings
 from osd.drafters import from_config, initial
 from osd.drafters.base import Chains, Runtime
 from osd.drafters.eagle.drafter import Eagle
@@ -29,7 +29,8 @@ def drafter(request: pytest.FixtureRequest, target_dir: Path, monkeypatch: pytes
     """Random weights, and float32 wherever it is used."""
     monkeypatch.setattr("osd.drafters.eagle.session.fused_dtype", lambda device: torch.float32)
     monkeypatch.setattr("osd.drafters.language_model.session._DTYPE", torch.float32)
-    drafter = initial(DrafterSettings(kind=request.param, vocabulary=VOCABULARY, layers=2), target_dir, target_dir)
+    settings = {"eagle": EagleSettings(vocabulary=VOCABULARY), "language_model": LanguageModelSettings(layers=2)}
+    drafter = initial(settings[request.param], target_dir, target_dir)
     assert isinstance(drafter, Eagle | LanguageModel)
     torch.manual_seed(3)
     drafter.adapt_vocabulary(torch.rand(259))

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from osd.capture.trace import Trace
 from osd.config import (
     CaptureSettings,
-    DrafterSettings,
+    ChainSettings,
+    EagleSettings,
     EngineSettings,
-    GrowthSettings,
+    LanguageModelSettings,
     Settings,
     TargetSettings,
     TrainerSettings,
@@ -91,7 +92,7 @@ def settings(
     return Settings(
         target=TargetSettings(source=str(directory), dtype="float32"),
         engine=EngineSettings(slots=slots, context=128, prefill_chunk=chunk, threads=1, prefix_cache=prefix_cache),
-        growth=GrowthSettings(kind="chain", depth=depth, governed=governed),
+        growth=ChainSettings(depth=depth, governed=governed),
         capture=CaptureSettings(**capture),
         trainer=TrainerSettings(samples=samples),
     )
@@ -100,8 +101,8 @@ def settings(
 def make_drafter(kind: str, directory: Path) -> Trainable | None:
     if kind == "none":
         return None
-    drafter = DrafterSettings(kind=kind, vocabulary=200, layers=2)  # type: ignore[arg-type]
-    return initial(drafter, directory, directory)
+    settings = {"eagle": EagleSettings(vocabulary=200), "language_model": LanguageModelSettings(layers=2)}
+    return initial(settings[kind], directory, directory)
 
 
 @contextmanager

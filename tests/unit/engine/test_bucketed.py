@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from osd.capture.trace import ACCEPTED, Trace
-from osd.config import GrowthSettings
+from osd.config import ConfidenceSettings, DynamicTreeSettings, GrowthSettings, TopKTreeSettings
 from osd.drafters.base import Chains
 from osd.engine import round as rounds
 from osd.engine.policy import Policy
@@ -51,9 +51,9 @@ def test_greedy_output_is_that_of_transformers_and_no_draft_is_read_before_its_v
 @pytest.mark.parametrize(
     ("growth", "rule", "temperature"),
     [
-        (GrowthSettings(kind="confidence", depth=4, eta=0.3), "chain", 0.9),
-        (GrowthSettings(kind="top_k_tree", depth=3), "naive", 0.0),
-        (GrowthSettings(kind="dynamic_tree", budget=6), "siblings", 0.9),
+        (ConfidenceSettings(depth=4, eta=0.3), "chain", 0.9),
+        (TopKTreeSettings(depth=3), "naive", 0.0),
+        (DynamicTreeSettings(budget=6), "siblings", 0.9),
     ],
     ids=["chains", "greedy trees", "drawn trees"],
 )
@@ -77,7 +77,7 @@ def test_every_way_of_drafting_gives_the_text_that_it_gives_unpadded(
 
 def test_traces_tell_the_same_drafts_and_verdicts(target_dir: Path) -> None:
     told: list[list[Trace]] = [[], []]
-    policy = Policy.of(GrowthSettings(kind="confidence", depth=4, eta=0.3), "chain")
+    policy = Policy.of(ConfidenceSettings(depth=4, eta=0.3), "chain")
     for bucketed in (False, True):
         mine = told[bucketed]
         with running(target_dir, "eagle", bucketed=bucketed, traces=mine, enabled=True) as client:

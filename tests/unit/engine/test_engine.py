@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from osd.config import DrafterSettings
+from osd.config import LanguageModelSettings
 from osd.drafters import DrafterError, initial
 from osd.engine import round as rounds
 from osd.engine.request import Sampling, Update
@@ -270,7 +270,7 @@ def test_speculation_is_switched_in_the_middle_of_a_request(target_dir: Path, or
 
 
 def test_accepted_tokens_past_the_end_are_not_counted(target_dir: Path, oracle: Oracle) -> None:
-    whole = initial(DrafterSettings(kind="language_model", layers=4), target_dir, target_dir)  # nearly always right
+    whole = initial(LanguageModelSettings(layers=4), target_dir, target_dir)  # nearly always right
     with running(target_dir, "language_model", drafter=whole, depth=8) as client:
         prompt, goal = greedy_run(client, oracle)
         for end in range(4, 20):

@@ -21,7 +21,7 @@ from scipy.stats import chi2
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from osd.config import GrowthSettings
+from osd.config import GROWTH_SETTINGS, DynamicTreeSettings, StaticTreeSettings
 from osd.drafters.eagle.initial import eagle_from_target
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
@@ -209,7 +209,7 @@ POLICIES = {
 
 def named(name: str) -> Policy:
     growth, verification = POLICIES[name]
-    return Policy.of(GrowthSettings(**growth), verification)  # type: ignore[arg-type]
+    return Policy.of(GROWTH_SETTINGS[growth["kind"]](**growth), verification)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -326,7 +326,7 @@ def test_trees_that_take_another_shape_after_every_round_leave_the_law_alone(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance, shapes = random.Random(0), set()  # noqa: S311 - repeatable, not secret
-    policy = Policy.of(GrowthSettings(kind="static_tree", budget=4, depth=2), "siblings")
+    policy = Policy.of(StaticTreeSettings(budget=4, depth=2), "siblings")
 
     def whim(self: Shapes, together: float) -> dict[int, float]:
         shapes.add(policy.growth.max_nodes)
@@ -340,7 +340,7 @@ def test_trees_that_take_another_shape_after_every_round_leave_the_law_alone(
 
 @pytest.mark.parametrize("sampling", [PENALISED, Sampling(1.0, repeatable=True)], ids=["penalties", "seeds"])
 def test_a_tree_does_not_change_the_law_either(model: LlamaForCausalLM, sampling: Sampling) -> None:
-    tree = Policy.of(GrowthSettings(kind="dynamic_tree", budget=4), "siblings")
+    tree = Policy.of(DynamicTreeSettings(budget=4), "siblings")
     assert p_value(model, sampling, tree) > 1e-4
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from osd.config import GrowthSettings
+from osd.config import GROWTH_SETTINGS
 from osd.drafters import Drafter
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.eagle.session import EagleSession
@@ -33,7 +33,7 @@ EVERY: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def policy(kind: str, rule: str) -> Policy:
-    return Policy.of(GrowthSettings(kind=kind, **EVERY[kind][0]), rule)  # type: ignore[arg-type]
+    return Policy.of(GROWTH_SETTINGS[kind](**EVERY[kind][0]), rule)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "language_model"])

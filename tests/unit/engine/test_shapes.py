@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from osd.config import GrowthSettings
+from osd.config import GROWTH_SETTINGS, ChainSettings, StaticTreeSettings
 from osd.engine.policy import Policy
 from osd.engine.round import Drawn
 from osd.engine.shapes import Shapes
@@ -20,7 +20,7 @@ LENGTHS = (5, 17, 3, 30)
 
 def tree(kind: str = "static_tree", **given: Any) -> Policy:
     rule = "siblings" if kind == "static_tree" else "naive"
-    return Policy.of(GrowthSettings(kind=kind, budget=6, **given), rule)  # type: ignore[arg-type]
+    return Policy.of(GROWTH_SETTINGS[kind](budget=6, **given), rule)  # type: ignore[arg-type]
 
 
 def drawn(policy: Policy, path: list[int]) -> Drawn:
@@ -47,7 +47,7 @@ def test_trees_shrink_while_many_sequences_draft_together_and_grow_when_one_is_a
 
 
 def test_only_shapes_that_changed_are_told_and_other_policies_are_left_alone() -> None:
-    policy, chain = tree(), Policy.of(GrowthSettings(kind="chain"), "chain")
+    policy, chain = tree(), Policy.of(ChainSettings(), "chain")
     shapes, told = Shapes(STEEP), []
     for _ in range(16 + 32 + 64):
         one = Drawn(SimpleNamespace(policy=chain), 1, [-1, 0], [])  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_the_engine_draws_trees_of_the_size_that_its_forwards_ask_for(
         assert later.counts.drafted <= size * later.counts.rounds
         assert later.counts.drafted > (size - 1) * later.counts.rounds * 0.8
     assert policy.growth.table is not None  # type: ignore[attr-defined]
-    assert policy.growth.table.by_rank()[0] != GrowthSettings(kind="static_tree").acceptance[0]  # type: ignore[attr-defined]
+    assert policy.growth.table.by_rank()[0] != StaticTreeSettings().acceptance[0]  # type: ignore[attr-defined]
 
 
 def test_another_drafter_begins_to_count_anew(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_a_record_is_what_the_models_say(target_dir: Path, oracle: Oracle, kind:
 def test_a_long_request_travels_in_segments_that_fit_together(target_dir: Path, oracle: Oracle) -> None:
     drafter = make_drafter("eagle", target_dir)
     assert drafter is not None
-    grouped, results = traces_of(target_dir, drafter, Sampling(1.0, seed=5), tokens=70, piece=16)
+    grouped, results = traces_of(target_dir, drafter, Sampling(1.0, seed=5), tokens=70, segment=16)
     for index, prompt in enumerate(prompts([1, 9, 37])):
         traces, whole = grouped[str(index)], prompt + results[str(index)].tokens
         assert [trace.segment for trace in traces] == [0, 1, 2, 3, 4]
@@ -140,13 +140,13 @@ def test_nothing_is_captured_where_the_server_does_not_allow_it(target_dir: Path
 
 
 @pytest.mark.parametrize("kind", ["eagle", "language_model"])
-@pytest.mark.parametrize("piece", [64, 16])
+@pytest.mark.parametrize("segment", [64, 16])
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8, seed=3)], ids=["greedy", "drawn"])
 def test_a_record_tells_what_the_target_would_say_after_each_rejected_token(
-    target_dir: Path, oracle: Oracle, kind: str, piece: int, sampling: Sampling
+    target_dir: Path, oracle: Oracle, kind: str, segment: int, sampling: Sampling
 ) -> None:
     drafter = make_drafter(kind, target_dir)
-    grouped, results = traces_of(target_dir, drafter, sampling, piece=piece, samples="student")
+    grouped, results = traces_of(target_dir, drafter, sampling, segment=segment, samples="student")
     seen = 0
     for index, prompt in enumerate(prompts([1, 9, 37])):
         text, at = prompt + results[str(index)].tokens, len(prompt)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from osd.config import ConfigError, TrainerSettings
-from osd.config_sources import load_settings
+from osd.config import ConfigError, TrainerSettings, load_settings
 from osd.engine.request import Request, Sampling
 from osd.engine.top import top
 from osd.engine.tracing import TraceBuilder

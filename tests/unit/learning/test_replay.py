@@ -5,8 +5,7 @@ import json
 import msgspec
 import pytest
 
-from osd.config import ConfigError
-from osd.config_sources import load_settings
+from osd.config import ConfigError, load_settings
 from osd.learning.batch import cost, length
 from osd.learning.replay import Replay, is_held_out
 from tests.unit.learning.toys import make_trace

@@ -8,7 +8,7 @@ import torch
 from redis.exceptions import ConnectionError as RedisGone
 
 from osd import drafters
-from osd.config import Settings
+from osd.config import AcceptanceHeadSettings, Settings
 from osd.drafters.base import DrafterError
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
@@ -77,7 +77,7 @@ def test_without_any_good_version_a_replica_starts_with_initial_weights(settings
 
 
 def test_a_replica_that_asks_a_head_has_one_whatever_its_version_says(settings, registry, tiny_target):
-    asking = settings.model_copy(update={"growth": settings.growth.model_copy(update={"kind": "acceptance_head"})})
+    asking = settings.model_copy(update={"growth": AcceptanceHeadSettings()})
     for version, place in ((3, registry), (0, Registry(settings.home / "empty"))):
         start = starting_drafter(asking, place, ScriptedPointer(at(3)), tiny_target)
         assert start.version == version

@@ -106,7 +106,7 @@ def test_a_request_may_say_its_domain_and_else_it_is_found_out(client, service):
     [
         ({"growth": {"kind": "forest"}}, "osd.growth.kind", "should be 'chain'"),
         ({"growth": {"depth": 0}}, "osd.growth.depth", "greater than or equal to 1"),
-        ({"growth": {"kind": "chain", "budget": 9}}, "osd.growth", "budget is not read by kind chain"),
+        ({"growth": {"kind": "chain", "budget": 9}}, "osd.growth.budget", "is not read by kind chain, which has"),
         (
             {"growth": {"kind": "dynamic_tree", "budget": 65}, "verification": "siblings"},
             "osd.growth",

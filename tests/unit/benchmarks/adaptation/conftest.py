@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.adaptation.lab import Lab, Size
-from osd.config import DrafterSettings, EngineSettings, GrowthSettings, Settings, TargetSettings, TrainerSettings
+from osd.config import ChainSettings, EagleSettings, EngineSettings, Settings, TargetSettings, TrainerSettings
 from osd.traffic.prompt import Prompt
 from tests.tiny import make_tiny
 
@@ -22,8 +22,8 @@ def small_lab(home: Path) -> Lab:
         home=home,
         target=TargetSettings(source=str(make_tiny(home / "tiny")), dtype="float32"),
         engine=EngineSettings(slots=4, context=160, prefill_chunk=16, threads=1),
-        drafter=DrafterSettings(vocabulary=200, layers=2),
-        growth=GrowthSettings(kind="chain", depth=3, governed=False),
+        drafter=EagleSettings(vocabulary=200),
+        growth=ChainSettings(depth=3, governed=False),
         trainer=TrainerSettings(min_records=4, steps_per_candidate=20, held_out=0.2, learning_rate=3e-3, unroll=2),
     )
     return Lab.of(settings, Size(records=24, unseen=8, tokens=12, longest=120))

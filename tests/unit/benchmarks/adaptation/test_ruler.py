@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.adaptation.ruler import Counts, Ruler, total
 from osd.capture.trace import ACCEPTED, REJECTED
-from osd.config import GrowthSettings
+from osd.config import GROWTH_SETTINGS
 from osd.engine.policy import Policy
 from osd.runtime.model import Forward, SlotModel
 from tests.unit.engine.harness import running
@@ -34,7 +34,7 @@ def rounded(monkeypatch):
 @pytest.mark.parametrize("growth", GROWTHS)
 def test_drafting_along_recorded_text_gives_the_engines_own_counts(lab, stream, kind, growth, rounded):
     fields, rule = GROWTHS[growth]
-    policy = Policy.of(GrowthSettings(governed=False, **fields), rule)
+    policy = Policy.of(GROWTH_SETTINGS[fields["kind"]](governed=False, **fields), rule)
     drafter, texts = lab.fresh(kind), stream.unseen
     ruler = Ruler(drafter, lab.studio.tokenizer, policy, 160, lab.size.tokens)
     found = ruler.measure(drafter.weights(), texts)

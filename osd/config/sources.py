@@ -6,12 +6,16 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from osd.config import ConfigError, Section, Settings
+from osd.config.base import ConfigError, Section
+from osd.config.settings import Settings
+
+RENAMED = {"capture.piece": "capture.segment"}
+"""What settings are called today, by the names that they had."""
 
 
 def load_settings(
@@ -95,6 +99,8 @@ def _explain(error: ValidationError, origin: dict[tuple[str, ...], str]) -> str:
     key = ".".join(path)
     source = next((where for given, where in origin.items() if given[: len(path)] == path), "the defaults")
     if first["type"] == "extra_forbidden":
+        if key in RENAMED:
+            return f"{key} ({source}) is now called {RENAMED[key]}"
         near = difflib.get_close_matches(key, _keys(Settings), n=1)
         return f"{key} ({source}) is not a setting" + (f"; did you mean {near[0]}?" if near else "")
     if first["type"] == "model_type":
@@ -113,20 +119,22 @@ def _explain(error: ValidationError, origin: dict[tuple[str, ...], str]) -> str:
         "bool_parsing": "must be true or false",
     }.get(first["type"], first["msg"].replace("{", "{{").replace("}", "}}"))
     secret = path[-1:] == ("api_key",) or path == ("redis_url",)
-    given = "" if secret or isinstance(first["input"], dict) else f", not {first['input']}"
+    silent = secret or first["type"] == "not_of_kind" or isinstance(first["input"], dict)
+    given = "" if silent else f", not {first['input']}"
     return f"{key} ({source}) {reason.format(**limits)}{given}"
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every key of the tree, dotted."""
-    keys = []
+    """Every key of the tree, dotted; where a section has several kinds, those of all of them."""
+    keys: list[str] = []
     for name, info in model.model_fields.items():
-        nested = info.annotation
-        if isinstance(nested, type) and issubclass(nested, Section):
-            keys += _keys(nested, f"{prefix}{name}.")
-        else:
-            keys.append(prefix + name)
-    return keys
+        kinds = get_args(info.annotation) or (info.annotation,)
+        sections = [one for one in kinds if isinstance(one, type) and issubclass(one, Section)]
+        keys += [f"{prefix}{name}.kind"] if len(sections) > 1 else []
+        for section in sections:
+            keys += _keys(section, f"{prefix}{name}.")
+        keys += [] if sections else [prefix + name]
+    return list(dict.fromkeys(keys))
 
 
 def _keys_of(path: tuple[str, ...]) -> str:

@@ -1,0 +1,68 @@
+"""One tree of settings for every process of osd, a module for each room that has many.
+
+Nothing here imports torch, so that the command line answers at once.
+"""
+
+from osd.config.base import DOMAIN, ConfigError, Section
+from osd.config.drafter import (
+    DRAFTER_SETTINGS,
+    DrafterSettings,
+    EagleSettings,
+    LanguageModelSettings,
+    NoDrafterSettings,
+    drafter_of,
+)
+from osd.config.growth import (
+    GROWTH_SETTINGS,
+    AcceptanceHeadSettings,
+    ChainSettings,
+    ConfidenceSettings,
+    DynamicTreeSettings,
+    GrowthSettings,
+    HeuristicSettings,
+    SparseTreeSettings,
+    StaticTreeSettings,
+    TopKTreeSettings,
+)
+from osd.config.settings import (
+    CaptureSettings,
+    EngineSettings,
+    RedisSettings,
+    ServingSettings,
+    Settings,
+    TargetSettings,
+    Verification,
+)
+from osd.config.sources import load_settings
+from osd.config.trainer import TrainerSettings
+
+__all__ = [
+    "DOMAIN",
+    "DRAFTER_SETTINGS",
+    "GROWTH_SETTINGS",
+    "AcceptanceHeadSettings",
+    "CaptureSettings",
+    "ChainSettings",
+    "ConfidenceSettings",
+    "ConfigError",
+    "DrafterSettings",
+    "DynamicTreeSettings",
+    "EagleSettings",
+    "EngineSettings",
+    "GrowthSettings",
+    "HeuristicSettings",
+    "LanguageModelSettings",
+    "NoDrafterSettings",
+    "RedisSettings",
+    "Section",
+    "ServingSettings",
+    "Settings",
+    "SparseTreeSettings",
+    "StaticTreeSettings",
+    "TargetSettings",
+    "TopKTreeSettings",
+    "TrainerSettings",
+    "Verification",
+    "drafter_of",
+    "load_settings",
+]

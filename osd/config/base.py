@@ -1,0 +1,56 @@
+"""What every module of settings is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or out of range; the message is one line that names it."""
+
+
+DOMAIN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
+"""What a domain's name looks like: it becomes the name of a folder and of a Redis key."""
+
+
+class Section(BaseModel):
+    """A branch of the settings tree: unknown keys are refused, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def by_kind(classes: Sequence[type[Any]]) -> dict[str, type[Any]]:
+    """Classes of settings by the value of their field ``kind``."""
+    return {one.model_fields["kind"].default: one for one in classes}
+
+
+def of_kind(kinds: Mapping[str, type[Any]], default: str) -> BeforeValidator:
+    """Annotate a union of ``kinds``: values without a ``kind`` mean ``default``, and errors name the key alone."""
+
+    def chosen(given: Any) -> Any:
+        if isinstance(given, Section):
+            return given
+        if not isinstance(given, dict):
+            raise PydanticCustomError("model_type", "Input should be an object")
+        kind = given.get("kind", default)
+        if not isinstance(kind, str) or kind not in kinds:
+            *most, last = map(repr, kinds)
+            expected = {"expected": f"{', '.join(most)} or {last}"}
+            raise _refused(InitErrorDetails(type="literal_error", loc=("kind",), input=kind, ctx=expected))
+        keys = [name for name in kinds[kind].model_fields if name != "kind"]
+        for name, value in given.items():
+            if name != "kind" and name not in keys:
+                reason = f"is not read by kind {kind}, which has {', '.join(keys) or 'no other key'}"
+                error = PydanticCustomError("not_of_kind", reason)  # type: ignore[arg-type]
+                raise _refused(InitErrorDetails(type=error, loc=(str(name),), input=value))
+        return kinds[kind].model_validate(given)
+
+    return BeforeValidator(chosen)
+
+
+def _refused(error: InitErrorDetails) -> ValidationError:
+    return ValidationError.from_exception_data("settings", [error])

@@ -1,0 +1,44 @@
+"""Which drafter a fresh registry starts with: one class of settings for each kind."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field
+
+from osd.config.base import Section, by_kind, of_kind
+
+
+class EagleSettings(Section):
+    """One layer on the target's hidden states."""
+
+    kind: Literal["eagle"] = "eagle"
+    vocabulary: int = Field(default=8192, ge=16, description="most frequent target ids that it may draft")
+
+
+class LanguageModelSettings(Section):
+    """A smaller language model with the target's vocabulary."""
+
+    kind: Literal["language_model"] = "language_model"
+    layers: int = Field(default=2, ge=1, description="target layers that it keeps where it has no source")
+    source: str | None = Field(default=None, description="model that it starts from")
+
+
+class NoDrafterSettings(Section):
+    """Plain decoding."""
+
+    kind: Literal["none"] = "none"
+
+
+_Kinds = EagleSettings | LanguageModelSettings | NoDrafterSettings
+
+DRAFTER_SETTINGS = by_kind(get_args(_Kinds))
+"""The settings of each drafter, by kind."""
+
+DrafterSettings = Annotated[_Kinds, Field(discriminator="kind"), of_kind(DRAFTER_SETTINGS, "eagle")]
+"""Those of one of them."""
+
+
+def drafter_of(kind: str, given: DrafterSettings) -> DrafterSettings:
+    """The settings of a drafter of ``kind``: those ``given`` where they are of that kind, else the defaults."""
+    return given if given.kind == kind else DRAFTER_SETTINGS[kind]()

