@@ -12,10 +12,9 @@ from torch import Tensor
 
 from osd.drafters.base import Session
 from osd.engine.request import Sampling
-from osd.runtime.gpu import between, mark
-from osd.runtime.kv_cache import PackedRows
+from osd.runtime.batch import PackedRows, RowBuilder
+from osd.runtime.device import between, mark, several_cores
 from osd.runtime.model import SlotModel
-from osd.runtime.threads import several_cores
 from osd.speculation.growth import GROWTHS
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -90,16 +89,11 @@ def _copied(device: torch.device, size: int = COPIED) -> float:
 
 def packed(target: SlotModel, batch: int, each: int) -> PackedRows:
     """``each`` new tokens of ``batch`` sequences that have ``COMMITTED`` tokens, on the host."""
-    places = torch.arange(COMMITTED, COMMITTED + each).repeat(batch)
-    narrow = places.int()
-    generator = torch.Generator().manual_seed(0)
-    return PackedRows(
-        token_ids=torch.randint(target.vocab_size, places.shape, generator=generator),
-        positions=places,
-        slots=torch.arange(batch, dtype=torch.int32).repeat_interleave(each),
-        stores=narrow,
-        visible=narrow + 1,
-    )
+    tokens = torch.randint(target.vocab_size, (batch, each), generator=torch.Generator().manual_seed(0)).tolist()
+    builder = RowBuilder()
+    for slot, mine in enumerate(tokens):
+        builder.tokens(slot, COMMITTED, mine)
+    return builder.build()
 
 
 @torch.inference_mode()

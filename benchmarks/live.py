@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.pair import Pair
 from osd.engine.request import Sampling
-from osd.runtime.kv_cache import PackedRows
+from osd.runtime.batch import PackedRows, RowBuilder, following
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -50,16 +50,7 @@ class Live:
     @torch.inference_mode()
     def _read(self, slot: int, prompt: tuple[int, ...]) -> None:
         target, session = self._pair.target, self._pair.session
-        places = torch.arange(len(prompt) - 1)
-        narrow = places.int()
-        rows = PackedRows(
-            token_ids=torch.tensor(prompt[:-1]),
-            positions=places,
-            slots=torch.full_like(narrow, slot),
-            stores=narrow,
-            visible=narrow + 1,
-        )
-        hidden = target.forward(rows, places[-1:]).hidden
+        hidden = target.forward(following(slot, 0, prompt[:-1]), torch.tensor([len(prompt) - 2])).hidden
         target.cache.length[slot] = len(prompt) - 1
         session.open(slot, prompt[0])
         session.commit(slot, list(prompt[1:]), hidden)
@@ -109,34 +100,14 @@ class Live:
 
     def _pack(self, draft: DraftBatch) -> tuple[PackedRows, list[int]]:
         """One row for each last committed token and each node, and where each sequence begins."""
-        cache = self._pair.target.cache
-        depths, sizes, tokens = draft.depths().tolist(), draft.sizes.tolist(), draft.tokens.tolist()
-        ids, owners, stores, positions, base, first = [], [], [], [], [], []
+        length = self._pair.target.cache.length
+        sizes, tokens, parents = draft.sizes.tolist(), draft.tokens.tolist(), draft.parents.tolist()
+        builder, first = RowBuilder(), []
         for slot in self._slots:
-            start, size = cache.length[slot], sizes[slot]
-            first.append(len(ids))
-            ids += [self._next[slot], *tokens[slot][:size]]
-            owners += [slot] * (1 + size)
-            stores += range(start, start + 1 + size)
-            positions += [start, *(start + depth for depth in depths[slot][:size])]
-            base += [start + 1] * (1 + size)
-        mask = torch.zeros(len(ids), draft.tokens.shape[1], dtype=torch.bool)
-        rows, nodes = draft.valid.cpu().nonzero(as_tuple=True)
-        mask[torch.tensor(first)[rows] + 1 + nodes] = draft.ancestors().cpu()[rows, nodes]
-
-        def narrow(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32)
-
-        packed = PackedRows(
-            token_ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
-            slots=narrow(owners),
-            stores=narrow(stores),
-            visible=narrow(base),
-            base=narrow(base),
-            mask=mask,
-        )
-        return packed, first
+            first.append(builder.tokens(slot, length[slot], [self._next[slot]]))
+            size = sizes[slot]
+            builder.draft(slot, length[slot] + 1, tokens[slot][:size], parents[slot][:size])
+        return builder.build(), first
 
     @torch.inference_mode()
     def advance(self, drafted: Drafted, verdict: Verdict) -> None:

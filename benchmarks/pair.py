@@ -14,7 +14,8 @@ from osd.drafters.base import Drafter, Runtime, Session
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.engine.engine import Engine
 from osd.registry.versions import Registry, VersionError
-from osd.runtime.model import SlotModel, decoder_layers, load_model
+from osd.runtime.model import SlotModel, load_model
+from osd.runtime.taps import decoder_layers
 from osd.target.load import load_tokenizer, resolve
 from osd.traffic.prompt import Prompt
 from serving.replica import make_engine

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from osd.runtime.kv_cache import PackedRows
+from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 
 ROWS = (1, 4, 8)
@@ -72,7 +72,7 @@ def speedups(full: SlotModel, narrow: SlotModel) -> dict[int, tuple[float, float
             pair = {}
             for model in (full, narrow) if turn % 2 else (narrow, full):
                 begun = time.perf_counter()
-                model.forward(_rows([5] * count, 32), torch.arange(count))
+                model.forward(following(0, 32, [5] * count), torch.arange(count))
                 pair[id(model)] = (time.perf_counter() - begun) * 1e3
             times.append((pair[id(full)], pair[id(narrow)]))
         before, after = ([pair[side] for pair in times[1:]] for side in (0, 1))
@@ -88,11 +88,5 @@ def _after(model: SlotModel, ids: Sequence[int], prompt: int) -> Tensor:
     for start in range(0, len(ids) - 1, _CHUNK):
         part = list(ids[start : min(start + _CHUNK, len(ids) - 1)])
         wanted = torch.arange(min(max(prompt - 1 - start, 0), len(part)), len(part))
-        parts.append(model.forward(_rows(part, start), wanted).logits)
+        parts.append(model.forward(following(0, start, part), wanted).logits)
     return torch.cat(parts)
-
-
-def _rows(tokens: list[int], start: int) -> PackedRows:
-    places = torch.arange(start, start + len(tokens))
-    narrow = places.int()
-    return PackedRows(torch.tensor(tokens), places, torch.zeros_like(narrow), narrow, narrow + 1)

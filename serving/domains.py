@@ -12,7 +12,7 @@ from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
-from osd.runtime.threads import one_core
+from osd.runtime.device import one_core
 from serving.rollout_follower import POLL_SECONDS, Follower
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ from osd.registry.events import Events
 from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry
-from osd.runtime.model import SlotModel, decoder_layers, load_config, load_model
-from osd.runtime.threads import one_core
+from osd.runtime.device import one_core
+from osd.runtime.model import SlotModel, load_config, load_model
+from osd.runtime.taps import decoder_layers
 from osd.target.load import load_tokenizer, resolve
 from serving.dashboard import data
 from serving.domains import DomainWatcher

@@ -19,7 +19,7 @@ from osd.drafters.base import Drafter, DrafterError
 from osd.registry.events import Events, Kind
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version, VersionError
-from osd.runtime.threads import one_core
+from osd.runtime.device import one_core
 
 if TYPE_CHECKING:
     from osd.engine.lanes import LineControl

@@ -26,7 +26,7 @@ from redis.exceptions import RedisError
 
 from osd.config import TrainerSettings
 from osd.registry.replica_loads import ReplicaLoads
-from osd.runtime.threads import several_cores
+from osd.runtime.device import several_cores
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from benchmarks.streams import seconds_of
 from osd.capture.trace import Trace
 from osd.drafters.trainable import Trainable
 from osd.engine.request import Request, Sampling
-from osd.runtime.threads import several_cores
+from osd.runtime.device import several_cores
 
 Draw = Callable[[dict[str, Tensor], Sequence[Trace]], list[Trace]]
 """The records again, in their order, as an engine with a drafter of these weights captures them."""

@@ -17,7 +17,7 @@ from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling, Update
 from osd.metrics import SpeculationCounts
 from osd.registry.versions import Registry, Version
-from osd.runtime.threads import one_core
+from osd.runtime.device import one_core
 from osd.target.load import load_tokenizer, resolve
 from osd.traffic.prompt import Prompt
 from serving.replica import make_engine

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from osd.runtime.kv_cache import KVCache, PackedRows
-from osd.speculation.tree import TreeBuilder, ancestors
+from osd.runtime.batch import PackedRows, RowBuilder, paths
+from osd.runtime.kv_cache import KVCache
+from osd.speculation.tree import TreeBuilder
 
 
 class TreeRows:
@@ -14,63 +17,40 @@ class TreeRows:
 
     Committed tokens go to the places behind the slot's length; node i of a tree goes to the scratch
     place i behind them and sees the committed places, its ancestors and itself.
+
+    Attributes:
+        parents: of the nodes of each tree.
     """
 
     def __init__(self, builder: TreeBuilder, cache: KVCache) -> None:
-        self.builder, self.cache = builder, cache
-        self._depths = builder.depths.tolist()
-        self._slots: list[int] = []
-        self._stores: list[int] = []
-        self._positions: list[int] = []
-        self._visible: list[int] = []
-        self._base: list[int] = []
-        self._trees: list[tuple[int, int, int]] = []  # (row of this forward, tree, node)
+        self.parents: list[list[int]] = builder.parents.tolist()
+        self._cache, self._tokens = cache, builder.tokens.tolist()
+        self._rows = RowBuilder()
+        self._paths: list[list[int]] = [[] for _ in self.parents]
         self._last: list[int] = []
 
-    def commit(self, slot: int, count: int) -> None:
-        """Append ``count`` committed tokens; the last of them is asked for what follows."""
-        start = self.cache.length[slot]
-        for place in range(start, start + count):
-            self._add(slot, place, place, place + 1, 0)
-        self.cache.length[slot] = start + count
-        self._last.append(len(self._slots) - 1)
+    def __len__(self) -> int:
+        """Rows so far."""
+        return len(self._rows)
+
+    def commit(self, slot: int, tokens: Sequence[int]) -> None:
+        """Append committed tokens; the last of them is asked for what follows."""
+        start = self._cache.length[slot]
+        self._rows.tokens(slot, start, tokens)
+        self._cache.length[slot] = start + len(tokens)
+        self._last.append(len(self._rows) - 1)
 
     def node(self, slot: int, tree: int, node: int) -> None:
         """Append a node of ``tree``."""
-        base, depth = self.cache.length[slot], self._depths[tree][node]
-        if depth == node + 1:  # every earlier node is an ancestor
-            self._add(slot, base + node, base + node, base + node + 1, base)
-        else:
-            self._trees.append((len(self._slots), tree, node))
-            self._add(slot, base + node, base + depth - 1, base, base)
-        self._last.append(len(self._slots) - 1)
-
-    def _add(self, slot: int, store: int, position: int, visible: int, base: int) -> None:
-        self._slots.append(slot)
-        self._stores.append(store)
-        self._positions.append(position)
-        self._visible.append(visible)
-        self._base.append(base)
+        known = self._paths[tree]
+        known += paths(self.parents[tree][len(known) : node + 1], known)
+        self._last.append(self._rows.node(slot, self._cache.length[slot], node, self._tokens[tree][node], known[node]))
 
     @property
     def last(self) -> Tensor:
         """[M] the rows that were asked for, in order."""
         return torch.tensor(self._last)
 
-    def rows(self, tokens: Tensor) -> PackedRows:
-        """All rows with their tokens [R], on the host."""
-        narrow = torch.tensor([self._slots, self._stores, self._visible, self._base], dtype=torch.int32)
-        mask = None
-        if self._trees:
-            at, tree, node = torch.tensor(self._trees).T
-            mask = torch.zeros(len(self._slots), self.builder.capacity, dtype=torch.bool)
-            mask[at] = ancestors(self.builder.parents.cpu(), self.builder.sizes.cpu())[tree, node]
-        return PackedRows(
-            token_ids=tokens,
-            positions=torch.tensor(self._positions),
-            slots=narrow[0],
-            stores=narrow[1],
-            visible=narrow[2],
-            base=narrow[3] if mask is not None else None,
-            mask=mask,
-        )
+    def rows(self) -> PackedRows:
+        """All rows, on the host."""
+        return self._rows.build()

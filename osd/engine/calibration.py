@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from osd.runtime.kv_cache import PackedRows
+from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -22,20 +22,12 @@ def forward_seconds(target: SlotModel, most: int) -> dict[int, float]:
     for count in _COUNTS:
         if count > min(target.context, 2 * most):
             break
-        places = torch.arange(count)
-        narrow = places.int()
-        rows = PackedRows(
-            token_ids=torch.zeros_like(places),
-            positions=places,
-            slots=torch.zeros_like(narrow),
-            stores=narrow,
-            visible=narrow + 1,
-        )
+        rows, wanted = following(0, 0, [0] * count), torch.arange(count)
         runs = []
-        # What is recorded takes its first time for that.
+        # A forward that is a CUDA graph takes its first time to record it.
         for _ in range(1 + _REPEATS if count <= _FEW or target.bucketed else 1):
             start = time.perf_counter()
-            target.forward(rows, places).logits[0, 0].item()  # waits for the device
+            target.forward(rows, wanted).logits[0, 0].item()  # waits for the device
             runs.append(time.perf_counter() - start)
         seconds[count] = min(runs[1:] or runs)
     return seconds

@@ -31,8 +31,8 @@ from osd.engine.shapes import Shapes
 from osd.engine.slots import Slots
 from osd.engine.tracing import TraceBuilder
 from osd.metrics import SpeculationCounts
+from osd.runtime.device import several_cores
 from osd.runtime.model import SlotModel
-from osd.runtime.threads import several_cores
 from osd.speculation.governor import Governor
 
 log = logging.getLogger(__name__)

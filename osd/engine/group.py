@@ -11,7 +11,7 @@ from torch import Tensor
 from osd.drafters.base import Chains, Session
 from osd.engine.piece import Piece
 from osd.engine.policy import Policy
-from osd.runtime.gpu import sent
+from osd.runtime.device import sent
 from osd.runtime.memory import recycled
 from osd.speculation.distributions import Lazy
 from osd.speculation.growth import Growth

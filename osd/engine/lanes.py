@@ -11,7 +11,7 @@ from torch import Tensor
 from osd.config import EngineSettings
 from osd.drafters.base import Drafter, Runtime, Session
 from osd.registry.pointer import Rollout
-from osd.runtime.threads import one_core
+from osd.runtime.device import one_core
 
 _MOST_WANTED = 64
 """Names of domains that are remembered until somebody asks: clients can send any."""

@@ -12,15 +12,15 @@ from torch import Tensor
 from osd.engine.group import Group
 from osd.engine.lanes import Lane
 from osd.engine.logprobs import token_logprobs
-from osd.engine.packing import pack
+from osd.engine.packing import Feed, pack
 from osd.engine.piece import Piece
 from osd.engine.policy import Policy
 from osd.engine.sequence import Sequence
 from osd.engine.slots import Slots
 from osd.engine.top import top
-from osd.runtime.gpu import Mark, between, mark
+from osd.runtime.cuda_graph import GraphRecorder
+from osd.runtime.device import Mark, between, mark
 from osd.runtime.model import Forward, SlotModel
-from osd.runtime.recording import Recorder
 from osd.speculation.tree import ROOT
 
 
@@ -78,7 +78,7 @@ def run(target: SlotModel, pieces: list[Piece]) -> Round:
             s = piece.sequence
             alike[s.lane, s.policy, s.request.sampling.temperature == 0].append(piece)
     groups: list[Group] = []
-    recordings = Recorder.made
+    recordings = GraphRecorder.made
     grown: list[tuple[Lane, Mark, Mark]] = []
     for (lane, policy, _), members in alike.items():
         group = Group(policy, members, target.device)
@@ -88,8 +88,10 @@ def run(target: SlotModel, pieces: list[Piece]) -> Round:
             grown.append((lane, begun, mark(target.device)))
         groups.append(group)
     begun = mark(target.device)
-    packed, wanted = pack(pieces, groups)
-    forward = target.forward(packed, wanted)
+    packed = pack([_feed(piece) for piece in pieces], _unread(pieces, groups))
+    for piece, row, logits_row in zip(pieces, packed.first, packed.logits, strict=True):
+        piece.row, piece.logits_row = row, logits_row
+    forward = target.forward(packed.rows, packed.wanted)
     forwarded = mark(target.device)
     told = _read([group.asked(forward.logits) for group in groups])
     for group, mine in zip(groups, told, strict=True):
@@ -97,8 +99,20 @@ def run(target: SlotModel, pieces: list[Piece]) -> Round:
     draft_seconds: dict[Lane, float] = defaultdict(float)
     for lane, before, after in grown:
         draft_seconds[lane] += between(before, after)
-    seconds, recorded = between(begun, forwarded), Recorder.made > recordings
-    return Round(pieces, groups, forward, len(packed.token_ids), draft_seconds, seconds, recorded)
+    seconds, recorded = between(begun, forwarded), GraphRecorder.made > recordings
+    return Round(pieces, groups, forward, len(packed.rows.token_ids), draft_seconds, seconds, recorded)
+
+
+def _feed(piece: Piece) -> Feed:
+    tokens = piece.sequence.tokens[piece.start : piece.start + piece.count]
+    return Feed(piece.sequence.slot, piece.start, tokens, piece.drafted, piece.parents, piece.ends)
+
+
+def _unread(pieces: list[Piece], groups: list[Group]) -> list[tuple[list[int], Tensor]]:
+    """The drafts that the host has not read, and which pieces they are of."""
+    late = [(group.pieces, group.late.drafted) for group in groups if group.late is not None]
+    index = {id(piece): at for at, piece in enumerate(pieces)} if late else {}
+    return [([index[id(piece)] for piece in members], drafted) for members, drafted in late]
 
 
 def _read(asked: list[Tensor | None]) -> list[list[int]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from osd.config import EngineSettings
 from osd.engine.piece import Piece
 from osd.engine.sequence import Sequence
-from osd.runtime.gpu import sent
+from osd.runtime.device import sent
 from osd.runtime.kv_cache import untouched
 from osd.runtime.model import SlotModel
 

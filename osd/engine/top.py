@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from osd.runtime.gpu import sent
+from osd.runtime.device import sent
 from osd.runtime.native import kernels
 
 

@@ -1,8 +1,22 @@
-"""Where a model computes."""
+"""Where a model computes: its device, marks in time, copies that hold nobody up, and the cores of a thread.
+
+OpenMP keeps a team for every thread that ever used several cores, and when the teams together outnumber
+the cores its threads sleep between two parallel regions instead of waiting awake: a forward then takes
+twice as long. So one thread of a process, the engine's or the trainer's, computes on several cores, and
+every other one says ``one_core`` before it touches a tensor.
+"""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
+from torch import Tensor
+
+Mark = float | torch.cuda.Event
 
 
 def pick_device(name: str) -> torch.device:
@@ -10,3 +24,62 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, as ``between`` reads it: on a GPU, when it has done what it was asked for so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def between(first: Mark, last: Mark) -> float:
+    """Seconds from one mark to a later one; waits until a GPU has come to it."""
+    if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+    assert isinstance(first, float)  # noqa: S101  marks of one device are of one kind
+    assert isinstance(last, float)  # noqa: S101
+    return last - first
+
+
+def sent(values: Sequence[int], device: torch.device) -> Tensor:
+    """``values`` [n] as int64 on ``device``; the host does not wait for the copy."""
+    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Run on a side stream of a GPU, beside what other threads do there, and synchronise on exit."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def copied(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Copy ``values`` to ``places``, their addresses staying, with one call.
+
+    After each call the interpreter's lock must be had again, which takes long beside a busy thread.
+    """
+    values = list(values)
+    torch._foreach_copy_(list(places), values)  # type: ignore[attr-defined]
+    for value in values:
+        if value.is_cuda:  # made on another stream, which must not use its memory again too early
+            value.record_stream(torch.cuda.current_stream(value.device))
+
+
+def one_core() -> None:
+    """Let the calling thread, and those that start after it, compute on one core."""
+    torch.set_num_threads(1)
+
+
+def several_cores(count: int) -> None:
+    """Let the calling thread compute on ``count`` cores, 0 for all of the machine."""
+    torch.set_num_threads(count or os.cpu_count() or 1)

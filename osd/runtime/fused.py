@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.batch import PackedRows
+from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import PackedLinear
 from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
 

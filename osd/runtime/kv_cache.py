@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from osd.runtime.grid import Grid
 
 
 class KVCache:
@@ -68,48 +63,3 @@ def untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """The new tokens of all sequences of a forward, one row each, R in all.
-
-    * ``token_ids`` and ``positions`` [R] int64.
-    * ``slots`` [R] int32, and ``stores`` [R] int32: the place of the slot that the row's key goes to.
-    * ``visible`` [R] int32: the row sees the places before this one.
-    * ``base`` [R] int32 and ``mask`` [R, W] bool: in a draft tree it also sees ``base + j`` where
-      ``mask[:, j]``. None when no row is in a tree.
-    * ``late``: tokens that the host has not read; None when it knows all.
-    * ``grid``: where the rows stand for attention over a grid. None until a model lays them out for its device.
-
-    Rows are made on the host, whatever the device of the model.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    stores: Tensor
-    visible: Tensor
-    base: Tensor | None = None
-    mask: Tensor | None = None
-    late: Late | None = None
-    grid: Grid | None = None
-
-    def settled(self) -> PackedRows:
-        """The same with the late tokens in their rows, on the host."""
-        if self.late is None:
-            return self
-        tokens = self.late.over(self.token_ids, self.late.source)
-        return replace(self, token_ids=tokens, late=None)
-
-
-@dataclass(frozen=True)
-class Late:
-    """Draft tokens [n] int64 on a device; ``source`` [R] int64 on the host says which of them a row has, -1 none."""
-
-    tokens: Tensor
-    source: Tensor
-
-    def over(self, known: Tensor, source: Tensor) -> Tensor:
-        """``known`` [R] with the late tokens in their rows, where ``source`` is on the device of both."""
-        return torch.where(source >= 0, self.tokens[source.clamp(min=0)], known)

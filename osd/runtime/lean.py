@@ -1,4 +1,4 @@
-"""Llama-shaped models in as few operators as PyTorch has: what a GPU runs, and what its recordings hold.
+"""Llama-shaped models in as few operators as PyTorch has: what a GPU runs, and what its CUDA graphs hold.
 
 A layer of a small batch is bound by how fast its weights are read, and after that by the number of kernels, each of
 which takes some microseconds however little it does. transformers' layers have about twice as many.
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.runtime.attention import attend
+from osd.runtime import attention
+from osd.runtime.batch import PackedRows
 from osd.runtime.fused import window_of
-from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import Stacked
 
 
@@ -46,6 +47,7 @@ class LeanDecoder:
 
     def forward(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits [n, vocab] float32 of rows ``wanted`` [n] and tapped hidden states [R, taps * hidden]."""
+        backend = attention.prepare(rows, self._cache)
         x = self._embedding(rows.token_ids)  # [R, hidden]
         cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)  # [R, 1, dim]
         turned = self._heads + self._kv_heads
@@ -55,10 +57,8 @@ class LeanDecoder:
             turn, value = parts[:, :turned], parts[:, turned:]
             # The two halves of dim are the planes' axes: one half goes to the other's place.
             turn = torch.addcmul(turn * cos, turn.roll(self._dim // 2, -1), sin)
-            mixed = attend(
-                turn[:, : self._heads], turn[:, self._heads :], value, self._cache.keys[index],
-                self._cache.values[index], rows, scale=self._dim**-0.5, window=self._window,
-            )  # fmt: skip
+            query, key = turn[:, : self._heads], turn[:, self._heads :]
+            mixed = backend.attend(index, query, key, value, scale=self._dim**-0.5, window=self._window)
             x = x + layer.self_attn.o_proj(mixed.flatten(-2))
             gate, up = widen(self._normed(x, layer.post_attention_layernorm)).chunk(2, -1)
             x = x + layer.mlp.down_proj(F.silu(gate) * up)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from osd.runtime import attention
-from osd.runtime.device import pick_device
+from osd.runtime.batch import PackedRows, padded
+from osd.runtime.cuda_graph import BucketedForward
+from osd.runtime.device import copied, pick_device
 from osd.runtime.fused import FusedDecoder, fixed_angles, fusable, llama_shaped
-from osd.runtime.gpu import copied
-from osd.runtime.graphs import BucketedForward
-from osd.runtime.grid import padded
-from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.generic import NAME, GenericDecoder
+from osd.runtime.kv_cache import KVCache
 from osd.runtime.lean import LeanDecoder
 from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
+from osd.runtime.taps import decoder_layers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -39,7 +39,7 @@ class SlotModel:
     those of the linear layers: "full" as they come, or "int8".
 
     On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
-    ``osd.runtime.graphs``. A CPU can do the same without recording, more slowly than it does otherwise.
+    ``BucketedForward``. A CPU can do the same without graphs, more slowly than it does otherwise.
     """
 
     def __init__(
@@ -64,17 +64,13 @@ class SlotModel:
         self.device, self.dtype = self._embedding.weight.device, self._embedding.weight.dtype
         self.layers = decoder_layers(model)
         self.taps = tuple(range(len(self.layers))[tap] for tap in taps)
-        self._tapped: dict[int, Tensor] = {}
-        for tap in set(self.taps):
-            self.layers[tap].register_forward_hook(self._hook(tap))
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         bucketed = self.device.type == "cuda" if bucketed is None else bucketed
         places = padded(context + scratch) if bucketed else context + scratch
         self.cache = KVCache(len(self.layers), slots, heads, places, dim, self.dtype, self.device)
-        config._attn_implementation = attention.NAME
         self._fused: FusedDecoder | None = None
-        self._lean: LeanDecoder | None = None
+        self._decoder: LeanDecoder | GenericDecoder
         self.bucketed: BucketedForward | None = None
         fused = fusable(model) and not bucketed
         if weights == "int8":
@@ -84,16 +80,10 @@ class SlotModel:
         if fused:
             _let_go_of_file(model)
             self._fused = FusedDecoder(model, self.cache, self.taps)
+        lean = bucketed and llama_shaped(model) and weights == "full"
+        self._decoder = (LeanDecoder if lean else GenericDecoder)(model, self.cache, self.taps)
         if bucketed:
-            if llama_shaped(model) and weights == "full":
-                self._lean = LeanDecoder(model, self.cache, self.taps)
             self.bucketed = BucketedForward(self.compute, self.cache, scratch, recordable(config))
-
-    def _hook(self, tap: int) -> Any:
-        def keep(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            self._tapped[tap] = output[0] if isinstance(output, tuple) else output
-
-        return keep
 
     @torch.inference_mode()
     def forward(self, rows: PackedRows, wanted: Tensor) -> Forward:
@@ -111,20 +101,7 @@ class SlotModel:
 
     def compute(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         """``forward`` in PyTorch's operators, for rows that are on the device already."""
-        if self._lean is not None:
-            return self._lean.forward(rows, wanted)
-        output = self.model(
-            input_ids=rows.token_ids.unsqueeze(0),
-            position_ids=rows.positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=wanted,
-            osd_step=attention.Step(rows, self.cache),
-        )
-        hidden = None
-        if self.taps:
-            hidden = torch.cat([self._tapped[tap][0] for tap in self.taps], -1)  # [R, taps * hidden]
-            self._tapped.clear()
-        return output.logits[0].float(), hidden
+        return self._decoder.forward(rows, wanted)
 
     def stage(self, name: str, value: Tensor) -> Tensor:
         """Lay out a weight called ``name`` for ``load``, off the thread that runs forwards."""
@@ -152,7 +129,7 @@ class SlotModel:
 def load_model(directory: Path, dtype: str, device: str) -> nn.Module:
     """Read a causal language model from a directory, ready for ``SlotModel``; "auto" keeps the dtype of its file."""
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=DTYPES.get(dtype, dtype), attn_implementation=attention.NAME, local_files_only=True
+        directory, dtype=DTYPES.get(dtype, dtype), attn_implementation=NAME, local_files_only=True
     )
     return model.to(pick_device(device))  # type: ignore[arg-type]
 
@@ -166,20 +143,6 @@ def recordable(config: Any) -> bool:
 def load_config(directory: Path) -> Any:
     """Read the text configuration of the model in a directory."""
     return AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a causal language model.
-
-    Raises:
-        NotImplementedError: it keeps them where no known model does.
-    """
-    decoder = model.get_decoder()  # type: ignore[operator]
-    for name in ("layers", "h", "blocks"):
-        layers = getattr(decoder, name, None)
-        if isinstance(layers, nn.ModuleList):
-            return layers
-    raise NotImplementedError(f"{type(model).__name__}: cannot find its decoder layers")
 
 
 def _let_go_of_file(model: nn.Module) -> None:

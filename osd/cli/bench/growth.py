@@ -47,7 +47,7 @@ def growth(
     from benchmarks.pair import encode, load_pair
     from benchmarks.report import growths
     from osd.engine.request import Sampling
-    from osd.runtime.threads import several_cores
+    from osd.runtime.device import several_cores
     from osd.traffic import load
 
     check_draft(draft)

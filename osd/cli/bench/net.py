@@ -71,7 +71,7 @@ def net(
     from benchmarks.adaptation.tables import served_table
     from benchmarks.pair import BenchError
     from deploy.embedded import START_ERRORS, check_port
-    from osd.runtime.threads import one_core
+    from osd.runtime.device import one_core
     from osd.traffic.arrivals import paced, read
     from osd.traffic.file import read as prompts_of
     from osd.traffic.prompt import TrafficError

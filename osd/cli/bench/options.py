@@ -64,7 +64,7 @@ def loading() -> Iterator[None]:
     from transformers.utils import logging
 
     from benchmarks.pair import BenchError
-    from osd.runtime.threads import one_core
+    from osd.runtime.device import one_core
     from osd.target.load import TargetError
     from osd.traffic.prompt import TrafficError
 

@@ -31,8 +31,8 @@ def overhead(
     from benchmarks.overhead import measure
     from benchmarks.report import costs
     from osd.engine.request import Sampling
+    from osd.runtime.device import several_cores
     from osd.runtime.model import SlotModel, load_model
-    from osd.runtime.threads import several_cores
     from osd.target.load import resolve
 
     with stop_signals():

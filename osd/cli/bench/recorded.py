@@ -43,7 +43,7 @@ def open_lab(
     from benchmarks.adaptation.lab import Lab, Size
     from benchmarks.adaptation.recording import RecordingError
     from osd.drafters import DrafterError
-    from osd.runtime.threads import several_cores
+    from osd.runtime.device import several_cores
     from osd.traffic.file import read
 
     if settings.trainer.samples != "teacher":

@@ -90,7 +90,7 @@ def compare(
 def load(settings: Settings, plan: Plan, draft: str, source: str) -> tuple[Pair, list[tuple[int, ...]]]:
     """The models and the prompts, or the end of the command."""
     from benchmarks.pair import encode, load_pair
-    from osd.runtime.threads import several_cores
+    from osd.runtime.device import several_cores
     from osd.traffic import load
 
     check_draft(draft)

@@ -31,9 +31,9 @@ def weights(
     from benchmarks.streams import texts_of
     from benchmarks.weights import quality, speedups
     from osd.engine.request import Request, Sampling
+    from osd.runtime.device import several_cores
     from osd.runtime.model import SlotModel, load_model
     from osd.runtime.native import kernels
-    from osd.runtime.threads import several_cores
     from osd.traffic import load
 
     if kernels() is None:

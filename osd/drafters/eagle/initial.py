@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from osd.drafters.base import DrafterError
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.shape import EagleShape
-from osd.runtime.model import decoder_layers
+from osd.runtime.taps import tapped
 
 
 def eagle_from_config(config: dict[str, Any], target: nn.Module) -> Eagle:
@@ -104,15 +104,9 @@ def _size_of_hidden(target: nn.Module, tap: int) -> float:
     """The median root mean square of the output of layer ``tap``, over some frequent tokens."""
     vocabulary: int = target.config.vocab_size  # type: ignore[union-attr, assignment]
     ids = torch.arange(min(64, vocabulary // 2), min(192, vocabulary))[None]  # the first ids are often special ones
-    hidden: list[Tensor] = []
-
-    def keep(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        hidden.append(output[0] if isinstance(output, tuple) else output)
-
-    handle = decoder_layers(target)[tap].register_forward_hook(keep)
     restore = target.config._attn_implementation  # type: ignore[union-attr]
     target.set_attn_implementation("eager")  # type: ignore[operator]
-    target(input_ids=ids, use_cache=False)
+    with tapped(target, (tap,)) as outputs:
+        target(input_ids=ids, use_cache=False)
     target.set_attn_implementation(restore)  # type: ignore[operator]
-    handle.remove()
-    return float(hidden[0].pow(2).mean(-1).sqrt().median())
+    return float(outputs[tap].pow(2).mean(-1).sqrt().median())

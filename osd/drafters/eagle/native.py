@@ -10,7 +10,8 @@ from torch import Tensor
 
 from osd.drafters.base import Chains
 from osd.drafters.eagle.shape import EagleShape
-from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime.batch import PackedRows
+from osd.runtime.kv_cache import KVCache
 from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
 
 

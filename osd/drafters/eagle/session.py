@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from osd.drafters.base import Chains, Runtime, check
 from osd.drafters.eagle.native import NativeEagle
 from osd.drafters.eagle.shape import EagleShape, check_maps, rotate
-from osd.drafters.recorded import RecordedChains, Told
+from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rows import TreeRows
-from osd.runtime.attention import attend
-from osd.runtime.gpu import aside, copied
-from osd.runtime.grid import laid_out, padded
-from osd.runtime.kv_cache import KVCache, PackedRows
+from osd.runtime import attention
+from osd.runtime.batch import PackedRows, laid_out, padded
+from osd.runtime.device import aside, copied
+from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, make_linear
 from osd.speculation.tree import TreeBuilder
 
@@ -26,7 +26,7 @@ class EagleSession:
 
     Pair i of a slot joins the target's hidden state of token i with token i + 1. Pairs that were
     committed since the last draft run together with the first step of the next one. On a GPU, or where
-    ``Runtime.bucketed`` says so, greedy chains are recorded over weights and buffers whose addresses stay.
+    ``Runtime.bucketed`` says so, greedy chains are CUDA graphs over weights and buffers whose addresses stay.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class EagleSession:
     ) -> None:
         """Draft with ``weights`` and the target's ``embedding``, which is on the runtime's device."""
         self.shape, self.embedding, self.device = shape, embedding, runtime.device
-        slots, scratch, recorded = runtime.slots, runtime.scratch, runtime.bucketed
-        recorded = self.device.type == "cuda" if recorded is None else recorded
+        slots, scratch, bucketed = runtime.slots, runtime.scratch, runtime.bucketed
+        bucketed = self.device.type == "cuda" if bucketed is None else bucketed
         places = runtime.context + scratch
-        places = padded(places) if recorded else places
+        places = padded(places) if bucketed else places
         self.cache = KVCache(1, slots, shape.kv_heads, places, shape.head_dim, torch.float32, self.device)
         self.features = torch.zeros(slots, 1 + scratch, shape.hidden, device=self.device)
         self.pending: dict[int, tuple[list[int], list[Tensor]]] = {}
         self._expected = weights
         weights = self._lay_out(weights)
-        make = PlainLinear if recorded else make_linear
+        make = PlainLinear if bucketed else make_linear
         self.linear = {name: make(weights[name]) for name in _LINEAR}
         self._stacked: dict[tuple[str, ...], Stacked] = {}
-        if recorded:  # fewer kernels; a CPU's layers are packed one by one
+        if bucketed:  # fewer kernels; a CPU's layers are packed one by one
             plain = {name: layer for name, layer in self.linear.items() if isinstance(layer, PlainLinear)}
             self._stacked = {names: Stacked([plain[name] for name in names]) for names in (_READ, _WIDENED)}
         self.vector = {name: weights[name].clone() for name in weights if name not in _LINEAR}
@@ -58,9 +58,9 @@ class EagleSession:
         cos, sin = shape.rotation(torch.arange(places, device=self.device))
         self._cos, self._sin = cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous()  # [places, head_dim]
         self._native = self._point() if self._fits() else None
-        self._recorded: RecordedChains | None = None
-        if recorded:
-            self._recorded = RecordedChains(self._recorded_step, self.cache, scratch, self.support, recordable=True)
+        self._graphs: GraphChains | None = None
+        if bucketed:
+            self._graphs = GraphChains(self._graph_step, self.cache, scratch, self.support, recordable=True)
         self._spare: dict[str, Tensor] = {}  # weights before the last swap, which the decode thread must not free
 
     @property
@@ -87,33 +87,29 @@ class EagleSession:
     def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``Session.expand``."""
         asked = [slots[row] for row in rows.tolist()]
-        tokens, parents = builder.tokens.tolist(), builder.parents.tolist()
         packed = TreeRows(builder, self.cache)
-        ids: list[int] = []
         hidden: list[Tensor] = []
         fresh: list[int] = []  # rows that the target's hidden states feed
         grown: list[tuple[int, int, int]] = []  # rows that a node's parent feeds: the row, its slot and the parent
         for slot, row, node in zip(asked, rows.tolist(), nodes.tolist(), strict=True):
             if node < 0:
                 new, states = self.pending[slot]
-                fresh += range(len(ids), len(ids) + len(new))
-                ids += new
+                fresh += range(len(packed), len(packed) + len(new))
                 hidden += states
-                packed.commit(slot, len(new))
+                packed.commit(slot, new)
                 self.pending[slot] = ([], [])
             else:
-                grown.append((len(ids), slot, 1 + parents[row][node]))
-                ids.append(tokens[row][node])
+                grown.append((len(packed), slot, 1 + packed.parents[row][node]))
                 packed.node(slot, row, node)
-        features = torch.empty(len(ids), self.shape.hidden, device=self.device)
+        features = torch.empty(len(packed), self.shape.hidden, device=self.device)
         if fresh:
             features[fresh] = self._fuse(torch.cat(hidden).float())
         if grown:
             at, slot_ids, above = torch.tensor(grown, device=self.device).T
             features[at] = self.features[slot_ids, above]
         step = self._step if self._native is None else self._native.step
-        told, last = packed.rows(torch.tensor(ids)), packed.last
-        if self._recorded is not None:
+        told, last = packed.rows(), packed.last
+        if self._graphs is not None:
             told, last = laid_out(told, last, self.cache)
         output, logits = step(told.token_ids, features, told, last)
         self.features[torch.tensor(asked, device=self.device), 1 + nodes] = self._following(output)
@@ -123,7 +119,7 @@ class EagleSession:
     @torch.inference_mode()
     def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
         """See ``Session.chains``."""
-        if self._native is None and self._recorded is None:
+        if self._native is None and self._graphs is None:
             return None
         places: list[tuple[int, int, int]] = []
         tokens: list[int] = []
@@ -138,8 +134,8 @@ class EagleSession:
                 self.pending[slot] = ([], [])
         if self._native is not None:
             return self._native.chains(places, limits, tokens, torch.cat(hidden), floor)
-        assert self._recorded is not None  # noqa: S101
-        return self._recorded.chains(Told(places, tokens, torch.cat(hidden)), limits, floor)
+        assert self._graphs is not None  # noqa: S101
+        return self._graphs.chains(NewTokens(places, tokens, torch.cat(hidden)), limits, floor)
 
     def acceptance(self) -> Tensor:
         """See ``Session.acceptance``."""
@@ -194,10 +190,10 @@ class EagleSession:
         tensors["draft_ids"] = w["d2t"] + torch.arange(len(w["d2t"]), device=self.device)
         return tensors
 
-    def _recorded_step(
+    def _graph_step(
         self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool
     ) -> tuple[Tensor, Tensor]:
-        """See ``osd.drafters.recorded.Step``."""
+        """See ``osd.drafters.graph_chains.Step``."""
         assert states is not None  # noqa: S101  the target's at first, its own later
         features = self._fuse(states.float()) if first else states
         output, logits = self._step(rows.token_ids, features, rows, wanted)
@@ -225,8 +221,8 @@ class EagleSession:
         x = torch.cat([embedded, normed], -1)
         q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in self._project(_READ, x))
         cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)
-        keys, values = self.cache.keys[0], self.cache.values[0]
-        mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, keys, values, rows, scale=shape.head_dim**-0.5)
+        attend = attention.prepare(rows, self.cache).attend
+        mixed = attend(0, rotate(q, cos, sin), rotate(k, cos, sin), v, scale=shape.head_dim**-0.5)
         x = (normed if shape.residual_norm else features) + linear["o"](mixed.flatten(-2))
         gate, up = self._project(_WIDENED, self._norm(x, "mlp_norm"))
         x = (x + linear["down"](F.silu(gate) * up))[last]

@@ -18,7 +18,7 @@ from osd.drafters.base import DrafterError, Runtime, check
 from osd.drafters.beside import Beside
 from osd.drafters.language_model.session import LanguageModelSession
 from osd.drafters.trainable import Batch, Trainable
-from osd.runtime.model import decoder_layers
+from osd.runtime.taps import decoder_layers, tapped
 
 
 class LanguageModel(Trainable):
@@ -111,17 +111,10 @@ class LanguageModel(Trainable):
         """See ``Trainable.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""
         tokens = batch.token_ids.index_put((batch.sequence, batch.place), fed)
         mask = torch.arange(tokens.shape[1], device=tokens.device) < batch.lengths[:, None]
-        states: list[Tensor] = []
-
-        def keep(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            states.append(output[0] if isinstance(output, tuple) else output)
-
-        handle = decoder_layers(self.model)[-1].register_forward_hook(keep)
-        try:
+        last = len(decoder_layers(self.model)) - 1
+        with tapped(self.model, (last,)) as outputs:
             self.model.get_decoder()(input_ids=tokens, attention_mask=mask, use_cache=False)  # type: ignore[operator]
-        finally:
-            handle.remove()
-        return [states[0][batch.sequence, batch.place]] * depth
+        return [outputs[last][batch.sequence, batch.place]] * depth
 
     def session(self, runtime: Runtime) -> LanguageModelSession:
         """See ``Drafter.session``."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from osd.drafters.base import Chains, Runtime, check
-from osd.drafters.recorded import RecordedChains, Told
+from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rows import TreeRows
-from osd.runtime.gpu import aside
-from osd.runtime.kv_cache import PackedRows
+from osd.runtime.batch import PackedRows
+from osd.runtime.device import aside
 from osd.runtime.model import SlotModel, recordable
 from osd.speculation.tree import TreeBuilder
 
@@ -21,7 +21,7 @@ _DTYPE = torch.bfloat16  # of the weights that draft
 class LanguageModelSession:
     """A small language model over KV slots; see ``osd.drafters.base.Session``.
 
-    On a GPU, or where ``Runtime.bucketed`` says so, greedy chains are recorded as one.
+    On a GPU, or where ``Runtime.bucketed`` says so, greedy chains are one CUDA graph.
     """
 
     support: Tensor | None = None
@@ -44,10 +44,10 @@ class LanguageModelSession:
             bucketed=runtime.bucketed,
         )
         self.device = self.model.device
-        self._recorded: RecordedChains | None = None
+        self._graphs: GraphChains | None = None
         if self.model.bucketed is not None:
             plays = recordable(self.model.config)
-            self._recorded = RecordedChains(self._recorded_step, self.model.cache, runtime.scratch, None, plays)
+            self._graphs = GraphChains(self._graph_step, self.model.cache, runtime.scratch, None, plays)
         self.states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
         self.pending: dict[int, list[int]] = {}
 
@@ -67,17 +67,14 @@ class LanguageModelSession:
     def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``Session.expand``."""
         packed = TreeRows(builder, self.model.cache)
-        tokens: list[int] = []
         for row, node in zip(rows.tolist(), nodes.tolist(), strict=True):
             slot = slots[row]
             if node < 0:
-                packed.commit(slot, len(self.pending[slot]))
-                tokens += self.pending[slot]
+                packed.commit(slot, self.pending[slot])
                 self.pending[slot] = []
             else:
                 packed.node(slot, row, node)
-                tokens.append(int(builder.tokens[row, node]))
-        forward = self.model.forward(packed.rows(torch.tensor(tokens)), packed.last)
+        forward = self.model.forward(packed.rows(), packed.last)
         self.states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
         return forward.logits
 
@@ -88,7 +85,7 @@ class LanguageModelSession:
     @torch.inference_mode()
     def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
         """See ``Session.chains``."""
-        if self._recorded is None:
+        if self._graphs is None:
             return None
         places: list[tuple[int, int, int]] = []
         tokens: list[int] = []
@@ -99,12 +96,12 @@ class LanguageModelSession:
             if limit:
                 self.model.cache.length[slot] += len(new)
                 self.pending[slot] = []
-        return self._recorded.chains(Told(places, tokens, None), limits, floor)
+        return self._graphs.chains(NewTokens(places, tokens, None), limits, floor)
 
-    def _recorded_step(
+    def _graph_step(
         self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool
     ) -> tuple[Tensor, Tensor]:
-        """See ``osd.drafters.recorded.Step``; it reads tokens only."""
+        """See ``osd.drafters.graph_chains.Step``; it reads tokens only."""
         logits = self.model.compute(rows, wanted)[0]
         return logits, logits
 

@@ -53,7 +53,7 @@ def close(got: Tensor, goal: Tensor) -> None:
 def test_serving_and_training_see_the_same_inputs(eagle: Eagle, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
         monkeypatch.setattr("osd.runtime.linear.kernels", lambda: None)
-        monkeypatch.setattr("osd.runtime.attention.kernels", lambda: None)
+        monkeypatch.setattr("osd.runtime.attention.native.kernels", lambda: None)
     depth, slots = 4, [2, 0, 3]
     tokens, hidden = sequences(eagle, 3)
     session = eagle.session(Runtime(4, LENGTH, depth + 1))

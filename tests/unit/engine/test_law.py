@@ -29,7 +29,7 @@ from osd.engine.request import Request, Sampling, Update
 from osd.engine.shapes import Shapes
 from osd.registry.pointer import Rollout
 from osd.routing import Cluster, Pick
-from osd.runtime.attention import NAME
+from osd.runtime.generic import NAME
 from osd.runtime.model import SlotModel
 from osd.speculation.distributions import Distributions
 from osd.speculation.governor import Ready

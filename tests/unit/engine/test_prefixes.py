@@ -13,7 +13,7 @@ from torch import Tensor
 
 from osd.capture.trace import Trace
 from osd.engine.request import Sampling
-from osd.runtime.kv_cache import PackedRows
+from osd.runtime.batch import PackedRows
 from osd.runtime.model import Forward
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from osd.runtime.attention import _native, reference, slot_attention
-from osd.runtime.kv_cache import PackedRows
+from osd.runtime.attention import BACKENDS, AttentionBackend
+from osd.runtime.attention.grid import GridAttention
+from osd.runtime.attention.native import NativeAttention
+from osd.runtime.attention.reference import ReferenceAttention
+from osd.runtime.batch import PackedRows, laid_out
+from osd.runtime.generic import slot_attention
+from osd.runtime.kv_cache import KVCache
 from osd.runtime.native import kernels
 from tests.unit.runtime.rows import rows_of
 
 PARTS = [(2, 5, list(range(7))), (0, 0, list(range(4))), (1, 30, [9]), (3, 11, list(range(6)))]
 TREES = {0: [-1, -1, 0, 0, 1], 3: [-1, 0, 1, 0, -1]}
-RULES = [reference] + ([_native] if kernels() is not None else [])
+RULES = [backend for backend in BACKENDS.values() if backend is not NativeAttention or kernels() is not None]
 
 
 @dataclass
@@ -27,29 +32,39 @@ class Case:
     value: Tensor
     keys: Tensor
     values: Tensor
-    start: Tensor
+    window: int | None = None
     scale: float = 0.3
     softcap: float = 0.0
 
-    def run(self, rule=reference) -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = self.keys.clone(), self.values.clone()
-        out = rule(self.query, self.key, self.value, keys, values, self.rows, self.start, self.scale, self.softcap)
-        return out, keys, values
+    def run(self, backend: type[AttentionBackend] = ReferenceAttention) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend in the second of two layers; the first stays as it is."""
+        slots, kv_heads, places, dim = self.keys.shape
+        cache = KVCache(2, slots, kv_heads, places, dim, self.keys.dtype, self.keys.device)
+        cache.keys[1], cache.values[1] = self.keys, self.values
+        rows, wanted = self.rows, torch.arange(len(self.rows.slots))
+        if backend is GridAttention:
+            rows, _ = laid_out(rows, wanted, cache)
+        out = backend(rows, cache).attend(
+            1, self.query, self.key, self.value, scale=self.scale, window=self.window, softcap=self.softcap
+        )
+        assert not cache.keys[0].any()
+        return out, cache.keys[1], cache.values[1]
 
     def part(self, chosen: Tensor) -> Case:
         r = self.rows
-        rows = PackedRows(
-            r.token_ids[chosen], r.positions[chosen], r.slots[chosen], r.stores[chosen], r.visible[chosen],
-            None if r.base is None else r.base[chosen], None if r.mask is None else r.mask[chosen],
+        rows = replace(
+            r, token_ids=r.token_ids[chosen], positions=r.positions[chosen], slots=r.slots[chosen],
+            stores=r.stores[chosen], visible=r.visible[chosen],
+            base=None if r.base is None else r.base[chosen], mask=None if r.mask is None else r.mask[chosen],
         )  # fmt: skip
         return Case(
             rows, self.query[chosen], self.key[chosen], self.value[chosen], self.keys, self.values,
-            self.start[chosen], self.scale, self.softcap,
+            self.window, self.scale, self.softcap,
         )  # fmt: skip
 
 
 def make(
-    trees: dict[int, list[int]] | None = None, *, heads: int = 4, kv_heads: int = 2, window: int = 0,
+    trees: dict[int, list[int]] | None = None, *, heads: int = 4, kv_heads: int = 2, window: int | None = None,
     softcap: float = 0.0, dtype: torch.dtype = torch.float32, dim: int = 16,
 ) -> Case:  # fmt: skip
     torch.manual_seed(0)
@@ -57,10 +72,7 @@ def make(
     count = len(rows.slots)
     key, value = torch.randn(2, count, kv_heads, dim).to(dtype)
     keys, values = torch.randn(2, 4, kv_heads, 48, dim).to(dtype)
-    start = torch.zeros(count, dtype=torch.int32)
-    if window:
-        start = (rows.positions.int() - (window - 1)).clamp(min=0)
-    return Case(rows, torch.randn(count, heads, dim).to(dtype), key, value, keys, values, start, softcap=softcap)
+    return Case(rows, torch.randn(count, heads, dim).to(dtype), key, value, keys, values, window, softcap=softcap)
 
 
 def naive(case: Case) -> Tensor:
@@ -72,10 +84,10 @@ def naive(case: Case) -> Tensor:
         values[r.slots[row], :, r.stores[row]] = case.value[row].double()
     groups = case.query.shape[1] // case.key.shape[1]
     for row in range(len(r.slots)):
-        places = list(range(int(case.start[row]), int(r.visible[row])))
+        start = 0 if case.window is None else max(int(r.positions[row]) - case.window + 1, 0)
+        places = list(range(start, int(r.visible[row])))
         if r.mask is not None and r.base is not None:
             places += (int(r.base[row]) + r.mask[row].nonzero().squeeze(1)).tolist()
-        places = [place for place in places if place >= int(case.start[row]) or place >= int(r.visible[row])]
         for head in range(case.query.shape[1]):
             score = keys[r.slots[row], head // groups, places] @ case.query[row, head].double() * case.scale
             if case.softcap:
@@ -127,10 +139,10 @@ def test_the_bits_of_a_row_do_not_depend_on_other_sequences(trees: dict[int, lis
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        together = case.run(_native)[0]
+        together = case.run(NativeAttention)[0]
         for slot in range(4):
             mine = (case.rows.slots == slot).nonzero().squeeze(1)
-            assert torch.equal(case.part(mine).run(_native)[0], together[mine])
+            assert torch.equal(case.part(mine).run(NativeAttention)[0], together[mine])
     finally:
         torch.set_num_threads(before)
 
@@ -138,12 +150,12 @@ def test_the_bits_of_a_row_do_not_depend_on_other_sequences(trees: dict[int, lis
 @pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
 def test_the_bits_of_a_row_are_the_same_whether_a_chunk_comes_at_once_or_row_by_row() -> None:
     case = make()
-    together = case.run(_native)[0]
+    together = case.run(NativeAttention)[0]
     keys, values = case.keys.clone(), case.values.clone()
     for row in range(len(case.rows.slots)):
         one = case.part(torch.tensor([row]))
         one.keys, one.values = keys, values
-        out, keys, values = one.run(_native)
+        out, keys, values = one.run(NativeAttention)
         assert torch.equal(out[0], together[row])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from osd.runtime.graphs import BucketedForward
-from osd.runtime.grid import GridShape, RowBuffer, laid_out
-from osd.runtime.kv_cache import KVCache, Late, PackedRows
+from osd.runtime.batch import DeviceTokens, GridShape, PackedRows, RowBuffer, StaticBuffer, laid_out
+from osd.runtime.cuda_graph import BucketedForward, GraphCache, GraphRecorder
+from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel, recordable
-from osd.runtime.recording import Recorder, Recordings, StaticBuffer
 from tests.unit.runtime.rows import rows_of
 from tests.unit.runtime.test_model import FAMILIES, NAME, build, everything, prompt, slotted
 
@@ -73,7 +73,7 @@ def test_any_number_of_rows_gives_what_it_gives_unpadded(family: str) -> None:
             for mine, theirs in ((padded.cache.keys, plain.cache.keys), (padded.cache.values, plain.cache.values)):
                 end = start + len(ids)
                 equal(mine[:, slot, :, :end], theirs[:, slot, :, :end])
-    assert 0 < len(padded.bucketed._played) < 33
+    assert 0 < len(padded.bucketed._graphs) < 33
 
 
 def test_padding_leaves_every_place_alone_that_a_row_can_see() -> None:
@@ -92,12 +92,12 @@ def test_forwards_of_a_bucket_share_one_recording_and_do_not_change_each_others_
     first = model.forward(rows_of([(0, 0, prompt(5))]), everything(5))
     kept, states = first.logits.clone(), first.hidden.clone()  # type: ignore[union-attr]
     again = model.forward(rows_of([(3, 0, prompt(7, 1))]), everything(7))
-    assert len(model.bucketed._played) == 1
+    assert len(model.bucketed._graphs) == 1
     assert again.logits.shape[0] == 7
     assert torch.equal(first.logits, kept)
     assert torch.equal(first.hidden, states)  # type: ignore[arg-type]
     model.forward(rows_of([(0, 5, prompt(9))]), everything(1))
-    assert len(model.bucketed._played) == 1, "what is larger than drafts are is not recorded"
+    assert len(model.bucketed._graphs) == 1, "what is larger than drafts are is not recorded"
 
 
 def test_a_recording_is_run_on_the_rows_of_its_first_forward_only_and_reads_the_same_addresses_ever_after(
@@ -106,7 +106,7 @@ def test_a_recording_is_run_on_the_rows_of_its_first_forward_only_and_reads_the_
     plain, model = slotted("llama"), bucketed("llama")
     seen: list[list[int]] = []
 
-    class Nosy(Recorder):
+    class Nosy(GraphRecorder):
         def record(self, run: Any) -> Any:
             run()  # as a GPU warms up
             return run
@@ -116,7 +116,7 @@ def test_a_recording_is_run_on_the_rows_of_its_first_forward_only_and_reads_the_
         seen.append([part.data_ptr() for part in parts])
         return model.compute(rows, wanted)
 
-    monkeypatch.setattr("osd.runtime.graphs.Recorder", Nosy)
+    monkeypatch.setattr("osd.runtime.cuda_graph.GraphRecorder", Nosy)
     model.bucketed = BucketedForward(spying, model.cache, SCRATCH, recordable=True)
     for start, count in ((0, 4), (4, 3)):
         rows = rows_of([(2, start, prompt(count))])
@@ -132,9 +132,8 @@ def test_tokens_that_only_the_device_knows_reach_their_rows(padded: bool) -> Non
     tokens = prompt(6)
     goal = plain.forward(rows_of([(1, 0, tokens)]), everything(6)).logits
     rows = rows_of([(1, 0, [tokens[0], 0, 0, tokens[3], 0, tokens[5]])])
-    late = Late(torch.tensor([tokens[4], tokens[1], 99, tokens[2]]), torch.tensor([-1, 1, 3, -1, 0, -1]))
-    told = PackedRows(rows.token_ids, rows.positions, rows.slots, rows.stores, rows.visible, late=late)
-    equal(model.forward(told, everything(6)).logits, goal)
+    unread = DeviceTokens(torch.tensor([tokens[4], tokens[1], 99, tokens[2]]), torch.tensor([-1, 1, 3, -1, 0, -1]))
+    equal(model.forward(replace(rows, unread=unread), everything(6)).logits, goal)
 
 
 @pytest.mark.parametrize("nodes", [0, SCRATCH])
@@ -207,7 +206,7 @@ def test_on_a_gpu_a_recorded_forward_waits_for_nothing_and_gives_what_the_cpu_gi
             torch.cuda.set_sync_debug_mode("default")
         if got is not None:
             torch.testing.assert_close(got.cpu(), plain.forward(rows, wanted).logits, rtol=1e-3, atol=1e-3)
-    assert len(fast.bucketed._played) == 1
+    assert len(fast.bucketed._graphs) == 1
 
 
 @cuda
@@ -248,7 +247,7 @@ def test_a_layer_of_a_llama_shaped_model_launches_few_kernels() -> None:
 
 
 def test_only_the_recordings_used_last_are_kept() -> None:
-    kept: Recordings[int, str] = Recordings(2)
+    kept: GraphCache[int, str] = GraphCache(2)
     made: list[int] = []
 
     def get(key: int) -> str:

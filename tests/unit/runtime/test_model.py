@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from osd.runtime.attention import NAME
-from osd.runtime.model import SlotModel, decoder_layers
+from osd.runtime.generic import NAME
+from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
+from osd.runtime.taps import decoder_layers
 from tests.unit.runtime.rows import rows_of
 
 SIZES: dict[str, Any] = {

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd.drafters.rows import TreeRows
-from osd.runtime.attention import attend
+from osd.runtime import attention
 from osd.runtime.kv_cache import KVCache
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder
 
@@ -65,7 +65,7 @@ def test_a_node_sees_what_is_committed_its_ancestors_itself_and_nothing_else(
             asked.append((slot, node))
     if not asked:
         return
-    rows = packed.rows(torch.zeros(len(asked), dtype=torch.int64))
+    rows = packed.rows()
     # Keys of 0 weigh all places that a row sees alike, and the first value of node i is 2 ** -(i + 1).
     places = torch.arange(40)
     for slot in range(len(batch)):
@@ -74,7 +74,7 @@ def test_a_node_sees_what_is_committed_its_ancestors_itself_and_nothing_else(
         cache.values[0, slot, 0, :, 2] = 100.0 * (places >= committed + len(batch[slot]))
     own = cache.values[0, rows.slots.long(), 0, rows.stores.long()][:, None]
     zero = torch.zeros(len(asked), 1, 4)
-    seen = attend(zero, zero, own, cache.keys[0], cache.values[0], rows, scale=1.0)[:, 0]
+    seen = attention.prepare(rows, cache).attend(0, zero, zero, own, scale=1.0)[:, 0]
     for (slot, node), mean in zip(asked, seen, strict=True):
         path = path_to(batch[slot], node)
         count = committed + len(path)

@@ -14,10 +14,10 @@ from osd.drafters import from_config, initial
 from osd.drafters.base import Chains, Runtime
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.session import EagleSession
+from osd.drafters.graph_chains import NewTokens, _Draft
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.language_model.session import LanguageModelSession
-from osd.drafters.recorded import Told, _Draft
-from osd.runtime.grid import GridShape
+from osd.runtime.batch import GridShape
 from tests.unit.drafters.sequences import expand_chain
 
 VOCABULARY, LENGTH, HIDDEN, SCRATCH = 150, 40, 64, 7
@@ -148,8 +148,8 @@ def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(
 
 def held(session: EagleSession | LanguageModelSession) -> list[Tensor]:
     """All tensors that a recording reads by their addresses."""
-    assert session._recorded is not None
-    static = [draft._buffer.integers._bytes for draft, _ in session._recorded._played._kept.values()]
+    assert session._graphs is not None
+    static = [draft._buffer.integers._bytes for draft, _ in session._graphs._graphs._kept.values()]
     if isinstance(session, LanguageModelSession):
         cache, weights = session.model.cache, [*session.model.model.state_dict().values()]
     else:
@@ -171,8 +171,8 @@ def test_drafts_of_a_size_share_one_recording_and_do_not_change_each_others_toke
     assert second.tokens != tokens
     assert first.tokens == tokens
     assert torch.equal(first.logits, logits)
-    assert session._recorded is not None
-    assert len(session._recorded._played) == 1
+    assert session._graphs is not None
+    assert len(session._graphs._graphs) == 1
 
 
 def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(drafter: Eagle | LanguageModel) -> None:
@@ -180,7 +180,7 @@ def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(dr
     meta = torch.device("meta")
     session = opened(drafter, meta)
     cache = session.cache if isinstance(session, EagleSession) else session.model.cache
-    draft = _Draft(session._recorded_step, cache, session.support, GridShape(8, 8, 4, 4, 47, 0), 4, 3)
+    draft = _Draft(session._graph_step, cache, session.support, GridShape(8, 8, 4, 4, 47, 0), 4, 3)
     if drafter.taps:
         draft._states = torch.zeros(8, 3 * HIDDEN, device=meta)
     with torch.inference_mode():
@@ -190,7 +190,7 @@ def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(dr
 
 
 def test_what_is_too_much_for_a_recording_is_told_in_two_parts() -> None:
-    told = Told([(4, 3, 2), (0, 0, 0), (1, 9, 3)], [10, 11, 20, 21, 22], torch.arange(5.0)[:, None])
+    told = NewTokens([(4, 3, 2), (0, 0, 0), (1, 9, 3)], [10, 11, 20, 21, 22], torch.arange(5.0)[:, None])
     early, late = told.split()
     assert (early.places, early.tokens) == ([(4, 3, 1), (0, 0, 0), (1, 9, 2)], [10, 20, 21])
     assert (late.places, late.tokens) == ([(4, 4, 1), (0, 0, 0), (1, 11, 1)], [11, 22])

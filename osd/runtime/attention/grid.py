@@ -1,0 +1,88 @@
+"""Attention over a grid of sequences, whose shapes depend on sizes that the host knows and on nothing else.
+
+Ragged rows are sorted into cells [B, W], a line for each sequence; the sequences' slots are read up to a common
+length, and masks say what a row sees. With sizes rounded up to a few buckets, one CUDA graph serves many forwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from osd.runtime.attention.base import AttentionBackend
+from osd.runtime.batch import Grid, PackedRows
+from osd.runtime.kv_cache import KVCache
+
+_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # those that take masks, recorded or not
+
+
+class GridAttention(AttentionBackend):
+    """PyTorch's attention over the padded grid of rows of rows on a device, which is asked for no value."""
+
+    def __init__(self, rows: PackedRows, cache: KVCache) -> None:
+        """See ``AttentionBackend``."""
+        super().__init__(rows, cache)
+        assert rows.grid is not None  # noqa: S101  it has fitted
+        self._grid: Grid = rows.grid
+        self._biases: dict[tuple[int | None, int, torch.dtype], Tensor] = {}
+
+    @staticmethod
+    def fits(rows: PackedRows, cache: KVCache) -> bool:
+        """See ``AttentionBackend.fits``."""
+        return rows.grid is not None
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        rows, grid, keys, values = self._rows, self._grid, self._cache.keys[layer], self._cache.values[layer]
+        keys[rows.slots, :, rows.stores] = key.to(keys.dtype)
+        values[rows.slots, :, rows.stores] = value.to(values.dtype)
+        heads, kv_heads = query.shape[1], key.shape[1]
+        groups, (count, width) = heads // kv_heads, grid.cells.shape
+        # Query heads that share a key head become rows, so keys are never copied for them.
+        q = query.to(keys.dtype)[grid.cells].unflatten(2, (kv_heads, groups))  # [B, W, kv, g, dim]
+        q = q.permute(0, 2, 3, 1, 4).reshape(count, kv_heads, groups * width, -1)
+        # A slot alone is read where it is; several are copied together first.
+        read, theirs = (
+            cache[:, :, : grid.context] if len(cache) == 1 else cache[:, :, : grid.context][grid.owners]
+            for cache in (keys, values)
+        )
+        bias = self._bias(window, groups, keys.dtype)
+        if softcap:
+            scores = torch.matmul(q.float(), read.float().transpose(2, 3)) * scale
+            mixed = (softcap * torch.tanh(scores / softcap) + bias).softmax(-1) @ theirs.float()
+        else:
+            with sdpa_kernel(_KERNELS):
+                mixed = F.scaled_dot_product_attention(q, read, theirs, attn_mask=bias, scale=scale)
+        mixed = mixed.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4)  # [B, W, kv, g, dim]
+        return mixed.reshape(count * width, heads, -1)[grid.where].to(query.dtype)
+
+    def _bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
+        """[B, 1, g * W, context] what is added to scores: 0 where a row sees a place, else so little that it ends at 0.
+
+        It is finite, because kernels that go block by block may not survive a block of minus infinities.
+        """
+        if (window, groups, dtype) not in self._biases:
+            rows = self._rows
+            places = torch.arange(self._grid.context, device=rows.visible.device)
+            hidden = places >= rows.visible[:, None]  # [R, context]
+            if window is not None:
+                hidden |= places <= rows.positions[:, None] - window
+            if rows.mask is not None and rows.base is not None:
+                offset = places - rows.base[:, None]
+                last = rows.mask.shape[1] - 1
+                hidden &= (offset < 0) | (offset > last) | ~rows.mask.gather(1, offset.clamp(0, last))
+            bias = hidden.to(dtype) * (torch.finfo(dtype).min / 2)
+            self._biases[window, groups, dtype] = bias[self._grid.cells].repeat(1, groups, 1).unsqueeze(1)
+        return self._biases[window, groups, dtype]

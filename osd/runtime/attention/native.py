@@ -1,0 +1,53 @@
+"""Attention in our kernels for CPUs: the same bits for a row whatever its neighbours."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from osd.runtime.attention.base import FromPlace
+from osd.runtime.batch import PackedRows
+from osd.runtime.kv_cache import KVCache
+from osd.runtime.native import DTYPES, kernels
+
+
+class NativeAttention(FromPlace):
+    """Calls the kernel of ``attention.c``; the C decoders run the same one inside their layers."""
+
+    @staticmethod
+    def fits(rows: PackedRows, cache: KVCache) -> bool:
+        """See ``AttentionBackend.fits``."""
+        keys = cache.keys
+        fitting = keys.device.type == "cpu" and keys.shape[-1] % 8 == 0 and keys.dtype in DTYPES
+        return fitting and rows.grid is None and kernels() is not None
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        library, rows = kernels(), self._rows
+        assert library is not None  # noqa: S101  it has fitted
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        count, heads, dim = query.shape
+        out = torch.empty_like(query)
+        failed = library.osd_attention(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+            count, heads, key.shape[1], dim, keys.shape[2],
+            rows.slots.data_ptr(), rows.stores.data_ptr(), self.first(window).data_ptr(), rows.visible.data_ptr(),
+            None if rows.base is None else rows.base.data_ptr(),
+            None if rows.mask is None else rows.mask.data_ptr(),
+            0 if rows.mask is None else rows.mask.shape[1],
+            scale, softcap, DTYPES[query.dtype], DTYPES[keys.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for attention's scratch space")
+        return out

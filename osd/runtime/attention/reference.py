@@ -1,0 +1,62 @@
+"""Attention in plain PyTorch, on any device: sequence by sequence."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from osd.runtime.attention.base import FromPlace
+from osd.runtime.batch import PackedRows
+from osd.runtime.kv_cache import KVCache
+
+
+class ReferenceAttention(FromPlace):
+    """What the others are tested against, and what runs where they do not fit."""
+
+    @staticmethod
+    def fits(rows: PackedRows, cache: KVCache) -> bool:
+        """See ``AttentionBackend.fits``."""
+        return rows.grid is None
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        rows, keys, values = self._rows, self._cache.keys[layer], self._cache.values[layer]
+        slots, stores, start = rows.slots.long(), rows.stores.long(), self.first(window)
+        keys[slots, :, stores] = key.to(keys.dtype)
+        values[slots, :, stores] = value.to(values.dtype)
+        _, heads, dim = query.shape
+        kv_heads = key.shape[1]
+        out = torch.empty_like(query)
+        for slot in torch.unique(slots).tolist():
+            mine = (slots == slot).nonzero().squeeze(1)
+            end = int(torch.maximum(rows.visible[mine], rows.stores[mine] + 1).max())
+            if rows.mask is not None and rows.base is not None:
+                end = min(max(end, int(rows.base[mine].max()) + rows.mask.shape[1]), keys.shape[2])
+            places = torch.arange(end, device=query.device)
+            seen = (places >= start[mine, None]) & (places < rows.visible[mine, None])  # [r, end]
+            if rows.mask is not None and rows.base is not None:
+                offset = places - rows.base[mine, None]
+                inside = (offset >= 0) & (offset < rows.mask.shape[1])
+                seen |= inside & rows.mask[mine].gather(1, offset.clamp(0, rows.mask.shape[1] - 1).long())
+            # Query heads that share a key head become rows, so keys are never copied.
+            q = query[mine].float().unflatten(1, (kv_heads, heads // kv_heads)).permute(1, 2, 0, 3).flatten(1, 2)
+            scores = torch.matmul(q, keys[slot, :, :end].float().transpose(1, 2)) * scale  # [kv, g * r, end]
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.unflatten(1, (heads // kv_heads, len(mine))).masked_fill(~seen, -math.inf)
+            mixed = torch.matmul(scores.softmax(-1).flatten(1, 2), values[slot, :, :end].float())
+            mixed = mixed.unflatten(1, (heads // kv_heads, len(mine))).permute(2, 0, 1, 3)  # [r, kv, g, dim]
+            out[mine] = mixed.reshape(len(mine), heads, dim).to(out.dtype)
+        return out

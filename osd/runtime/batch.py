@@ -1,0 +1,379 @@
+"""The rows of a forward: built on the host, and laid out on the device of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from osd.runtime.kv_cache import KVCache
+
+_ALIGNED = 64  # places of a slot come in multiples of this: kernels want masks that are aligned
+_SHORTEST = 256  # places that attention reads at least; further buckets are twice as long
+_FEW = 64  # rows that weights are read for, not computed with; further buckets are its multiples
+_ASKED = 16  # rows of logits that a CUDA graph has at least, where not all are asked for
+_OF_ROWS = ("token_ids", "positions", "slots", "stores", "visible", "base", "source", "where")
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The new tokens of all sequences of a forward, one row each, R in all.
+
+    * ``token_ids`` and ``positions`` [R] int64.
+    * ``slots`` [R] int32, and ``stores`` [R] int32: the place of the slot that the row's key goes to.
+    * ``visible`` [R] int32: the row sees the places before this one.
+    * ``base`` [R] int32 and ``mask`` [R, W] bool: in a draft tree it also sees ``base + j`` where
+      ``mask[:, j]``. None when no row needs them.
+    * ``unread``: tokens that the host has not read; None when it knows all.
+    * ``grid``: where the rows stand for attention over a grid. None until they are laid out on a device.
+
+    A ``RowBuilder`` makes them on the host, a ``RowBuffer`` on the device of a model.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    stores: Tensor
+    visible: Tensor
+    base: Tensor | None = None
+    mask: Tensor | None = None
+    unread: DeviceTokens | None = None
+    grid: Grid | None = None
+
+    def settled(self) -> PackedRows:
+        """The same with the unread tokens in their rows, on the host."""
+        if self.unread is None:
+            return self
+        return replace(self, token_ids=self.unread.over(self.token_ids, self.unread.source), unread=None)
+
+
+@dataclass(frozen=True)
+class DeviceTokens:
+    """Draft tokens [n] int64 on a device; ``source`` [R] int64 on the host says which of them a row has, -1 none."""
+
+    tokens: Tensor
+    source: Tensor
+
+    @classmethod
+    def of(cls, rows: int, drafts: Iterable[tuple[Tensor, Iterable[tuple[int, int]]]]) -> DeviceTokens | None:
+        """The unread tokens of ``rows`` rows; None where there are none.
+
+        Args:
+            rows: of the forward.
+            drafts: tokens [B, levels], and for each of the B sequences the row of its first one and how many it has.
+        """
+        source, parts, at = np.full(rows, -1), [], 0
+        for tokens, spans in drafts:
+            levels = tokens.shape[1]
+            for index, (first, size) in enumerate(spans):
+                source[first : first + size] = np.arange(size) + (at + index * levels)
+            parts.append(tokens.flatten())
+            at += tokens.numel()
+        return cls(torch.cat(parts), torch.from_numpy(source)) if parts else None
+
+    def over(self, known: Tensor, source: Tensor) -> Tensor:
+        """``known`` [R] with the unread tokens in their rows, where ``source`` is on the device of both."""
+        return torch.where(source >= 0, self.tokens[source.clamp(min=0)], known)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows sorted into cells [B, W], a line for each sequence, on the device of a model.
+
+    ``cells`` [B, W] int64 is the row of each cell, any row for an empty one; ``where`` [R] int64 the cell of each row;
+    ``owners`` [B] int64 the slot of each line; ``context`` the places of a slot that are read: no row sees one behind.
+    """
+
+    cells: Tensor
+    where: Tensor
+    owners: Tensor
+    context: int
+
+
+class RowBuilder:
+    """Collects the new tokens of a forward on the host, sequence by sequence.
+
+    A node whose ancestors are all the nodes before it is a row like any other, however its tree goes on; the others
+    are masked.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._positions: list[int] = []
+        self._slots: list[int] = []
+        self._stores: list[int] = []
+        self._visible: list[int] = []
+        self._masked: list[tuple[int, int, int]] = []  # the row, where its tree begins, and its path as bits
+
+    def __len__(self) -> int:
+        """Rows so far."""
+        return len(self._tokens)
+
+    def tokens(self, slot: int, start: int, tokens: Sequence[int]) -> int:
+        """Append tokens that follow one another from place ``start`` on, and return the row of the first."""
+        row, end = len(self._tokens), start + len(tokens)
+        self._tokens += tokens
+        self._slots += [slot] * len(tokens)
+        self._positions += range(start, end)
+        self._stores += range(start, end)
+        self._visible += range(start + 1, end + 1)
+        return row
+
+    def draft(self, slot: int, start: int, tokens: Sequence[int], parents: Sequence[int]) -> int:
+        """Append a draft whose node i goes to place ``start + i``, and return the row of the first.
+
+        ``parents`` are the nodes that each hangs on, -1 for the token before ``start``.
+        """
+        if all(parent + 1 == node for node, parent in enumerate(parents)):
+            return self.tokens(slot, start, tokens)
+        row = len(self._tokens)
+        for node, path in enumerate(paths(parents)):
+            self.node(slot, start, node, tokens[node], path)
+        return row
+
+    def node(self, slot: int, start: int, node: int, token: int, path: int) -> int:
+        """Append one node of a draft, whose ``path`` is as in ``paths``, and return its row."""
+        row, store = len(self._tokens), start + node
+        depth = path.bit_count()
+        if depth <= node:
+            self._masked.append((row, start, path))
+        self._tokens.append(token)
+        self._slots.append(slot)
+        self._stores.append(store)
+        self._positions.append(start + depth - 1)
+        self._visible.append(start if depth <= node else store + 1)
+        return row
+
+    def build(self, unread: DeviceTokens | None = None) -> PackedRows:
+        """All rows."""
+        wide = torch.from_numpy(np.array([self._tokens, self._positions], np.int64))
+        narrow = torch.from_numpy(np.array([self._slots, self._stores, self._visible], np.int32))
+        base, mask = self._mask() if self._masked else (None, None)
+        return PackedRows(wide[0], wide[1], narrow[0], narrow[1], narrow[2], base, mask, unread)
+
+    def _mask(self) -> tuple[Tensor, Tensor]:
+        rows, bases, ancestors = zip(*self._masked, strict=True)
+        width = max(path.bit_length() for path in ancestors)
+        stride = (width + 7) // 8
+        bits = np.zeros((len(self._tokens), stride), np.uint8)
+        found = b"".join(path.to_bytes(stride, "little") for path in ancestors)
+        chosen = list(rows)
+        bits[chosen] = np.frombuffer(found, np.uint8).reshape(-1, stride)
+        base = np.zeros(len(bits), np.int32)
+        base[chosen] = bases
+        mask = np.unpackbits(bits, axis=1, count=width, bitorder="little").view(np.bool_)
+        return torch.from_numpy(base), torch.from_numpy(mask)
+
+
+def paths(parents: Iterable[int], known: Sequence[int] = ()) -> list[int]:
+    """Of each node the bits of its ancestors and its own.
+
+    ``parents`` are the nodes that they hang on, -1 for the root; the first nodes of the tree may be ``known``.
+    """
+    found = [*known]
+    for parent in parents:
+        found.append(1 << len(found) | (found[parent] if parent >= 0 else 0))
+    return found[len(known) :]
+
+
+def following(slot: int, start: int, tokens: Sequence[int]) -> PackedRows:
+    """Rows of one sequence: ``tokens`` that follow one another from place ``start`` on."""
+    builder = RowBuilder()
+    builder.tokens(slot, start, tokens)
+    return builder.build()
+
+
+@dataclass(frozen=True)
+class GridShape:
+    """All sizes of a forward: ``wanted`` rows of logits, and trees of ``nodes`` nodes, 0 for none."""
+
+    rows: int
+    wanted: int
+    sequences: int
+    width: int
+    context: int
+    nodes: int
+
+    @classmethod
+    def of(cls, rows: PackedRows, wanted: int, further: int = 0) -> GridShape:
+        """As large as the forward needs, and ``further`` places behind it."""
+        slots = rows.slots.numpy()
+        sees = max(int(rows.visible.max()), int(rows.stores.max()) + 1)
+        nodes = 0
+        if rows.mask is not None and rows.base is not None:
+            nodes = rows.mask.shape[1]
+            sees = max(sees, int(rows.base.max()) + nodes)
+        counts = np.unique(slots, return_counts=True)[1]
+        return cls(len(slots), wanted, len(counts), int(counts.max()), sees + further, nodes)
+
+    def aligned(self, cache: KVCache) -> GridShape:
+        """The same, reading places up to the next bucket of them."""
+        return GridShape(self.rows, self.wanted, self.sequences, self.width, _context(self.context, cache), self.nodes)
+
+    def bucket(self, cache: KVCache, scratch: int) -> GridShape | None:
+        """The sizes of the CUDA graph that can do this forward; None where it is larger than drafts are.
+
+        Args:
+            cache: whose slots there are.
+            scratch: rows that a sequence has at most when its draft of ``scratch`` - 1 tokens is verified.
+        """
+        slots = len(cache.length)
+        if self.width > scratch or self.rows > slots * scratch or self.nodes > scratch:
+            return None
+        sequences, width = min(power_of_two(self.sequences), slots), min(power_of_two(self.width), scratch)
+        # Few rows take as long as one, so that the grid is filled with padding and there are fewer graphs.
+        rows = sequences * width if sequences * width <= _FEW else -(-self.rows // _FEW) * _FEW
+        return GridShape(
+            rows=rows,
+            # Of a prompt's rows few are wanted, and logits take much memory.
+            wanted=rows if self.wanted == self.rows else min(max(power_of_two(self.wanted), _ASKED), rows),
+            sequences=sequences,
+            width=width,
+            context=_context(self.context, cache),
+            nodes=scratch if self.nodes else 0,
+        )
+
+
+def power_of_two(count: int) -> int:
+    """The smallest that is not below ``count``."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _context(needed: int, cache: KVCache) -> int:
+    return min(max(power_of_two(needed), _SHORTEST), cache.places)
+
+
+def padded(places: int) -> int:
+    """Places of a slot that holds ``places`` and one for padding, the last."""
+    return -(-(places + 1) // _ALIGNED) * _ALIGNED
+
+
+def laid_out(rows: PackedRows, wanted: Tensor, cache: KVCache) -> tuple[PackedRows, Tensor]:
+    """Rows and ``wanted`` [n] on the host, brought to the device of ``cache`` as they are, for one forward."""
+    buffer = RowBuffer(GridShape.of(rows, len(wanted)).aligned(cache), cache)
+    buffer.fill(rows, wanted)
+    return buffer.rows, buffer.wanted
+
+
+class RowBuffer:
+    """The rows of a forward on their device, at addresses that stay.
+
+    Rows of padding store their keys in the last place of slot 0, which no row sees; what they compute is dropped.
+    """
+
+    def __init__(self, shape: GridShape, cache: KVCache, more: Mapping[str, int] | None = None) -> None:
+        """Make room for rows of ``shape`` over the slots of ``cache``, and for ``more`` integers by name."""
+        self._shape, self._cache = shape, cache
+        integers = dict.fromkeys(_OF_ROWS, shape.rows)
+        integers |= {"wanted": shape.wanted, "cells": shape.sequences * shape.width, "owners": shape.sequences}
+        self.integers = StaticBuffer(integers | dict(more or {}), shape.rows * shape.nodes, cache.keys.device)
+
+    def fill(self, rows: PackedRows, wanted: Tensor, more: dict[str, np.ndarray] | None = None) -> None:
+        """Take in rows on the host; all but the unread tokens of ``rows`` arrive with one copy."""
+        shape, slots = self._shape, rows.slots.numpy()
+        owners, line, counts = np.unique(slots, return_inverse=True, return_counts=True)
+        order = line.argsort(kind="stable")
+        column = np.empty_like(order)  # how many rows of its sequence come before each row
+        column[order] = np.arange(len(slots)) - (counts.cumsum() - counts)[line[order]]
+        where = line * shape.width + column
+        cells = np.zeros(shape.sequences * shape.width, np.int64)
+        cells[where] = np.arange(len(slots))
+        nothing = np.empty(0, np.int64)
+        base = nothing if rows.base is None else rows.base.numpy()
+        source = nothing if rows.unread is None else rows.unread.source.numpy()
+        values = {
+            "token_ids": (rows.token_ids.numpy(), 0),
+            "positions": (rows.positions.numpy(), 0),
+            "slots": (slots, 0),
+            "stores": (rows.stores.numpy(), self._cache.places - 1),
+            "visible": (rows.visible.numpy(), 1),
+            "base": (base, 0),
+            "source": (source, -1),
+            "where": (where, 0),
+            "wanted": (wanted.numpy(), 0),
+            "cells": (cells, 0),
+            "owners": (owners, 0),
+        }
+        flags = None
+        if rows.mask is not None:
+            flags = np.zeros((len(slots), shape.nodes), np.uint8)
+            flags[:, : rows.mask.shape[1]] = rows.mask.numpy()
+        self.integers.fill(values | {name: (value, 0) for name, value in (more or {}).items()}, flags)
+        if rows.unread is not None:
+            tokens = self.integers["token_ids"]
+            tokens.copy_(rows.unread.over(tokens, self.integers["source"]))
+
+    @property
+    def rows(self) -> PackedRows:
+        """The rows with their grid, for one forward or one CUDA graph."""
+        shape, parts = self._shape, self.integers
+        tree = shape.nodes > 0
+        return PackedRows(
+            token_ids=parts["token_ids"],
+            positions=parts["positions"],
+            slots=parts["slots"],
+            stores=parts["stores"],
+            visible=parts["visible"],
+            base=parts["base"] if tree else None,
+            mask=parts.flags.view(shape.rows, shape.nodes) if tree else None,
+            grid=Grid(parts["cells"].view(shape.sequences, -1), parts["where"], parts["owners"], shape.context),
+        )
+
+    @property
+    def wanted(self) -> Tensor:
+        """[wanted] rows whose logits are asked for."""
+        return self.integers["wanted"]
+
+    def next_rows(self, tokens: Tensor, slots: Tensor, places: Tensor, live: Tensor) -> PackedRows:
+        """One more token [B] of each of B sequences, at ``places`` [B] of ``slots`` [B], all on the device.
+
+        Those that are not ``live`` [B] have no place: they store where padding does and see one place.
+        """
+        places = torch.where(live, places, 0)
+        every = torch.arange(len(tokens), device=tokens.device)
+        return PackedRows(
+            token_ids=tokens,
+            positions=places,
+            slots=slots,
+            stores=torch.where(live, places, self._cache.places - 1),
+            visible=places + 1,
+            grid=Grid(every[:, None], every, slots, self._shape.context),
+        )
+
+
+class StaticBuffer:
+    """Integers and flags of one call at addresses that stay, filled from the host with one copy that nobody awaits."""
+
+    def __init__(self, integers: Mapping[str, int], flags: int, device: torch.device) -> None:
+        """Make room for [count] int64 by name, and for ``flags`` bytes."""
+        self._device = device
+        self._sizes = dict(integers)
+        self._words = sum(integers.values())
+        self._bytes = torch.zeros(8 * self._words + flags, dtype=torch.uint8, device=device)
+        words = self._bytes[: 8 * self._words].view(torch.int64)
+        self._views = dict(zip(integers, words.split([*integers.values()]), strict=True))
+        self.flags = self._bytes[8 * self._words :].view(torch.bool)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The integers of a name."""
+        return self._views[name]
+
+    def fill(self, integers: Mapping[str, tuple[np.ndarray, int]], flags: np.ndarray | None = None) -> None:
+        """Copy every name's values, padded with a number of its own, and the flags, padded with 0."""
+        # PyTorch keeps pinned memory from being used again until the copies from it are done.
+        host = torch.empty(self._bytes.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        raw = host.numpy()
+        words, at = raw[: 8 * self._words].view(np.int64), 0
+        for name, size in self._sizes.items():
+            values, padding = integers[name]
+            words[at : at + len(values)] = values
+            words[at + len(values) : at + size] = padding
+            at += size
+        rest = raw[8 * self._words :]
+        rest[:] = 0
+        if flags is not None:
+            rest[: flags.size] = flags.reshape(-1)
+        self._bytes.copy_(host, non_blocking=True)

@@ -1,0 +1,40 @@
+"""The outputs of a model's decoder layers, read as they pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor, nn
+
+
+@contextmanager
+def tapped(model: nn.Module, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+    """Yield a dict that gets the outputs [B, L, hidden] of decoder layers ``layers`` when ``model`` runs inside."""
+    outputs: dict[int, Tensor] = {}
+
+    def keep(index: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
+        def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            outputs[index] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    with ExitStack() as stack:
+        every = decoder_layers(model)
+        for index in set(layers):
+            stack.enter_context(every[index].register_forward_hook(keep(index)))
+        yield outputs
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a causal language model.
+
+    Raises:
+        NotImplementedError: it keeps them where no known model does.
+    """
+    decoder = model.get_decoder()  # type: ignore[operator]
+    for name in ("layers", "h", "blocks"):
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    raise NotImplementedError(f"{type(model).__name__}: cannot find its decoder layers")

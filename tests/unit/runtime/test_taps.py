@@ -1,0 +1,37 @@
+"""What passes through a model's layers, as it is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from osd.runtime.taps import decoder_layers, tapped
+
+
+class Decoder(nn.Module):
+    """Doubles in each layer; the last one returns a tuple, as some models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(3))
+
+    def get_decoder(self) -> nn.Module:
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:2]:
+            x = layer(2 * x)
+        return self.layers[2]((2 * x,))[0]
+
+
+def test_outputs_are_read_while_it_lasts_and_no_longer() -> None:
+    model = Decoder()
+    with tapped(model, (2, 0, 2)) as outputs:
+        model(torch.ones(1))
+    assert {layer: float(value) for layer, value in outputs.items()} == {0: 2.0, 2: 8.0}
+    model(torch.zeros(1))
+    assert float(outputs[0]) == 2.0
+    with pytest.raises(ZeroDivisionError), tapped(model, (1,)):
+        raise ZeroDivisionError
+    assert not any(layer._forward_hooks for layer in decoder_layers(model))
