@@ -58,8 +58,8 @@ def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:
 
     Where it does not, the version that was in service when osd last stopped comes back, else the newest that fits;
     a domain without any is given the drafter's initial weights as a version. Other domains that have a version come
-    back in the same way, and where none fits they stay away; but those of ``trainer.lines`` begin with the drafter
-    that this domain has.
+    back in the same way, and where none fits they stay away; but those of ``trainer.extra_domains`` begin with the
+    drafter that this domain has.
     """
     registry = Registry(settings.registry_dir)
     with Pointer(redis_url) as pointer:
@@ -77,7 +77,7 @@ def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:
                 pointer.set(domain, rollout)
         own = pointer.get(settings.domain)
         assert own is not None  # noqa: S101  it has just been set
-        for domain in settings.trainer.lines:
+        for domain in settings.trainer.extra_domains:
             if pointer.get(domain) is None:
                 version = registry.load(settings.domain, own.stable)
                 manifest = {"parent": None, "trained_on": {}, "copied": f"{settings.domain}/{own.stable}"}

@@ -12,13 +12,13 @@ from trainer.worker import Worker, Workshop
 
 
 class School:
-    """One worker for each domain of ``trainer.lines`` beside that of ``domain``, each in a thread of its own.
+    """One worker for each domain of ``trainer.extra_domains`` beside that of ``domain``, each in a thread of its own.
 
     They compute in turns, so that together they take no more than one would, and share ``trainer.replay_tokens``.
     """
 
     def __init__(self, settings: Settings, redis_url: str, workshop: Workshop) -> None:
-        domains = dict.fromkeys((settings.domain, *settings.trainer.lines))
+        domains = dict.fromkeys((settings.domain, *settings.trainer.extra_domains))
         turns = Turns(domains, workshop.team.clock)
         tokens = settings.trainer.replay_tokens // len(domains)
         trainer = settings.trainer.model_copy(update={"replay_tokens": tokens})
@@ -55,9 +55,9 @@ class School:
         self._all(lambda worker: worker.resume())
 
     def status(self) -> dict[str, Any]:
-        """The own domain's ``Status`` as a dict, and those of the others, by domain, under ``lines``."""
+        """The own domain's ``Status`` as a dict, and those of the others, by domain, under ``extra_domains``."""
         others = {domain: worker.status() for domain, worker in self._workers.items() if domain != self._own}
-        return {**self._workers[self._own].status(), "lines": others}
+        return {**self._workers[self._own].status(), "extra_domains": others}
 
     def _all(self, call: Callable[[Worker], Any]) -> list[Any]:
         return [call(worker) for worker in self._workers.values()]

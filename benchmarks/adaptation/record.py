@@ -72,7 +72,7 @@ class Studio:
         model = load_model(self.directory, self.take.dtype, self.settings.target.device)
         target = SlotModel(model, slots=slots, context=context, scratch=depth + 1, taps=reader.taps)
         engine = self.settings.engine.model_copy(update={"slots": slots, "prefill_chunk": _CHUNK, "max_draft": depth})
-        capture = self.settings.capture.model_copy(update={"enabled": True, "piece": max(self.take.tokens, 16)})
+        capture = self.settings.capture.model_copy(update={"enabled": True, "segment": max(self.take.tokens, 16)})
         growth = ChainSettings(depth=depth, governed=False)
         trainer = self.settings.trainer.model_copy(update={"samples": "student"})
         update = {"engine": engine, "capture": capture, "growth": growth, "trainer": trainer}

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from osd.config.base import ConfigError, Section
 from osd.config.settings import Settings
 
-RENAMED = {"capture.piece": "capture.segment"}
+RENAMED = {"capture.piece": "capture.segment", "trainer.lines": "trainer.extra_domains"}
 """What settings are called today, by the names that they had."""
 
 

@@ -44,7 +44,7 @@ class TrainerSettings(Section):
     )
     replay_days: float | None = Field(default=None, gt=0, description="age at which a record is forgotten")
     domains: Literal["own", "all"] = Field(default="own", description="whose traffic this domain's drafter learns from")
-    lines: Domains = Field(default=(), description="further domains to train, which begin with this one's drafter")
+    extra_domains: Domains = Field(default=(), description="to train too; each begins with this domain's drafter")
     trigger_records: int = Field(default=1, ge=1, description="new records that start an update")
     trigger_seconds: float = Field(default=60.0, ge=0, description="longest wait of a new record for its update")
     drift_fall: float = Field(default=0.1, gt=0, lt=1, description="drop of the acceptance rate that starts an update")

@@ -99,7 +99,7 @@ def test_a_line_that_is_to_be_trained_begins_with_the_drafter_in_service_and_onl
     another(settings)
     with Pointer(server.url) as pointer:
         pointer.set(settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
-    more = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"lines": ("code",)})})
+    more = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"extra_domains": ("code",)})})
     for _ in range(2):
         ensure_version(more, server.url, tiny_target)
     (version,) = Registry(settings.registry_dir).list("code")

@@ -78,6 +78,7 @@ def test_values_of_every_kind_are_read_from_text():
         ("growth.acceptance.0=2", ["growth.acceptance (--set) is not read by kind confidence"]),
         ("drafter.layers=2", ["drafter.layers (--set) is not read by kind eagle, which has vocabulary"]),
         ("capture.piece=64", ["capture.piece (--set) is now called capture.segment"]),
+        ("trainer.lines=code", ["trainer.lines (--set) is now called trainer.extra_domains"]),
         ("engine.slotz=3", ["engine.slotz", "not a setting", "engine.slots?"]),
         ("home.x=3", ["home"]),
         ("engine.slots", ["--set", "key=value"]),
@@ -191,9 +192,9 @@ def test_settings_never_change():
 
 def test_domains_are_given_in_a_list_or_with_commas(tmp_path):
     file = tmp_path / "osd.yaml"
-    file.write_text("trainer: {lines: [code, sql]}\n")
-    assert load_settings(file, environ={}).trainer.lines == ("code", "sql")
-    assert load_settings(None, ["trainer.lines=code, sql"], {}).trainer.lines == ("code", "sql")
-    assert load_settings(None, (), {"OSD_TRAINER__LINES": "code"}).trainer.lines == ("code",)
+    file.write_text("trainer: {extra_domains: [code, sql]}\n")
+    assert load_settings(file, environ={}).trainer.extra_domains == ("code", "sql")
+    assert load_settings(None, ["trainer.extra_domains=code, sql"], {}).trainer.extra_domains == ("code", "sql")
+    assert load_settings(None, (), {"OSD_TRAINER__EXTRA_DOMAINS": "code"}).trainer.extra_domains == ("code",)
     with pytest.raises(ConfigError, match=r"trainer\.lines.*must match"):
-        load_settings(None, ["trainer.lines=code,../etc"], {})
+        load_settings(None, ["trainer.extra_domains=code,../etc"], {})

@@ -25,7 +25,7 @@ Start = Callable[..., School]
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     trainer = {
-        "lines": "code",
+        "extra_domains": "code",
         "learning_rate": 0.03,
         "steps_per_candidate": 25,
         "min_records": 8,
@@ -76,8 +76,8 @@ def test_every_line_learns_from_its_own_traffic_and_has_versions_of_its_own(
     start: Start, settings: Settings, pointer: Pointer, eventually
 ) -> None:
     school = start(general=40, code=50)
-    eventually(lambda: school.status()["published"] and school.status()["lines"]["code"]["published"], 20)
-    general, code = school.status(), school.status()["lines"]["code"]
+    eventually(lambda: school.status()["published"] and school.status()["extra_domains"]["code"]["published"], 20)
+    general, code = school.status(), school.status()["extra_domains"]["code"]
     assert (general["records"], code["records"]) == (40, 50)
     for domain in ("general", "code"):
         rollout = pointer.get(domain)
@@ -89,14 +89,14 @@ def test_every_line_learns_from_its_own_traffic_and_has_versions_of_its_own(
 
 def test_a_line_without_traffic_costs_the_others_nothing_and_all_rest_when_told(start: Start, eventually) -> None:
     school = start(code=40)
-    eventually(lambda: school.status()["lines"]["code"]["steps"] > 10)
+    eventually(lambda: school.status()["extra_domains"]["code"]["steps"] > 10)
     assert school.status()["steps"] == 0
     assert school.pause()
-    steps = school.status()["lines"]["code"]["steps"]
+    steps = school.status()["extra_domains"]["code"]["steps"]
     time.sleep(0.3)
-    assert school.status()["lines"]["code"]["steps"] == steps
+    assert school.status()["extra_domains"]["code"]["steps"] == steps
     school.resume()
-    eventually(lambda: school.status()["lines"]["code"]["steps"] > steps)
+    eventually(lambda: school.status()["extra_domains"]["code"]["steps"] > steps)
 
 
 def test_an_error_in_one_line_ends_the_others_and_is_raised(
