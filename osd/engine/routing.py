@@ -9,7 +9,7 @@ import torch
 
 from osd.engine.lanes import Lanes
 from osd.engine.sequence import Routed, Sequence
-from osd.routing import Router
+from osd.routing.router import Router
 from osd.runtime.model import SlotModel
 
 
@@ -41,7 +41,7 @@ class Routing:
         embedding = states[min(1, prompt - 1) : prompt, self._layer].float().mean(0).cpu().numpy()
         if np.isfinite(embedding).all():
             pick = self._router.pick(embedding, list(self._lanes.lines))
-            s.domain, s.lane = pick.domain, self._lanes.choose(pick.line, s.request.id)
+            s.domain, s.lane = pick.domain, self._lanes.choose(pick.drafter, s.request.id)
             s.routed = Routed(pick, time.perf_counter(), len(s.tokens))
         else:
             s.lane = self._lanes.choose(self._lanes.domain, s.request.id)

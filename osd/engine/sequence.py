@@ -15,7 +15,7 @@ from osd.engine.request import FinishReason, Request, TokenLogprobs, Update
 from osd.engine.text import TextStream
 from osd.engine.tracing import TraceBuilder
 from osd.metrics import SpeculationCounts
-from osd.routing import Pick
+from osd.routing.router import Pick
 
 if TYPE_CHECKING:
     from osd.engine.lanes import Lane

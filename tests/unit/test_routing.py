@@ -8,7 +8,8 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from osd.routing import CLUSTERS, Clusters, Pick, Router
+from osd.routing.clusters import CLUSTERS, Clusters
+from osd.routing.router import Pick, Router
 
 DIMENSIONS = 48
 LINES = ["general", "code", "sql"]
@@ -84,7 +85,7 @@ class Machine:
         for _ in range(requests):
             topic = self.traffic.topic()
             pick = router.pick(self.traffic.prompt(topic), LINES)
-            speed = self.speeds[topic, LINES.index(pick.line)]
+            speed = self.speeds[topic, LINES.index(pick.drafter)]
             load = math.exp(0.5 * math.sin(self.served / 60))
             drawn = 50 * speed * load * math.exp(self.noise * self.traffic.rng.normal())
             router.learn(pick, 100, 100 / drawn)
@@ -104,7 +105,7 @@ def test_the_fastest_drafter_of_each_topic_is_found_under_changing_load(noise):
     relative, picks = machine.serve(router, 500)
     print(f"noise {noise}: {relative:.3f} of the best, where any one line would give at most 0.83")
     assert relative > 0.93
-    assert {pick.line for pick in picks} == set(LINES)
+    assert {pick.drafter for pick in picks} == set(LINES)
 
 
 def test_a_change_of_which_drafter_is_fastest_is_followed():
@@ -123,26 +124,26 @@ def test_a_drafter_that_comes_later_is_tried_and_one_that_goes_is_forgotten():
     traffic, router = Traffic(3, topics=1), Router("general")
     for _ in range(100):
         pick = router.pick(traffic.prompt(0), ["general"])
-        assert (pick.line, pick.domain) == ("general", "general")
+        assert (pick.drafter, pick.domain) == ("general", "general")
         router.learn(pick, 100, 2.0)
     picks = []
     for _ in range(100):
         picks.append(router.pick(traffic.prompt(0), ["code", "general"]))
-        router.learn(picks[-1], 100, 1.0 if picks[-1].line == "code" else 2.0)
-    assert picks[0].line == "code"
+        router.learn(picks[-1], 100, 1.0 if picks[-1].drafter == "code" else 2.0)
+    assert picks[0].drafter == "code"
     assert picks[0].domain == "general", "whose request it is, is not known by a trial"
-    assert Counter(pick.line for pick in picks[20:])["code"] > 70
+    assert Counter(pick.drafter for pick in picks[20:])["code"] > 70
     assert picks[-1].domain == "code"
     last = router.pick(traffic.prompt(0), ["general"])
-    assert (last.line, last.domain) == ("general", "general")
-    assert "code" not in router._everywhere
+    assert (last.drafter, last.domain) == ("general", "general")
+    assert "code" not in router.bandit.everywhere
 
 
 def test_requests_stay_with_the_own_domain_unless_another_is_clearly_faster():
     same = Machine(Traffic(6), [[1.0, 1.0, 1.0]] * 3, 0.2)
     router = Router("general")
     _, picks = same.serve(router, 500)
-    assert Counter(pick.line for pick in picks)["code"] > 50, "it is tried"
+    assert Counter(pick.drafter for pick in picks)["code"] > 50, "it is tried"
     assert Counter(pick.domain for pick in picks)["general"] > 450
     machine, router = Machine(Traffic(6), SPEEDS, 0.2), Router("general")
     machine.serve(router, 300)
@@ -155,17 +156,17 @@ def test_the_same_stream_gives_the_same_decisions():
     runs = []
     for _ in range(2):
         _, picks = Machine(Traffic(4), SPEEDS, 0.2).serve(Router("general"), 200)
-        runs.append([(pick.line, pick.domain) for pick in picks])
+        runs.append([(pick.drafter, pick.domain) for pick in picks])
     assert runs[0] == runs[1]
 
 
 def test_what_is_kept_does_not_grow_with_the_stream():
     machine, router = Machine(Traffic(5), SPEEDS, 0.2), Router("general")
     machine.serve(router, 400)
-    clusters = router._clusters.clusters
+    clusters = router.clusters.clusters
     assert len(clusters) == CLUSTERS
     assert all(set(cluster.arms) <= set(LINES) for cluster in clusters)
-    assert set(router._everywhere) == set(LINES)
+    assert set(router.bandit.everywhere) == set(LINES)
 
 
 def test_too_short_an_answer_says_nothing():
@@ -173,6 +174,6 @@ def test_too_short_an_answer_says_nothing():
     pick = router.pick(np.ones(4), LINES)
     for tokens, seconds in ((7, 1.0), (100, 0.0)):
         router.learn(pick, tokens, seconds)
-    assert router.pick(np.ones(4), LINES).line == pick.line == "general"
+    assert router.pick(np.ones(4), LINES).drafter == pick.drafter == "general"
     router.learn(pick, 8, 1.0)
-    assert router.pick(np.ones(4), LINES).line == "code"
+    assert router.pick(np.ones(4), LINES).drafter == "code"

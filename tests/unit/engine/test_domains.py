@@ -15,7 +15,8 @@ from osd.capture.trace import Trace
 from osd.drafters import DrafterError
 from osd.engine.request import Sampling
 from osd.registry.pointer import Rollout
-from osd.routing import Cluster, Pick
+from osd.routing.clusters import Cluster
+from osd.routing.router import Pick
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
 
@@ -42,7 +43,7 @@ class Script:
         return Pick(Cluster(embedding), self.lines.pop(0), "math")
 
     def learn(self, pick: Pick, tokens: int, seconds: float) -> None:
-        self.learnt.append((pick.line, tokens, seconds))
+        self.learnt.append((pick.drafter, tokens, seconds))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "language_model"])

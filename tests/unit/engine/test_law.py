@@ -28,7 +28,8 @@ from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling, Update
 from osd.engine.shapes import Shapes
 from osd.registry.pointer import Rollout
-from osd.routing import Cluster, Pick
+from osd.routing.clusters import Cluster
+from osd.routing.router import Pick
 from osd.runtime.generic import NAME
 from osd.runtime.model import SlotModel
 from osd.speculation.distributions import Distributions

@@ -1,0 +1,61 @@
+"""Sends each prompt to the drafter that is fastest for prompts like it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from osd.routing.bandit import Bandit
+from osd.routing.clusters import Cluster, Clusters
+
+_FEWEST_TOKENS = 8  # of a completion whose speed says something
+
+
+@dataclass(frozen=True)
+class Pick:
+    """What the router decided: the drafter of ``drafter`` serves, and ``domain`` is whose request it seems to be.
+
+    They differ where a drafter is tried that is not clearly the best one.
+    """
+
+    cluster: Cluster
+    drafter: str
+    domain: str
+
+
+class Router:
+    """Picks the domain whose drafter serves a prompt by what is fastest for prompts like it, and tries others at times.
+
+    Memory is bounded by ``CLUSTERS`` times the domains at hand.
+    """
+
+    def __init__(self, fallback: str) -> None:
+        """Know nothing; ``fallback`` is the domain of a request as long as nothing else is known to be faster."""
+        self._fallback = fallback
+        self.clusters = Clusters()
+        self.bandit = Bandit()
+
+    def pick(self, embedding: np.ndarray, domains: Sequence[str]) -> Pick:
+        """Decide which of ``domains``, those whose drafters are at hand, serves a prompt.
+
+        Args:
+            embedding: [dimensions] of the prompt, finite.
+            domains: one or more, in any order.
+        """
+        cluster, bandit = self.clusters.assign(embedding), self.bandit
+        bandit.forget_others(domains, [other.arms for other in self.clusters.clusters])
+        order = sorted(domains, key=lambda domain: (domain != self._fallback, domain))
+        fastest = max(order, key=lambda domain: bandit.bounds(cluster.arms, domain)[1])
+        # Whose request it is decides who learns from it: an advantage that may be chance makes it nobody else's.
+        usual = bandit.bounds(cluster.arms, self._fallback)[1]
+        clear = [domain for domain in order if bandit.bounds(cluster.arms, domain)[0] > usual]
+        owner = max(clear, key=lambda domain: bandit.expected(cluster.arms, domain), default=self._fallback)
+        return Pick(cluster, fastest, owner)
+
+    def learn(self, pick: Pick, tokens: int, seconds: float) -> None:
+        """Take in how fast a request was decoded: ``tokens`` in ``seconds``; too short a one says nothing."""
+        if tokens >= _FEWEST_TOKENS and seconds > 0:
+            self.bandit.learn(pick.cluster.now().arms, pick.drafter, math.log(tokens / seconds))
