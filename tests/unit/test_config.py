@@ -196,5 +196,5 @@ def test_domains_are_given_in_a_list_or_with_commas(tmp_path):
     assert load_settings(file, environ={}).trainer.extra_domains == ("code", "sql")
     assert load_settings(None, ["trainer.extra_domains=code, sql"], {}).trainer.extra_domains == ("code", "sql")
     assert load_settings(None, (), {"OSD_TRAINER__EXTRA_DOMAINS": "code"}).trainer.extra_domains == ("code",)
-    with pytest.raises(ConfigError, match=r"trainer\.lines.*must match"):
+    with pytest.raises(ConfigError, match=r"trainer\.extra_domains.*must match"):
         load_settings(None, ["trainer.extra_domains=code,../etc"], {})
