@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -44,7 +45,14 @@ def test_each_version_comes_into_service_when_its_time_has_come_and_none_after_t
     assert [info.number for info in own.list("general")] == [1, 2]
 
 
-def test_a_version_that_cannot_be_fed_is_an_error(redis_url, tmp_path, trained):
+def test_a_version_that_cannot_be_fed_is_an_error(redis_url, tmp_path, trained, monkeypatch):
     settings, own = Settings(home=tmp_path / "home"), Registry(tmp_path / "own")
+    asked, load = threading.Event(), Registry.load
+
+    def loaded(registry, domain, number):
+        asked.set()
+        return load(registry, domain, number)
+
+    monkeypatch.setattr(Registry, "load", loaded)
     with pytest.raises(VersionError), _feeding(settings, own, redis_url, [Due(0.0, trained, 9)]):
-        time.sleep(0.3)
+        assert asked.wait(10)

@@ -7,6 +7,7 @@ import time
 
 from typer.testing import CliRunner
 
+from osd.capture import purge as purges
 from osd.capture.purge import Purges
 from osd.cli.app import app
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
@@ -76,7 +77,8 @@ def test_a_paused_trainer_forgets_too(make_loop, eventually):
     assert name not in memory(worker)
 
 
-def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventually):
+def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventually, monkeypatch):
+    monkeypatch.setattr(purges, "_ALIVE_MS", 1500)
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
     loop.send(40)
@@ -92,7 +94,7 @@ def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventuall
     thread.start()
     try:
         eventually(lambda: worker.status()["state"] == "yielding")
-        time.sleep(5.5)  # longer than a sign of life holds
+        time.sleep(1.8)  # longer than a sign of life holds
         for _ in range(2):
             name = next(iter(worker._intake.replay._train.records))[0]
             result = purge(loop, name)
@@ -131,9 +133,9 @@ def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
     loop = make_loop()
     loop.first_version()
     loop.send(1)
-    purges = Purges(loop.url)
-    purges.alive("elsewhere")
-    purges.close()
+    elsewhere = Purges(loop.url)
+    elsewhere.alive("elsewhere")
+    elsewhere.close()
     result = purge(loop, "request-0")
     assert result.exit_code == 2
     assert "the trainer of elsewhere did not answer" in result.output

@@ -89,7 +89,7 @@ def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
     eventually(lambda: status(named)["steps"] > 0, seconds=90)
     assert ray.get(named.pause.remote())
     steps = status(named)["steps"]
-    time.sleep(0.3)
+    assert ray.get(named.pause.remote())  # its loop has come round again
     assert status(named)["steps"] == steps
     assert status(named)["state"] == "paused"
     ray.get(named.resume.remote())

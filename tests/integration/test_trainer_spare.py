@@ -12,7 +12,9 @@ from tests.unit.learning.toys import Toy
 from trainer.team import Alone
 
 
-def test_training_stands_still_while_requests_wait(make_loop, eventually):
+def test_training_stands_still_while_requests_wait(make_loop, eventually, monkeypatch):
+    looks, read = [], ReplicaLoads.read
+    monkeypatch.setattr(ReplicaLoads, "read", lambda self: looks.append(1) or read(self))
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
     board = ReplicaLoads(loop.url)
@@ -20,7 +22,7 @@ def test_training_stands_still_while_requests_wait(make_loop, eventually):
     loop.send(40)
     worker = loop.start()
     eventually(lambda: worker.status()["state"] == "yielding")
-    time.sleep(0.3)
+    eventually(lambda: len(looks) > 10)
     assert worker.status()["steps"] == 0
     board.report("replica", ReplicaLoad(8, 0, 1, 100.0))
     eventually(lambda: worker.status()["steps"] > 5)

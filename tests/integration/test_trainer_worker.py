@@ -71,7 +71,9 @@ def test_without_a_first_version_it_waits_and_says_so(make_loop, eventually):
     eventually(lambda: worker.status()["detail"] == "0 of 8 records to begin with")
 
 
-def test_records_are_acknowledged_only_when_a_checkpoint_is_on_disk(make_loop, eventually, redis_client, monkeypatch):
+def test_records_are_acknowledged_only_when_a_checkpoint_is_on_disk(
+    make_loop, eventually, redis_client, monkeypatch, caplog
+):
     monkeypatch.setattr(worker_module, "CHECKPOINT_SECONDS", 0.1)
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
@@ -80,7 +82,8 @@ def test_records_are_acknowledged_only_when_a_checkpoint_is_on_disk(make_loop, e
     loop.send(20)
     worker = loop.start()
     eventually(lambda: worker.status()["trained"] + worker.status()["held_out"] == 20)
-    time.sleep(0.5)
+    caplog.clear()
+    eventually(lambda: caplog.text.count("the checkpoint cannot be written") >= 2)
     assert pending(redis_client) == 20
     blocker.unlink()
     eventually(lambda: pending(redis_client) == 0)
@@ -96,8 +99,7 @@ def test_a_successor_goes_on_from_the_checkpoint(make_loop, eventually):
     loop.stop()
     before = worker.status()
     successor = loop.start()
-    eventually(lambda: successor.status()["steps"] > 0)
-    time.sleep(0.3)
+    eventually(lambda: successor.status()["steps"] > 0 and successor.status()["state"] == "waiting")
     # Everything was acknowledged, and the replay is empty: nothing to train on until new records come.
     assert successor.status()["steps"] == before["steps"]
     assert successor.status()["trained"] == before["trained"]
@@ -166,7 +168,7 @@ def test_pause_comes_to_rest_and_resume_goes_on(make_loop, eventually):
     assert worker.pause()
     assert worker.status()["state"] == "paused"
     steps = worker.status()["steps"]
-    time.sleep(0.3)
+    assert worker.pause()  # its loop has come round again
     assert worker.status()["steps"] == steps
     worker.resume()
     eventually(lambda: worker.status()["steps"] > steps)
@@ -183,8 +185,8 @@ def test_with_redis_gone_nothing_is_published_and_all_goes_on_when_it_is_back(ma
         seen = worker.status()["steps"]
         eventually(lambda: worker.status()["steps"] >= max(45, seen + 1))
         assert worker.status()["published"] == 0 or seen >= 40
-        published = worker.status()["published"]
-        time.sleep(0.5)
+        published, steps = worker.status()["published"], worker.status()["steps"]
+        eventually(lambda: worker.status()["steps"] > steps + 40)  # another candidate is due, and was
         assert worker.status()["published"] == published
         assert len(loop.registry.list("general")) == 1 + published
     finally:
@@ -291,8 +293,9 @@ def test_with_thin_traffic_it_trains_on_while_candidates_improve_and_then_waits(
     assert worker.status()["steps"] >= 400
     assert worker.status()["published"] >= 1
     steps = worker.status()["steps"]
-    time.sleep(0.3)
+    assert worker.pause()  # at the end of a turn that had nothing to train on
     assert worker.status()["steps"] == steps
+    worker.resume()
     loop.send(10)
     eventually(lambda: worker.status()["steps"] > steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -243,12 +244,15 @@ def test_a_swap_that_fails_fails_no_more_than_the_requests_at_hand(
         session = client.engine.lanes.lines["general"].stable.session  # type: ignore[union-attr]
         assert session is not None
 
+        tried = threading.Event()
+
         def broken(staged: object) -> None:
+            tried.set()
             raise MemoryError("no memory")
 
         monkeypatch.setattr(session, "load", broken)
         client.engine.stage(2, make_drafter("eagle", target_dir).weights())  # type: ignore[union-attr]
-        time.sleep(0.2)
+        assert tried.wait(10)
         client.submit("r", [1, 2, 3], 8, ignore_eos=True)
         assert client.wait()["r"].finish == "length"
         client.engine.check_health()
