@@ -19,8 +19,9 @@ from osd.engine.sequence import Sequence
 from osd.engine.slots import Slots
 from osd.engine.top import top
 from osd.runtime.cuda_graph import GraphRecorder
+from osd.runtime.decoder import Forward
 from osd.runtime.device import Mark, between, mark
-from osd.runtime.model import Forward, SlotModel
+from osd.runtime.model import SlotModel
 from osd.speculation.tree import ROOT
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from osd.runtime.batch import GridShape, PackedRows, RowBuffer, laid_out
+from osd.runtime.decoder import Decoder, Forward
 from osd.runtime.kv_cache import KVCache
 
 Result = TypeVar("Result")
@@ -91,10 +93,6 @@ class GraphCache(Generic[Key, Kept]):
         return self._kept[key]
 
 
-Compute = Callable[[PackedRows, Tensor], tuple[Tensor, Tensor | None]]
-"""Logits [n, vocab] of the wanted rows [n], and tapped hidden states [R, taps * hidden] or None."""
-
-
 class BucketedForward:
     """A model's forward at bucketed sizes, each a CUDA graph that is recorded when it is first needed.
 
@@ -102,33 +100,52 @@ class BucketedForward:
     What is larger than drafts are runs as it comes, through the same code.
     """
 
-    def __init__(self, compute: Compute, cache: KVCache, scratch: int, recordable: bool) -> None:
-        """Record ``compute`` over the slots of ``cache``.
+    def __init__(self, decoder: Decoder, cache: KVCache, scratch: int, recordable: bool) -> None:
+        """Record ``decoder`` over the slots of ``cache``.
 
         Args:
-            compute: must not ask the device for any value where ``recordable``.
+            decoder: must not ask the device for any value where ``recordable``.
             cache: its last place must be nobody's.
             scratch: rows of a sequence in a graph at most.
             recordable: False runs every forward as it comes.
         """
-        self._compute, self._cache, self._scratch, self._recordable = compute, cache, scratch, recordable
+        self._decoder, self._cache, self._scratch, self._recordable = decoder, cache, scratch, recordable
         self._recorder = GraphRecorder(cache.keys.device)
-        self._graphs: GraphCache[GridShape, tuple[RowBuffer, Callable[[], tuple[Tensor, Tensor | None]]]] = GraphCache()
+        self._graphs: GraphCache[tuple[GridShape, range], _Graph] = GraphCache()
 
-    def forward(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Take rows and ``wanted`` [n] on the host to logits [n, vocab] and hidden states [R, ...] on the device."""
+    def __len__(self) -> int:
+        """How many sizes are recorded."""
+        return len(self._graphs)
+
+    def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
+        """See ``Decoder.forward``; ``rows`` and ``wanted`` are on the host, all else on the device."""
         needed = GridShape.of(rows, len(wanted))
         shape = needed.bucket(self._cache, self._scratch) if self._recordable else None
         if shape is None:
-            return self._compute(*laid_out(rows, wanted, self._cache))
+            return self._decoder.forward(*laid_out(rows, wanted, self._cache), layers, states)
 
-        def made() -> tuple[RowBuffer, Callable[[], tuple[Tensor, Tensor | None]]]:
+        def made() -> _Graph:
             buffer = RowBuffer(shape, self._cache)
-            buffer.fill(rows, wanted)  # before it is recorded: recording runs it
-            return buffer, self._recorder.record(lambda: self._compute(buffer.rows, buffer.wanted))
+            given = None if states is None else states.new_zeros(shape.rows, states.shape[-1])
+            graph = _Graph(buffer, given, lambda: self._decoder.forward(buffer.rows, buffer.wanted, layers, given))
+            graph.fill(rows, wanted, states)  # before it is recorded: recording runs it
+            return replace(graph, play=self._recorder.record(graph.play))
 
-        buffer, play = self._graphs.get(shape, made)
-        buffer.fill(rows, wanted)
-        logits, hidden = play()
+        graph = self._graphs.get((shape, layers), made)
+        graph.fill(rows, wanted, states)
         # Copies: the next forward writes where this one wrote, and states are kept for longer.
-        return logits[: len(wanted)].clone(), None if hidden is None else hidden[: len(rows.token_ids)].clone()
+        return graph.play().map(lambda part: part[: len(rows.slots)].clone(), lambda part: part[: len(wanted)].clone())
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A recorded forward and what it reads."""
+
+    buffer: RowBuffer
+    states: Tensor | None
+    play: Callable[[], Forward]
+
+    def fill(self, rows: PackedRows, wanted: Tensor, states: Tensor | None) -> None:
+        self.buffer.fill(rows, wanted)
+        if states is not None and self.states is not None:
+            self.states[: len(states)].copy_(states)

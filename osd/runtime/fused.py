@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from osd.runtime.batch import PackedRows
+from osd.runtime.decoder import Forward, llama_shaped, window_of
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import PackedLinear
 from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
-
-FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"})
 
 
 def fusable(model: nn.Module) -> bool:
@@ -30,26 +29,6 @@ def fusable(model: nn.Module) -> bool:
         and next(model.parameters()).dtype in DTYPES
         and (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) % 8 == 0
     )
-
-
-def llama_shaped(model: nn.Module) -> bool:
-    """Whether every layer of ``model`` is of the one kind that is written down here and in ``osd.runtime.lean``."""
-    config: Any = model.config
-    return (
-        type(model).__name__ in FUSABLE
-        and config.hidden_act == "silu"
-        and not getattr(config, "mlp_bias", False)
-        and len(set(getattr(config, "layer_types", None) or ["full_attention"])) == 1
-        and fixed_angles(config)
-    )
-
-
-def fixed_angles(config: Any) -> bool:
-    """Whether the rotary embedding turns a place by the same angles however long the text is."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    # Models with several kinds of layers may have one entry for each.
-    every = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return all(part.get("rope_type", "default") not in ("dynamic", "longrope") for part in every)
 
 
 class FusedDecoder:
@@ -90,35 +69,35 @@ class FusedDecoder:
         places = torch.arange(cache.places)
         cos, sin = decoder.rotary_emb(torch.empty(1, 1, 1, dtype=torch.float32), places[None])
         self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()  # [places, dim]
-        self._taps = torch.tensor(taps, dtype=torch.int32)
+        self._taps, self._tap_layers = taps, torch.tensor(taps, dtype=torch.int32)
         self._model = structs.Model(
             ctypes.addressof(layers), embedding.data_ptr(), norm.data_ptr(), self._head.native,
-            self._taps.data_ptr(), len(taps), window_of(config) or 0, DTYPES[embedding.dtype],
+            self._tap_layers.data_ptr(), len(taps), window_of(config) or 0, DTYPES[embedding.dtype],
         )  # fmt: skip
         self._alive = (layers, model, cache)
 
-    def forward(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [n, vocab] float32 of rows ``wanted`` [n] and tapped hidden states [R, taps * hidden] float32."""
+    def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
+        """See ``Decoder.forward``; everything is float32."""
         library = kernels()
         assert library is not None  # noqa: S101
+        count = len(rows.token_ids)
         logits = torch.empty(len(wanted), self._head.out_features)
-        tapped = torch.empty(len(rows.token_ids), len(self._taps) * self._hidden)
+        tapped = torch.empty(count, len(self._taps), self._hidden)
+        before = None if states is None else states.float().contiguous()
+        after = torch.empty(count, self._hidden) if layers.stop < self._shape.layers else None
         self._shape.threads = torch.get_num_threads()
         places = structs.Rows(rows, self._cos, self._sin)
         asked = structs.Asked(
-            rows.token_ids.data_ptr(), wanted.data_ptr(), logits.data_ptr(), tapped.data_ptr(), len(wanted)
-        )
-        failed = library.osd_decoder(
+            rows.token_ids.data_ptr(), wanted.data_ptr(), logits.data_ptr(), tapped.data_ptr(), len(wanted),
+            None if before is None else before.data_ptr(), None if after is None else after.data_ptr(),
+            layers.start, layers.stop,
+        )  # fmt: skip
+        failed = library.osd_forward(
             ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(places), ctypes.byref(asked)
         )
         if failed:
             raise MemoryError("no memory for a forward's scratch space")
-        return logits, tapped
-
-
-def window_of(config: Any) -> int | None:
-    """How many places a row sees where every layer slides."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None or set(kinds) == {"sliding_attention"}:
-        return getattr(config, "sliding_window", None)
-    return None
+        passed = [at for at, tap in enumerate(self._taps) if tap in layers]
+        if len(passed) < len(self._taps):
+            tapped = tapped[:, passed]
+        return Forward(logits, tapped.flatten(1) if passed else None, after)

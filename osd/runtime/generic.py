@@ -6,14 +6,19 @@ unknown keyword arguments can run here. What a forward needs arrives as the keyw
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from osd.runtime import attention
-from osd.runtime.batch import PackedRows
+from osd.runtime.batch import PackedRows, following
+from osd.runtime.decoder import Forward, joined
 from osd.runtime.kv_cache import KVCache
-from osd.runtime.taps import tapped
+from osd.runtime.taps import decoder_layers, only, tapped
 
 NAME = "osd_slots"
 
@@ -61,16 +66,48 @@ class GenericDecoder:
         """Make ``model`` attend over slots."""
         model.config.get_text_config()._attn_implementation = NAME  # type: ignore[union-attr, operator]
         self._model, self._cache, self._taps = model, cache, taps
+        self._count = len(decoder_layers(model))
 
-    def forward(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [n, vocab] float32 of rows ``wanted`` [n] and tapped hidden states [R, taps * hidden]."""
-        with tapped(self._model, self._taps) as outputs:
-            output = self._model(
-                input_ids=rows.token_ids.unsqueeze(0),
-                position_ids=rows.positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=wanted,
-                osd_attention=attention.prepare(rows, self._cache),
-            )
-        hidden = torch.cat([outputs[tap][0] for tap in self._taps], -1) if self._taps else None
-        return output.logits[0].float(), hidden
+    def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
+        """See ``Decoder.forward``."""
+        backend, early = attention.prepare(rows, self._cache), layers.stop < self._count
+        taps = {tap for tap in self._taps if tap in layers} | ({layers.stop - 1} if early else set())
+        reads = {"input_ids": rows.token_ids[None]} if states is None else {"inputs_embeds": self._embedded(states)}
+        with ExitStack() as stack:
+            if len(layers) < self._count:
+                stack.enter_context(only(self._model, layers, self._tuples, reads.get("inputs_embeds")))
+            outputs = stack.enter_context(tapped(self._model, taps))
+            output = self._run(backend, rows.positions, wanted, **reads)
+        passed = {layer: value[0] for layer, value in outputs.items()}
+        after = passed[layers.stop - 1] if early else None
+        return Forward(output.logits[0].float(), joined(passed, self._taps, layers), after)
+
+    def _embedded(self, states: Tensor) -> Tensor:
+        return states[None].to(self._cache.keys.dtype)
+
+    def _run(self, backend: attention.AttentionBackend, positions: Tensor, wanted: Tensor, **reads: Tensor) -> Any:
+        return self._model(
+            **reads, position_ids=positions[None], use_cache=False, logits_to_keep=wanted, osd_attention=backend
+        )
+
+    @cached_property
+    def _tuples(self) -> bool:
+        """Whether layers return tuples, as a forward that touches no slot finds out."""
+        rows = following(0, 0, [0])
+        places = torch.zeros(1, dtype=torch.int64, device=self._cache.keys.device)
+        found: list[bool] = []
+        first = decoder_layers(self._model)[0]
+        with first.register_forward_hook(lambda _module, _inputs, output: found.append(isinstance(output, tuple))):
+            self._run(_Silent(rows, self._cache), places, places, input_ids=places[None])
+        return found[0]
+
+
+class _Silent(attention.AttentionBackend):
+    """Stores nothing and reads nothing."""
+
+    @staticmethod
+    def fits(rows: PackedRows, cache: KVCache) -> bool:
+        return False
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+        return query

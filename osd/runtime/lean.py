@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows
-from osd.runtime.fused import window_of
+from osd.runtime.decoder import Forward, joined, window_of
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import Stacked
 
@@ -45,14 +45,17 @@ class LeanDecoder:
         half = self._dim // 2
         self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)  # [places, dim]
 
-    def forward(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [n, vocab] float32 of rows ``wanted`` [n] and tapped hidden states [R, taps * hidden]."""
+    def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
+        """See ``Decoder.forward``."""
         backend = attention.prepare(rows, self._cache)
-        x = self._embedding(rows.token_ids)  # [R, hidden]
+        x = (
+            self._embedding(rows.token_ids) if states is None else states.to(self._embedding.weight.dtype)
+        )  # [R, hidden]
         cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)  # [R, 1, dim]
         turned = self._heads + self._kv_heads
         tapped: dict[int, Tensor] = {}
-        for index, (layer, read, widen) in enumerate(self._layers):
+        for index in layers:
+            layer, read, widen = self._layers[index]
             parts = read(self._normed(x, layer.input_layernorm)).unflatten(-1, (-1, self._dim))  # [R, q + k + v, dim]
             turn, value = parts[:, :turned], parts[:, turned:]
             # The two halves of dim are the planes' axes: one half goes to the other's place.
@@ -65,7 +68,7 @@ class LeanDecoder:
             if index in self._taps:
                 tapped[index] = x
         logits = self._head(self._normed(x[wanted], self._norm)).float()
-        return logits, torch.cat([tapped[tap] for tap in self._taps], -1) if self._taps else None
+        return Forward(logits, joined(tapped, self._taps, layers), x if layers.stop < len(self._layers) else None)
 
     def _normed(self, x: Tensor, norm: Any) -> Tensor:
         return F.rms_norm(x, (self._hidden,), norm.weight, self._eps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from osd.runtime.batch import PackedRows, padded
 from osd.runtime.cuda_graph import BucketedForward
+from osd.runtime.decoder import Decoder, Forward, llama_shaped, recordable
 from osd.runtime.device import copied, pick_device
-from osd.runtime.fused import FusedDecoder, fixed_angles, fusable, llama_shaped
+from osd.runtime.fused import FusedDecoder, fusable
 from osd.runtime.generic import NAME, GenericDecoder
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.lean import LeanDecoder
@@ -21,14 +21,6 @@ from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelera
 from osd.runtime.taps import decoder_layers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Forward:
-    """What a forward computed: ``logits`` [len(rows), vocab] float32 and the tapped ``hidden`` [R, taps * hidden]."""
-
-    logits: Tensor
-    hidden: Tensor | None
 
 
 class SlotModel:
@@ -69,39 +61,56 @@ class SlotModel:
         bucketed = self.device.type == "cuda" if bucketed is None else bucketed
         places = padded(context + scratch) if bucketed else context + scratch
         self.cache = KVCache(len(self.layers), slots, heads, places, dim, self.dtype, self.device)
-        self._fused: FusedDecoder | None = None
-        self._decoder: LeanDecoder | GenericDecoder
-        self.bucketed: BucketedForward | None = None
         fused = fusable(model) and not bucketed
         if weights == "int8":
             quantise(model)
         elif self.device.type == "cpu" and not bucketed:
             accelerate(model, "native" if fused else None)
+        self.decoder: Decoder
         if fused:
             _let_go_of_file(model)
-            self._fused = FusedDecoder(model, self.cache, self.taps)
-        lean = bucketed and llama_shaped(model) and weights == "full"
-        self._decoder = (LeanDecoder if lean else GenericDecoder)(model, self.cache, self.taps)
+            self.decoder = FusedDecoder(model, self.cache, self.taps)
+        elif bucketed and llama_shaped(model) and weights == "full":
+            self.decoder = LeanDecoder(model, self.cache, self.taps)
+        else:
+            self.decoder = GenericDecoder(model, self.cache, self.taps)
+        self.bucketed: BucketedForward | None = None
         if bucketed:
-            self.bucketed = BucketedForward(self.compute, self.cache, scratch, recordable(config))
+            self.bucketed = BucketedForward(self.decoder, self.cache, scratch, recordable(config))
 
     @torch.inference_mode()
-    def forward(self, rows: PackedRows, wanted: Tensor) -> Forward:
+    def forward(
+        self, rows: PackedRows, wanted: Tensor, layers: range | None = None, states: Tensor | None = None
+    ) -> Forward:
         """Run the new tokens ``rows``, store their keys, and return the logits of rows ``wanted`` [n] int64.
 
         Both are on the host; what comes back is on the device, and nothing waits for it.
-        """
-        if self.bucketed is not None:
-            return Forward(*self.bucketed.forward(rows, wanted))
-        rows = rows.settled()
-        if self._fused is not None:
-            logits, hidden = self._fused.forward(rows, wanted)
-            return Forward(logits, hidden if self.taps else None)
-        return Forward(*self.compute(rows, wanted))
 
-    def compute(self, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``forward`` in PyTorch's operators, for rows that are on the device already."""
-        return self._decoder.forward(rows, wanted)
+        Args:
+            rows: of the new tokens.
+            wanted: rows whose logits are computed, where the last layer is reached.
+            layers: those that run, neighbours; None for all. Only they store keys.
+            states: [R, hidden] before the first of ``layers``, as ``Forward.states`` of the layers before; None where
+                that is the model's first layer, which reads token ids.
+
+        Raises:
+            ValueError: there are no such layers, or states where token ids are read, or none where they are not.
+        """
+        every = range(len(self.layers))
+        layers = every if layers is None else layers
+        if not layers or layers.step != 1 or layers.start not in every or layers.stop > len(every):
+            raise ValueError(f"{layers} are no layers of a model that has {len(every)}")
+        if (states is None) is not (layers.start == 0):
+            raise ValueError(f"a forward from layer {layers.start} reads {'states' if layers.start else 'token ids'}")
+        if layers.stop < len(every):
+            wanted = wanted[:0]
+        if self.bucketed is not None:
+            return self.bucketed.forward(rows, wanted, layers, states)
+        return self.decoder.forward(rows.settled(), wanted, layers, states)
+
+    def compute(self, rows: PackedRows, wanted: Tensor) -> Forward:
+        """``forward`` of all layers, where rows are laid out on the device already and a caller records it."""
+        return self.decoder.forward(rows, wanted, range(len(self.layers)), None)
 
     def stage(self, name: str, value: Tensor) -> Tensor:
         """Lay out a weight called ``name`` for ``load``, off the thread that runs forwards."""
@@ -132,12 +141,6 @@ def load_model(directory: Path, dtype: str, device: str) -> nn.Module:
         directory, dtype=DTYPES.get(dtype, dtype), attn_implementation=NAME, local_files_only=True
     )
     return model.to(pick_device(device))  # type: ignore[arg-type]
-
-
-def recordable(config: Any) -> bool:
-    """Whether a model's forward never asks its device for a value: routing to experts does, and so do moving angles."""
-    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return fixed_angles(config) and not experts
 
 
 def load_config(directory: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,6 +25,31 @@ def tapped(model: nn.Module, layers: Iterable[int]) -> Iterator[dict[int, Tensor
         for index in set(layers):
             stack.enter_context(every[index].register_forward_hook(keep(index)))
         yield outputs
+
+
+@contextmanager
+def only(model: nn.Module, layers: range, tuples: bool, states: Tensor | None) -> Iterator[None]:
+    """Run no decoder layers but ``layers`` when ``model`` runs inside.
+
+    Those before hand on ``states`` [1, R, hidden], those behind what they are given: as ``tuples`` where layers do so.
+    """
+
+    def passed(*args: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        given = args[0] if args else kwargs["hidden_states"]
+        return (given,) if tuples else given
+
+    def replaced(*_args: object, **_kwargs: object) -> Tensor | tuple[Tensor]:
+        return passed(*(() if states is None else (states,)))
+
+    every = decoder_layers(model)
+    try:
+        for index, layer in enumerate(every):
+            if index not in layers:
+                layer.forward = replaced if index < layers.start else passed
+        yield
+    finally:
+        for layer in every:
+            layer.__dict__.pop("forward", None)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

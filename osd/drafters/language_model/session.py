@@ -11,8 +11,9 @@ from osd.drafters.base import Chains, Runtime, check
 from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rows import TreeRows
 from osd.runtime.batch import PackedRows
+from osd.runtime.decoder import recordable
 from osd.runtime.device import aside
-from osd.runtime.model import SlotModel, recordable
+from osd.runtime.model import SlotModel
 from osd.speculation.tree import TreeBuilder
 
 _DTYPE = torch.bfloat16  # of the weights that draft
@@ -102,7 +103,7 @@ class LanguageModelSession:
         self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool
     ) -> tuple[Tensor, Tensor]:
         """See ``osd.drafters.graph_chains.Step``; it reads tokens only."""
-        logits = self.model.compute(rows, wanted)[0]
+        logits = self.model.compute(rows, wanted).logits
         return logits, logits
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ _SIGNATURES: dict[str, tuple[list[type], type]] = {
         [_POINTER] * 6 + [_INT64] * 5 + [_POINTER] * 6 + [_INT64, _FLOAT, _FLOAT, _INT, _INT, _INT],
         _INT,
     ),
-    "osd_decoder": ([_POINTER] * 4, _INT),
+    "osd_forward": ([_POINTER] * 4, _INT),
     "osd_eagle": ([_POINTER] * 7 + [_INT64, _POINTER], _INT),
     "osd_eagle_chains": ([_POINTER] * 4, _INT),
     "osd_top": ([_POINTER] * 2 + [_INT64] * 3 + [_POINTER] * 3 + [_INT], _INT),

@@ -77,11 +77,13 @@ class Model(ctypes.Structure):
 
 
 class Asked(ctypes.Structure):
-    """The tokens of a forward, and room for what it is asked for."""
+    """The tokens or states of a forward, its layers, and room for what it is asked for."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tokens", "last", "logits", "tapped")),
         ("asked", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("states", "after")),
+        *((name, ctypes.c_int64) for name in ("first", "stop")),
     ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from osd.capture.trace import Trace
 from osd.engine.request import Sampling
 from osd.runtime.batch import PackedRows
-from osd.runtime.model import Forward
+from osd.runtime.decoder import Forward
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
 OTHER, PROMPT = prompts([3, 40], seed=8)

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from osd.runtime.batch import DeviceTokens, GridShape, PackedRows, RowBuffer, StaticBuffer, laid_out
 from osd.runtime.cuda_graph import BucketedForward, GraphCache, GraphRecorder
+from osd.runtime.decoder import Forward, recordable
 from osd.runtime.kv_cache import KVCache
-from osd.runtime.model import SlotModel, recordable
+from osd.runtime.model import SlotModel
 from tests.unit.runtime.rows import rows_of
 from tests.unit.runtime.test_model import FAMILIES, NAME, build, everything, prompt, slotted
 
@@ -73,7 +74,7 @@ def test_any_number_of_rows_gives_what_it_gives_unpadded(family: str) -> None:
             for mine, theirs in ((padded.cache.keys, plain.cache.keys), (padded.cache.values, plain.cache.values)):
                 end = start + len(ids)
                 equal(mine[:, slot, :, :end], theirs[:, slot, :, :end])
-    assert 0 < len(padded.bucketed._graphs) < 33
+    assert 0 < len(padded.bucketed) < 33
 
 
 def test_padding_leaves_every_place_alone_that_a_row_can_see() -> None:
@@ -92,12 +93,12 @@ def test_forwards_of_a_bucket_share_one_recording_and_do_not_change_each_others_
     first = model.forward(rows_of([(0, 0, prompt(5))]), everything(5))
     kept, states = first.logits.clone(), first.hidden.clone()  # type: ignore[union-attr]
     again = model.forward(rows_of([(3, 0, prompt(7, 1))]), everything(7))
-    assert len(model.bucketed._graphs) == 1
+    assert len(model.bucketed) == 1
     assert again.logits.shape[0] == 7
     assert torch.equal(first.logits, kept)
     assert torch.equal(first.hidden, states)  # type: ignore[arg-type]
     model.forward(rows_of([(0, 5, prompt(9))]), everything(1))
-    assert len(model.bucketed._graphs) == 1, "what is larger than drafts are is not recorded"
+    assert len(model.bucketed) == 1, "what is larger than drafts are is not recorded"
 
 
 def test_a_recording_is_run_on_the_rows_of_its_first_forward_only_and_reads_the_same_addresses_ever_after(
@@ -111,13 +112,14 @@ def test_a_recording_is_run_on_the_rows_of_its_first_forward_only_and_reads_the_
             run()  # as a GPU warms up
             return run
 
-    def spying(rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
-        parts = (rows.token_ids, rows.positions, rows.slots, rows.stores, rows.visible, wanted)
-        seen.append([part.data_ptr() for part in parts])
-        return model.compute(rows, wanted)
+    class Spy:
+        def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
+            parts = (rows.token_ids, rows.positions, rows.slots, rows.stores, rows.visible, wanted)
+            seen.append([part.data_ptr() for part in parts])
+            return model.decoder.forward(rows, wanted, layers, states)
 
     monkeypatch.setattr("osd.runtime.cuda_graph.GraphRecorder", Nosy)
-    model.bucketed = BucketedForward(spying, model.cache, SCRATCH, recordable=True)
+    model.bucketed = BucketedForward(Spy(), model.cache, SCRATCH, recordable=True)
     for start, count in ((0, 4), (4, 3)):
         rows = rows_of([(2, start, prompt(count))])
         goal = plain.forward(rows, everything(count)).logits
@@ -145,10 +147,10 @@ def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(fa
     slots = SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH, taps=(0, -1), bucketed=True)
     buffer = RowBuffer(GridShape(8, 8, 2, 4, 64, nodes), slots.cache)
     with torch.inference_mode():
-        logits, hidden = slots.compute(buffer.rows, buffer.wanted)
-    assert logits.shape == (8, slots.vocab_size)
-    assert hidden is not None
-    assert hidden.shape == (8, 2 * slots.hidden_size)
+        forward = slots.compute(buffer.rows, buffer.wanted)
+    assert forward.logits.shape == (8, slots.vocab_size)
+    assert forward.hidden is not None
+    assert forward.hidden.shape == (8, 2 * slots.hidden_size)
 
 
 def test_models_whose_forward_asks_for_values_are_not_recorded() -> None:
@@ -206,7 +208,7 @@ def test_on_a_gpu_a_recorded_forward_waits_for_nothing_and_gives_what_the_cpu_gi
             torch.cuda.set_sync_debug_mode("default")
         if got is not None:
             torch.testing.assert_close(got.cpu(), plain.forward(rows, wanted).logits, rtol=1e-3, atol=1e-3)
-    assert len(fast.bucketed._graphs) == 1
+    assert len(fast.bucketed) == 1
 
 
 @cuda

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from osd.runtime.fused import FusedDecoder
 from osd.runtime.generic import NAME
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
@@ -162,7 +163,7 @@ def test_the_bits_of_a_row_do_not_depend_on_what_shares_its_forward(family: str)
     model, tokens = slotted(family), prompt(10)
     alone = [model.forward(rows_of([(0, i, [token])]), everything(1)).logits[0] for i, token in enumerate(tokens)]
     crowd = model.forward(rows_of([(2, 0, prompt(21, 3)), (1, 0, tokens), (3, 0, prompt(13, 4))]), everything(44))
-    if model._fused is None:
+    if not isinstance(model.decoder, FusedDecoder):
         pytest.skip("only our kernels promise it")
     assert torch.equal(torch.stack(alone), crowd.logits[21:31])
 
@@ -204,7 +205,7 @@ def test_angles_of_the_rotary_embedding_are_those_of_transformers(rope: str, fus
     plain.set_attn_implementation(NAME)  # type: ignore[operator]
     model = SlotModel(plain, slots=2, context=64, scratch=8)
     if kernels() is not None:
-        assert (model._fused is not None) is fused
+        assert isinstance(model.decoder, FusedDecoder) is fused
     close(model.forward(rows_of([(0, 0, prompt(40))]), everything(40)).logits, goal)
 
 

@@ -6,7 +6,8 @@ from benchmarks.adaptation.ruler import Counts, Ruler, total
 from osd.capture.trace import ACCEPTED, REJECTED
 from osd.config import GROWTH_SETTINGS
 from osd.engine.policy import Policy
-from osd.runtime.model import Forward, SlotModel
+from osd.runtime.decoder import Forward
+from osd.runtime.model import SlotModel
 from tests.unit.engine.harness import running
 
 GROWTHS = {
