@@ -124,6 +124,15 @@ def test_each_setting_alone_has_an_effect(field: str) -> None:
     torch.testing.assert_close(change, torch.tensor([goal.get(token, 0.0) for token in range(VOCABULARY)]))
 
 
+def test_a_token_that_is_excluded_stays_excluded() -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, [2, 9]] = -torch.inf
+    root = torch.tensor([ROOT])
+    found = penalties().adjust(logits, torch.tensor([0]), root, TOKENS[:1], PARENTS[:1])
+    assert found.isneginf().nonzero().tolist() == [[0, 2], [0, 9]]
+    assert not found.isnan().any()
+
+
 def test_logits_of_float64_stay_float64() -> None:
     logits = torch.randn(len(ROWS), VOCABULARY, dtype=torch.float64)
     assert penalties().adjust(logits, ROWS, NODES, TOKENS, PARENTS).dtype == torch.float64

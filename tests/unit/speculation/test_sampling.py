@@ -45,6 +45,8 @@ def test_probabilities_are_those_of_transformers_warpers(vocabulary: int, coarse
         logits = logits.round()  # many equal logits, as from bf16
     found = batch(*SETTINGS).probabilities(logits)
     for row, setting in enumerate(SETTINGS):
+        alone = batch(setting).probabilities(logits[row, None])[0]
+        assert torch.equal(alone, found[row]), "what the others of a batch ask for makes no difference"
         expected = reference(logits[row], *setting)
         if coarse:  # transformers' unstable sort decides which of equals stay; as many stay, and they are as likely
             assert torch.allclose(found[row].sort().values, expected.sort().values, atol=1e-6), setting
@@ -64,6 +66,21 @@ def test_a_nucleus_that_has_exactly_the_mass_asked_for_takes_no_token_more() -> 
     half, quarter = torch.tensor([0.5, 0.5, 0.0, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
     assert torch.equal(found[:2], torch.stack([half, quarter]))
     assert (found[2] > 0).tolist() == [True, True, True, False]
+
+
+def test_the_most_probable_token_stays_whatever_mass_is_asked_for() -> None:
+    found = batch((1.0, 0, 0.0)).probabilities(torch.tensor([[0.0, 2.0, 1.0]]))
+    assert found.tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_trees_of_greedy_sequences_are_drafted_without_limits_and_others_by_their_own_settings() -> None:
+    found = batch((0.0, 3, 0.5, 0.4), (0.7, 5, 0.9, 0.1)).for_trees()
+    assert found.temperature.tolist() == pytest.approx([1.0, 0.7])
+    assert found.top_k.tolist() == [0, 5]
+    assert found.top_p.tolist() == pytest.approx([1.0, 0.9])
+    assert found.min_p.tolist() == pytest.approx([0.0, 0.1])
+    drawn = batch((0.7, 5, 0.9, 0.1))
+    assert drawn.for_trees() is drawn
 
 
 def test_a_nucleus_wider_than_the_head_is_found_by_sorting_the_whole_row() -> None:
@@ -127,6 +144,10 @@ def test_draws_follow_the_weights(vocabulary: int) -> None:
     statistic = float(2 * torch.xlogy(seen, seen / expected).sum())
     print(f"G = {statistic:.1f} with {vocabulary - 1} degrees of freedom")
     assert float(chi2.sf(statistic, vocabulary - 1)) > 1e-4
+
+
+def test_a_number_on_the_border_of_two_tokens_draws_the_next_one_that_can_be_drawn() -> None:
+    assert draw(torch.tensor([[1.0, 1.0, 0.0, 1.0, 1.0]]), torch.tensor([0.5], dtype=torch.float64)).tolist() == [3]
 
 
 def test_a_draw_inverts_the_distribution_function() -> None:

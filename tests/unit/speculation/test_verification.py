@@ -14,6 +14,7 @@ from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import DraftBatch, Draw
 from osd.speculation.verification import VERIFICATIONS, Verdict
+from osd.speculation.verification.base import residual
 from tests.unit.speculation.enumeration import ForkingNoise, Law, Toy, law_of, plain_sampling, round_of
 
 KINDS = {"dense": {}, "sparse": {"sparse": True}, "apart": {"agreement": 0.0}, "reduced": {"support": 2}}
@@ -29,6 +30,13 @@ def law(growth: Growth, rule: str, toy: Toy, length: int, limit: int = 1_000) ->
     found = law_of(round_of(growth, VERIFICATIONS[rule], toy, limit), toy, length)
     print(f"{rule}: {found}")
     return found
+
+
+def test_where_rounding_leaves_nothing_after_a_rejection_the_target_itself_is_left() -> None:
+    p, q = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.2, 0.6]]), torch.tensor([[0.5, 0.5, 0.0], [0.6, 0.2, 0.2]])
+    left, mass = residual(p, q)
+    torch.testing.assert_close(left, torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]))
+    torch.testing.assert_close(mass, torch.tensor([0.0, 0.4]))
 
 
 @pytest.mark.parametrize(("depth", "kind"), [(1, "dense"), (2, "sparse"), (3, "apart"), (2, "reduced")])
