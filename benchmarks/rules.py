@@ -131,7 +131,8 @@ def _round(live: Live, ways: list[Kind], repeats: int, samples: dict[tuple[str, 
     for index, way in enumerate(ways):
         drafted = live.draft(way.growth, index)
         draft, p = drafted.draft, drafted.p
-        root = draft.spread(draft.q_at(torch.arange(len(p)), torch.zeros(len(p), dtype=torch.int64)), p.shape[-1])
+        every, first = torch.arange(len(p)), torch.zeros(len(p), dtype=torch.int64)
+        root = draft.spread(draft.q_at(every, first), every, first, p.shape[-1])
         # Rounding must not decide what is above what.
         root, after = (values.double() / values.double().sum(-1, keepdim=True) for values in (root, p[:, 0]))
         bound = closed_forms.bound(after, root, way.drafts, way.draw)

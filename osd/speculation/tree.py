@@ -33,28 +33,41 @@ class Draw(Enum):
     DETERMINISTIC = "deterministic"
     """Chosen without chance, such as the most probable tokens of q or a retrieved continuation."""
 
+    @property
+    def code(self) -> int:
+        """What stands for it in a tensor."""
+        return _CODES[self]
+
+
+_CODES = {draw: code for code, draw in enumerate(Draw)}
+
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """The draft trees of B sequences, with N nodes at most and Vd tokens in the draft vocabulary.
+    """The draft trees of B sequences, with N nodes at most. Entries past a sequence's size mean nothing.
 
-    ``tokens`` [B, N] int64 target ids, -1 where a sequence has fewer nodes; ``columns`` [B, N] int64 the same tokens as
-    places of the draft vocabulary; ``parents`` [B, N] int64, ROOT for the root's children; ``sizes`` [B] int64.
+    ``tokens`` [B, N] int64 target ids, -1 where a sequence has fewer nodes; ``parents`` [B, N] int64, ROOT for the
+    root's children; ``sizes`` [B] int64. ``draw`` [B, N] int8 is the code of the ``Draw`` by which a node and its
+    siblings were chosen; ``source`` [B, N] int8 says which of ``sources`` proposed it.
 
-    ``q`` [E, Vd] are the very distributions that were sampled from, those of all sequences one below the other, and
-    ``q_row`` [B, N] int64 says which of them each node's parent had. ``draw`` says how siblings share it. ``support``
-    [Vd] int64 are the target ids of the draft vocabulary, None when it is the whole vocabulary. Entries past a
-    sequence's size mean nothing.
+    ``q`` [E, K] are the very distributions that were sampled from, those of all sequences one below the other, None
+    where no node was drawn. ``q_row`` [B, N] int64 says which of them a node and its siblings were drawn from, and
+    ``columns`` [B, N] int64 at which place of it the node's token stands; both are -1 where there is none. The target
+    ids of these places are, for sparse distributions, ``q_ids`` [E, K] int64, different ones in each row but for places
+    of probability 0; else ``support`` [K] int64, the draft vocabulary, or None when that is the whole vocabulary.
     """
 
     tokens: Tensor
     columns: Tensor
     parents: Tensor
     sizes: Tensor
-    q: Tensor
+    q: Tensor | None
     q_row: Tensor
     support: Tensor | None
-    draw: Draw
+    draw: Tensor
+    source: Tensor
+    sources: tuple[str, ...]
+    q_ids: Tensor | None = None
 
     @classmethod
     def empty(cls, batch: int, device: torch.device | str = "cpu") -> DraftBatch:
@@ -98,18 +111,37 @@ class DraftBatch:
         following = torch.where(later, index, count).amin(-1)
         return first.masked_fill(first == count, -1), following.masked_fill(following == count, -1)
 
+    def drawn(self, draw: Draw) -> Tensor:
+        """[B, N] bool, whether a node and its siblings were chosen in this way; anything for padding."""
+        return self.draw == draw.code
+
+    @property
+    def distributions(self) -> Tensor:
+        """``q``, without rows for drafts without nodes.
+
+        Raises:
+            ValueError: tokens were chosen without distributions.
+        """
+        if self.q is not None:
+            return self.q
+        if self.tokens.numel():
+            raise ValueError("the tokens of this draft were chosen without distributions")
+        return torch.empty(0, 0, device=self.tokens.device)
+
     def q_at(self, rows: Tensor, nodes: Tensor) -> Tensor:
-        """[M, Vd] a copy of the distributions that the parents of ``nodes`` [M] of sequences ``rows`` [M] had."""
-        return self.q[self.q_row[rows, nodes]]
+        """[M, K] a copy of the distributions that the parents of ``nodes`` [M] of sequences ``rows`` [M] had."""
+        return self.distributions[self.q_row[rows, nodes]]
 
     def shares(self) -> Tensor:
         """[B, N] the probability of each node's token in its parent's q; anything for padding."""
-        if not self.tokens.numel():
-            return self.q.new_empty(self.tokens.shape)
-        return self.q[self.q_row, self.columns.clamp(min=0)]
+        q = self.distributions
+        return q[self.q_row, self.columns.clamp(min=0)] if self.tokens.numel() else q.new_empty(self.tokens.shape)
 
-    def spread(self, values: Tensor, vocabulary: int) -> Tensor:
-        """[M, V] values of the draft vocabulary at their target ids, 0 elsewhere."""
+    def spread(self, values: Tensor, rows: Tensor, nodes: Tensor, vocabulary: int) -> Tensor:
+        """[M, V] at their target ids the ``values`` [M, K] at the places of what ``q_at`` gives, 0 elsewhere."""
+        if self.q_ids is not None:
+            ids = self.q_ids[self.q_row[rows, nodes]]
+            return values.new_zeros(len(values), vocabulary).scatter_add_(1, ids, values)
         if self.support is None:
             return values
         return values.new_zeros(len(values), vocabulary).index_copy_(1, self.support, values)
@@ -123,30 +155,47 @@ class DraftBatch:
             parents=self.parents[rows],
             sizes=self.sizes[rows],
             q_row=self.q_row[rows],
+            draw=self.draw[rows],
+            source=self.source[rows],
         )
 
     def check_integrity(self) -> None:
         """Check what the rules rely on.
 
         Raises:
-            ValueError: a node comes before its parent, a token is not its column's, or one was drawn that q excludes.
+            ValueError: a node comes before its parent, a token is not its column's, one was drawn that q excludes, or
+                siblings were not drawn alike.
         """
         count = self.tokens.shape[1]
         valid, index = self.valid, torch.arange(count, device=self.tokens.device)
         if not ((self.parents >= ROOT) & (self.parents < index))[valid].all():
             raise ValueError("a node of the draft tree does not come after its parent")
-        columns, tokens = self.columns[valid], self.tokens[valid]
-        if not torch.equal(columns if self.support is None else self.support[columns], tokens):
+        has_q = valid & (self.q_row >= 0)
+        ids = _ids(self.columns[has_q], self.q_row[has_q], self.q_ids, self.support)
+        if not torch.equal(ids, self.tokens[has_q]):
             raise ValueError("a token of the draft tree is not the one that its column of the draft vocabulary means")
-        rows, nodes = valid.nonzero(as_tuple=True)
-        if self.draw is Draw.IID and not (self.shares()[rows, nodes] > 0).all():
+        if not ((self.source >= 0) & (self.source < len(self.sources)))[valid].all():
+            raise ValueError("a node of the draft tree has no source")
+        iid = self.drawn(Draw.IID)
+        if not (has_q | self.drawn(Draw.DETERMINISTIC))[valid].all() or (self.q is None and has_q.any()):
+            raise ValueError("a token of the draft tree was drawn, but from no distribution")
+        if (iid & valid).any() and not (self.shares()[iid & valid] > 0).all():
             raise ValueError("a token of the draft tree has probability 0 in the distribution it was drawn from")
         twins = (self.parents[:, :, None] == self.parents[:, None, :]) & valid[:, :, None] & valid[:, None, :]
         if not (self.q_row[:, :, None] == self.q_row[:, None, :])[twins].all():
             raise ValueError("siblings of the draft tree name different distributions")
-        equal = twins & (self.tokens[:, :, None] == self.tokens[:, None, :])
-        if self.draw is not Draw.IID and equal.sum() != valid.sum():
+        if not (self.draw[:, :, None] == self.draw[:, None, :])[twins].all():
+            raise ValueError("siblings of the draft tree were drawn in different ways")
+        equal = twins & (self.tokens[:, :, None] == self.tokens[:, None, :]) & ~iid[:, :, None]
+        if equal.sum() != (valid & ~iid).sum():
             raise ValueError("a token of the draft tree stands twice under one parent though drawn without replacement")
+
+
+def _ids(columns: Tensor, q_row: Tensor | None, q_ids: Tensor | None, support: Tensor | None) -> Tensor:
+    """[M] the target ids of ``columns`` [M], places of the distributions ``q_row`` [M]."""
+    if q_ids is not None and q_row is not None:
+        return q_ids[q_row, columns]
+    return columns if support is None else support[columns]
 
 
 def ancestors(parents: Tensor, sizes: Tensor) -> Tensor:
@@ -174,7 +223,14 @@ class TreeBuilder:
     each is that of ``DraftBatch``.
     """
 
-    def __init__(self, batch: int, capacity: int, support: Tensor | None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        support: Tensor | None,
+        device: torch.device | str = "cpu",
+        sources: tuple[str, ...] = ("drafter",),
+    ) -> None:
         """Start with bare roots.
 
         Args:
@@ -182,76 +238,116 @@ class TreeBuilder:
             capacity: nodes of one sequence at most.
             support: [Vd] target ids of the draft vocabulary, None for the whole vocabulary.
             device: where the tensors live.
+            sources: who may propose nodes; the first does where ``add`` names nobody.
         """
         self.support = support
+        self.sources = sources
         self.capacity = capacity
         self.tokens = torch.full((batch, capacity), -1, device=device)
         self.columns = torch.full((batch, capacity), -1, device=device)
         self.parents = torch.full((batch, capacity), ROOT, device=device)
         self.depths = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
         self.sizes = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.q: Tensor | None = None  # [B * capacity, Vd rounded up to whole blocks], filled from above
+        self.q: Tensor | None = None  # [B * capacity, K rounded up to whole blocks], filled from above
+        self.q_ids: Tensor | None = None  # [B * capacity, K] where distributions are sparse
         self.q_row = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        self._draw: Tensor | None = None  # [B, capacity] codes, -1 where ``finish`` says it; most trees have one way
+        self._source: Tensor | None = None  # [B, capacity], where not all are the first
         self._used = 0
-        self._vocabulary = 0
+        self._width = 0
 
-    def new_rows(self, count: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Make room for ``count`` distributions over the draft vocabulary.
+    def new_rows(self, count: int, width: int, dtype: torch.dtype, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Make room for ``count`` distributions, all of a tree dense or all of them sparse.
+
+        Args:
+            count: distributions M.
+            width: places K of each: those of the draft vocabulary, or as many as ``ids`` has.
+            dtype: of the probabilities.
+            ids: [M, K] target ids of a sparse distribution's places.
 
         Returns:
-            [M] their places, for ``add``, and [M, Vd] the room itself, to be filled by the caller.
+            [M] their places, for ``add``, and [M, K] the room itself, to be filled by the caller.
         """
         if self.q is None:
-            self._vocabulary = vocabulary
-            width = -(-vocabulary // BLOCK) * BLOCK
+            self._width = width
+            blocks = -(-width // BLOCK) * BLOCK
             # Not initialised: rows past the last are never read, and a large vocabulary costs only what is used.
-            self.q = recycled((self.tokens.numel(), width), dtype, self.tokens.device)
+            self.q = recycled((self.tokens.numel(), blocks), dtype, self.tokens.device)
+            if ids is not None:
+                self.q_ids = ids.new_empty(len(self.q), width)
         end = self._used + count
         rows = self.q[self._used : end]
-        rows[:, vocabulary:] = 0.0
+        rows[:, width:] = 0.0
+        if self.q_ids is not None and ids is not None:
+            self.q_ids[self._used : end] = ids
         places = torch.arange(self._used, end, device=self.q.device)
         self._used = end
-        return places, rows[:, :vocabulary]
+        return places, rows[:, :width]
 
     def extend(self, rows: Tensor, level: int, columns: Tensor, q_row: Tensor) -> None:
         """Add node ``level`` to each of the chains ``rows`` [M], named once and ``level`` nodes long; see ``add``."""
         self.sizes[rows] = level + 1
         self.columns[rows, level] = columns
-        self.tokens[rows, level] = columns if self.support is None else self.support[columns]
+        self.tokens[rows, level] = _ids(columns, q_row, self.q_ids, self.support)
         self.parents[rows, level] = level - 1
         self.q_row[rows, level] = q_row
         self.depths[rows, level] = level + 1
 
-    def add(self, rows: Tensor, parents: Tensor, columns: Tensor, q_row: Tensor) -> Tensor:
+    def add(
+        self,
+        rows: Tensor,
+        parents: Tensor,
+        columns: Tensor,
+        q_row: Tensor | None,
+        draw: Draw | None = None,
+        source: int = 0,
+    ) -> Tensor:
         """Add one node for each entry of ``rows`` [M] and return the new nodes [M].
 
         Args:
             rows: sequences; one may occur several times, its nodes are then numbered in this order.
             parents: [M] nodes, or ROOT.
-            columns: [M] the drawn tokens as places of the draft vocabulary.
-            q_row: [M] the places of the parents' distributions.
+            columns: [M] the drawn tokens as places of their distributions.
+            q_row: [M] the places of the parents' distributions; None without any, ``columns`` are then places of the
+                draft vocabulary.
+            draw: how they were chosen; None for what ``finish`` says.
+            source: who proposes them, a place of ``sources``.
         """
         nodes = self.sizes[rows] + repeats(rows)
         self.sizes.index_add_(0, rows, torch.ones_like(rows))
-        self.columns[rows, nodes] = columns
-        self.tokens[rows, nodes] = columns if self.support is None else self.support[columns]
+        self.columns[rows, nodes] = -1 if q_row is None else columns
+        self.tokens[rows, nodes] = _ids(columns, q_row, self.q_ids, self.support)
         self.parents[rows, nodes] = parents
-        self.q_row[rows, nodes] = q_row
+        self.q_row[rows, nodes] = -1 if q_row is None else q_row
+        if draw is not None:
+            if self._draw is None:
+                self._draw = torch.full_like(self.tokens, -1, dtype=torch.int8)
+            self._draw[rows, nodes] = draw.code
+        if source:
+            if self._source is None:
+                self._source = torch.zeros_like(self.tokens, dtype=torch.int8)
+            self._source[rows, nodes] = source
         above = self.depths[rows, parents.clamp(min=0)] * (parents >= 0)
         self.depths[rows, nodes] = above + 1
         return nodes
 
     def finish(self, draw: Draw) -> DraftBatch:
-        """The trees as they are now, as wide as the largest of them."""
+        """The trees as they are now, as wide as the largest of them; ``draw`` is how most nodes were chosen."""
         count = int(self.sizes.max()) if len(self.sizes) else 0
-        q = self.tokens.new_empty(0, 0, dtype=torch.float32) if self.q is None else self.q
+        codes = torch.full((len(self.sizes), count), draw.code, dtype=torch.int8, device=self.tokens.device)
+        if self._draw is not None:
+            codes = torch.where(self._draw[:, :count] < 0, codes, self._draw[:, :count])
+        source = torch.zeros_like(codes) if self._source is None else self._source[:, :count]
         return DraftBatch(
             tokens=self.tokens[:, :count],
             columns=self.columns[:, :count],
             parents=self.parents[:, :count],
             sizes=self.sizes,
-            q=q[: self._used, : self._vocabulary],
+            q=None if self.q is None else self.q[: self._used, : self._width],
             q_row=self.q_row[:, :count],
             support=self.support,
-            draw=draw,
+            draw=codes,
+            source=source,
+            sources=self.sources,
+            q_ids=None if self.q_ids is None else self.q_ids[: self._used],
         )

@@ -92,7 +92,7 @@ class Urns:
     def finish(self) -> DraftBatch:
         """The trees as they are now, with every drawn token back in its distribution."""
         draft = self._builder.finish(self._draw)
-        if self._draw is not Draw.IID:
+        if self._draw is not Draw.IID and draft.q is not None:
             rows, nodes = draft.valid.nonzero(as_tuple=True)
             draft.q[draft.q_row[rows, nodes], draft.columns[rows, nodes]] = self.share[rows, nodes].to(draft.q.dtype)
         return draft

@@ -53,7 +53,7 @@ class Block:
             if len(part):
                 r, at = rows[part], length[part]
                 w = weights[r, at]
-                rest[part], mass = residual(rest[part], draft.spread(draft.q_at(r, at), p.shape[-1]), w)
+                rest[part], mass = residual(rest[part], draft.spread(draft.q_at(r, at), r, at, p.shape[-1]), w)
                 chance = (mass / (mass + 1 - w)).nan_to_num(nan=1.0).masked_fill(at == 0, 1.0)  # rounding aside
                 passed[part] = noise.rows(r).accept(chance, Purpose.ACCEPT, at - 1)
             after[rows[passed]], accepted[rows[passed]] = rest[passed], length[passed]

@@ -42,7 +42,8 @@ class Chain:
         after = p[torch.arange(batch, device=p.device), accepted]  # [B, V]
         rejected = (accepted < draft.sizes).nonzero().squeeze(-1)
         if len(rejected):
-            q = draft.spread(draft.q_at(rejected, accepted[rejected]), p.shape[-1])
+            at = accepted[rejected]
+            q = draft.spread(draft.q_at(rejected, at), rejected, at, p.shape[-1])
             after[rejected] = residual(after[rejected], q)[0]
         token = noise.pick(after, Purpose.RESIDUAL, accepted)
         return Verdict(torch.where(index < accepted[:, None], index, -1), accepted, token)

@@ -58,7 +58,7 @@ class GreedyMultidraft:
                 keep = noise.rows(r).accept(chance, Purpose.ACCEPT, y)
                 node[at[keep]] = y[keep]
                 off = at[~keep]
-                after[off] = residual(after[off], draft.spread(q[~keep], vocabulary))[0]
+                after[off] = residual(after[off], draft.spread(q[~keep], r[~keep], y[~keep], vocabulary))[0]
 
             draw = (node < 0).nonzero().squeeze(-1)
             drawn = noise.rows(rows[draw]).pick(after[draw], Purpose.RESIDUAL, here[draw])

@@ -33,7 +33,7 @@ class KSeq:
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """See ``Rule.verify``; touches one row of p and of q for each token that it emits."""
         batch, count = draft.tokens.shape
-        index = torch.arange(count, device=p.device)
+        index, shares = torch.arange(count, device=p.device), draft.shares()
         path = torch.full((batch, int(draft.depths().max()) if count else 0), -1, device=p.device)
         accepted = torch.zeros(batch, dtype=torch.int64, device=p.device)
         rows, here = torch.arange(batch, device=p.device), torch.zeros_like(accepted)
@@ -49,17 +49,16 @@ class KSeq:
             rho = torch.ones(len(rows), dtype=p.dtype, device=p.device)
             m = (k > 1).nonzero().squeeze(-1)  # a single child leaves rho no choice
             if len(m):
-                q = draft.spread(draft.q_at(rows[m], first[m]), p.shape[-1])
+                q = draft.spread(draft.q_at(rows[m], first[m]), rows[m], first[m], p.shape[-1])
                 rho[m] = _rho(p[rows[m], here[m]], q, k[m])
 
-            tokens, columns = draft.tokens[rows].clamp(min=0), draft.columns[rows].clamp(min=0)  # [M, N]
-            shares = draft.q[draft.q_row[rows, first, None], columns]
-            chance = p[rows[:, None], here[:, None], tokens] / (rho[:, None] * shares)
+            tokens = draft.tokens[rows].clamp(min=0)  # [M, N]
+            chance = p[rows[:, None], here[:, None], tokens] / (rho[:, None] * shares[rows])
             keep = noise.rows(rows).accept(chance.masked_fill(~child, 0.0), Purpose.ACCEPT, index[None])  # [M, N]
             node = torch.where(keep, index, count).amin(-1)
             m = (node == count).nonzero().squeeze(-1)
             if len(m):
-                q = draft.spread(draft.q_at(rows[m], first[m]), p.shape[-1])
+                q = draft.spread(draft.q_at(rows[m], first[m]), rows[m], first[m], p.shape[-1])
                 after[rows[m]] = _left(p[rows[m], here[m]], q, rho[m], k[m])
             on = node < count
             rows, here = rows[on], node[on] + 1

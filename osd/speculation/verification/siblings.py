@@ -39,14 +39,17 @@ class Siblings:
         # r and d [B, V or Vd] are filled at a node's first rejection; until then they are p and q.
         fresh = torch.ones(batch, dtype=torch.bool, device=p.device)
         left = torch.empty(batch, vocabulary, dtype=p.dtype, device=p.device)
-        drawn = draft.q.new_empty(batch, draft.q.shape[-1])
-        with_replacement = draft.draw is Draw.IID
+        drawn = draft.distributions.new_empty(batch, draft.distributions.shape[-1])
+        shares, stays = draft.shares(), draft.drawn(Draw.IID)  # whether d stays q
+        urns = not bool(stays.all())
 
         while len(rows := (candidate >= 0).nonzero().squeeze(-1)):
             nodes, new = candidate[rows], fresh[rows]
             tokens, columns = draft.tokens[rows, nodes], draft.columns[rows, nodes]
             r = torch.where(new, p[rows, here[rows], tokens], left[rows, tokens])
-            d = torch.where(new | with_replacement, draft.q[draft.q_row[rows, nodes], columns], drawn[rows, columns])
+            d = shares[rows, nodes]
+            if urns:
+                d = torch.where(new | stays[rows, nodes], d, drawn[rows, columns])
             keep = noise.rows(rows).accept(r / d, Purpose.ACCEPT, nodes)
 
             on, node = rows[keep], nodes[keep]
@@ -62,11 +65,12 @@ class Siblings:
             r, d = p[off, here[off]], draft.q_at(off, node)
             if not bool(new.all()):
                 r = torch.where(new[:, None], r, left[off])
-                d = torch.where(new[:, None] | with_replacement, d, drawn[off])
-            left[off] = residual(r, draft.spread(d, vocabulary))[0]
+                if urns:
+                    d = torch.where((new | stays[off, node])[:, None], d, drawn[off])
+            left[off] = residual(r, draft.spread(d, off, node, vocabulary))[0]
             candidate[off], fresh[off] = following[off, node], False
-            if not with_replacement:
-                m = (candidate[off] >= 0).nonzero().squeeze(-1)  # where no sibling follows d is needed no more
+            if urns:
+                m = ((candidate[off] >= 0) & ~stays[off, node]).nonzero().squeeze(-1)  # the others need d no more
                 d[m, columns[~keep][m]] = 0.0
                 d = d[m]
                 drawn[off[m]] = d / d.sum(-1, keepdim=True)

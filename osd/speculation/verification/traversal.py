@@ -59,9 +59,10 @@ class _Walk:
         # r and d are p and q while ``fresh``.
         self.fresh = torch.ones(levels, dtype=torch.bool, device=device)
         self.left = recycled((*levels, vocabulary), p.dtype, device)
-        # Drawn with replacement, d stays q.
-        urns = draft.draw is Draw.WITHOUT_REPLACEMENT
-        self.drawn = recycled((*levels, draft.q.shape[-1]), draft.q.dtype, device) if urns else None
+        self.shares, q = draft.shares(), draft.distributions
+        self.stays = draft.drawn(Draw.IID)  # whether d stays q
+        urns = not bool(self.stays.all())
+        self.drawn = recycled((*levels, q.shape[-1]), q.dtype, device) if urns else None
 
     def verdict(self) -> Verdict:
         sequences = torch.arange(len(self.depth), device=self.depth.device)
@@ -86,13 +87,14 @@ class _Walk:
         m, k = on.nonzero(as_tuple=True)
         row, node, level = rows[m], path[on], top[m] + k
         above = torch.cat([self.row[rows, top][:, None], path[:, :-1] + 1], 1)[on]
-        token, column = draft.tokens[row, node], draft.columns[row, node]
-        r, d = self.p[row, above, token], draft.q[draft.q_row[row, node], column]
+        token = draft.tokens[row, node]
+        r, d = self.p[row, above, token], self.shares[row, node]
         used = ((k == 0) & ~self.fresh[row, level]).nonzero().squeeze(-1)
         if len(used):
             r[used] = self.left[row[used], level[used], token[used]]
             if self.drawn is not None:
-                d[used] = self.drawn[row[used], level[used], column[used]]
+                used = used[~self.stays[row[used], node[used]]]
+                d[used] = self.drawn[row[used], level[used], draft.columns[row[used], node[used]]]
         weight = torch.zeros(path.shape, dtype=r.dtype, device=r.device)
         weight[on] = r / d
         before = self.weight[rows, top]
@@ -139,11 +141,12 @@ class _Walk:
         draft = self.draft
         r, d = self._remains(rows, level, node)
         c = self.weight[rows, level]
-        self.left[rows, level], mass = residual(r, draft.spread(d, r.shape[-1]), c)
+        self.left[rows, level], mass = residual(r, draft.spread(d, rows, node, r.shape[-1]), c)
         self.weight[rows, level] = (mass / (mass + 1 - c)).nan_to_num(nan=1.0)
         self.fresh[rows, level] = False
         if self.drawn is not None:
-            m = (self.candidate[rows] >= 0).nonzero().squeeze(-1)  # the others need d no more
+            # The others need d no more.
+            m = ((self.candidate[rows] >= 0) & ~self.stays[rows, node]).nonzero().squeeze(-1)
             d[m, draft.columns[rows[m], node[m]]] = 0.0
             d = d[m]
             self.drawn[rows[m], level[m]] = d / d.sum(-1, keepdim=True)
@@ -157,6 +160,6 @@ class _Walk:
         r[fresh] = self.p[rows[fresh], here[fresh]]
         if self.drawn is None:
             return r, self.draft.q_at(rows, node)
-        d = self.drawn[rows, level]
-        d[fresh] = self.draft.q_at(rows[fresh], node[fresh])
+        d, whole = self.drawn[rows, level], fresh | self.stays[rows, node]
+        d[whole] = self.draft.q_at(rows[whole], node[whole])
         return r, d

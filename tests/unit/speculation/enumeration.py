@@ -8,7 +8,7 @@ Every row of the batch follows one script of choices; each choice not taken beco
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Purpose
 from osd.speculation.sampling import SamplingBatch
-from osd.speculation.tree import DraftBatch, TreeBuilder
+from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
 from osd.speculation.verification import Rule, Verdict
 
 BATCH = 512
@@ -196,6 +196,11 @@ def law_of(round_: Round, toy: Toy, length: int, kind: type[ForkingNoise] = Fork
         mass[children] += mass[code] * toy.p[code]
     assert abs(float(mass[inner:].sum()) - 1) < 1e-9
     return Law(float((mass[inner:] - goal[inner:]).abs().max()), accepted, ways)
+
+
+def as_if(draft: DraftBatch, draw: Draw) -> DraftBatch:
+    """The same draft, whose siblings claim to have been drawn in another way."""
+    return replace(draft, draw=torch.full_like(draft.draw, draw.code))
 
 
 def plain_sampling(batch: int) -> SamplingBatch:

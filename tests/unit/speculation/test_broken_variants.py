@@ -15,7 +15,7 @@ from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.noise import Purpose
 from osd.speculation.tree import DraftBatch, Draw
 from osd.speculation.verification import VERIFICATIONS, Verdict
-from tests.unit.speculation.enumeration import ForkingNoise, Toy, law_of, plain_sampling, round_of
+from tests.unit.speculation.enumeration import ForkingNoise, Toy, as_if, law_of, plain_sampling, round_of
 
 PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)])
 TOP_PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.DETERMINISTIC)
@@ -71,12 +71,12 @@ def test_siblings_sorted_by_probability_are_caught(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["siblings", "traversal", "k_seq"])
 def test_siblings_drawn_without_replacement_and_verified_with_q_as_it_was_are_caught(rule: str) -> None:
-    assert error(PAIR, rule, lambda draft: replace(draft, draw=Draw.IID)) > 1e-3
+    assert error(PAIR, rule, lambda draft: as_if(draft, Draw.IID)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["siblings", "traversal"])
 def test_the_most_probable_tokens_verified_as_if_they_had_been_drawn_are_caught(rule: str) -> None:
-    assert error(TOP_PAIR, rule, lambda draft: replace(draft, draw=Draw.WITHOUT_REPLACEMENT)) > 1e-3
+    assert error(TOP_PAIR, rule, lambda draft: as_if(draft, Draw.WITHOUT_REPLACEMENT)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["siblings", "traversal"])
@@ -155,7 +155,7 @@ def test_a_bonus_token_drawn_from_the_drafter_is_caught() -> None:
 @pytest.mark.parametrize("rule", ["siblings", "traversal"])
 def test_siblings_drawn_with_replacement_and_verified_as_without_are_caught(rule: str) -> None:
     assert error(TWINS, rule, lambda draft: draft) < 1e-9
-    assert error(TWINS, rule, lambda draft: replace(draft, draw=Draw.WITHOUT_REPLACEMENT)) > 1e-3
+    assert error(TWINS, rule, lambda draft: as_if(draft, Draw.WITHOUT_REPLACEMENT)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["siblings", "traversal", "k_seq"])

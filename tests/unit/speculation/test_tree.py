@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder, repeats
 from osd.speculation.verification import VERIFICATIONS
+from tests.unit.speculation.enumeration import as_if
 
 VOCABULARY = 12
 settings.register_profile("osd", deadline=None, database=None, derandomize=True)
@@ -116,7 +117,7 @@ def test_an_empty_draft_has_no_nodes() -> None:
     assert draft.links()[0].tolist() == [[-1]] * 3
 
 
-def spoilt(**fields: torch.Tensor) -> DraftBatch:
+def spoilt(**fields: torch.Tensor | None) -> DraftBatch:
     return replace(build([[-1, -1, 0]]), **fields)
 
 
@@ -125,7 +126,12 @@ def spoilt(**fields: torch.Tensor) -> DraftBatch:
     (spoilt(tokens=torch.tensor([[0, 5, 2]])), "column"),
     (spoilt(columns=torch.tensor([[0, 0, 2]]), tokens=torch.tensor([[0, 0, 2]])), "twice"),
     (spoilt(q_row=torch.tensor([[0, 1, 1]])), "different distributions"),
-    (replace(spoilt(q=torch.zeros(8, VOCABULARY)), draw=Draw.IID), "probability 0"),
+    (as_if(spoilt(q=torch.zeros(8, VOCABULARY)), Draw.IID), "probability 0"),
+    (spoilt(draw=torch.tensor([[0, 1, 1]], dtype=torch.int8)), "in different ways"),
+    (spoilt(q=None), "from no distribution"),
+    (spoilt(q_row=torch.tensor([[0, 0, -1]])), "from no distribution"),
+    (spoilt(source=torch.tensor([[0, 1, 0]], dtype=torch.int8)), "no source"),
+    (spoilt(q_ids=torch.arange(VOCABULARY).expand(8, -1).flip(1)), "column"),
 ])  # fmt: skip
 def test_integrity_names_what_is_wrong(draft: DraftBatch, message: str) -> None:
     with pytest.raises(ValueError, match=message):
