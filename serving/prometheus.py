@@ -115,7 +115,7 @@ class _Families(Collector):
             )
         }
         for report in self.totals.replicas:
-            values = (report.running, report.waiting, report.version, report.swap_stall_seconds_max)
+            values = (report.load.running, report.load.waiting, report.version, report.swap_stall_seconds_max)
             for gauge, value in zip(gauges.values(), values, strict=True):
                 gauge.add_metric([self.domain, report.replica], value)
             for domain, version in report.others.items():

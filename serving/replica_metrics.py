@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from osd.engine.counters import EngineLoad
 from osd.metrics import acceptance_rate, mean_acceptance_length
 from osd.registry.ledger import Spent
 
@@ -36,8 +37,7 @@ class Report:
     time: float
     version: int
     speculation: bool
-    running: int
-    waiting: int
+    load: EngineLoad
     swap_stall_seconds_max: float
     counters: Mapping[Name, float]
     canary: int | None = None
@@ -109,7 +109,7 @@ class ReplicaMetrics:
         self._totals.update(delta)
         second = self._second(int(report.time))
         second.counts.update(+delta)
-        second.load[report.replica] = (report.running, report.waiting)
+        second.load[report.replica] = (report.load.running, report.load.waiting)
         if len(self._last) > _KNOWN_REPLICAS:
             del self._last[min(self._last, key=lambda name: self._last[name].time)]
 

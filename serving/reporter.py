@@ -114,7 +114,7 @@ class Reporter:
 
     def report(self) -> Report:
         """This replica now."""
-        counts, load = self._engine.counters(), self._engine.load()
+        counts = self._engine.counters()
         drafts = counts.speculation()
         counters: dict[str | tuple[str | int, ...], float] = {
             "requests": counts.requests,
@@ -148,8 +148,7 @@ class Reporter:
             time=time.time(),
             version=self._engine.drafter_version,
             speculation=self.speculation,
-            running=load.running,
-            waiting=load.waiting,
+            load=self._engine.load(),
             swap_stall_seconds_max=counts.swap_stall_seconds_max,
             counters=counters,
             canary=self._engine.canary_version,

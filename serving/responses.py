@@ -90,9 +90,9 @@ class Answer:
     prompts: Sequence[int]
     logprobs: Logprobs
     created: int = field(default_factory=lambda: int(time.time()))
-    completion_tokens: int = 0
-    cached: dict[int, int] = field(default_factory=dict)
-    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    completion_tokens: int = field(default=0, init=False)
+    cached: dict[int, int] = field(default_factory=dict, init=False)
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts, init=False)
 
     def add(self, index: int, update: Update) -> None:
         """Count an update of a choice."""

@@ -71,16 +71,14 @@ class Routes:
         body = await read_body(request, ChatRequest, self.limits.max_body_bytes)
         self._check_model(body.model)
         ids = await self._encode_chat(body.messages)
-        asked = body.max_completion_tokens or body.max_tokens
-        name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        return await self._generate(request, body, [ids], "messages", asked, self.limits.max_completion_tokens, name)
+        return await self._generate(request, body, [ids], self.limits.max_completion_tokens)
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = await read_body(request, CompletionRequest, self.limits.max_body_bytes)
         self._check_model(body.model)
         prompts = [await self._encode(p, True) if isinstance(p, str) else p for p in body.prompt]
-        return await self._generate(request, body, prompts, "prompt", body.max_tokens, COMPLETION_TOKENS, "max_tokens")
+        return await self._generate(request, body, prompts, COMPLETION_TOKENS)
 
     async def models(self) -> Response:
         """``GET /v1/models``."""
@@ -124,32 +122,25 @@ class Routes:
         text = prometheus.render(await self.service.totals(), settings.domain, model.id)
         return Response(text, media_type=prometheus.CONTENT_TYPE)
 
-    async def _generate(
-        self,
-        request: Request,
-        body: Generate,
-        prompts: list[list[int]],
-        param: str,
-        asked: int | None,
-        default: int,
-        name: str,
-    ) -> Response:
-        model, serving = self.service.model, self.limits
+    async def _generate(self, request: Request, body: Generate, prompts: list[list[int]], default: int) -> Response:
+        """Decode every prompt ``n`` times; ``default`` is how many tokens a body means that does not say."""
+        model, param = self.service.model, "messages" if body.chat else "prompt"
         check_bias(body.logit_bias or (), model.vocabulary)
-        response_id = f"{'chatcmpl' if param == 'messages' else 'cmpl'}-{uuid.uuid4().hex}"
+        response_id = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4().hex}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
-        policy = policy_of(body.osd, self.service.settings)
-        sequences = []
+        asked, name = body.limit
+        common = self._sequence(body)
+        sequences: list[Sequence] = []
         for ids in prompts:
             check_prompt(ids, param, model.context, model.vocabulary)
-            limit = serving.max_completion_tokens
+            limit = self.limits.max_completion_tokens
             budget = completion_budget(asked, default, name, len(ids), model.context, limit)
             for choice in range(body.n or 1):
-                sequence = self._sequence(response_id, len(sequences), ids, budget, body, seed_of(seed, choice))
-                sequences.append(replace(sequence, policy=policy))
-        chat = param == "messages"
-        logprobs = Logprobs(chat, partial(self._in_thread, self._texts))
-        answer = Answer(response_id, model.id, chat, len(sequences), [len(ids) for ids in prompts], logprobs)
+                sampling = replace(common.sampling, seed=seed_of(seed, choice))
+                mine = f"{response_id}-{len(sequences)}"
+                sequences.append(replace(common, id=mine, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling))
+        logprobs = Logprobs(body.chat, partial(self._in_thread, self._texts))
+        answer = Answer(response_id, model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs)
         generation = Generation(self.service, self.queue, sequences)
         handed_over = False
         try:
@@ -170,9 +161,8 @@ class Routes:
             if not handed_over:
                 generation.close()
 
-    def _sequence(
-        self, response_id: str, index: int, ids: list[int], budget: int, body: Generate, seed: int
-    ) -> Sequence:
+    def _sequence(self, body: Generate) -> Sequence:
+        """What all sequences of a request have in common; they differ in prompt, budget, id and seed."""
         settings = self.service.settings
         temperature = 1.0 if body.temperature is None else body.temperature
         sampling = Sampling(
@@ -184,19 +174,19 @@ class Routes:
             frequency_penalty=body.frequency_penalty or 0.0,
             repetition_penalty=body.repetition_penalty or 1.0,
             logit_bias=tuple(body.logit_bias or ()),
-            seed=seed,
             repeatable=body.seed is not None,
         )
         allowed = settings.serving.capture_default if body.store is None else body.store
         return Sequence(
-            id=f"{response_id}-{index}",
-            prompt_ids=tuple(ids),
-            max_tokens=budget,
+            id="",
+            prompt_ids=(),
+            max_tokens=0,
             sampling=sampling,
             stop=tuple(body.stop or ()),
             ignore_eos=bool(body.ignore_eos),
             capture=settings.capture.enabled and allowed,
             domain=body.osd.domain if body.osd else None,
+            policy=policy_of(body.osd, settings),
             logprobs=body.top,
         )
 

@@ -146,6 +146,8 @@ class Generate(Body):
     was drafted.
     """
 
+    chat: ClassVar[bool] = False
+
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
@@ -167,6 +169,11 @@ class Generate(Body):
     store: bool | None = None
     user: str | None = None
     osd: Speculation | None = None
+
+    @property
+    def limit(self) -> tuple[int | None, str]:
+        """How many tokens a completion may have at most, None when nobody says, and the field that says so."""
+        return self.max_tokens, "max_tokens"
 
     @property
     def top(self) -> int | None:
@@ -195,11 +202,18 @@ class ChatRequest(Generate):
     """``POST /v1/chat/completions``."""
 
     neutral = _CHAT_NEUTRAL
+    chat = True
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def limit(self) -> tuple[int | None, str]:
+        """See ``Generate``."""
+        both = (self.max_completion_tokens, "max_completion_tokens"), (self.max_tokens, "max_tokens")
+        return both[0] if self.max_completion_tokens else both[1]
 
     @property
     def top(self) -> int | None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.demo.measure import HeldOut
-from osd.metrics import acceptance_rate
+from osd.metrics import SpeculationCounts, acceptance_rate
 from osd.traffic.open_loop import Tally
 
 
@@ -25,9 +25,7 @@ class Sample:
     """The service's counters at one moment, ``time`` seconds after the traffic began."""
 
     time: float
-    rounds: float
-    drafted: float
-    accepted: float
+    counts: SpeculationCounts
     tokens: float
     version: int
     swaps: int
@@ -37,7 +35,7 @@ class Sample:
 
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_NOTHING = Sample(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+_NOTHING = Sample(0, SpeculationCounts(), 0, 0, 0, 0, 0, 0)
 
 
 @dataclass
@@ -65,9 +63,10 @@ class Story:
         for sample in self.samples:
             while sample.time - self.samples[start].time > window:
                 start += 1
-            drafted = sample.drafted - self.samples[start].drafted
-            if drafted:
-                points.append((sample.time, acceptance_rate(sample.accepted - self.samples[start].accepted, drafted)))
+            now, then = sample.counts, self.samples[start].counts
+            if now.drafted > then.drafted:
+                rate = acceptance_rate(now.accepted - then.accepted, now.drafted - then.drafted)
+                points.append((sample.time, rate))
         return points
 
     def speed(self, window: float = 10.0) -> float:

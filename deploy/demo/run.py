@@ -19,6 +19,7 @@ from deploy.demo.measure import measure
 from deploy.demo.report import Sample, Story, line, panel, show, write
 from deploy.embedded import Embedded, StartError
 from osd.config import Settings
+from osd.metrics import SpeculationCounts
 from osd.registry.pointer import Pointer
 from osd.traffic import SOURCES, load
 from osd.traffic.open_loop import Load, replay
@@ -114,9 +115,11 @@ async def _sample(client: httpx2.AsyncClient, service: Embedded, story: Story) -
     story.samples.append(
         Sample(
             time=time.monotonic() - story.begun,
-            rounds=totals.get("vllm:spec_decode_num_drafts_total", 0),
-            drafted=totals.get("vllm:spec_decode_num_draft_tokens_total", 0),
-            accepted=totals.get("vllm:spec_decode_num_accepted_tokens_total", 0),
+            counts=SpeculationCounts(
+                rounds=int(totals.get("vllm:spec_decode_num_drafts_total", 0)),
+                drafted=int(totals.get("vllm:spec_decode_num_draft_tokens_total", 0)),
+                accepted=int(totals.get("vllm:spec_decode_num_accepted_tokens_total", 0)),
+            ),
             tokens=totals.get("osd_completion_tokens_total", 0),
             version=int(totals.get("osd_drafter_version", 0)),
             swaps=int(totals.get("osd_swaps_total", 0)),

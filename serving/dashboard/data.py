@@ -137,8 +137,8 @@ def compose(
                 "canary": report.canary,
                 "others": dict(report.others),
                 "speculation": report.speculation,
-                "running": report.running,
-                "waiting": report.waiting,
+                "running": report.load.running,
+                "waiting": report.load.waiting,
                 "swap_stall_seconds_max": report.swap_stall_seconds_max,
             }
             for report in totals.replicas

@@ -12,6 +12,7 @@ from deploy.demo.report import Sample, Story, write
 from osd import drafters
 from osd.config import Settings, load_settings
 from osd.engine.engine import Engine
+from osd.metrics import SpeculationCounts
 from osd.registry.versions import Registry
 from osd.traffic.prompt import Prompt
 
@@ -68,7 +69,7 @@ def test_an_output_that_speculation_changes_is_seen(settings, monkeypatch):
 def test_the_report_has_the_keys_that_are_promised(settings, tmp_path):
     held_out = measure(settings, PROMPTS, 1, 2, 8, lambda step: None)
     story = Story("the target", 60, first=1, last=2, trainer={"published": 1, "rejected": 2, "trained": 3})
-    story.samples.append(Sample(1, 2, 3, 4, 5, 6, 7, 0.008, 9, 10))
+    story.samples.append(Sample(1, SpeculationCounts(2, 3, 4), 5, 6, 7, 0.008, 9, 10))
     write(tmp_path / "report.json", story, held_out)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report | {"held_out": None} == {

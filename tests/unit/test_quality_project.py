@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from osd.cli.app import app
 from osd.config import Settings, load_settings
+from osd.engine.counters import EngineLoad
 from serving.prometheus import BY_VERSION, render
 from serving.replica_metrics import Report, Totals
 
@@ -47,7 +48,7 @@ def test_every_folder_with_code_is_a_package():
 
 
 def test_grafana_asks_only_for_metrics_that_the_service_exports():
-    report = Report("r", 0.0, 1, True, 0, 0, 0.0, {})
+    report = Report("r", 0.0, 1, True, EngineLoad(0, 0), 0.0, {})
     counters: dict = {("accepted_per_position", 0): 1.0}
     counters |= {(name, "general", 1): 1.0 for name in BY_VERSION}
     text = render(Totals(counters, [report]), "general", "model").decode()

@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from osd.config import Settings
+from osd.engine.counters import EngineLoad
 from osd.registry.ledger import Spent
 from osd.registry.pointer import Rollout
 from serving import dashboard
@@ -77,7 +78,7 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
         ("version_accepted", "general", 2): 30,
         ("version_drafted", "code", 2): 7,
     }
-    metrics.push(Report("r1", now, 2, True, 1, 0, 0.0, counters, canary=3, others={"code": 2}))
+    metrics.push(Report("r1", now, 2, True, EngineLoad(1, 0), 0.0, counters, canary=3, others={"code": 2}))
     feeds = {
         "redis": True,
         "rollout": Rollout(2, 3, 0.25, 1.0),

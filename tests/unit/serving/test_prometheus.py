@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from osd.engine.counters import EngineLoad
 from osd.registry.ledger import Spent
 from serving.prometheus import render
 from serving.replica_metrics import Report, Totals
@@ -23,7 +24,7 @@ TOTALS = Totals(
         ("version_decode_seconds", "general", 3): 5.0,
         "traces_dropped": 2,
     },
-    [Report("r1", 1.0, 3, True, 4, 1, 0.002, {}, others={"code": 7})],
+    [Report("r1", 1.0, 3, True, EngineLoad(4, 1), 0.002, {}, others={"code": 7})],
     Spent({2: 4.0, 3: 6.0}, 1.5),
 )
 

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from osd.engine.counters import EngineLoad
 from serving.replica_metrics import ReplicaMetrics, Report
 
 
 def report(time, name="a", version=1, running=0, waiting=0, **counters):
-    return Report(name, time, version, True, running, waiting, 0.0, counters)
+    return Report(name, time, version, True, EngineLoad(running, waiting), 0.0, counters)
 
 
 def test_totals_sum_over_replicas():
@@ -43,7 +44,7 @@ def test_history_gives_rates_and_ratios_for_each_bin():
     for second in range(10):
         metrics.push(
             Report(
-                "a", 1000 + second + 0.5, 1, True, 2, 1, 0.0,
+                "a", 1000 + second + 0.5, 1, True, EngineLoad(2, 1), 0.0,
                 {
                     "completion_tokens": 30 * (second + 1),
                     "rounds": 10 * (second + 1),
@@ -78,7 +79,7 @@ def test_seconds_without_traffic_have_no_acceptance_rather_than_zero():
 
 def test_a_position_that_accepted_nothing_is_still_shown():
     metrics = ReplicaMetrics()
-    metrics.push(Report("a", 1000.5, 1, True, 0, 0, 0.0, {"rounds": 2, ("accepted_per_position", 0): 0}))
+    metrics.push(Report("a", 1000.5, 1, True, EngineLoad(0, 0), 0.0, {"rounds": 2, ("accepted_per_position", 0): 0}))
     assert metrics.history(1002.0, 60).accepted_per_position == [0]
 
 
