@@ -89,6 +89,7 @@ class Linears:
             torch.randn(rows, int(layer.in_features), device=self._device).to(dtype)  # type: ignore[arg-type]
             for layer, dtype in self._layers
         ]
+        result = inputs[0]
         begun = time.perf_counter()
         for (layer, _), x in zip(self._layers, inputs, strict=True):
             result = layer(x)

@@ -106,7 +106,7 @@ def measure(
     for live, done in _places(pair, prompts, sampling, plan, 0):
         report(f"counting acceptance: {done} of {plan.contexts} contexts")
         _count(live, (sparse, static))
-    ways = {
+    ways: dict[str, Growth] = {
         "chain": Chain(plan.budget),
         "static_tree": static,
         "dynamic_tree": DynamicTree(plan.budget),
@@ -154,6 +154,7 @@ def _places(
 
 def _count(live: Live, growths: Sequence[StaticTree]) -> None:
     """Let each of ``growths`` see what the target accepts of its drafts here, and take its best shape; go on."""
+    done: list[tuple[Drafted, Verdict]] = []
     for index, growth in enumerate(growths):
         drafted = live.draft(growth, index)
         verdict = _verify(drafted, RULES[growth.name][0], live, index + len(growths))
@@ -164,10 +165,12 @@ def _count(live: Live, growths: Sequence[StaticTree]) -> None:
             table.observe(drafted.draft.parents[b, :size].tolist(), path)
         if table.due():
             growth.reshape(None)
-    live.advance(drafted, verdict)
+        done.append((drafted, verdict))
+    live.advance(*done[-1])
 
 
 def _compare(live: Live, ways: dict[str, Growth], seen: dict[str, _Seen], repeats: int) -> None:
+    last: list[tuple[Drafted, Verdict]] = []
     for index, (name, growth) in enumerate(ways.items()):
         before = live.calls
         drafted = live.draft(growth, index)
@@ -179,8 +182,9 @@ def _compare(live: Live, ways: dict[str, Growth], seen: dict[str, _Seen], repeat
             for repeat in range(repeats):
                 verdict = _verify(drafted, rule, live, len(ways) * (1 + repeat) + index)
                 kept += verdict.accepted / repeats
+                last = [(drafted, verdict)]
             accepted.append(kept)
-    live.advance(drafted, verdict)
+    live.advance(*last[0])
 
 
 def _verify(drafted: Drafted, rule: str, live: Live, purpose: int) -> Verdict:

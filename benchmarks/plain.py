@@ -97,18 +97,18 @@ def _decode(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, nam
     return {name: len(prompts) * tokens / seconds, f"{name}_decoding": decoding_rate(arrivals)}
 
 
-_MODEL: Any = None
+_model: Any = None
 
 
 def _load(directory: str, dtype: str, threads: int) -> None:
-    global _MODEL
+    global _model
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.set_num_threads(threads)
-    _MODEL = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    _model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
 
 
 def _generate(prompt: tuple[int, ...], tokens: int) -> float:
@@ -117,7 +117,7 @@ def _generate(prompt: tuple[int, ...], tokens: int) -> float:
 
     ids = torch.tensor([prompt])
     begun = time.perf_counter()
-    _MODEL.generate(
+    _model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
     )
     return time.perf_counter() - begun

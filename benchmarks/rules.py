@@ -11,17 +11,20 @@ from torch import Tensor
 
 from benchmarks import closed_forms
 from benchmarks.figures import Mean, Row, Table, difference
-from benchmarks.live import Live
+from benchmarks.live import Drafted, Live
 from benchmarks.pair import Pair
 from osd.engine.request import Sampling
 from osd.speculation.compatibility import IncompatibleError, compatible
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.tree import Draw
-from osd.speculation.verification import VERIFICATIONS, Rule
+from osd.speculation.verification import VERIFICATIONS, Rule, Verdict
 
 _ON_CHAINS = ("chain", "block", "naive")  # siblings, k_seq and greedy_multidraft are chain there, and traversal block
-_NEVER_LESS = (("chain", "block", "chain"), ("iid", "traversal", "siblings"))
-_NEVER_LESS += (("without_replacement", "traversal", "siblings"),)
+_NEVER_LESS = (
+    ("chain", "block", "chain"),
+    ("iid", "traversal", "siblings"),
+    ("without_replacement", "traversal", "siblings"),
+)
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ class Sample:
 
 
 def _round(live: Live, ways: list[Kind], repeats: int, samples: dict[tuple[str, str], list[Sample]]) -> None:
+    kept_on: list[tuple[Drafted, Verdict]] = []
     for index, way in enumerate(ways):
         drafted = live.draft(way.growth, index)
         draft, p = drafted.draft, drafted.p
@@ -144,12 +148,12 @@ def _round(live: Live, ways: list[Kind], repeats: int, samples: dict[tuple[str, 
                 kept += verdict.accepted / repeats
                 first += (verdict.accepted > 0) / repeats
                 if way is ways[-1] and rule is way.rules[0] and repeat == 0:
-                    decided = verdict
+                    kept_on.append((drafted, verdict))
             exact = closed_forms.acceptance(rule.name, after, root, way.drafts, way.draw)
             if rule.name == "block" and way.growth.max_nodes > 1:
                 exact = None  # it weighs the tokens after the first too
             samples[way.name, rule.name].append(Sample(kept, first, exact, bound))
-    live.advance(drafted, decided)
+    live.advance(*kept_on[0])
 
 
 def _table(ways: list[Kind], samples: dict[tuple[str, str], list[Sample]], sampling: Sampling) -> Table:
@@ -179,4 +183,4 @@ def _table(ways: list[Kind], samples: dict[tuple[str, str], list[Sample]], sampl
         gain = difference(kept[draw, more], kept[draw, less])
         if gain.below_zero:
             broken.append(f"{more} on {draw} keeps {-gain.value:.4f} tokens a round less than {less}")
-    return Table(sampling.temperature, sampling.top_p, len(bound), rows, broken)
+    return Table(sampling.temperature, sampling.top_p, len(next(iter(kept.values()))), rows, broken)

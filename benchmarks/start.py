@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +87,7 @@ def start(settings: Settings, limit: float = 300.0) -> Started:
 
 
 @contextmanager
-def _up(settings: Settings) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+def _up(settings: Settings) -> Generator[tuple[subprocess.Popen[bytes], str, Path]]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
@@ -212,7 +212,7 @@ def _reachable(host: str) -> str:
 
 
 @contextlib.contextmanager
-def _coming_up() -> Iterator[None]:
+def _coming_up() -> Generator[None]:
     try:
         yield
     except (RayError, RuntimeError) as error:

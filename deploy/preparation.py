@@ -10,7 +10,7 @@ import os
 import time
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -113,7 +113,7 @@ class _First:
         return drafters.initial(self._settings.drafter, self._target, self._settings.home_dir)
 
     @cached_property
-    def config(self) -> dict:
+    def config(self) -> dict[str, Any]:
         drafter = self._settings.drafter
         if drafter.kind == "language_model" and drafter.source is not None:  # a model whose files may change
             return self._made()
@@ -131,11 +131,11 @@ class _First:
         temporary.replace(file)
         return config
 
-    def _made(self) -> dict:
+    def _made(self) -> dict[str, Any]:
         return json.loads(json.dumps(self.drafter.config()))
 
 
-def _fitting(registry: Registry, domain: str, rollout: Rollout | None, config: dict) -> Rollout | None:
+def _fitting(registry: Registry, domain: str, rollout: Rollout | None, config: dict[str, Any]) -> Rollout | None:
     """``rollout`` if its version fits, else the newest version that does."""
     if rollout is not None and _serves(registry, domain, rollout.stable, config):
         return rollout
@@ -163,7 +163,7 @@ def _kept_file(settings: Settings, domain: str) -> Path:
     return settings.registry_dir / f"{domain}.rollout.json"
 
 
-def _serves(registry: Registry, domain: str, number: int, config: dict) -> bool:
+def _serves(registry: Registry, domain: str, number: int, config: dict[str, Any]) -> bool:
     """Whether a version that was put in service stays: it fits, or was trained elsewhere and brings its own sizes."""
     if _fits(registry, domain, number, config):
         return True
@@ -174,7 +174,7 @@ def _serves(registry: Registry, domain: str, number: int, config: dict) -> bool:
     return "imported" in version.manifest and version.config.get("kind") == config["kind"]
 
 
-def _fits(registry: Registry, domain: str, number: int, config: dict) -> bool:
+def _fits(registry: Registry, domain: str, number: int, config: dict[str, Any]) -> bool:
     try:
         found = registry.load(domain, number).config
     except VersionError:

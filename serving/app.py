@@ -69,7 +69,7 @@ class MetricsOverRay:
         self._failing = True
 
 
-@serve.ingress()
+@serve.ingress()  # pyright: ignore[reportUntypedClassDecorator] # Ray gives it no types
 class Server:
     """A Serve replica: HTTP in front, one engine inside."""
 
@@ -110,7 +110,7 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
     metrics = DeploymentActorConfig(
         name=METRICS, actor_class=ray.remote(ReplicaMetrics), actor_options={"num_cpus": 0, "max_concurrency": 1}
     )
-    deployment = serve.deployment(
+    deployment: Any = serve.deployment(  # Ray's types call this a function
         Server,
         name="osd",
         num_replicas=settings.serving.replicas,

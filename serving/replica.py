@@ -99,7 +99,7 @@ class Replica:
 
     def encode(self, text: str, special: bool) -> list[int]:
         """See ``Service``."""
-        return self._tokenizer(text, add_special_tokens=special)["input_ids"]  # type: ignore[return-value]
+        return self._tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """See ``Service``."""

@@ -19,7 +19,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from redis.exceptions import RedisError
@@ -108,7 +108,7 @@ class Capacity:
         return False
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self) -> Generator[None]:
         """Take note of the work inside, to rest after it."""
         began, before = time.monotonic(), self._clock()
         yield

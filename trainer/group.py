@@ -48,7 +48,7 @@ class Group(Trainer):
 
     _told = False  # the error that ended the group that is there now
 
-    def join(self, actor: ActorHandle) -> tuple[bool, bool]:
+    def join(self, actor: ActorHandle[Any]) -> tuple[bool, bool]:
         """Rank 0 of a new group is there; returns whether it shall pause, and whether it shall stop."""
         with self._lock:
             if self._worker is not None and not self._told:
@@ -91,7 +91,7 @@ class Group(Trainer):
 class Remote:
     """The ``School`` of a group's rank 0. One that is gone trains nothing, and is at rest."""
 
-    def __init__(self, actor: ActorHandle) -> None:
+    def __init__(self, actor: ActorHandle[Any]) -> None:
         self._actor = actor
 
     def status(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _answer(actor: object, method: str, *arguments: Any) -> Any:
     return getattr(_school, method)(*arguments)
 
 
-def _this_actor() -> ActorHandle:
+def _this_actor() -> ActorHandle[Any]:
     return ray.get_runtime_context().current_actor
 
 
@@ -149,7 +149,7 @@ def work(config: dict[str, Any]) -> None:
         raise
 
 
-def _lead(settings: Settings, redis_url: str, group: ActorHandle) -> None:
+def _lead(settings: Settings, redis_url: str, group: ActorHandle[Any]) -> None:
     from trainer.ranks import Leader
     from trainer.school import School
 

@@ -23,7 +23,7 @@ def _trainer(**values: object) -> Change:
 
 
 def _recipe(**values: object) -> Change:
-    return lambda recipe: replace(recipe, **values)  # type: ignore[arg-type]
+    return lambda recipe: replace(recipe, **values)
 
 
 ABLATIONS: dict[str, dict[str, Change]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Traffic:
         Raises:
             TrafficError: there are not as many.
         """
-        distinct: dict[tuple, Prompt] = {}
+        distinct: dict[tuple[str | None, tuple[str, ...]], Prompt] = {}
         for prompt in prompts:
             distinct.setdefault((prompt.system, prompt.turns), prompt)
         for name, there in (("distinct prompts", len(distinct)), ("arrivals", len(arrivals))):
@@ -164,7 +164,7 @@ def net(
 
 
 @contextmanager
-def _homes(settings: Settings) -> Iterator[dict[str, Settings]]:
+def _homes(settings: Settings) -> Generator[dict[str, Settings]]:
     """The settings of each way, each with a home and a Redis of its own, gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="osd-net-") as root:
         yield {
@@ -218,7 +218,7 @@ def _wait_for(trainer: Any) -> None:
 
 
 @contextmanager
-def _feeding(settings: Settings, own: Registry, redis_url: str, due: Sequence[Due]) -> Iterator[None]:
+def _feeding(settings: Settings, own: Registry, redis_url: str, due: Sequence[Due]) -> Generator[None]:
     """Bring each of ``due`` into service when its time has come, counted from now, until the traffic is over."""
     stop, begun = threading.Event(), time.monotonic()
 

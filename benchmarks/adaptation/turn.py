@@ -83,7 +83,9 @@ class Turn:
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
-def turn_of(way: str, clients: dict[str, Any], samples: Sequence[Sample], settings: Settings, said: dict) -> Turn:
+def turn_of(
+    way: str, clients: dict[str, Any], samples: Sequence[Sample], settings: Settings, said: dict[str, Any]
+) -> Turn:
     """What a pass did, by what its clients saw, the looks at its service and what its trainer ``said``."""
     begin, end = samples[0], samples[-1]
 

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +149,7 @@ def _encode(settings: Settings, directory: Path, prompts: Sequence[Prompt], max_
 
 
 @contextmanager
-def _running(settings: Settings, directory: Path, version: Version) -> Iterator[Engine]:
+def _running(settings: Settings, directory: Path, version: Version) -> Generator[Engine]:
     drafter = drafters.from_config(version.config, directory)
     drafter.load_weights(version.weights)
     engine = make_engine(settings, directory, load_tokenizer(directory), Start(drafter, version.number), None)

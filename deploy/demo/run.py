@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +131,7 @@ async def _sample(client: httpx2.AsyncClient, service: Embedded, story: Story) -
 
 
 @contextmanager
-def _steps(console: Console, first: str) -> Iterator[Callable[[str], None]]:
+def _steps(console: Console, first: str) -> Generator[Callable[[str], None]]:
     """Yield what to call with the step that begins: a spinner on a terminal, a line for each elsewhere."""
     if console.is_terminal:
         with console.status(f"{first} ...") as status:
@@ -142,7 +142,7 @@ def _steps(console: Console, first: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def _display(story: Story, console: Console) -> Iterator[Callable[[], None]]:
+def _display(story: Story, console: Console) -> Generator[Callable[[], None]]:
     """Yield what to call when there is news: a live panel on a terminal, now and then a line elsewhere."""
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:

@@ -54,7 +54,7 @@ class Purges:
     def answer(self, request: str, domain: str, removed: Removed) -> None:
         """Say what the trainer of a domain removed."""
         with self._client.pipeline(transaction=True) as pipe:
-            pipe.hset(_ANSWERS + request, domain, msgspec.json.encode(removed))  # type: ignore[arg-type]
+            pipe.hset(_ANSWERS + request, domain, msgspec.json.encode(removed))
             pipe.pexpire(_ANSWERS + request, int(1000 * REMEMBERED_SECONDS))
             pipe.execute()
 

@@ -70,7 +70,7 @@ class Retention:
     def purge(self, asked: str) -> int:
         """Delete the records of a request; returns how many there were."""
         ids = [id for id, head in self._heads() if head is not None and belongs(head.request_id, asked)]
-        return int(self._client.xdel(self._settings.stream, *ids)) if ids else 0  # type: ignore[arg-type]
+        return int(self._client.xdel(self._settings.stream, *ids)) if ids else 0
 
     def _expire(self, now: float) -> int:
         oldest, expired = oldest_allowed(self._settings, now), []
@@ -81,7 +81,7 @@ class Retention:
             if head is not None and head.created >= oldest:
                 break
             expired.append(id)
-        return int(self._client.xdel(self._settings.stream, *expired)) if expired else 0  # type: ignore[arg-type]
+        return int(self._client.xdel(self._settings.stream, *expired)) if expired else 0
 
     def _heads(self) -> Iterator[tuple[bytes, Head | None]]:
         start = "-"

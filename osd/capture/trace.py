@@ -5,6 +5,8 @@ Ground floor: numpy and msgspec only. Logs are natural; arrays are little-endian
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -156,7 +158,7 @@ class _First(Trace, frozen=True, kw_only=True):
     def current(self) -> Trace:
         """The same record in the format of today."""
         drafted = self.verdict.numpy() != NOT_DRAFTED
-        changed = {
+        changed: dict[str, Any] = {
             "format": FORMAT,
             "drafter_domain": self.drafter_domain or self.domain,
             "source": Array.of(np.where(drafted, 0, -1).astype(np.int8)),

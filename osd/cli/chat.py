@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from osd.cli.common import (
     ConfigFile,
@@ -66,7 +66,7 @@ def _line(console: Console) -> str:
         return ""
 
 
-def _stream(http: httpx2.Client, body: dict) -> Iterator[str]:
+def _stream(http: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()

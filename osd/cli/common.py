@@ -6,7 +6,7 @@ import atexit
 import ctypes
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -71,7 +71,7 @@ def key_of(settings: Settings) -> str | None:
 
 
 @contextmanager
-def stop_signals() -> Iterator[None]:
+def stop_signals() -> Generator[None]:
     """Make the first Ctrl-C or SIGTERM unwind the command, and the second end every process of it at once."""
 
     def first(number: int, frame: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -197,7 +197,7 @@ class _Desk:
 
 
 @contextmanager
-def _open(config: ConfigFile, overrides: Overrides) -> Iterator[_Desk]:
+def _open(config: ConfigFile, overrides: Overrides) -> Generator[_Desk]:
     settings = settings_of(config, overrides)
     from redis.exceptions import RedisError
 
@@ -231,7 +231,7 @@ def _state(number: int, rollout: Rollout | None) -> str:
     return "yes, pinned" if rollout.pinned else "yes"
 
 
-def _figures(gate: dict) -> str:
+def _figures(gate: dict[str, Any]) -> str:
     numbers = ((name, value) for name, value in gate.items() if isinstance(value, float))
     return ", ".join(f"{name} {value:.3f}" for name, value in numbers)
 

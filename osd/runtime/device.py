@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -52,7 +52,7 @@ def sent(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 @contextmanager
-def aside(device: torch.device) -> Iterator[None]:
+def aside(device: torch.device) -> Generator[None]:
     """Run on a side stream of a GPU, beside what other threads do there, and synchronise on exit."""
     if device.type != "cuda":
         yield

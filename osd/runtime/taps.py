@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def tapped(model: nn.Module, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+def tapped(model: nn.Module, layers: Iterable[int]) -> Generator[dict[int, Tensor]]:
     """Yield a dict that gets the outputs [B, L, hidden] of decoder layers ``layers`` when ``model`` runs inside."""
     outputs: dict[int, Tensor] = {}
 
@@ -28,7 +28,7 @@ def tapped(model: nn.Module, layers: Iterable[int]) -> Iterator[dict[int, Tensor
 
 
 @contextmanager
-def only(model: nn.Module, layers: range, tuples: bool, states: Tensor | None) -> Iterator[None]:
+def only(model: nn.Module, layers: range, tuples: bool, states: Tensor | None) -> Generator[None]:
     """Run no decoder layers but ``layers`` when ``model`` runs inside.
 
     Those before hand on ``states`` [1, R, hidden], those behind what they are given: as ``tuples`` where layers do so.

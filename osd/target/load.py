@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,7 +229,7 @@ def _check(directory: Path, source: str) -> None:
 
 
 @contextmanager
-def _made_once(directory: Path) -> Iterator[tuple[Path, Path | None]]:
+def _made_once(directory: Path) -> Generator[tuple[Path, Path | None]]:
     """Yield ``directory`` and, if it has to be made, a folder whose ``model`` becomes it.
 
     Whoever comes while it is being made waits, and finds it whole.

@@ -15,8 +15,10 @@ from pathlib import Path
 
 from osd.traffic.prompt import Prompt, draw, shuffled
 
-_PACKAGES = ("asyncio", "collections", "concurrent", "email", "html", "http", "importlib", "json", "logging")
-_PACKAGES += ("multiprocessing", "sqlite3", "tomllib", "unittest", "urllib", "wsgiref", "xml", "zoneinfo")
+_PACKAGES = (
+    *("asyncio", "collections", "concurrent", "email", "html", "http", "importlib", "json", "logging"),
+    *("multiprocessing", "sqlite3", "tomllib", "unittest", "urllib", "wsgiref", "xml", "zoneinfo"),
+)
 _MIN_LINES, _MAX_CHARACTERS = 3, 300
 _QUESTIONS = (
     "Explain what this Python function does:",

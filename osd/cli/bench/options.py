@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,7 +59,7 @@ def check_output(json_file: Path | None, plot: Path | None = None) -> None:
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def loading() -> Generator[None]:
     """Load models and prompts on one core, without progress bars; what cannot be had ends the command."""
     from transformers.utils import logging
 
@@ -77,7 +77,7 @@ def loading() -> Iterator[None]:
 
 
 @contextmanager
-def running(engine: Engine) -> Iterator[None]:
+def running(engine: Engine) -> Generator[None]:
     """Run an engine until the command ends, in whatever way."""
     with stop_signals():
         engine.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,7 +38,7 @@ Markdown = Annotated[Path | None, typer.Option(help="Write the tables here, as M
 @contextmanager
 def open_lab(
     settings: Settings, files: Sequence[Path], records: int, unseen: int, tokens: int, minutes: float
-) -> Iterator[tuple[Lab, list[Stream]]]:
+) -> Generator[tuple[Lab, list[Stream]]]:
     """A lab with the streams recorded, or the end of the command."""
     from benchmarks.adaptation.lab import Lab, Size
     from benchmarks.adaptation.recording import RecordingError

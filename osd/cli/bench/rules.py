@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,7 +104,7 @@ def load(settings: Settings, plan: Plan, draft: str, source: str) -> tuple[Pair,
     return pair, prompts
 
 
-def conclude(tables: Sequence[Table], about: dict[str, object], json_file: Path | None, plot: Path | None) -> None:
+def conclude(tables: Sequence[Table], about: Mapping[str, object], json_file: Path | None, plot: Path | None) -> None:
     """Show the tables, write the files, and end with 1 when something is as it should not be."""
     from rich.console import Console
 
