@@ -14,9 +14,10 @@ from osd.drafters.base import Drafter, Runtime, Session
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.engine.engine import Engine
 from osd.registry.versions import Registry, VersionError
-from osd.runtime.model import SlotModel, load_model
+from osd.runtime.model import SlotModel
 from osd.runtime.taps import decoder_layers
 from osd.target.load import load_tokenizer, resolve
+from osd.target.model import load_model
 from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
 from serving.rollout_follower import Start

@@ -25,8 +25,8 @@ from benchmarks.pair import BenchError
 from benchmarks.report import columns
 from osd.config import Settings
 from osd.registry.versions import Registry
-from osd.runtime.model import DTYPES, load_config
 from osd.target.load import resolve
+from osd.target.model import DTYPES, load_config
 
 _UP = [sys.executable, "-c", "from osd.cli import main; main()", "up"]
 _REPLICA = "ServeReplica"

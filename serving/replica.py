@@ -23,9 +23,10 @@ from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry
 from osd.runtime.device import one_core
-from osd.runtime.model import SlotModel, load_config, load_model
+from osd.runtime.model import SlotModel
 from osd.runtime.taps import decoder_layers
 from osd.target.load import load_tokenizer, resolve
+from osd.target.model import load_config, load_model
 from serving.dashboard import data
 from serving.domains import DomainWatcher
 from serving.replica_metrics import History, ReplicaMetrics, Report, Totals

@@ -17,7 +17,7 @@ from osd.config import Settings, drafter_of
 from osd.drafters.acceptance_head import suited
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
-from osd.runtime.model import load_config
+from osd.target.model import load_config
 from osd.traffic.prompt import Prompt
 
 KINDS = ("eagle", "language_model")

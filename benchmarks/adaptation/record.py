@@ -18,8 +18,9 @@ from osd.config import ChainSettings, EagleSettings, Settings
 from osd.drafters.base import Drafter
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling, Update
-from osd.runtime.model import SlotModel, load_model
+from osd.runtime.model import SlotModel
 from osd.target.load import load_tokenizer, resolve
+from osd.target.model import load_model
 from osd.traffic.prompt import Prompt
 
 SLOTS = 16

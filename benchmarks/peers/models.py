@@ -9,7 +9,7 @@ import gguf
 from transformers import PreTrainedModel
 
 from osd.drafters.language_model.drafter import LanguageModel
-from osd.runtime.model import DTYPES
+from osd.target.model import DTYPES
 
 
 def write_drafter(drafter: LanguageModel, dtype: str, directory: Path) -> Path:

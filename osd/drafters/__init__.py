@@ -14,7 +14,7 @@ from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.initial import eagle_from_config, eagle_from_target
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.trainable import Trainable
-from osd.runtime.model import load_model
+from osd.target.model import load_model
 
 DRAFTERS: dict[str, type[Trainable]] = {"eagle": Eagle, "language_model": LanguageModel}
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from osd.runtime.batch import PackedRows, padded
 from osd.runtime.cuda_graph import BucketedForward
 from osd.runtime.decoder import Decoder, Forward, llama_shaped, recordable
-from osd.runtime.device import copied, pick_device
+from osd.runtime.device import copied
 from osd.runtime.fused import FusedDecoder, fusable
-from osd.runtime.generic import NAME, GenericDecoder
+from osd.runtime.generic import GenericDecoder
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.lean import LeanDecoder
 from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
 from osd.runtime.taps import decoder_layers
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class SlotModel:
@@ -133,19 +127,6 @@ class SlotModel:
             else:
                 places[name] = getattr(owner, attribute).data
         copied(places.values(), [staged[name] for name in places])
-
-
-def load_model(directory: Path, dtype: str, device: str) -> nn.Module:
-    """Read a causal language model from a directory, ready for ``SlotModel``; "auto" keeps the dtype of its file."""
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=DTYPES.get(dtype, dtype), attn_implementation=NAME, local_files_only=True
-    )
-    return model.to(pick_device(device))  # type: ignore[arg-type]
-
-
-def load_config(directory: Path) -> Any:
-    """Read the text configuration of the model in a directory."""
-    return AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
 
 
 def _let_go_of_file(model: nn.Module) -> None:

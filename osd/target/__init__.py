@@ -1,1 +1,1 @@
-"""The frozen target: finding its weights."""
+"""The frozen target: finding its weights, and reading them."""

@@ -27,8 +27,9 @@ def forward(
     from benchmarks.isolated import DRAFT_CONTEXT, on_several_cores
     from benchmarks.pair import find_drafter
     from osd.drafters.base import Runtime
-    from osd.runtime.model import SlotModel, load_model
+    from osd.runtime.model import SlotModel
     from osd.target.load import resolve
+    from osd.target.model import load_model
 
     with stop_signals():
         with loading():

@@ -32,8 +32,9 @@ def overhead(
     from benchmarks.report import costs
     from osd.engine.request import Sampling
     from osd.runtime.device import several_cores
-    from osd.runtime.model import SlotModel, load_model
+    from osd.runtime.model import SlotModel
     from osd.target.load import resolve
+    from osd.target.model import load_model
 
     with stop_signals():
         with loading():

@@ -32,8 +32,9 @@ def weights(
     from benchmarks.weights import quality, speedups
     from osd.engine.request import Request, Sampling
     from osd.runtime.device import several_cores
-    from osd.runtime.model import SlotModel, load_model
+    from osd.runtime.model import SlotModel
     from osd.runtime.native import kernels
+    from osd.target.model import load_model
     from osd.traffic import load
 
     if kernels() is None:

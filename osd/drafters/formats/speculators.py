@@ -27,7 +27,7 @@ from osd.drafters.eagle.initial import eagle_from_config
 from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.formats.base import CONFIG, WEIGHTS, FormatError, Origin, read_json
 from osd.drafters.trainable import Trainable
-from osd.runtime.model import load_config, load_model
+from osd.target.model import load_config, load_model
 
 NAMES = {
     "fuse.weight": "fc.weight",

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from osd.drafters.formats.base import FormatError, Origin
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.trainable import Trainable
-from osd.runtime.model import load_model
 from osd.target.load import load_tokenizer
+from osd.target.model import load_model
 
 
 class Transformers:

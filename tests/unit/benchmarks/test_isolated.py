@@ -12,7 +12,8 @@ from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, Drafting, bandwidth, f
 from benchmarks.pair import find_drafter
 from osd.config import EagleSettings, Settings, TargetSettings
 from osd.drafters.base import Runtime
-from osd.runtime.model import SlotModel, load_model
+from osd.runtime.model import SlotModel
+from osd.target.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY
 
 

@@ -6,8 +6,9 @@ import torch
 from benchmarks.streams import texts_of
 from benchmarks.weights import ROWS, quality, speedups
 from osd.engine.request import Request, Sampling
-from osd.runtime.model import SlotModel, load_model
+from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
+from osd.target.model import load_model
 from tests.tiny import make_tiny
 from tests.unit.engine.harness import prompts, running
 

@@ -18,7 +18,7 @@ from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.initial import eagle_from_target
 from osd.drafters.formats import FORMATS, FormatError, Origin, read, write
 from osd.drafters.language_model.drafter import LanguageModel
-from osd.runtime.model import load_model
+from osd.target.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY
 
 VARIANTS = [

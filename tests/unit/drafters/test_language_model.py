@@ -15,7 +15,7 @@ from osd.config import LanguageModelSettings
 from osd.drafters import DrafterError, from_config, initial
 from osd.drafters.base import Runtime
 from osd.drafters.language_model.drafter import LanguageModel
-from osd.runtime.model import load_model
+from osd.target.model import load_model
 from tests.tiny import make_tiny, tokenizer
 from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
 

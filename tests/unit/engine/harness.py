@@ -27,7 +27,8 @@ from osd.drafters import Drafter, Trainable, initial
 from osd.engine.engine import Engine
 from osd.engine.request import Request, Sampling, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
-from osd.runtime.model import SlotModel, load_model
+from osd.runtime.model import SlotModel
+from osd.target.model import load_model
 from tests.tiny import tokenizer
 
 GREEDY = Sampling(temperature=0.0)

@@ -1,0 +1,28 @@
+"""Read a target, or another model of transformers, from the directory that ``osd.target.load`` has found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from osd.runtime.device import pick_device
+from osd.runtime.generic import NAME
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def load_model(directory: Path, dtype: str, device: str) -> nn.Module:
+    """Read a causal language model from a directory, ready for ``SlotModel``; "auto" keeps the dtype of its file."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=DTYPES.get(dtype, dtype), attn_implementation=NAME, local_files_only=True
+    )
+    return model.to(pick_device(device))  # type: ignore[arg-type]
+
+
+def load_config(directory: Path) -> Any:
+    """Read the text configuration of the model in a directory."""
+    return AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
