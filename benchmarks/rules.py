@@ -65,7 +65,7 @@ class Kind:
     @property
     def draw(self) -> Draw:
         """How siblings are drawn."""
-        return self.growth.draw
+        return next(iter(self.growth.draws))
 
 
 def kinds(plan: Plan) -> list[Kind]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from osd.config import GrowthSettings
 from osd.speculation.compatibility import compatible
 from osd.speculation.growth import Growth, make_growth
-from osd.speculation.growth.heuristic import Heuristic
 from osd.speculation.verification import VERIFICATIONS, Rule
 from osd.speculation.verification.greedy import Walk, follow
 
@@ -26,13 +25,11 @@ class Policy:
     @property
     def first_limit(self) -> int:
         """Nodes of a request's first draft at most."""
-        return self.growth.start if isinstance(self.growth, Heuristic) else self.growth.max_nodes
+        return self.growth.first_limit
 
     def next_limit(self, limit: int, drafted: int, accepted: int) -> int:
         """The limit of a request's next draft, after one with ``limit`` and what came of it."""
-        if isinstance(self.growth, Heuristic):
-            return self.growth.adapt(limit, drafted, accepted)
-        return self.growth.max_nodes  # a tree may have another shape by then
+        return self.growth.next_limit(limit, drafted, accepted)
 
     @classmethod
     def of(cls, growth: GrowthSettings, verification: str) -> Policy:

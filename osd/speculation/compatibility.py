@@ -24,13 +24,16 @@ def compatible(growth: Growth, rule: Rule) -> None:
     Raises:
         IncompatibleError: it is not, with one sentence that names both and says why.
     """
-    # A single child is an ordinary draw from q, whatever would have become of a second one.
-    if growth.draw not in rule.draws and not (growth.chains and growth.draw is not Draw.DETERMINISTIC):
-        reason = f"growth {growth.name} {_DRAWN[growth.draw]}"
-    elif rule.chains_only and not growth.chains:
-        reason = f"growth {growth.name} grows trees and this rule verifies chains"
-    elif rule.fixed_width and not growth.fixed_width:
-        reason = f"growth {growth.name} lets the tokens drawn at a node decide how many more are drawn there"
-    else:
-        return
-    raise IncompatibleError(f"verification {rule.name} would bias the output: {reason}")
+    for draw in sorted(growth.draws - rule.draws, key=lambda draw: draw.code):
+        # A single child is an ordinary draw from q, whatever would have become of a second one.
+        if not growth.chains or draw is Draw.DETERMINISTIC:
+            raise IncompatibleError(_biased(growth, rule, _DRAWN[draw]))
+    if rule.chains_only and not growth.chains:
+        raise IncompatibleError(_biased(growth, rule, "grows trees and this rule verifies chains"))
+    if rule.fixed_width and not growth.fixed_width:
+        reason = "lets the tokens drawn at a node decide how many more are drawn there"
+        raise IncompatibleError(_biased(growth, rule, reason))
+
+
+def _biased(growth: Growth, rule: Rule, reason: str) -> str:
+    return f"verification {rule.name} would bias the output: growth {growth.name} {reason}"

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from osd.config import GrowthSettings
-from osd.speculation.growth.acceptance_head import AcceptanceHead
 from osd.speculation.growth.base import Expander, Growth
-from osd.speculation.growth.chain import Chain
-from osd.speculation.growth.confidence import Confidence
+from osd.speculation.growth.chain import AcceptanceHead, Chain, Confidence, Heuristic
 from osd.speculation.growth.dynamic_tree import DynamicTree
-from osd.speculation.growth.heuristic import Heuristic
 from osd.speculation.growth.sparse_tree import SparseTree
 from osd.speculation.growth.static_tree import StaticTree
 from osd.speculation.growth.top_k_tree import TopKTree

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -10,6 +12,9 @@ from torch import Tensor
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
+
+SecondsByShare = Callable[[float], Mapping[int, float]]
+"""Given how many sequences share a forward of the target: its seconds, by the rows that each of them has in it."""
 
 
 class Expander(Protocol):
@@ -41,23 +46,54 @@ class Expander(Protocol):
         ...
 
 
-class Growth(Protocol):
+class Growth(ABC):
     """A way to grow drafts.
 
     It may look at tokens that were drawn and are kept, never at the token about to be drawn, and keeps every token that
-    it drew. ``draw`` is how it draws siblings, ``max_nodes`` the largest tree it grows, ``chains`` whether no node ever
-    gets a second child, and ``fixed_width`` whether the number of children of a node is settled before the first of
-    them is drawn. ``stops_below`` is the probability of a token below which its chain ends, None where that is not all
-    that decides: greedy drafts of such a chain need nobody between two tokens.
+    it drew. A subclass says whatever differs from the values here, in its class or for each object.
     """
 
     name: ClassVar[str]
-    draw: Draw
+    draws: frozenset[Draw]
+    """Every way in which it may choose siblings."""
     max_nodes: int
-    chains: bool
-    fixed_width: bool
-    stops_below: float | None
+    """Nodes of the largest tree that it grows."""
+    chains: bool = False
+    """Whether no node ever gets a second child."""
+    fixed_width: bool = False
+    """Whether the number of children of a node is settled before the first of them is drawn."""
+    stops_below: float | None = None
+    """The probability of a token below which its chain ends, None where that is not all that decides: greedy drafts of
+    such a chain need nobody between two tokens."""
+    needs_acceptance_head: ClassVar[bool] = False
+    """Whether it asks ``Expander.acceptance``."""
 
+    @property
+    def first_limit(self) -> int:
+        """Nodes of a request's first draft at most."""
+        return self.max_nodes
+
+    def next_limit(self, limit: int, drafted: int, accepted: int) -> int:
+        """Nodes of a request's next draft at most, after one with ``limit`` and what came of it."""
+        return self.max_nodes  # which may have changed since
+
+    def observe(self, drafts: Sequence[tuple[Sequence[int], Sequence[int]]], seconds: SecondsByShare) -> bool:
+        """Learn from the drafts of a round.
+
+        Args:
+            drafts: the parents of each draft's nodes, and the nodes that were kept.
+            seconds: what a forward of the target takes.
+
+        Returns:
+            Whether drafts have another shape from now on.
+        """
+        return False
+
+    def forget(self) -> None:
+        """Expect another drafter from now on."""
+        return
+
+    @abstractmethod
     def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
         """Draw the drafts of one round.
 

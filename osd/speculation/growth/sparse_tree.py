@@ -44,7 +44,7 @@ class SparseTree(StaticTree):
             raise ValueError("sparse_tree needs at least one node, and the share of one rank at each depth")
         if not all(0 <= share <= 1 for level in ranks for share in level):
             raise ValueError("sparse_tree needs shares between 0 and 1")
-        self.draw = Draw(draw)
+        self._draw_siblings(draw)
         self._shape = ()
         self._follow(ranks, budget, seconds)
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from osd.speculation.growth.acceptance_table import AcceptanceTable
-from osd.speculation.growth.base import Expander, expanded
+from osd.speculation.growth.base import Expander, Growth, SecondsByShare, expanded
+from osd.speculation.growth.sibling_sampler import SiblingSampler
 from osd.speculation.growth.tree_shape import (
     best_shape,
     expected_tokens,
@@ -17,13 +18,14 @@ from osd.speculation.growth.tree_shape import (
     paths_of_shape,
     shape_of_paths,
 )
-from osd.speculation.growth.urns import Urns
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder
 
+_STEP = 0.1  # of a round in the running mean of sequences that draft together
 
-class StaticTree:
+
+class StaticTree(Growth):
     """Fill a given shape, level by level, with one forward of the drafter for each level.
 
     The shape is Sequoia's for measured acceptance by child rank (Chen et al., NeurIPS 2024) or a list of paths as
@@ -36,7 +38,6 @@ class StaticTree:
 
     name: ClassVar[str] = "static_tree"
     fixed_width = True
-    stops_below: float | None = None
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class StaticTree:
         if seconds is not None and acceptance is None:
             raise ValueError("static_tree needs acceptance to choose a size by seconds")
         self.table: AcceptanceTable | None = None
-        self.draw = Draw(draw)
+        self._draw_siblings(draw)
         self._shape: tuple[int, ...] = ()
         if acceptance is not None:
             self._follow([acceptance] * depth, budget, seconds)
@@ -73,11 +74,31 @@ class StaticTree:
             self._take(shape_of_paths(paths or ()))
             self.chains = len(set(self._shape)) == len(self._shape)
 
+    def _draw_siblings(self, draw: Draw | str) -> None:
+        self._draw = Draw(draw)
+        self.draws = frozenset({self._draw})
+
     def _follow(self, prior: Sequence[Sequence[float]], budget: int, seconds: Mapping[int, float] | None) -> None:
         """Have the best shape of at most ``budget`` nodes, by ``prior`` as long as nothing is counted."""
         self.table, self._budget = AcceptanceTable(prior), budget
+        self._together: float | None = None
         self.chains = all(len(level) == 1 for level in prior)  # whatever shape there will be
         self.reshape(seconds)
+
+    def observe(self, drafts: Sequence[tuple[Sequence[int], Sequence[int]]], seconds: SecondsByShare) -> bool:
+        """See ``Growth.observe``; now and then takes the best shape for what is counted by now."""
+        if self.table is None:
+            return False
+        before = len(drafts) if self._together is None else self._together
+        self._together = before + _STEP * (len(drafts) - before)
+        for parents, path in drafts:
+            self.table.observe(parents, path)
+        return self.table.due() and self.reshape(seconds(self._together))
+
+    def forget(self) -> None:
+        """See ``Growth.forget``."""
+        if self.table is not None:
+            self.table.forget()
 
     def reshape(self, seconds: Mapping[int, float] | None) -> bool:
         """Take the best shape for what ``table`` says by now.
@@ -114,7 +135,7 @@ class StaticTree:
         """See ``Growth.grow``; a limit cuts the shape after so many nodes, level by level."""
         device = limits.device
         builder = TreeBuilder(len(limits), self.max_nodes, expand.support, device)
-        urns, settings = Urns(builder, self.draw, sampling.temperature == 0), sampling.for_trees()
+        sampler, settings = SiblingSampler(builder, self._draw, sampling.temperature == 0), sampling.for_trees()
         # [B, 1 + shape] the node that stands at each place of the shape, the root first; -2 for none
         standing = torch.full((len(limits), 1 + self.max_nodes), -2, device=device)
         standing[:, 0] = ROOT
@@ -126,15 +147,15 @@ class StaticTree:
                 break
             nodes, wanted = standing[rows, above[which] + 1], below[which]
             places = expanded(builder, expand, settings, rows, nodes)[0]
-            urns.open(places)
+            sampler.open(places)
             width = ((wanted >= 0) & (wanted < limits[rows][:, None])).sum(-1)
             for rank in range(int(width.max())):
-                left = urns.left(places)
+                left = sampler.left(places)
                 m = ((width > rank) & (left > 0)).nonzero().squeeze(-1)
-                # The last token of an urn counts as drawn: it is drawn with certainty.
-                best = (width[m] - 1 > rank) & (left[m] > 1) if self.draw is Draw.TOP_THEN_DRAWN else None
-                standing[rows[m], wanted[m, rank] + 1] = urns.take(rows[m], places[m], nodes[m], noise, best)
-        return urns.finish()
+                # The last token of a row counts as drawn: it is drawn with certainty.
+                best = (width[m] - 1 > rank) & (left[m] > 1) if self._draw is Draw.TOP_THEN_DRAWN else None
+                standing[rows[m], wanted[m, rank] + 1] = sampler.take(rows[m], places[m], nodes[m], noise, best)
+        return sampler.finish()
 
 
 def _levels(shape: tuple[int, ...]) -> list[tuple[list[int], list[list[int]]]]:

@@ -7,13 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from osd.speculation.growth.base import Expander, expanded
+from osd.speculation.growth.base import Expander, Growth, expanded
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder, repeats
 
 
-class TopKTree:
+class TopKTree(Growth):
     """Keep the paths that the drafter finds most probable; nothing is drawn.
 
     At each level the ``top_k`` most probable candidates become nodes and are expanded, each into its own ``top_k``
@@ -24,10 +24,8 @@ class TopKTree:
     """
 
     name: ClassVar[str] = "top_k_tree"
-    draw = Draw.DETERMINISTIC
-    chains = False
+    draws = frozenset({Draw.DETERMINISTIC})
     fixed_width = True
-    stops_below: float | None = None
 
     def __init__(self, budget: int, top_k: int = 4, depth: int = 5) -> None:
         """Draft at most ``budget`` tokens, ``top_k`` of them a level, in paths of at most ``depth`` tokens."""
@@ -72,7 +70,7 @@ class TopKTree:
             rows, parents, columns, places, score = (torch.cat(parts) for parts in zip(*pool, strict=True))
             rest = _best(rows, score, limits - builder.sizes)
             builder.add(rows[rest], parents[rest], columns[rest], places[rest])
-        return builder.finish(self.draw)
+        return builder.finish(Draw.DETERMINISTIC)
 
 
 def _best(rows: Tensor, scores: Tensor, room: Tensor) -> Tensor:

@@ -101,3 +101,20 @@ def test_a_sparse_tree_has_the_paths_that_its_table_names() -> None:
     toy = Toy.random(3, 4, 3)
     draft, _ = round_of(growth, VERIFICATIONS["naive"], toy)(ForkingNoise([()]), 1)
     assert draft.parents.tolist() == [[ROOT, ROOT, 0]]
+
+
+def test_a_static_tree_shrinks_while_many_draft_together_and_grows_when_one_is_alone() -> None:
+    growth = GROWTHS["static_tree"](acceptance=[0.6, 0.15, 0.06], budget=6, depth=3)
+
+    def seconds(together: float) -> dict[int, float]:
+        return {rows: 1.0 + max(0.0, together * rows - 8) for rows in range(1, 8)}
+
+    parents = [-1, -1, 0]
+    for _ in range(64):
+        growth.observe([(parents, [])] * 8, seconds)
+    few = growth.max_nodes
+    changes = sum(growth.observe([(parents, [])], seconds) for _ in range(2000))
+    assert few < 3
+    assert growth.max_nodes == 6
+    assert changes > 0
+    assert GROWTHS["static_tree"](paths=[(0,)]).observe([([-1], [0])] * 1000, seconds) is False

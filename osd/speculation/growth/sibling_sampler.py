@@ -1,4 +1,4 @@
-"""Drawing siblings: the distribution after each expanded node is an urn that its children are drawn from."""
+"""Draws siblings from the distribution after each expanded node."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from osd.speculation import tree
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
 
-_MOST = 1 << 20  # draws from one urn, far above any
+_MOST = 1 << 20  # draws from one row, far above any
 
 
-class Urns:
-    """The urns of B growing trees, and the way to draw from them.
+class SiblingSampler:
+    """Draws the children of the nodes of B growing trees.
 
-    An urn is a row of the builder's q. Where siblings are drawn without replacement a drawn token is taken out of it,
-    and put back when the trees are finished. Sums over blocks of the vocabulary are kept up to date, so that a draw
-    costs little whatever the vocabulary.
+    They are drawn from the rows of the builder's q. Where siblings are drawn without replacement, a drawn token is
+    taken out of its row, and put back when the trees are finished. Sums over blocks of the vocabulary are kept up to
+    date, so that a draw costs little whatever the vocabulary.
 
     Greedy sequences get the most probable token that is left instead of a draw: their p is one-hot, so their output
     does not depend on how a child was chosen.
     """
 
     def __init__(self, builder: TreeBuilder, draw: Draw, greedy: Tensor) -> None:
-        """Start without urns; ``greedy`` [B] bool."""
+        """Start before the first draw; ``greedy`` [B] bool."""
         self._builder = builder
         self._draw = draw
         self._best = torch.ones_like(greedy) if draw is Draw.DETERMINISTIC else greedy
-        # [urns] draws so far, and [urns, blocks] sums once an urn is open
+        # [E] draws so far, and [E, blocks] sums of the rows that are open
         self._drawn = torch.zeros(builder.tokens.numel(), dtype=torch.int64, device=greedy.device)
         self._sums = torch.empty(0)
         self.share = torch.zeros(builder.tokens.shape, dtype=torch.float64, device=greedy.device)
@@ -43,30 +43,30 @@ class Urns:
         self._sums[start:end] = weights[start:end].sum(-1)
 
     def empty(self, places: Tensor) -> Tensor:
-        """[M] bool, whether the urns ``places`` [M] hold no token any more."""
+        """[M] bool, whether no token is left in the rows ``places`` [M]."""
         return self._sums[places].sum(-1) == 0
 
     def left(self, places: Tensor) -> Tensor:
-        """[M] how many tokens the urns ``places`` [M] still hold: 0, 1 or, for two or more, 2."""
+        """[M] how many tokens are left in the rows ``places`` [M]: 0, 1 or, for two or more, 2."""
         filled = self._sums[places] > 0  # [M, blocks]
         blocks = filled.sum(-1)
         inner = self._weights()[places, filled.long().argmax(-1)] > 0  # [M, block] of the first block that holds any
         return torch.where(blocks > 1, 2, inner.sum(-1).clamp(max=2))
 
     def take(self, rows: Tensor, places: Tensor, parents: Tensor, noise: Noise, best: Tensor | None = None) -> Tensor:
-        """Draw a child from each of M different urns that are not empty, and add it to its tree.
+        """Draw a child from each of M different rows that are not empty, and add it to its tree.
 
         Args:
             rows: [M] sequences.
-            places: [M] urns.
-            parents: [M] the nodes that the urns belong to, or ROOT.
+            places: [M] rows of q.
+            parents: [M] the nodes that these follow, or ROOT.
             noise: of all B sequences.
             best: [M] bool, where to take the most probable token instead of drawing.
 
         Returns:
             [M] the new nodes.
         """
-        weights, sums = self._weights(), self._sums[places]  # [urns, blocks, block], [M, blocks]
+        weights, sums = self._weights(), self._sums[places]  # [E, blocks, block], [M, blocks]
         # Numbers the draws of a sequence by what they are, so that none depends on the company in the batch.
         index = ((parents + 1) * _MOST + self._drawn[places]) * 2
         self._drawn[places] += 1
@@ -98,7 +98,7 @@ class Urns:
         return draft
 
     def _weights(self) -> Tensor:
-        """[urns, blocks, block] the builder's distributions."""
+        """[E, blocks, block] the builder's distributions."""
         q = self._builder.q
         if q is None:
             raise ValueError("no distribution is kept yet to draw from")
