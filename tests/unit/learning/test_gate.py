@@ -63,6 +63,11 @@ def test_too_few_held_out_positions_wait_instead_of_judging():
     assert verdict.reason == "not enough held-out records: 90 positions of 100"
 
 
+def test_exactly_as_many_positions_as_are_needed_are_judged():
+    verdict = Gate(2, "forward_kl", min_positions=90).judge(drafter(0.9), drafter(0.1), lambda: held_out(3))
+    assert verdict.passed
+
+
 def figures(overlaps, per_depth, groups=None):
     overlaps = torch.tensor(overlaps, dtype=torch.float64)
     groups = torch.arange(len(overlaps)) if groups is None else groups
@@ -89,6 +94,18 @@ def test_positions_of_one_sequence_do_not_count_as_independent():
     assert GATE.decide(figures(moved, (0.5, 0.5), groups), base).passed
     alone = torch.arange(400)
     assert not GATE.decide(figures(moved, (0.5, 0.5), alone), figures([0.5] * 400, (0.5, 0.5), alone)).passed
+
+
+def test_the_standard_error_is_of_the_differences_about_their_mean():
+    # All positions fell alike, by 0.001: there is no noise that could explain it.
+    assert not GATE.decide(figures([0.499] * 400, (0.5, 0.5)), figures([0.5] * 400, (0.5, 0.5))).passed
+
+
+def test_expected_tokens_per_round_may_fall_by_what_the_noise_of_each_depth_explains():
+    noise = torch.tensor([0.04, -0.04]).repeat(200)  # standard error 0.002
+    moved, base = figures((noise + 0.5).tolist(), (0.4995, 0.5)), figures([0.5] * 400, (0.5, 0.5))
+    assert GATE.decide(moved, base).passed
+    assert not GATE.decide(figures((noise + 0.5).tolist(), (0.49, 0.5)), base).passed
 
 
 def test_a_drop_of_expected_tokens_per_round_rejects_even_when_the_mean_overlap_holds():

@@ -102,6 +102,9 @@ def test_replay_mixes_old_records_among_fresh_ones():
     fresh = [name for sample in samples for name, _ in sample.fresh]
     everything = [trace.request_id for sample in samples for trace in sample.traces]
     assert len(set(fresh)) == len(fresh) >= 16
+    first = [trace.request_id for trace in samples[0].traces]
+    assert first[:5] == TRAIN[20:25], "the oldest fresh ones for half of the tokens"
+    assert set(first) & set(TRAIN[:20]), "however many fresh ones wait"
     assert set(everything) & set(TRAIN[:20])
 
 
@@ -151,6 +154,13 @@ def test_the_newest_held_out_records_are_evaluated():
     for name in HELD[:8]:
         replay.add(make_trace(name))
     assert [trace.request_id for trace in replay.held_out(40)] == HELD[5:8]
+
+
+def test_the_newest_held_out_record_is_evaluated_however_long_it_is():
+    replay = Replay(10_000, 0.1)
+    for name in HELD[:2]:
+        replay.add(make_trace(name))
+    assert [trace.request_id for trace in replay.held_out(1)] == [HELD[1]]
 
 
 def test_an_empty_buffer_gives_an_empty_sample():
