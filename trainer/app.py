@@ -1,139 +1,19 @@
-"""The trainer as a Ray actor: the loop in a thread, and the few calls that others make to it."""
+"""Starts the trainer: one process, or several that train together."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from osd.config import Settings
-from trainer.status import Status
+from trainer.actor import Trainer
+from trainer.distributed import CALLS, DistributedTrainer
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
-    from trainer.team import Team
-    from trainer.worker import Workshop
-
-logger = logging.getLogger(__name__)
-
 NAME = "osd-trainer"
-
-_LONGEST_BACKOFF = 30.0
-
-
-class Training(Protocol):
-    """What does the training: a ``School``, here or in another process."""
-
-    def status(self) -> dict[str, Any]:
-        """See ``School.status``."""
-        ...
-
-    def pause(self, timeout: float = 5.0) -> bool:
-        """See ``School.pause``."""
-        ...
-
-    def resume(self) -> None:
-        """See ``School.resume``."""
-        ...
-
-    def stop(self) -> None:
-        """See ``School.stop``."""
-        ...
-
-
-class Trainer:
-    """Runs the workers; after an error that nobody foresaw new ones take up their checkpoints, later and later.
-
-    When the process dies Ray starts it again with the same arguments, and the workers take up the checkpoints too.
-    """
-
-    def __init__(self, settings: Settings, redis_url: str) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-        self._settings = settings
-        self._redis_url = redis_url
-        self._lock = threading.Lock()
-        self._worker: Training | None = None
-        self._paused = False
-        self._stop = threading.Event()
-        self._failure = ""
-        self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
-        self._thread.start()
-
-    def status(self) -> dict[str, Any]:
-        """What ``School.status`` says, and ``failure``: the last error that nobody foresaw, or ""."""
-        with self._lock:
-            status = self._worker.status() if self._worker else Status().__dict__
-            return {**status, "failure": self._failure}
-
-    def fail(self, failure: str) -> None:
-        """Remember an error that nobody foresaw, for ``status``."""
-        self._failure = failure
-
-    def pause(self) -> bool:
-        """Stop training until ``resume``; True when the loop is at rest."""
-        with self._lock:
-            self._paused = True
-            worker = self._worker
-        return worker.pause() if worker else True
-
-    def resume(self) -> None:
-        """Undo ``pause``."""
-        with self._lock:
-            self._paused = False
-            if self._worker:
-                self._worker.resume()
-
-    def stop(self, timeout: float = 10.0) -> bool:
-        """End training with a checkpoint; False when that took longer than ``timeout`` seconds."""
-        self._stop.set()
-        with self._lock:
-            if self._worker:
-                self._worker.stop()
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        backoff = 1.0
-        while not self._stop.is_set():
-            try:
-                self._train()
-            except Exception as error:
-                logger.exception("training failed, next try from the checkpoint in %.0f s", backoff)
-                self.fail(f"{type(error).__name__}: {error}")
-                self._stop.wait(backoff)
-                backoff = min(2 * backoff, _LONGEST_BACKOFF)
-
-    def _train(self) -> None:
-        # Importing PyTorch and transformers takes seconds, and only the process that trains needs them.
-        from trainer.school import School
-
-        worker = School(self._settings, self._redis_url, open_workshop(self._settings))
-        with self._lock:
-            self._worker = worker
-            if self._paused:
-                worker.pause(timeout=0)
-            if self._stop.is_set():
-                worker.stop()
-        worker.run()
-
-
-def open_workshop(settings: Settings, team: Team | None = None) -> Workshop:
-    """Resolve the target that the drafters of ``settings`` belong to; without a ``team`` one process trains alone."""
-    from transformers import AutoConfig
-
-    from osd.drafters import from_config
-    from osd.target.load import resolve
-    from trainer.team import Alone
-    from trainer.worker import Workshop
-
-    directory = resolve(settings.target.source, settings.home_dir)
-    config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
-    build = partial(from_config, target_dir=directory)
-    return Workshop(config.vocab_size, config.hidden_size, build, team or Alone())
 
 
 def start(settings: Settings, redis_url: str, **options: Any) -> ActorProxy[Trainer]:
@@ -142,14 +22,12 @@ def start(settings: Settings, redis_url: str, **options: Any) -> ActorProxy[Trai
     It takes no core from Ray's books: it lives on what serving leaves over. Ray starts it again whenever it dies.
 
     Args:
-        settings: of the service; with more than one of ``trainer.workers`` the actor is a ``trainer.group.Group``.
+        settings: of the service; with more than one of ``trainer.workers`` the actor is a ``DistributedTrainer``.
         redis_url: where the stream is.
         options: further ones of the actor.
     """
     kind: type[Trainer] = Trainer
     if settings.trainer.workers > 1:
-        from trainer.group import CALLS, Group
-
-        kind, options = Group, {**options, "max_concurrency": CALLS}
+        kind, options = DistributedTrainer, {**options, "max_concurrency": CALLS}
     actor = ray.remote(kind).options(name=NAME, num_cpus=0, max_restarts=-1, max_task_retries=-1, **options)
     return actor.remote(settings, redis_url)

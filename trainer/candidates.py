@@ -1,4 +1,4 @@
-"""When the drafter in training is proposed, and when its canary is decided."""
+"""When the drafter in training is proposed, when its canary is decided, and what live requests say of both."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 
 from redis.exceptions import RedisError
 
+from osd.capture.trace import Trace
 from osd.config import TrainerSettings
-from osd.learning.batch import DistillBatch, collate, pack
-from osd.learning.distiller import Distiller
-from osd.learning.replay import Replay
-from trainer.learnt import Learnt
-from trainer.pace import Pace
-from trainer.progress import Progress
+from osd.drafters.trainable import Trainable
+from osd.learning.batch import DistillBatch
+from osd.learning.drift import DriftWatch
+from osd.learning.gate import GateDecision
+from osd.learning.online import Learner
+from trainer.accounts import Accounts
 from trainer.rollout import Publisher
-from trainer.spending import Spending
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
-
-HELD_OUT_TOKENS = 4096
-"""Newest held-out tokens that the gate looks at: some twenty requests, judged in a few seconds."""
-
-EVALUATION_TOKENS = 128
-"""Micro-batch of the evaluation: short enough to yield, and always the same, so that both sides see the same."""
 
 _CANARY_SECONDS = 0.5
 
@@ -36,63 +31,46 @@ class StoppedError(Exception):
 
 
 class Candidates:
-    """Proposes the drafter to the gate every ``trainer.steps_per_candidate`` micro-steps, and follows the canary.
+    """Takes the learner's candidates to the publisher, and follows the canary.
 
     Args:
-        settings: of the trainer.
         publisher: takes a candidate through gate and canary.
-        replay: where the held-out records are.
-        progress: knows the step of the next candidate.
-        pace: told what the gate said.
-        status: where candidates are counted.
-        spending: charged with each version.
-        learnt: named in the manifest of each version.
+        accounts: where candidates and versions are counted.
         spare: waits until serving can spare the capacity for a micro-batch; False when the loop shall end.
         working: takes note of each one's work.
     """
 
     def __init__(
         self,
-        settings: TrainerSettings,
         publisher: Publisher,
-        replay: Replay,
-        progress: Progress,
-        pace: Pace,
-        status: Status,
-        spending: Spending,
-        learnt: Learnt,
+        accounts: Accounts,
         spare: Callable[[], bool],
         working: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._steps = settings.steps_per_candidate
-        self._publisher = publisher
-        self._replay = replay
-        self._progress = progress
-        self._pace = pace
-        self._status = status
-        self._spending = spending
-        self._learnt = learnt
-        self._spare = spare
-        self._working = working
+        self._publisher, self._accounts = publisher, accounts
+        self._spare, self._working = spare, working
         self._gate_after = 0.0
         self._canary_after = 0.0
 
-    def due(self, distiller: Distiller) -> bool:
+    def due(self, learner: Learner) -> bool:
         """Whether it is time for a candidate."""
-        return distiller.steps >= self._progress.next_gate and time.monotonic() >= self._gate_after
+        return learner.due and time.monotonic() >= self._gate_after
 
-    def propose(self, distiller: Distiller) -> bool:
+    def propose(self, learner: Learner) -> bool:
         """Propose the drafter; a rejected one is trained on from where it is. False when nothing could be published.
 
         Raises:
             StoppedError: the loop shall end.
         """
-        status = self._status
-        distiller.update()
-        trained_on = {"records": status.trained, "tokens": status.tokens, "steps": distiller.steps}
+        accounts, status = self._accounts, self._accounts.status
+        counters, steps = learner.counters, learner.distiller.steps
+        trained_on = {"records": counters.trained, "tokens": counters.tokens, "steps": steps}
+
+        def judge(candidate: Trainable, baseline: Trainable) -> GateDecision:
+            return learner.gate.judge(candidate, baseline, lambda: self._held_out(learner))
+
         try:
-            learnt = self._learnt.state()
-            outcome = self._publisher.propose(distiller.drafter, self._held_out, trained_on, learnt)
+            outcome = self._publisher.propose(learner.candidate(), judge, trained_on, accounts.learnt.state())
         except RedisError as error:
             logger.warning("no candidate is published while Redis is gone: %s", error)
             self._gate_after = time.monotonic() + 2.0
@@ -101,17 +79,13 @@ class Candidates:
             logger.error("a candidate could not be published: %s", error)
             self._gate_after = time.monotonic() + 10.0
             return False
-        verdict = outcome.verdict
-        logger.info("candidate at step %d: %s", distiller.steps, verdict.reason)
-        status.gate = {"passed": verdict.passed, "reason": verdict.reason, **verdict.figures()}
-        self._progress.next_gate = distiller.steps + (max(self._steps // 5, 1) if verdict.waits else self._steps)
-        self._pace.judged(verdict, status.held_out)
+        decision = outcome.decision
+        logger.info("candidate at step %d: %s", steps, decision.reason)
+        status.gate = {"passed": decision.passed, "reason": decision.reason, **decision.figures()}
+        learner.judged(decision)
         if outcome.version is not None:
-            status.version = self._publisher.stable
-            status.published += 1
-            self._spending.published(outcome.version)
-            self._learnt.published()
-        elif not verdict.waits:
+            accounts.published(outcome.version, self._publisher.stable)
+        elif not decision.waits:
             status.rejected += 1
         return True
 
@@ -127,12 +101,45 @@ class Candidates:
             logger.warning("nothing is decided on the canary while Redis is gone: %s", error)
             return
         if judgement is not None:
-            self._status.canary = {**canary.figures(), "action": judgement.action, "reason": judgement.reason}
+            figures = {"action": judgement.action, "reason": judgement.reason}
+            self._accounts.status.canary = {**canary.figures(), **figures}
 
-    def _held_out(self) -> Iterator[DistillBatch]:
+    def _held_out(self, learner: Learner) -> Iterator[DistillBatch]:
         """The held-out positions in micro-batches, each as soon as serving can spare it."""
-        for group in pack(self._replay.held_out(HELD_OUT_TOKENS), EVALUATION_TOKENS):
+        for batch in learner.held_out():
             if not self._spare():
                 raise StoppedError
             with self._working():
-                yield collate(group)
+                yield batch
+
+
+class LiveRequests:
+    """Looks at what each live request says of the drafter that served it: evidence on the canary, and drift.
+
+    Args:
+        settings: of the trainer.
+        publisher: of the domain; told of its requests.
+        status: where falls of acceptance are counted.
+        drifted: called at each of them.
+    """
+
+    def __init__(
+        self, settings: TrainerSettings, publisher: Publisher, status: Status, drifted: Callable[[], None]
+    ) -> None:
+        self._drift = DriftWatch(settings.drift_fall, settings.drift_records)
+        self._publisher, self._status, self._drifted = publisher, status, drifted
+
+    def observe(self, trace: Trace) -> None:
+        """Take in a request."""
+        service = self._publisher.service
+        if trace.drafter_domain == service.domain:
+            self._publisher.observe(trace)
+        drift = self._drift.add(trace)
+        if drift is None:
+            return
+        logger.warning("acceptance of %s fell from %.3f to about %.3f", drift.domain, drift.before, drift.now)
+        self._status.drifts += 1
+        self._status.drift = asdict(drift)
+        self._drifted()
+        figures = {"before": round(drift.before, 4), "now": round(drift.now, 4), "source": drift.domain}
+        service.tell("drift", drift.version, **figures)

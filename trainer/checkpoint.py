@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
 from torch import Tensor
+
+from osd.config import Settings
+from osd.drafters.acceptance_head import without_head
+from osd.learning.online import Learner
+from osd.registry.versions import Version
+from trainer.accounts import Accounts
+
+logger = logging.getLogger(__name__)
 
 _STATE = "state"
 
@@ -68,3 +78,70 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path.name} cannot be read: its state is no object")
     return tensors, state
+
+
+class Checkpoints:
+    """Saves the learner and the accounts of a domain, and takes them up again.
+
+    The replay buffer itself is not kept: it fills again from the traffic, and no record of a request is in the file.
+    """
+
+    def __init__(self, settings: Settings, accounts: Accounts) -> None:
+        self._path = settings.home_dir / "trainer" / f"{settings.domain}.safetensors"
+        self._target, self._accounts = settings.target.source, accounts
+        self._saved_at = time.monotonic()
+        self._saved_steps = 0
+
+    def age(self, learner: Learner, finished: int) -> float:
+        """Seconds for which something has been unsaved, 0 when there is nothing to save.
+
+        Args:
+            learner: what is in training.
+            finished: records that wait for their acknowledgement.
+        """
+        changed = finished or learner.distiller.steps != self._saved_steps
+        return time.monotonic() - self._saved_at if changed else 0.0
+
+    def resume(self, learner: Learner, version: Version) -> bool:
+        """Go on from the checkpoint; False when there is none, or none that can be used.
+
+        Args:
+            learner: of a drafter made of ``version``; after a failure it is not to be used.
+            version: in service; the checkpoint must be of its kind and size.
+        """
+        try:
+            found = load(self._path)
+            if found is None:
+                return False
+            tensors, state = found
+            same = without_head(state.get("config") or {}) == without_head(version.config)
+            if not same or state.get("target") != self._target:
+                raise CheckpointError(f"{self._path.name} is of another drafter or target")
+            learner.resume(tensors, state)
+            self._accounts.resume(state)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("training starts from version %d, not from the checkpoint: %s", version.number, error)
+            return False
+        self._saved_steps = learner.distiller.steps
+        logger.info("training goes on from the checkpoint at step %d", self._saved_steps)
+        return True
+
+    def save(self, learner: Learner) -> bool:
+        """Write the checkpoint; False when the disk does not take it."""
+        self._saved_at = time.monotonic()
+        tensors, learned = learner.state()
+        counted = self._accounts.state()
+        state = {
+            **learned,
+            **counted,
+            "counters": {**learned["counters"], **counted["counters"]},
+            "config": learner.distiller.drafter.config(),
+            "target": self._target,
+        }
+        try:
+            save(self._path, tensors, state)
+        except OSError as error:
+            logger.error("the checkpoint cannot be written: %s", error)
+            return False
+        self._saved_steps = learner.distiller.steps
+        return True

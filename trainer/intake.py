@@ -1,4 +1,4 @@
-"""Records from the stream into the replay buffer, and their acknowledgement."""
+"""Records from the stream to the learner, their acknowledgement, and requests that are to be forgotten."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from redis.exceptions import RedisError
+
+from osd.capture.purge import Purges, Removed
 from osd.capture.retention import belongs
 from osd.capture.stream import TraceReader
 from osd.capture.trace import Trace, TraceError
 from osd.config import Settings
 from osd.learning.batch import check
 from osd.learning.buffers import Key
-from osd.learning.gate import MIN_POSITIONS
+from osd.learning.online import Learner
 from osd.learning.replay import Replay
+from osd.registry.learnt import Learnt
+from trainer.executor import TargetContext
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
 
-ENOUGH_TOKENS = 2 * MIN_POSITIONS
-"""Completion tokens until which more is held out than ``trainer.held_out`` says."""
-
 _READ_RECORDS = 16
 _DAY = 86_400.0
 _EXPIRE_SECONDS = 30.0
+_LOOK_SECONDS = 0.5
 
 
 class Intake:
@@ -35,8 +38,9 @@ class Intake:
     Args:
         settings: of the service.
         redis_url: where the stream is.
-        vocabulary: number of the target's ids.
-        status: where records are counted.
+        context: of the target.
+        status: where refused records are counted.
+        replay: where the learner keeps records; expired and purged ones leave it.
         observe: told of each new record, held out or not, in the order of arrival.
 
     Attributes:
@@ -47,22 +51,20 @@ class Intake:
         self,
         settings: Settings,
         redis_url: str,
-        vocabulary: int,
+        context: TargetContext,
         status: Status,
+        replay: Replay,
         observe: Callable[[Trace], None],
     ) -> None:
         trainer = settings.trainer
-        self.replay = Replay(trainer.replay_tokens, trainer.held_out, anchors=trainer.anchors, enough=ENOUGH_TOKENS)
         ages = [days * _DAY for days in (trainer.replay_days, settings.capture.keep_days) if days is not None]
         self._oldest = min(ages, default=None)
         self.purged: set[str] = set()
         self._expire_at = 0.0
         self._every_domain = trainer.domains == "all"
-        self._observe = observe
+        self._context, self._status, self._replay, self._observe = context, status, replay, observe
         self._domain = settings.domain
         self._target = settings.target.source
-        self._vocabulary = vocabulary
-        self._status = status
         self._reader = TraceReader(redis_url, settings.capture, group=f"trainer-{self._domain}", consumer="trainer")
         self._unfinished: dict[Key, list[str]] = {}
         self._finished: list[str] = []
@@ -72,25 +74,20 @@ class Intake:
         """Records that could be acknowledged."""
         return len(self._finished)
 
-    def read(self, width: int, wait_ms: int) -> int:
-        """Take what the stream has; returns how many completion tokens there are to train on that were not before.
-
-        Args:
-            width: taps * hidden of the drafter in training.
-            wait_ms: longest wait for a first record.
-        """
-        tokens = sum(self._take(d.id, d.trace, width) for d in self._reader.read(_READ_RECORDS, wait_ms))
+    def read(self, learner: Learner, wait_ms: int) -> None:
+        """Give the learner what the stream has; waits for a first record for ``wait_ms`` at most."""
+        for delivery in self._reader.read(_READ_RECORDS, wait_ms):
+            self._take(delivery.id, delivery.trace, learner)
         if time.monotonic() >= self._expire_at:
             self._expire_at = time.monotonic() + _EXPIRE_SECONDS
             self._reader.sweep()
             if self._oldest is not None:
-                self.finish(self.replay.expire(time.time() - self._oldest))
-        return tokens
+                self.finish(self._replay.expire(time.time() - self._oldest))
 
     def purge(self, asked: str) -> int:
         """Forget a request, and refuse what still comes of it; returns how many records there were."""
         self.purged.add(asked)
-        gone = self.replay.purge(lambda request_id: belongs(request_id, asked))
+        gone = self._replay.purge(lambda request_id: belongs(request_id, asked))
         self.finish(gone)
         return len(gone)
 
@@ -112,35 +109,73 @@ class Intake:
         """Close the connection."""
         self._reader.close()
 
-    def _take(self, stream_id: str, trace: Trace, width: int) -> int:
+    def _take(self, stream_id: str, trace: Trace, learner: Learner) -> None:
         foreign = trace.domain != self._domain and not self._every_domain
         purged = any(belongs(trace.request_id, asked) for asked in self.purged)
         if foreign or purged or (self._oldest is not None and trace.created < time.time() - self._oldest):
             self._finished.append(stream_id)
-            return 0
+            return
         try:
             if trace.target != self._target:
                 raise TraceError(f"it is of the target {trace.target}, not of {self._target}")
-            check(trace, self._vocabulary, width)
+            width = len(learner.distiller.drafter.taps) * self._context.hidden_size
+            check(trace, self._context.vocabulary, width)
         except TraceError as error:
             logger.warning("a record was refused: %s", error)
             self._status.refused += 1
             self._finished.append(stream_id)
-            return 0
+            return
         key = (trace.request_id, trace.segment)
-        added = self.replay.add(trace)
+        added = learner.add(trace)
         if added.part == "duplicate":
-            if self.replay.is_fresh(key):
+            if self._replay.is_fresh(key):
                 self._unfinished[key].append(stream_id)
             else:
                 self._finished.append(stream_id)
-            return 0
+            return
         self._unfinished[key] = [stream_id]
-        self._status.records += 1
         self._observe(trace)
         self.finish(added.left)
         if added.part == "held_out":
-            self._status.held_out += 1
             self.finish([key])
-            return 0
-        return trace.completion_ids.shape[0]
+
+
+class Forgetting:
+    """Follows the list of purged requests; what is asked for while no trainer runs is done when one starts."""
+
+    def __init__(self, domain: str, purges: Purges, intake: Intake, learnt: Learnt) -> None:
+        self._domain, self._purges, self._intake, self._learnt = domain, purges, intake, learnt
+        self._looked_at = self._alive_at = -_LOOK_SECONDS
+
+    def look(self) -> None:
+        """Forget what is asked for since the last look, twice a second at most; not during an evaluation."""
+        self.alive()
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_SECONDS:
+            return
+        self._looked_at = now
+        try:
+            asked = self._purges.asked()
+            for request in asked.keys() - self._intake.purged:
+                learnt = self._learnt.knows(request)
+                removed = Removed(self._intake.purge(request), learnt)
+                self._purges.answer(request, self._domain, removed)
+                logger.info("request forgotten: %d records", removed.records)
+            self._intake.purged &= asked.keys()
+        except RedisError as error:
+            logger.debug("the list of purged requests cannot be read: %s", error)
+
+    def alive(self) -> None:
+        """Say that this trainer will answer."""
+        now = time.monotonic()
+        if now - self._alive_at < _LOOK_SECONDS:
+            return
+        self._alive_at = now
+        try:
+            self._purges.alive(self._domain)
+        except RedisError as error:
+            logger.debug("Redis does not answer: %s", error)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._purges.close()

@@ -10,7 +10,7 @@ place. While the leader has nothing to do, or stands back for serving, the other
 CPU.
 
 Messages are msgpack, gradients and weights plain tensors; ``torch.distributed`` carries both. Every error in that, such
-as another process's death, ends ``Leader.step`` and ``Helper.run``: the group is then started anew.
+as another process's death, ends ``RankZero.step`` and ``Rank.run``: the group is then started anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from osd.learning.batch import collate
 from osd.learning.distiller import Counts, Distiller, Step
 from osd.learning.replay import Sample
 from trainer.capacity import lower_priority
-from trainer.rollout import Build
+from trainer.executor import Build
 
 
 class Take(msgspec.Struct, tag=True):
@@ -116,7 +116,7 @@ def add_up(distiller: Distiller) -> None:
 class Shared(Distiller):
     """The leader's distiller: its updates are made of all ranks' gradients."""
 
-    def __init__(self, domain: str, drafter: Trainable, settings: TrainerSettings, leader: Leader) -> None:
+    def __init__(self, domain: str, drafter: Trainable, settings: TrainerSettings, leader: RankZero) -> None:
         """Train ``drafter`` with the helpers of ``leader``."""
         super().__init__(drafter, settings)
         self.domain = domain
@@ -153,8 +153,8 @@ class Shared(Distiller):
         self.owed = self.fresh = False
 
 
-class Leader:
-    """Rank 0: a ``Team`` of all processes of the default process group."""
+class RankZero:
+    """Rank 0: an ``Executor`` of all processes of the default process group."""
 
     def __init__(self) -> None:
         self.size = dist.get_world_size()
@@ -163,11 +163,11 @@ class Leader:
         self._lock = threading.RLock()
 
     def distiller(self, domain: str, drafter: Trainable, settings: TrainerSettings) -> Shared:
-        """See ``Team.distiller``."""
+        """See ``Executor.distiller``."""
         return Shared(domain, drafter, settings, self)
 
     def step(self, distiller: Distiller, samples: list[Sample]) -> Step:
-        """See ``Team.step``; the loss is the mean over all positions, and ``skipped`` when nobody learned from any."""
+        """See ``Executor.step``; the loss is the mean over all positions, ``skipped`` when nobody learned from any."""
         shared = cast(Shared, distiller)
         with self._lock:
             self._bring_up(shared)
@@ -192,7 +192,7 @@ class Leader:
         return Step(sum(loss * count for loss, count in zip(losses, positions, strict=True)) / total, not sound)
 
     def clock(self) -> float:
-        """See ``Team.clock``."""
+        """See ``Executor.clock``."""
         return time.process_time() + sum(self._cpu.values())
 
     def collect(self, distiller: Shared) -> None:
@@ -222,7 +222,7 @@ class Leader:
             send(message, rank)
 
 
-class Helper:
+class Rank:
     """Another rank: computes gradients with the leader's weights, and never updates any itself."""
 
     def __init__(self, settings: TrainerSettings, build: Build) -> None:

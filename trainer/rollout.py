@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,179 +21,74 @@ from redis.exceptions import RedisError
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafters.trainable import Trainable
-from osd.learning.batch import DistillBatch
-from osd.learning.gate import Gate, GateDecision
+from osd.learning.gate import GateDecision
 from osd.registry.events import Events, Kind
 from osd.registry.learnt import REQUESTS
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version, VersionError
 from trainer.canary import Canary, Judgement, expected_rate
+from trainer.executor import Build
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[dict[str, Any]], Trainable]
-"""Makes a drafter from a version's config."""
+Judge = Callable[[Trainable, Trainable], GateDecision]
+"""Asks the gate about a candidate and the drafter in service."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a candidate; ``version`` is its number when it was published."""
 
-    verdict: GateDecision
+    decision: GateDecision
     version: int | None
 
 
-class Publisher:
-    """Takes candidates of one domain through gate and canary, against the version that the rollout pointer names.
+@dataclass(frozen=True)
+class Service:
+    """Where one domain's versions are kept, pointed at, and told of."""
+
+    domain: str
+    registry: Registry
+    pointer: Pointer
+    events: Events
+
+    def rollout(self) -> Rollout | None:
+        """What the pointer says."""
+        return self.pointer.get(self.domain)
+
+    def tell(self, kind: Kind, version: int | None, **figures: Any) -> None:
+        """Put an event on the list; without Redis it is only logged."""
+        try:
+            self.events.add(kind, self.domain, version, **figures)
+        except RedisError as error:
+            logger.warning("the event %s could not be told: %s", kind, error)
+
+
+class CanaryWatch:
+    """Gathers evidence on the canary that the pointer names, and promotes it or rolls it back.
 
     Attributes:
-        stable: the version that candidates are compared with, 0 before the first look.
         canary: the one under way, None when there is none.
     """
 
-    def __init__(
-        self,
-        domain: str,
-        settings: TrainerSettings,
-        registry: Registry,
-        pointer: Pointer,
-        events: Events,
-        gate: Gate,
-        build: Build,
-    ) -> None:
-        self._domain = domain
-        self._settings = settings
-        self._registry = registry
-        self._pointer = pointer
-        self._events = events
-        self._gate = gate
-        self._build = build
-        self._baseline: Trainable | None = None
-        self.stable = 0
+    def __init__(self, service: Service, seconds: float) -> None:
+        self._service, self._seconds = service, seconds
         self.canary: Canary | None = None
 
-    def in_service(self) -> Version | None:
-        """The stable version, or the newest older one that can be read; None while there is none.
-
-        A canary that the pointer names is watched from now on.
-
-        Raises:
-            redis.exceptions.RedisError: the pointer cannot be read.
-        """
-        self._finish()
-        rollout = self._pointer.get(self._domain)
-        if rollout is None:
-            return None
-        self._follow(rollout)
-        for number in range(rollout.stable, 0, -1):
-            try:
-                version = self._registry.load(self._domain, number)
-            except VersionError as error:
-                logger.warning("%s", error)
-                continue
-            self._take(version)
-            return version
-        return None
-
-    def propose(
-        self,
-        candidate: Trainable,
-        batches: Callable[[], Iterable[DistillBatch]],
-        trained_on: dict[str, int],
-        learnt: list[str],
-    ) -> Outcome:
-        """Judge a candidate and put it in service, as a canary first where that is asked for, if it passes.
-
-        Args:
-            candidate: the drafter in training.
-            batches: gives the held-out positions, anew at each call.
-            trained_on: records, tokens and steps, for the manifest.
-            learnt: hashes of the requests that were learnt from since the last version, for the manifest.
-
-        Raises:
-            redis.exceptions.RedisError: Redis is gone; nothing was put in service.
-            osd.registry.versions.VersionError: the registry does not take it.
-            OSError: the disk does not take it.
-        """
-        self._finish()
-        before = self._pointer.get(self._domain)
-        if before is not None:
-            self._follow(before)
-        if self._baseline is None or (before is not None and before.stable != self.stable):
-            self.in_service()
-        if before is not None and before.pinned:
-            return Outcome(GateDecision(False, True, f"version {before.stable} is pinned"), None)
-        if self._baseline is None:
-            return Outcome(GateDecision(False, True, f"no drafter version of {self._domain} to compare with"), None)
-        if self.canary is not None:
-            return Outcome(GateDecision(False, True, f"version {self.canary.version} is still a canary"), None)
-        verdict = self._gate.judge(candidate, self._baseline, batches)
-        if not verdict.passed:
-            if not verdict.waits:
-                self.tell("rejected", self.stable, reason=verdict.reason, **verdict.figures())
-            return Outcome(verdict, None)
-        # Somebody may move the pointer, perhaps back: theirs counts, and the next candidate is compared with it.
-        moved = Outcome(GateDecision(False, True, "the rollout pointer moved during the evaluation"), None)
-        if self._pointer.get(self._domain) != before:
-            return moved
-        share = self._settings.canary_share
-        attempt = self._registry.begin(self._domain, {"parent": self.stable, "share": share})
-        manifest = {
-            "parent": self.stable,
-            "trained_on": trained_on,
-            "gate": verdict.figures(),
-            "attempt": attempt,
-            REQUESTS: learnt,
-        }
-        number = self._registry.publish(self._domain, candidate.weights(), candidate.config(), manifest)
-        if not self._put(number, before, share, manifest):
-            return moved
-        if not share:
-            self._baseline.load_weights(candidate.weights())
-            self.stable = number
-        return Outcome(verdict, number)
-
-    def _put(self, number: int, before: Rollout | None, share: float, manifest: dict[str, Any]) -> bool:
-        """Put a published version in service, or on trial; False when somebody moved the pointer from ``before``."""
-        stable = manifest["parent"] if share else number
-        rollout = Rollout(stable=stable, canary=number if share else None, share=share, changed=time.time())
-        put = self._pointer.replace(self._domain, before, rollout)
-        if put:
-            self._follow(rollout)
-            self._tell_put(number, share, manifest)
-        self._registry.finish(self._domain)
-        return put
-
-    def _tell_put(self, number: int, share: float, manifest: dict[str, Any]) -> None:
-        kind, more = ("canary", {"share": share}) if share else ("published", {"trained_on": manifest["trained_on"]})
-        self.tell(kind, number, parent=manifest["parent"], **more, **manifest["gate"])
-
-    def _finish(self) -> None:
-        """Finish what a trainer that was killed, or lost Redis, had published and not put in service yet.
-
-        Raises:
-            redis.exceptions.RedisError: Redis is gone; it is tried again.
-        """
-        begun = self._registry.begun(self._domain)
-        if begun is None:
+    def follow(self, rollout: Rollout) -> None:
+        """Watch the canary that the pointer names, if it is another one than before."""
+        if rollout.canary is None:
+            self.canary = None
             return
-        intention, number = begun
-        share, rollout = float(intention.get("share", 0.0)), self._pointer.get(self._domain)
+        if self.canary is not None and (self.canary.version, self.canary.stable) == (rollout.canary, rollout.stable):
+            return
         try:
-            manifest = {} if number is None else self._registry.load(self._domain, number).manifest
+            gate = self._service.registry.load(self._service.domain, rollout.canary).manifest.get("gate", {})
         except VersionError as error:
             logger.warning("%s", error)
-            number, manifest = None, {}
-        if number is not None and rollout is not None:
-            if number in (rollout.stable, rollout.canary):
-                kinds = ("published", "canary")
-                events = self._events.recent(steps=False)
-                if not any(event["version"] == number and event["kind"] in kinds for event in events):
-                    self._tell_put(number, share, manifest)
-            elif (rollout.stable, rollout.canary, rollout.pinned) == (intention.get("parent"), None, False):
-                logger.info("version %d was published and not put in service; now it is", number)
-                self._put(number, rollout, share, manifest)
-        self._registry.finish(self._domain)
+            gate = {}
+        expected = expected_rate(gate.get("per_depth", []))
+        self.canary = Canary(rollout.canary, rollout.stable, expected, rollout.changed, self._seconds)
 
     def observe(self, trace: Trace) -> None:
         """Take in a live request, as evidence for or against the canary."""
@@ -209,7 +104,7 @@ class Publisher:
         Raises:
             redis.exceptions.RedisError: Redis is gone; nothing was decided.
         """
-        canary = self.canary
+        canary, service = self.canary, self._service
         if canary is None:
             return None
         judgement = canary.judge(now)
@@ -217,50 +112,182 @@ class Publisher:
             return judgement
         promoted = judgement.action == "promote"
         number = canary.version if promoted else canary.stable
-        rollout = self._pointer.get(self._domain)
+        rollout = service.rollout()
         decided = Rollout(stable=number, canary=None, share=0.0, changed=now)
         if (
             rollout is None
             or (rollout.stable, rollout.canary) != (canary.stable, canary.version)
-            or not self._pointer.replace(self._domain, rollout, decided)
+            or not service.pointer.replace(service.domain, rollout, decided)
         ):
             logger.info("version %d is no canary any more: somebody moved the rollout pointer", canary.version)
             self.canary = None
             return Judgement("watch", "the rollout pointer was moved")
         self.canary = None
         if promoted:
-            self.in_service()
-            self.tell("promoted", number, parent=canary.stable, reason=judgement.reason, **canary.figures())
+            service.tell("promoted", number, parent=canary.stable, reason=judgement.reason, **canary.figures())
         else:
-            self.tell("rolled_back", number, previous=canary.version, reason=judgement.reason, **canary.figures())
+            service.tell("rolled_back", number, previous=canary.version, reason=judgement.reason, **canary.figures())
         logger.info("version %d, %s: %s", canary.version, judgement.action, judgement.reason)
         return judgement
 
-    def tell(self, kind: Kind, version: int | None, **figures: Any) -> None:
-        """Put an event on the list; without Redis it is only logged."""
+
+class Publisher:
+    """Takes candidates of one domain through gate and canary, against the version that the rollout pointer names.
+
+    Attributes:
+        service: where versions go.
+        stable: the version that candidates are compared with, 0 before the first look.
+    """
+
+    def __init__(self, service: Service, settings: TrainerSettings, build: Build) -> None:
+        self.service, self._settings, self._build = service, settings, build
+        self._watch = CanaryWatch(service, settings.canary_seconds)
+        self._baseline: Trainable | None = None
+        self.stable = 0
+
+    @property
+    def canary(self) -> Canary | None:
+        """The one under way, None when there is none."""
+        return self._watch.canary
+
+    def in_service(self) -> Version | None:
+        """The stable version, or the newest older one that can be read; None while there is none.
+
+        A canary that the pointer names is watched from now on.
+
+        Raises:
+            redis.exceptions.RedisError: the pointer cannot be read.
+        """
+        self._finish()
+        rollout = self.service.rollout()
+        if rollout is None:
+            return None
+        self._watch.follow(rollout)
+        for number in range(rollout.stable, 0, -1):
+            try:
+                version = self.service.registry.load(self.service.domain, number)
+            except VersionError as error:
+                logger.warning("%s", error)
+                continue
+            self._take(version)
+            return version
+        return None
+
+    def propose(
+        self,
+        candidate: Trainable,
+        judge: Judge,
+        trained_on: dict[str, int],
+        learnt: list[str],
+    ) -> Outcome:
+        """Judge a candidate and put it in service, as a canary first where that is asked for, if it passes.
+
+        Args:
+            candidate: the drafter in training.
+            judge: asks the gate.
+            trained_on: records, tokens and steps, for the manifest.
+            learnt: hashes of the requests that were learnt from since the last version, for the manifest.
+
+        Raises:
+            redis.exceptions.RedisError: Redis is gone; nothing was put in service.
+            osd.registry.versions.VersionError: the registry does not take it.
+            OSError: the disk does not take it.
+        """
+        service = self.service
+        self._finish()
+        before = self.service.rollout()
+        if before is not None:
+            self._watch.follow(before)
+        if self._baseline is None or (before is not None and before.stable != self.stable):
+            self.in_service()
+        if before is not None and before.pinned:
+            return Outcome(GateDecision(False, True, f"version {before.stable} is pinned"), None)
+        if self._baseline is None:
+            return Outcome(
+                GateDecision(False, True, f"no drafter version of {self.service.domain} to compare with"), None
+            )
+        if self.canary is not None:
+            return Outcome(GateDecision(False, True, f"version {self.canary.version} is still a canary"), None)
+        decision = judge(candidate, self._baseline)
+        if not decision.passed:
+            if not decision.waits:
+                self.service.tell("rejected", self.stable, reason=decision.reason, **decision.figures())
+            return Outcome(decision, None)
+        # Somebody may move the pointer, perhaps back: theirs counts, and the next candidate is compared with it.
+        moved = Outcome(GateDecision(False, True, "the rollout pointer moved during the evaluation"), None)
+        if self.service.rollout() != before:
+            return moved
+        share = self._settings.canary_share
+        attempt = service.registry.begin(service.domain, {"parent": self.stable, "share": share})
+        manifest = {
+            "parent": self.stable,
+            "trained_on": trained_on,
+            "gate": decision.figures(),
+            "attempt": attempt,
+            REQUESTS: learnt,
+        }
+        number = service.registry.publish(service.domain, candidate.weights(), candidate.config(), manifest)
+        if not self._put(number, before, share, manifest):
+            return moved
+        if not share:
+            self._baseline.load_weights(candidate.weights())
+            self.stable = number
+        return Outcome(decision, number)
+
+    def _put(self, number: int, before: Rollout | None, share: float, manifest: dict[str, Any]) -> bool:
+        """Put a published version in service, or on trial; False when somebody moved the pointer from ``before``."""
+        stable, service = manifest["parent"] if share else number, self.service
+        rollout = Rollout(stable=stable, canary=number if share else None, share=share, changed=time.time())
+        put = service.pointer.replace(service.domain, before, rollout)
+        if put:
+            self._watch.follow(rollout)
+            self._tell_put(number, share, manifest)
+        self.service.registry.finish(self.service.domain)
+        return put
+
+    def _tell_put(self, number: int, share: float, manifest: dict[str, Any]) -> None:
+        kind, more = ("canary", {"share": share}) if share else ("published", {"trained_on": manifest["trained_on"]})
+        self.service.tell(kind, number, parent=manifest["parent"], **more, **manifest["gate"])
+
+    def _finish(self) -> None:
+        """Finish what a trainer that was killed, or lost Redis, had published and not put in service yet.
+
+        Raises:
+            redis.exceptions.RedisError: Redis is gone; it is tried again.
+        """
+        begun = self.service.registry.begun(self.service.domain)
+        if begun is None:
+            return
+        intention, number = begun
+        share, rollout = float(intention.get("share", 0.0)), self.service.rollout()
         try:
-            self._events.add(kind, self._domain, version, **figures)
-        except RedisError as error:
-            logger.warning("the event %s could not be told: %s", kind, error)
+            manifest = {} if number is None else self.service.registry.load(self.service.domain, number).manifest
+        except VersionError as error:
+            logger.warning("%s", error)
+            number, manifest = None, {}
+        if number is not None and rollout is not None:
+            if number in (rollout.stable, rollout.canary):
+                kinds = ("published", "canary")
+                events = self.service.events.recent(steps=False)
+                if not any(event["version"] == number and event["kind"] in kinds for event in events):
+                    self._tell_put(number, share, manifest)
+            elif (rollout.stable, rollout.canary, rollout.pinned) == (intention.get("parent"), None, False):
+                logger.info("version %d was published and not put in service; now it is", number)
+                self._put(number, rollout, share, manifest)
+        self.service.registry.finish(self.service.domain)
+
+    def observe(self, trace: Trace) -> None:
+        """Take in a live request, as evidence for or against the canary."""
+        self._watch.observe(trace)
+
+    def decide(self, now: float) -> Judgement | None:
+        """See ``CanaryWatch.decide``; candidates are compared with what was promoted."""
+        judgement = self._watch.decide(now)
+        if judgement is not None and judgement.action == "promote":
+            self.in_service()
+        return judgement
 
     def _take(self, version: Version) -> None:
         baseline = self._build(version.config)
         baseline.load_weights(version.weights)
         self._baseline, self.stable = baseline, version.number
-
-    def _follow(self, rollout: Rollout) -> None:
-        """Watch the canary that the pointer names, if it is another one than before."""
-        if rollout.canary is None:
-            self.canary = None
-            return
-        if self.canary is not None and (self.canary.version, self.canary.stable) == (rollout.canary, rollout.stable):
-            return
-        try:
-            gate = self._registry.load(self._domain, rollout.canary).manifest.get("gate", {})
-        except VersionError as error:
-            logger.warning("%s", error)
-            gate = {}
-        self.canary = Canary(
-            rollout.canary, rollout.stable, expected_rate(gate.get("per_depth", [])), rollout.changed,
-            self._settings.canary_seconds,
-        )  # fmt: skip

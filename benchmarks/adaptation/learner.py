@@ -1,14 +1,13 @@
-"""The trainer's loop over recorded text: replay, micro-steps, gate, a version in service. No service, no clock."""
+"""The learner over recorded text: what it is given, how long it trains, and what drafts meanwhile. No service."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from benchmarks.adaptation.ruler import Counts, Ruler
@@ -16,14 +15,10 @@ from benchmarks.adaptation.samples import Draw
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafters.trainable import Trainable
-from osd.learning.batch import DistillBatch, collate, pack
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
 from osd.learning.gate import Gate
-from osd.learning.replay import Replay
-from trainer.candidates import EVALUATION_TOKENS, HELD_OUT_TOKENS
-from trainer.intake import ENOUGH_TOKENS
-from trainer.pace import PASSES, WORTHWHILE
+from osd.learning.online import ENOUGH_TOKENS, PASSES, WORTHWHILE, Learner, Local, empty_replay
 
 
 @dataclass(frozen=True)
@@ -43,10 +38,10 @@ class Recipe:
     gated: bool = True
     seed: int = 0
 
-    def replay(self, enough: int = 0) -> Replay:
-        """An empty buffer; more is held out until ``enough`` tokens are."""
-        settings = self.settings
-        return Replay(settings.replay_tokens, settings.held_out, self.seed, settings.anchors, enough)
+    def learner(self, drafter: Trainable, enough: int = ENOUGH_TOKENS) -> Learner:
+        """One that trains ``drafter`` in place; more is held out until ``enough`` tokens are."""
+        gate, replay = Gate(self.depth, self.settings.divergence), empty_replay(self.settings, self.seed, enough)
+        return Learner(Distiller(drafter, self.settings), self.settings, gate, self.vocabulary, replay)
 
 
 @dataclass
@@ -72,6 +67,7 @@ class Online:
 
     Attributes:
         served: the drafter in service.
+        learner: what learns.
         work: what training did so far, drawing samples included.
     """
 
@@ -79,13 +75,9 @@ class Online:
         if recipe.settings.samples != "teacher" and draw is None:
             raise ValueError(f"{recipe.settings.samples} samples need somebody who draws them")
         self._recipe, self._ruler, self._draw = recipe, ruler, draw
-        self._replay = recipe.replay(ENOUGH_TOKENS)
-        self._distiller = Distiller(drafter, recipe.settings)
+        self.learner = recipe.learner(drafter)
         self.served = deepcopy(drafter)
-        self._gate = Gate(recipe.depth, recipe.settings.divergence)
         self._budget = 0.0
-        self._next_gate = recipe.settings.steps_per_candidate
-        self._came = 0
         self.work = Work()
 
     @property
@@ -103,9 +95,9 @@ class Online:
             began = time.process_time()
             marked = [one.mark(trace) for trace, one in zip(group, drafted, strict=True)]
             for trace, sampled in zip(marked, self._sampled(marked), strict=True):
-                if self._replay.add(trace if self._replay.holds_out(trace) else sampled).part == "train":
+                held = self.learner.replay.holds_out(trace)
+                if self.learner.add(trace if held else sampled).part == "train":
                     self._budget += self._recipe.passes * trace.completion_ids.shape[0]
-            self._came += len(group)
             self._learn()
             self.work.cpu_seconds += time.process_time() - began
             report(len(counts))
@@ -118,38 +110,27 @@ class Online:
         return self._draw(self.in_service, group)
 
     def _learn(self) -> None:
-        settings = self._recipe.settings
-        if self._came < settings.min_records or not self._replay.train_records:
+        learner, recipe = self.learner, self._recipe
+        if not learner.ready:
             return
-        if not self._distiller.steps:
-            adapt(self._distiller, self._replay, self._recipe.vocabulary)
         while self._budget > 0:
-            batch = collate(self._replay.sample(settings.micro_batch_tokens).traces)
-            self._distiller.step(batch)
-            self._budget -= batch.positions
-            self.work.positions += batch.positions
-            if self._recipe.gated and self._distiller.steps >= self._next_gate:
+            self._budget -= learner.step(recipe.settings.micro_batch_tokens, Local()).positions
+            if recipe.gated and learner.due:
                 self._propose()
-        self.work.steps, self.work.skipped = self._distiller.steps, self._distiller.skipped
-        if not self._recipe.gated:
-            self._distiller.update()
-            adapt(self._distiller, self._replay, self._recipe.vocabulary)
-            self._publish()
+        self.work.steps, self.work.skipped = learner.distiller.steps, learner.distiller.skipped
+        self.work.positions = learner.counters.tokens
+        if not recipe.gated:
+            self._publish(learner.candidate())
 
     def _propose(self) -> None:
-        """Ask the gate, as ``trainer.candidates`` does."""
-        self._distiller.update()
-        adapt(self._distiller, self._replay, self._recipe.vocabulary)
-        verdict = self._gate.judge(self._distiller.drafter, self.served, lambda: held_out(self._replay))
-        every = self._recipe.settings.steps_per_candidate
-        self._next_gate = self._distiller.steps + (max(every // 5, 1) if verdict.waits else every)
-        if verdict.passed:
-            self._publish()
-        elif not verdict.waits:
+        decision = self.learner.propose(self.served)
+        if decision.passed:
+            self._publish(self.learner.distiller.drafter)
+        elif not decision.waits:
             self.work.rejected += 1
 
-    def _publish(self) -> None:
-        self.served.load_weights(copied(self._distiller.drafter))
+    def _publish(self, drafter: Trainable) -> None:
+        self.served.load_weights(copied(drafter))
         self.work.published += 1
 
 
@@ -161,21 +142,17 @@ def distill(drafter: Trainable, traces: Sequence[Trace], recipe: Recipe, most: f
     ones where nothing was kept aside.
     """
     began = time.process_time()
-    replay = recipe.replay()
-    parts = [(replay.add(trace).part, trace.completion_ids.shape[0]) for trace in traces]
+    learner = recipe.learner(drafter, enough=0)
+    parts = [(learner.add(trace).part, trace.completion_ids.shape[0]) for trace in traces]
     tokens = sum(size for part, size in parts if part == "train")
-    work, distiller = Work(), Distiller(drafter, recipe.settings)
-    if tokens:
-        adapt(distiller, replay, recipe.vocabulary)
+    work, distiller = Work(), learner.distiller
     best: tuple[float, dict[str, Tensor]] | None = None
     while work.positions < most * tokens:
         goal = min(work.positions + recipe.passes * tokens, most * tokens)
         while work.positions < goal:
-            batch = collate(replay.sample(recipe.settings.micro_batch_tokens).traces)
-            distiller.step(batch)
-            work.positions += batch.positions
+            work.positions += learner.step(recipe.settings.micro_batch_tokens, Local()).positions
         distiller.update()
-        figures = evaluate(drafter, held_out(replay), recipe.depth, recipe.settings.divergence)
+        figures = evaluate(drafter, learner.held_out(), recipe.depth, recipe.settings.divergence)
         if not figures.positions:
             continue
         before = best[0] if best else math.inf
@@ -193,14 +170,3 @@ def distill(drafter: Trainable, traces: Sequence[Trace], recipe: Recipe, most: f
 def copied(drafter: Trainable) -> dict[str, Tensor]:
     """Weights that stay as they are while the drafter goes on learning."""
     return {name: weight.clone() for name, weight in drafter.weights().items()}
-
-
-def adapt(distiller: Distiller, replay: Replay, vocabulary: int) -> None:
-    """Draft what the text uses by now, as the trainer does before each candidate."""
-    distiller.adapt_vocabulary(torch.from_numpy(replay.token_counts(vocabulary)))
-
-
-def held_out(replay: Replay) -> Iterator[DistillBatch]:
-    """What the gate looks at."""
-    for group in pack(replay.held_out(HELD_OUT_TOKENS), EVALUATION_TOKENS):
-        yield collate(group)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.adaptation.lab import Lab, Stream
-from benchmarks.adaptation.learner import Online, Recipe, copied, held_out
+from benchmarks.adaptation.learner import Online, Recipe, copied
 from benchmarks.adaptation.recording import RecordingError
 from benchmarks.adaptation.ruler import Counts, total
 from osd.capture.trace import Trace
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.trainable import Trainable
 from osd.learning.gate import Gate
+from osd.learning.online import empty_replay, held_out
 from osd.traffic.prompt import Prompt
 
 POISON = "poison"
@@ -137,7 +138,7 @@ def corrupted(
     Raises:
         RecordingError: that is too little to judge by.
     """
-    replay = recipe.replay()
+    replay = empty_replay(recipe.settings, recipe.seed, enough=0)
     for trace in stream.arriving:
         replay.add(trace)
     batches = list(held_out(replay))

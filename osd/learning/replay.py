@@ -81,6 +81,12 @@ class Replay:
         """Records that were never part of a sample."""
         return len(self._fresh)
 
+    def known(self, part: Literal["train", "held_out", "anchors"] | None = None) -> list[Key]:
+        """The records of one part, oldest first, or of all: those that are anchors too come once."""
+        parts = {"train": self._train.records, "held_out": self._held_out.records, "anchors": self._anchors.records}
+        chosen = parts.values() if part is None else [parts[part]]
+        return list(dict.fromkeys(key for records in chosen for key in records))
+
     def add(self, trace: Trace) -> Added:
         """Keep a record."""
         key = key_of(trace)

@@ -1,8 +1,10 @@
-"""Which requests a version has learnt from: hashes of their ids, in its manifest."""
+"""Which requests a drafter has learnt from: hashes of their ids, which end up in the manifest of a version."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
+from typing import Any
 
 from osd.registry.versions import Registry
 
@@ -35,3 +37,30 @@ def versions_with(registry: Registry, domain: str, asked: str) -> list[int]:
         if isinstance(named, list) and not wanted.isdisjoint(map(str, named)):
             return [later.number for later in infos[place:]]
     return []
+
+
+class Learnt:
+    """The requests that the drafter in training has learnt from and that no manifest names yet."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, None] = {}
+
+    def add(self, request_ids: Iterable[str]) -> None:
+        """These were trained on."""
+        self._hashes.update((fingerprint(request_id), None) for request_id in request_ids)
+
+    def published(self) -> None:
+        """A version's manifest names them now."""
+        self._hashes.clear()
+
+    def knows(self, asked: str) -> bool:
+        """Whether a request is among them."""
+        return not self._hashes.keys().isdisjoint(fingerprints(asked))
+
+    def state(self) -> list[str]:
+        """The hashes, for the checkpoint and for a manifest."""
+        return list(self._hashes)
+
+    def resume(self, state: Iterable[Any]) -> None:
+        """Add what a checkpoint has."""
+        self._hashes = {**{str(one): None for one in state}, **self._hashes}

@@ -22,9 +22,10 @@ from osd.config import Settings
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy
 from trainer import worker as worker_module
 from trainer.candidates import Candidates
-from trainer.worker import Worker, Workshop
+from trainer.executor import TargetContext
+from trainer.worker import Worker
 
-FILES = ("trainer/rollout.py", "trainer/candidates.py", "trainer/checkpoint.py", "trainer/progress.py",
+FILES = ("trainer/rollout.py", "trainer/candidates.py", "trainer/checkpoint.py", "trainer/accounts.py",
          "trainer/intake.py", "osd/registry/versions.py", "osd/registry/pointer.py")  # fmt: skip
 SECONDS, CALM_SECONDS = 10.0, 0.3
 
@@ -70,14 +71,14 @@ def run(url: str, home: Path, kill_at: int) -> int:
     worker_module.CHECKPOINT_SECONDS = 0.05
     lines = Lines(kill_at)
     lines.watch(Candidates, "propose")
-    lines.watch(Worker, "_checkpoint")
-    worker = Worker(settings(home), url, Workshop(VOCABULARY, HIDDEN, lambda config: Toy()))
+    lines.watch(Worker, "checkpoint")
+    worker = Worker(settings(home), url, TargetContext(VOCABULARY, HIDDEN, lambda config: Toy()))
 
     def end() -> None:
         begun = busy = time.monotonic()
         while (now := time.monotonic()) < begun + SECONDS:
             status = worker.status()
-            acknowledged = not worker._intake.finished and worker._intake.lag() == 0
+            acknowledged = not worker.intake.finished and worker.intake.lag() == 0
             if not acknowledged or status["state"] != "waiting":
                 busy = now
             if acknowledged and (status["version"] > 1 or now - busy > CALM_SECONDS):

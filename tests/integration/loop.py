@@ -13,8 +13,8 @@ from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
-from trainer.team import Alone, Team
-from trainer.worker import Worker, Workshop
+from trainer.executor import Executor, Local, TargetContext
+from trainer.worker import Worker
 
 
 class Loop:
@@ -42,7 +42,7 @@ class Loop:
         self.thread: threading.Thread | None = None
         self.sent = 0
         self.build = Toy
-        self.team: Team = Alone()
+        self.executor: Executor = Local()
 
     def first_version(self, drafter=None):
         torch.manual_seed(0)
@@ -62,8 +62,8 @@ class Loop:
             time.sleep(0.01)
 
     def start(self):
-        workshop = Workshop(VOCABULARY, HIDDEN, lambda config: self.build(), self.team)
-        self.worker = Worker(self.settings, self.url, workshop)
+        context = TargetContext(VOCABULARY, HIDDEN, lambda config: self.build(), self.executor)
+        self.worker = Worker(self.settings, self.url, context)
         self.thread = threading.Thread(target=self.worker.run)
         self.thread.start()
         return self.worker

@@ -24,9 +24,7 @@ def purge(loop, request):
 
 
 def memory(worker):
-    replay = worker._intake.replay
-    parts = (replay._train, replay._held_out, replay._anchors)
-    return {key[0] for part in parts for key in part.records}
+    return {request for request, _ in worker.replay.known()}
 
 
 def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_versions_are_named(
@@ -37,7 +35,7 @@ def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_ve
     loop.send(40)
     worker = loop.start()
     eventually(lambda: worker.status()["published"] >= 1)
-    name = next(iter(worker._intake.replay._train.records))[0]
+    name = next(iter(worker.replay.known("train")))[0]
     before = redis_client.xlen("osd:traces")
     result = purge(loop, name)
     assert result.exit_code == 0, result.output
@@ -57,7 +55,7 @@ def test_a_held_out_request_is_forgotten_and_no_version_has_learnt_from_it(make_
     loop.send(40)
     worker = loop.start()
     eventually(lambda: worker.status()["published"] >= 1)
-    name = next(iter(worker._intake.replay._held_out.records))[0]
+    name = next(iter(worker.replay.known("held_out")))[0]
     result = purge(loop, name)
     assert result.exit_code == 0, result.output
     assert "no version has learnt from it" in result.output
@@ -71,7 +69,7 @@ def test_a_paused_trainer_forgets_too(make_loop, eventually):
     worker = loop.start()
     eventually(lambda: worker.status()["steps"] > 3)
     assert worker.pause()
-    name = next(iter(worker._intake.replay._train.records))[0]
+    name = next(iter(worker.replay.known("train")))[0]
     result = purge(loop, name)
     assert result.exit_code == 0, result.output
     assert name not in memory(worker)
@@ -96,7 +94,7 @@ def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventuall
         eventually(lambda: worker.status()["state"] == "yielding")
         time.sleep(1.8)  # longer than a sign of life holds
         for _ in range(2):
-            name = next(iter(worker._intake.replay._train.records))[0]
+            name = next(iter(worker.replay.known("train")))[0]
             result = purge(loop, name)
             assert result.exit_code == 0, result.output
             assert name not in memory(worker)

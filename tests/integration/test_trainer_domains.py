@@ -16,10 +16,10 @@ from osd.config import Settings
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
-from trainer.school import School
-from trainer.worker import Workshop
+from trainer.domains import DomainWorkers
+from trainer.executor import TargetContext
 
-Start = Callable[..., School]
+Start = Callable[..., DomainWorkers]
 
 
 @pytest.fixture
@@ -51,22 +51,22 @@ def start(redis_url: str, settings: Settings, pointer: Pointer) -> Iterator[Star
     for domain in ("general", "code"):
         number = registry.publish(domain, drafter.weights(), drafter.config(), {})
         pointer.set(domain, Rollout(number, None, 0.0, time.time()))
-    schools: list[tuple[School, threading.Thread]] = []
+    running: list[tuple[DomainWorkers, threading.Thread]] = []
     writer = TraceWriter(redis_url, settings.capture.model_copy(update={"max_queue": 2000}))
 
-    def begin(build: Callable[..., Toy] = lambda config: Toy(), **records: int) -> School:
-        school = School(settings, redis_url, Workshop(VOCABULARY, HIDDEN, build))
+    def begin(build: Callable[..., Toy] = lambda config: Toy(), **records: int) -> DomainWorkers:
+        workers = DomainWorkers(settings, redis_url, TargetContext(VOCABULARY, HIDDEN, build))
         for domain, count in records.items():
             for n in range(count):
                 assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
-        thread = threading.Thread(target=school.run)
+        thread = threading.Thread(target=workers.run)
         thread.start()
-        schools.append((school, thread))
-        return school
+        running.append((workers, thread))
+        return workers
 
     yield begin
-    for school, thread in schools:
-        school.stop()
+    for workers, thread in running:
+        workers.stop()
         thread.join(10)
         assert not thread.is_alive()
     writer.close()
@@ -75,9 +75,9 @@ def start(redis_url: str, settings: Settings, pointer: Pointer) -> Iterator[Star
 def test_every_line_learns_from_its_own_traffic_and_has_versions_of_its_own(
     start: Start, settings: Settings, pointer: Pointer, eventually
 ) -> None:
-    school = start(general=40, code=50)
-    eventually(lambda: school.status()["published"] and school.status()["extra_domains"]["code"]["published"], 20)
-    general, code = school.status(), school.status()["extra_domains"]["code"]
+    workers = start(general=40, code=50)
+    eventually(lambda: workers.status()["published"] and workers.status()["extra_domains"]["code"]["published"], 20)
+    general, code = workers.status(), workers.status()["extra_domains"]["code"]
     assert (general["records"], code["records"]) == (40, 50)
     for domain in ("general", "code"):
         rollout = pointer.get(domain)
@@ -88,15 +88,15 @@ def test_every_line_learns_from_its_own_traffic_and_has_versions_of_its_own(
 
 
 def test_a_line_without_traffic_costs_the_others_nothing_and_all_rest_when_told(start: Start, eventually) -> None:
-    school = start(code=40)
-    eventually(lambda: school.status()["extra_domains"]["code"]["steps"] > 10)
-    assert school.status()["steps"] == 0
-    assert school.pause()
-    steps = school.status()["extra_domains"]["code"]["steps"]
-    assert school.pause()  # its loops have come round again
-    assert school.status()["extra_domains"]["code"]["steps"] == steps
-    school.resume()
-    eventually(lambda: school.status()["extra_domains"]["code"]["steps"] > steps)
+    workers = start(code=40)
+    eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 10)
+    assert workers.status()["steps"] == 0
+    assert workers.pause()
+    steps = workers.status()["extra_domains"]["code"]["steps"]
+    assert workers.pause()  # its loops have come round again
+    assert workers.status()["extra_domains"]["code"]["steps"] == steps
+    workers.resume()
+    eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > steps)
 
 
 def test_an_error_in_one_line_ends_the_others_and_is_raised(
@@ -105,6 +105,6 @@ def test_an_error_in_one_line_ends_the_others_and_is_raised(
     def broken(config: dict[str, Any]) -> Toy:
         raise MemoryError("no memory")
 
-    school = School(settings, redis_url, Workshop(VOCABULARY, HIDDEN, broken))
+    workers = DomainWorkers(settings, redis_url, TargetContext(VOCABULARY, HIDDEN, broken))
     with pytest.raises(MemoryError, match="no memory"):
-        school.run()
+        workers.run()

@@ -115,7 +115,9 @@ def check_finished(url, client, home, registry):
     found = checkpoint.load(settings(home).home_dir / "trainer" / "general.safetensors")
     assert found is not None
     # Delivered again after a crash a record may count twice, and none is missing.
-    assert found[1]["counters"]["records"] >= RECORDS
+    counters = found[1]["counters"]
+    assert counters["records"] >= RECORDS
+    assert counters["trained"] + counters["held_out"] >= RECORDS
     assert registry.begun("general") is None
     left = [entry.name for entry in (registry.root / "general").iterdir() if entry.name.startswith(".")]
     assert all(len(name) == 17 for name in left), left  # a directory that was never renamed; an hour later it goes
@@ -125,8 +127,7 @@ def check_finished(url, client, home, registry):
 def test_a_version_that_was_published_and_not_put_in_service_is_unless_somebody_moved_the_pointer(
     redis_url, tmp_path, moved
 ):
-    from osd.learning.gate import Gate
-    from trainer.rollout import Publisher
+    from trainer.rollout import Publisher, Service
 
     registry, toy = Registry(tmp_path), Toy()
     first = registry.publish("general", toy.weights(), toy.config(), {})
@@ -139,8 +140,7 @@ def test_a_version_that_was_published_and_not_put_in_service_is_unless_somebody_
             pointer.set("general", Rollout(first, None, 0.0, 2.0, pinned=True))
         events = Events(redis_url)
         trainer = settings(tmp_path).trainer
-        gate = Gate(2, "forward_kl")
-        publisher = Publisher("general", trainer, registry, pointer, events, gate, lambda config: Toy())
+        publisher = Publisher(Service("general", registry, pointer, events), trainer, lambda config: Toy())
         found = publisher.in_service()
         assert found is not None
         assert found.number == pointer.get("general").stable == (first if moved else second)

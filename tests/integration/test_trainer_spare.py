@@ -9,7 +9,7 @@ import pytest
 from osd.learning.distiller import Distiller
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.unit.learning.toys import Toy
-from trainer.team import Alone
+from trainer.executor import Local
 
 
 def test_training_stands_still_while_requests_wait(make_loop, eventually, monkeypatch):
@@ -29,7 +29,7 @@ def test_training_stands_still_while_requests_wait(make_loop, eventually, monkey
     board.close()
 
 
-class Unshared(Alone):
+class Unshared(Local):
     """Has a core that nobody else uses: all the time that a micro-step takes is work."""
 
     def clock(self):
@@ -56,7 +56,7 @@ def test_training_yields_within_200_ms_when_serving_needs_the_machine(make_loop,
 
     monkeypatch.setattr(Distiller, "step", timed)
     loop = make_loop(steps_per_candidate=10_000, micro_batch_tokens=256, latency_objective_ms=50.0)
-    loop.build, loop.team = Slow, Unshared()
+    loop.build, loop.executor = Slow, Unshared()
     loop.first_version(Slow())
     board = ReplicaLoads(loop.url)
     loop.send(40)
@@ -108,7 +108,7 @@ def test_beside_running_requests_training_and_judging_take_their_duty_of_the_tim
             return result
 
     loop = make_loop(steps_per_candidate=3, learning_rate=1e-6, duty=0.2)
-    loop.build, loop.team = Timed, Unshared()
+    loop.build, loop.executor = Timed, Unshared()
     loop.first_version(Timed())
     loop.send(60)
     board = ReplicaLoads(loop.url)

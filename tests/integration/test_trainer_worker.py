@@ -13,7 +13,7 @@ from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.registry.ledger import Ledger
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
 from trainer import worker as worker_module
-from trainer.spending import Spending
+from trainer.accounts import CostMeter
 
 
 def pending(client):
@@ -45,13 +45,13 @@ def test_a_better_drafter_is_learned_from_the_stream_and_put_in_service(make_loo
 
 def test_a_version_is_named_before_it_is_counted(make_loop, eventually, monkeypatch):
     told = []
-    charge = Spending.published
+    charge = CostMeter.published
 
     def published(spending, version):
         told.append((worker.status()["published"], worker.status()["version"], version))
         charge(spending, version)
 
-    monkeypatch.setattr(Spending, "published", published)
+    monkeypatch.setattr(CostMeter, "published", published)
     loop = make_loop()
     loop.first_version()
     loop.send(40)

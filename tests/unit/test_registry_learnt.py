@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from osd.registry.learnt import REQUESTS, fingerprint, versions_with
+from osd.registry.learnt import REQUESTS, Learnt, fingerprint, versions_with
 from osd.registry.versions import Registry
-from trainer.learnt import Learnt
 
 
 def publish(registry, *request_ids):

@@ -86,6 +86,12 @@ def test_noise_is_tolerated_up_to_one_standard_error_but_never_beyond_the_limit(
     assert not GATE.decide(wild, figures(base, (0.5, 0.5))).passed
 
 
+def test_the_comparison_is_paired_so_that_what_differs_between_positions_hides_no_fall():
+    base = torch.rand(400, generator=torch.Generator().manual_seed(0))  # one standard error of their mean is 0.014
+    lower = figures((base - 0.002).tolist(), (0.5, 0.5))
+    assert not GATE.decide(lower, figures(base.tolist(), (0.5, 0.5))).passed
+
+
 def test_positions_of_one_sequence_do_not_count_as_independent():
     groups = torch.arange(400) // 100
     base = figures([0.5] * 400, (0.5, 0.5), groups)

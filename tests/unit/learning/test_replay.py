@@ -272,3 +272,19 @@ def test_records_leave_every_part_when_they_are_too_old():
 def test_anchors_and_held_out_records_must_leave_room_for_training():
     with pytest.raises(ConfigError, match=r"trainer.anchors .* trainer.held_out must add up to less than 1"):
         load_settings(None, ["trainer.held_out=0.6", "trainer.anchors=0.4"], {})
+
+
+def test_a_purged_request_leaves_every_part_with_all_its_segments_and_nothing_else_does():
+    replay = Replay(tokens=10_000, held_out=0.3, anchors=0.2)
+    traces = [make_trace(f"r{n}", segment, seed=n) for n in range(30) for segment in (0, 1)]
+    sides = {trace.request_id: replay.add(trace).part for trace in traces}
+    assert replay.sample(40).fresh
+    for gone in (next(name for name, side in sides.items() if side == part) for part in ("held_out", "train")):
+        before = replay.known()
+        assert replay.purge(lambda request, gone=gone: request == gone) == [(gone, 0), (gone, 1)]
+        assert replay.known() == [key for key in before if key[0] != gone]
+        assert not replay.is_fresh((gone, 0))
+        assert all(trace.request_id != gone for trace in replay.held_out(10_000))
+        assert replay.tokens == 12 * len(replay.known())
+        assert replay.purge(lambda request, gone=gone: request == gone) == []
+    assert all(trace.request_id in dict(replay.known()) for _ in range(20) for trace in replay.sample(200).traces)

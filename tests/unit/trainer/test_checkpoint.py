@@ -1,11 +1,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 
 import pytest
 import torch
 
+from osd.config import Settings
+from osd.learning.distiller import Distiller
+from osd.learning.gate import Gate
+from osd.learning.online import Learner, Local, empty_replay
+from osd.registry.learnt import Learnt
+from osd.registry.ledger import Spent
+from osd.registry.versions import Version
+from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
 from trainer import checkpoint
+from trainer.accounts import Accounts, CostMeter
+from trainer.status import Status
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(3)}
 
@@ -56,3 +67,52 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     save_file(TENSORS, tmp_path / "c")
     with pytest.raises(checkpoint.CheckpointError):
         checkpoint.load(tmp_path / "c")
+
+
+class Silent:
+    """A ledger that nobody has told anything."""
+
+    def get(self, domain):
+        return Spent()
+
+
+def training(settings):
+    torch.manual_seed(0)
+    distiller = Distiller(Toy(), settings.trainer)
+    accounts = Accounts(Status(), CostMeter("general", Silent(), lambda: 0.0), Learnt())
+    learner = Learner(distiller, settings.trainer, Gate(3, "forward_kl"), VOCABULARY, empty_replay(settings.trainer))
+    return learner, accounts, checkpoint.Checkpoints(settings, accounts)
+
+
+def test_a_checkpoint_from_before_the_learner_had_a_state_of_its_own_is_read(tmp_path):
+    settings = Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
+    before, _, _ = training(settings)
+    for n in range(6):
+        before.add(make_trace(f"r{n}", completion=30, seed=n))
+    before.step(64, Local())
+    tensors, counters = before.distiller.state_dict()
+    names = ("records", "trained", "held_out", "refused", "tokens", "published", "rejected", "drifts")
+    state = {
+        "config": {"kind": "toy"},
+        "target": "toy",
+        "distiller": counters,
+        "counters": {name: 3 + number for number, name in enumerate(names)},
+        "next_gate": 7,
+        "spent": {"by_version": {"2": 1.5}, "unpublished": 0.25},
+        "learnt": ["aa"],
+        "random": before.replay.random_state(),
+    }
+    checkpoint.save(settings.home_dir / "trainer" / "general.safetensors", tensors, state)
+    learner, accounts, checkpoints = training(settings)
+    assert checkpoints.resume(learner, Version(2, tensors, {"kind": "toy"}, {}))
+    assert learner.distiller.steps == before.distiller.steps == 1
+    assert asdict(learner.counters) == {"records": 3, "trained": 4, "held_out": 5, "tokens": 7}
+    assert learner.next_candidate == 7
+    assert accounts.cost.spent() == Spent({2: 1.5}, 0.25)
+    assert accounts.learnt.state() == ["aa"]
+    told = accounts.status_of(learner)
+    assert (told.refused, told.published, told.rejected, told.drifts, told.steps) == (6, 8, 9, 10, 1)
+    assert checkpoints.save(learner)
+    again = checkpoint.load(settings.home_dir / "trainer" / "general.safetensors")
+    assert again is not None
+    assert again[1] == state

@@ -21,7 +21,7 @@ from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from osd.learning.replay import Sample
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
-from trainer.ranks import Helper, Leader
+from trainer.ranks import Rank, RankZero
 
 POSITIONS = 30
 SETTINGS = TrainerSettings(learning_rate=0.03, update_tokens=4 * POSITIONS)
@@ -46,7 +46,7 @@ def make(config):
     return WithAcceptanceHead(drafter) if has_head(config) else drafter
 
 
-class Telling(Helper):
+class Telling(Rank):
     """Writes down with which weights it computes each micro-batch."""
 
     folder = Path()
@@ -81,7 +81,7 @@ def leader(folder):
     process = multiprocessing.get_context("spawn").Process(target=help_out, args=(folder,), daemon=True)
     process.start()
     join(0, folder)
-    leader = Leader()
+    leader = RankZero()
     yield leader
     leader.end()
     process.join(20)

@@ -12,7 +12,7 @@ from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
 from tests.unit.learning.toys import Toy, make_trace
 from tests.unit.trainer.traffic import live
-from trainer.rollout import Publisher
+from trainer.rollout import Publisher, Service
 
 
 class Redis:
@@ -53,11 +53,15 @@ def propose(tmp_path):
             registry.publish("general", Toy().weights(), Toy().config(), {})
         gate = Gate(depth=2, divergence="forward_kl", min_positions=10)
         settings = TrainerSettings(canary_share=share, canary_seconds=60)
-        publisher = Publisher("general", settings, registry, redis, redis, gate, lambda config: Toy())
+        publisher = Publisher(Service("general", registry, redis, redis), settings, lambda config: Toy())
         candidate = Toy()
         candidate.load_weights(registry.load("general", 1).weights)
         batches = [collate([make_trace(completion=30)])]
-        return publisher.propose(candidate, lambda: batches, {"steps": 1}, ["aa"]), registry, publisher
+
+        def judge(one, other):
+            return gate.judge(one, other, lambda: batches)
+
+        return publisher.propose(candidate, judge, {"steps": 1}, ["aa"]), registry, publisher
 
     return run
 
@@ -75,7 +79,7 @@ def test_a_pointer_that_somebody_moved_during_the_evaluation_is_left_alone(propo
     redis = Redis(STABLE, STABLE, Rollout(1, None, 0.0, 2.0))
     outcome, registry, _ = propose(redis)
     assert outcome.version is None
-    assert outcome.verdict.waits
+    assert outcome.decision.waits
     assert redis.moves == []
     assert len(registry.list("general")) == 1
 
@@ -85,7 +89,7 @@ def test_a_pointer_that_somebody_moved_while_the_version_was_written_is_left_alo
     redis = Redis(STABLE, STABLE, STABLE, theirs)
     outcome, _, publisher = propose(redis)
     assert outcome.version is None
-    assert outcome.verdict.waits
+    assert outcome.decision.waits
     assert redis.moves == redis.told == []
     assert publisher.stable == 1
 
@@ -93,8 +97,8 @@ def test_a_pointer_that_somebody_moved_while_the_version_was_written_is_left_alo
 def test_a_pinned_domain_is_not_moved(propose):
     redis = Redis(Rollout(1, None, 0.0, 1.0, pinned=True))
     outcome, registry, _ = propose(redis, share=0.2)
-    assert outcome.verdict.waits
-    assert outcome.verdict.reason == "version 1 is pinned"
+    assert outcome.decision.waits
+    assert outcome.decision.reason == "version 1 is pinned"
     assert redis.moves == []
     assert len(registry.list("general")) == 1
 
@@ -109,8 +113,8 @@ def test_without_redis_nothing_is_published(propose, before):
 
 def test_without_any_version_in_service_a_candidate_waits(propose):
     outcome, _, _ = propose(Redis(None))
-    assert outcome.verdict.waits
-    assert "no drafter version of general to compare with" in outcome.verdict.reason
+    assert outcome.decision.waits
+    assert "no drafter version of general to compare with" in outcome.decision.reason
 
 
 @pytest.fixture
@@ -181,16 +185,15 @@ def test_a_decision_of_somebody_else_is_left_alone(canary):
 def test_while_a_canary_is_on_trial_the_next_candidate_waits(canary):
     publisher, registry, _ = canary
     outcome = publisher.propose(Toy(), lambda: [], {"steps": 2}, [])
-    assert outcome.verdict.waits
-    assert outcome.verdict.reason == "version 2 is still a canary"
+    assert outcome.decision.waits
+    assert outcome.decision.reason == "version 2 is still a canary"
     assert len(registry.list("general")) == 2
 
 
 def test_a_successor_watches_the_canary_that_the_pointer_names_until_the_same_time_limit(canary):
     _, registry, redis = canary
-    gate = Gate(depth=2, divergence="forward_kl", min_positions=10)
     settings = TrainerSettings(canary_share=0.2, canary_seconds=60)
-    successor = Publisher("general", settings, registry, redis, redis, gate, lambda config: Toy())
+    successor = Publisher(Service("general", registry, redis, redis), settings, lambda config: Toy())
     version = successor.in_service()
     assert version is not None
     assert version.number == 1

@@ -7,9 +7,10 @@ import torch
 
 from benchmarks.adaptation import learner
 from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, WAYS, adapt
-from benchmarks.adaptation.learner import Online, copied, distill, held_out
+from benchmarks.adaptation.learner import Online, copied, distill
 from benchmarks.adaptation.ruler import total
 from osd.learning.evaluation import evaluate
+from osd.learning.online import empty_replay, held_out
 from osd.learning.replay import is_held_out
 
 
@@ -66,7 +67,7 @@ def test_the_gate_keeps_in_service_what_training_spoiled_does_not_replace(lab, s
     ruler = lab.ruler(drafter, stream)
     settings = recipe.settings.model_copy(update={"learning_rate": 10.0, "steps_per_candidate": 4})
     online = Online(drafter, replace(recipe, settings=settings), ruler)
-    online._gate = replace(online._gate, min_positions=1)
+    online.learner.gate = replace(online.learner.gate, min_positions=1)
     start = copied(drafter)
     online.serve(stream.arriving)
     assert online.work.rejected > 0
@@ -97,7 +98,7 @@ def test_distilling_ends_when_it_helps_no_longer_and_keeps_the_best_weights(lab,
     work = distill(drafter, stream.arriving, replace(recipe, settings=settings, passes=1), most=50)
     assert len(found) < 50
     assert not found[-1] < 0.99 * min(found[:-1])
-    replay = recipe.replay()
+    replay = empty_replay(recipe.settings, recipe.seed, enough=0)
     for trace in stream.arriving:
         replay.add(trace)
     kept = evaluate(drafter, held_out(replay), recipe.depth, recipe.settings.divergence)

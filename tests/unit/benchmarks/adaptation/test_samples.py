@@ -84,8 +84,8 @@ def test_what_is_trained_on_is_drawn_again_and_what_the_gate_sees_never(lab, str
         return [scribbled(trace) for trace in traces]
 
     online = Online(drafter, recipe, lab.ruler(drafter, stream), draw)
-    add = online._replay.add
-    online._replay.add = lambda trace: (added.append(trace), add(trace))[1]
+    add = online.learner.add
+    online.learner.add = lambda trace: (added.append(trace), add(trace))[1]
     online.serve(stream.arriving)
     assert [trace.request_id for trace in added] == [trace.request_id for trace in stream.arriving]
     for trace in added:

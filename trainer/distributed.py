@@ -11,13 +11,13 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from osd.config import Settings
-from trainer.app import Trainer, open_workshop
+from trainer.actor import Trainer, open_target
 from trainer.status import Status
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from trainer.school import School
+    from trainer.domains import DomainWorkers
 
 CALLS = 8
 """Calls to the actor at the same time: rank 0 reports while somebody waits for the end."""
@@ -34,11 +34,11 @@ _CALM_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _ANSWER_SECONDS = 15.0
 
-_school: School | None = None
+_workers: DomainWorkers | None = None
 """Of rank 0, in its process."""
 
 
-class Group(Trainer):
+class DistributedTrainer(Trainer):
     """A ``Trainer`` whose training runs in ``trainer.workers`` processes of a Ray Train job, spread over the nodes.
 
     Like the trainer of one process they take no core from Ray's books. When one of them dies, or its node is taken
@@ -89,25 +89,25 @@ class Group(Trainer):
 
 
 class Remote:
-    """The ``School`` of a group's rank 0. One that is gone trains nothing, and is at rest."""
+    """The ``DomainWorkers`` of a group's rank 0. One that is gone trains nothing, and is at rest."""
 
     def __init__(self, actor: ActorHandle[Any]) -> None:
         self._actor = actor
 
     def status(self) -> dict[str, Any]:
-        """See ``School.status``."""
+        """See ``DomainWorkers.status``."""
         return self._ask("status") or dict(Status().__dict__)
 
     def pause(self, timeout: float = 5.0) -> bool:
-        """See ``School.pause``."""
+        """See ``DomainWorkers.pause``."""
         return self._ask("pause", timeout) is not False
 
     def resume(self) -> None:
-        """See ``School.resume``."""
+        """See ``DomainWorkers.resume``."""
         self._ask("resume")
 
     def stop(self) -> None:
-        """See ``School.stop``."""
+        """See ``DomainWorkers.stop``."""
         self._ask("stop")
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -120,8 +120,8 @@ class Remote:
 
 
 def _answer(actor: object, method: str, *arguments: Any) -> Any:
-    """Call the school of this process; ``actor`` is Ray Train's."""
-    return getattr(_school, method)(*arguments)
+    """Call the workers of this process; ``actor`` is Ray Train's."""
+    return getattr(_workers, method)(*arguments)
 
 
 def _this_actor() -> ActorHandle[Any]:
@@ -132,14 +132,14 @@ def work(config: dict[str, Any]) -> None:
     """What every rank of the group runs, in a thread of an actor of Ray Train's."""
     import torch.distributed as dist
 
-    from trainer.ranks import Helper
+    from trainer.ranks import Rank
 
     logging.getLogger("trainer").setLevel(logging.INFO)
     settings, group = config["settings"], config["group"]
     rank = dist.get_rank()
     try:
         if rank:
-            Helper(settings.trainer, open_workshop(settings).build).run()
+            Rank(settings.trainer, open_target(settings).build).run()
         else:
             _lead(settings, config["redis_url"], group)
     except Exception as error:
@@ -150,16 +150,16 @@ def work(config: dict[str, Any]) -> None:
 
 
 def _lead(settings: Settings, redis_url: str, group: ActorHandle[Any]) -> None:
-    from trainer.ranks import Leader
-    from trainer.school import School
+    from trainer.domains import DomainWorkers
+    from trainer.ranks import RankZero
 
-    global _school
-    team = Leader()
-    _school = School(settings, redis_url, open_workshop(settings, team))
+    global _workers
+    executor = RankZero()
+    _workers = DomainWorkers(settings, redis_url, open_target(settings, executor))
     paused, stopped = ray.get(group.join.remote(_this_actor()))
     if paused:
-        _school.pause(timeout=0)
+        _workers.pause(timeout=0)
     if stopped:
-        _school.stop()
-    _school.run()
-    team.end()
+        _workers.stop()
+    _workers.run()
+    executor.end()

@@ -1,4 +1,4 @@
-"""Several domains' workers take turns: one computes at a time, and drift gets it more of the time."""
+"""The workers of several domains take turns: one computes at a time, and drift gets it more of the time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DRIFT_WEIGHT = 4.0
 """How much more of the time a domain gets whose acceptance fell, until its next candidate."""
 
 
-class Turns:
+class DomainScheduler:
     """Whose turn it is, by stride scheduling (Waldspurger and Weihl, 1995): each waits for its share and no longer.
 
     A domain's pass grows by the seconds that it computed over its weight, and of those that wait the one with the

@@ -3,8 +3,8 @@ from __future__ import annotations
 import time
 
 from osd.config import Settings
-from trainer.app import Trainer
-from trainer.group import Group
+from trainer.actor import Trainer
+from trainer.distributed import DistributedTrainer
 
 
 def test_an_error_that_nobody_foresaw_is_told_in_the_status_and_tried_again(tmp_path):
@@ -33,9 +33,9 @@ class Idle:
 
 
 def test_the_end_of_a_group_is_what_a_rank_told_and_else_a_death(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.group.Remote", lambda actor: actor)
-    monkeypatch.setattr(Group, "_train", lambda group: group._stop.wait())
-    group = Group(Settings(home=tmp_path), "redis://127.0.0.1:1")
+    monkeypatch.setattr("trainer.distributed.Remote", lambda actor: actor)
+    monkeypatch.setattr(DistributedTrainer, "_train", lambda group: group._stop.wait())
+    group = DistributedTrainer(Settings(home=tmp_path), "redis://127.0.0.1:1")
     try:
         group.join(Idle())
         assert group.status()["failure"] == ""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer.turns import Turns
+from trainer.scheduler import DomainScheduler
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def race():
     threads: list[threading.Thread] = []
     stop = threading.Event()
 
-    def start(turns: Turns, steps: dict[str, float], seconds: float) -> dict[str, float]:
+    def start(turns: DomainScheduler, steps: dict[str, float], seconds: float) -> dict[str, float]:
         spent = dict.fromkeys(steps, 0.0)
         inside: list[str] = []
 
@@ -44,19 +44,19 @@ def race():
 
 
 def test_each_gets_the_same_time_however_long_its_steps_are(race: Callable[..., dict[str, float]]):
-    spent = race(Turns("ab"), {"a": 0.01, "b": 0.03}, 0.6)
+    spent = race(DomainScheduler("ab"), {"a": 0.01, "b": 0.03}, 0.6)
     assert spent["a"] == pytest.approx(spent["b"], rel=0.3)
 
 
 def test_a_heavier_one_gets_more(race: Callable[..., dict[str, float]]):
-    turns = Turns("ab")
+    turns = DomainScheduler("ab")
     turns.weigh("a", 3.0)
     spent = race(turns, {"a": 0.01, "b": 0.01}, 0.6)
     assert spent["a"] / spent["b"] == pytest.approx(3.0, rel=0.3)
 
 
 def test_one_alone_never_waits_and_rest_is_not_saved_up():
-    turns, stop = Turns("ab"), threading.Event()
+    turns, stop = DomainScheduler("ab"), threading.Event()
     began = time.monotonic()
     for _ in range(50):
         assert turns.take("a", stop)
@@ -87,7 +87,7 @@ def test_one_alone_never_waits_and_rest_is_not_saved_up():
 
 
 def test_a_turn_that_nobody_gives_back_is_not_waited_for_after_the_end():
-    turns, stop = Turns("ab"), threading.Event()
+    turns, stop = DomainScheduler("ab"), threading.Event()
     assert turns.take("a", stop)
     threading.Timer(0.1, stop.set).start()
     began = time.monotonic()
@@ -105,7 +105,7 @@ def test_cpu_seconds_belong_to_who_has_the_turn_and_to_all_when_nobody_has():
         while time.process_time() < end:
             pass
 
-    turns, stop = Turns("abc"), threading.Event()
+    turns, stop = DomainScheduler("abc"), threading.Event()
     began = time.process_time()
     before = {domain: turns.clock(domain) for domain in "abc"}
     assert turns.take("a", stop)

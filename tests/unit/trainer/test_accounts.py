@@ -4,7 +4,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.registry.ledger import Spent
-from trainer.spending import Spending
+from trainer.accounts import CostMeter
 
 
 class Book:
@@ -39,7 +39,7 @@ def clock():
 
 def test_each_version_is_charged_with_what_was_spent_since_the_one_before(clock):
     book = Book()
-    spending = Spending("general", book, clock)
+    spending = CostMeter("general", book, clock)
     clock.seconds += 5
     spending.published(2)
     clock.seconds += 3
@@ -53,7 +53,7 @@ def test_each_version_is_charged_with_what_was_spent_since_the_one_before(clock)
 def test_a_successor_goes_on_from_the_checkpoint_or_from_what_serving_knows_whichever_is_more(clock):
     saved, told = Spent({2: 5.0}, 1.0), Spent({2: 5.0, 3: 4.0}, 0.5)
     for book in (Book(told), Book(Spent({}, 0.1))):
-        spending = Spending("general", book, clock)
+        spending = CostMeter("general", book, clock)
         clock.seconds += 2
         spending.resume(saved)
         before = max(saved, book.told, key=lambda spent: spent.total)
@@ -63,7 +63,7 @@ def test_a_successor_goes_on_from_the_checkpoint_or_from_what_serving_knows_whic
 def test_without_redis_nothing_is_lost_and_it_is_told_later(clock):
     book = Book()
     book.gone = True
-    spending = Spending("general", book, clock)
+    spending = CostMeter("general", book, clock)
     spending.resume(Spent({2: 5.0}, 1.0))
     clock.seconds += 4
     spending.published(3)
@@ -76,7 +76,7 @@ def test_the_clock_is_the_cpu_time_of_the_whole_process_and_not_the_wall():
     import threading
     import time
 
-    spending = Spending("general", Book())
+    spending = CostMeter("general", Book())
     time.sleep(0.1)
     assert spending.spent().total < 0.05
     deadline = time.process_time() + 0.15

@@ -5,7 +5,7 @@ import torch
 from osd.config import TrainerSettings
 from osd.learning.evaluation import GateFigures
 from osd.learning.gate import GateDecision
-from trainer.pace import PASSES, Pace
+from osd.learning.online import PASSES, TrainingTrigger
 
 
 def verdict(candidate, baseline, passed=True):
@@ -15,7 +15,7 @@ def verdict(candidate, baseline, passed=True):
 
 
 def pace(resumed=False, **settings):
-    it = Pace(TrainerSettings(**settings))
+    it = TrainingTrigger(TrainerSettings(**settings))
     if resumed:
         it.resumed()
     return it

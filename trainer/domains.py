@@ -7,26 +7,27 @@ from collections.abc import Callable
 from typing import Any
 
 from osd.config import Settings
-from trainer.turns import Turns
-from trainer.worker import Worker, Workshop
+from trainer.executor import TargetContext
+from trainer.scheduler import DomainScheduler
+from trainer.worker import Worker
 
 
-class School:
+class DomainWorkers:
     """One worker for each domain of ``trainer.extra_domains`` beside that of ``domain``, each in a thread of its own.
 
     They compute in turns, so that together they take no more than one would, and share ``trainer.replay_tokens``.
     """
 
-    def __init__(self, settings: Settings, redis_url: str, workshop: Workshop) -> None:
+    def __init__(self, settings: Settings, redis_url: str, context: TargetContext) -> None:
         domains = dict.fromkeys((settings.domain, *settings.trainer.extra_domains))
-        turns = Turns(domains, workshop.team.clock)
+        scheduler = DomainScheduler(domains, context.executor.clock)
         tokens = settings.trainer.replay_tokens // len(domains)
         trainer = settings.trainer.model_copy(update={"replay_tokens": tokens})
         self._own = settings.domain
         self._workers: dict[str, Worker] = {}
         for domain in domains:
             mine = settings.model_copy(update={"domain": domain, "trainer": trainer})
-            self._workers[domain] = Worker(mine, redis_url, workshop, turns)
+            self._workers[domain] = Worker(mine, redis_url, context, scheduler)
         self._errors: list[BaseException] = []
 
     def run(self) -> None:

@@ -1,0 +1,144 @@
+"""What a trainer counts: records and candidates, the requests it has learnt from, and the CPU seconds that it took."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import msgspec
+from redis.exceptions import RedisError
+
+from osd.learning.online import Learner
+from osd.registry.learnt import Learnt
+from osd.registry.ledger import Ledger, Spent
+from trainer.status import Status
+
+logger = logging.getLogger(__name__)
+
+_TELL_SECONDS = 1.0
+_SAVED = ("refused", "published", "rejected", "drifts")
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """What is kept beside the learner's state, by checkpoints too.
+
+    Attributes:
+        status: what the trainer says of itself.
+        cost: charged to each version.
+        learnt: requests that no manifest names yet.
+    """
+
+    status: Status
+    cost: CostMeter
+    learnt: Learnt
+
+    def status_of(self, learner: Learner | None) -> Status:
+        """The status with what the learner has done."""
+        if learner is None:
+            return self.status
+        distiller = learner.distiller
+        return replace(self.status, steps=distiller.steps, skipped=distiller.skipped, **asdict(learner.counters))
+
+    def figures(self, learner: Learner) -> dict[str, Any]:
+        """What is told of a micro-step."""
+        distiller, counters = learner.distiller, learner.counters
+        head = {} if distiller.head_loss is None else {"head_loss": distiller.head_loss}
+        figures = {
+            "loss": self.status.loss,
+            "step": distiller.steps,
+            "tokens": counters.tokens,
+            "records": counters.records,
+            "lag": self.status.lag,
+            "skipped": distiller.skipped,
+            "cpu_seconds": round(self.cost.spent().total, 3),
+        }
+        return {**figures, **head, **learner.trigger.figures()}
+
+    def state(self) -> dict[str, Any]:
+        """All of it as JSON, for ``resume``."""
+        return {
+            "counters": {name: getattr(self.status, name) for name in _SAVED},
+            "spent": msgspec.to_builtins(self.cost.spent(), str_keys=True),
+            "learnt": self.learnt.state(),
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state`` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError: it cannot be read; nothing changes.
+        """
+        counters = {name: int(state["counters"].get(name, 0)) for name in _SAVED}
+        learnt = list(state.get("learnt", []))
+        self.cost.resume(msgspec.convert(state.get("spent", {}), Spent, strict=False))
+        self.learnt.resume(learnt)
+        for name, value in counters.items():
+            setattr(self.status, name, value)
+
+    def published(self, version: int, stable: int) -> None:
+        """A version came of all that was done since the last one; ``stable`` is in service."""
+        self.status.version = stable
+        self.status.published += 1
+        self.cost.published(version)
+        self.learnt.published()
+
+
+class CostMeter:
+    """The trainer's side of the ledger.
+
+    All that the trainer computes is charged, on all threads of all its processes: micro-steps, gates, candidates that
+    were rejected, reading the stream, checkpoints. It is CPU time, so that a trainer that stands back for serving costs
+    nothing while it waits. What was spent since the last version belongs to the next one that is published.
+
+    Args:
+        domain: whose drafter is trained.
+        ledger: where serving reads it.
+        clock: CPU seconds of the trainer.
+    """
+
+    def __init__(self, domain: str, ledger: Ledger, clock: Callable[[], float] = time.process_time) -> None:
+        self._domain = domain
+        self._ledger = ledger
+        self._clock = clock
+        self._mark = clock()
+        self._spent = Spent()
+        self._told_at = -_TELL_SECONDS
+
+    def spent(self) -> Spent:
+        """What was spent until now."""
+        now = self._clock()
+        self._spent = Spent(self._spent.by_version, self._spent.unpublished + now - self._mark)
+        self._mark = now
+        return self._spent
+
+    def published(self, version: int) -> None:
+        """Charge what was spent to a version that came of it."""
+        spent = self.spent()
+        self._spent = Spent({**spent.by_version, version: spent.unpublished})
+        self._told_at = -_TELL_SECONDS
+        self.tell()
+
+    def resume(self, saved: Spent) -> None:
+        """Go on from what a checkpoint says, or from what serving was told since then."""
+        try:
+            told = self._ledger.get(self._domain)
+        except (RedisError, ValueError) as error:
+            logger.warning("the ledger cannot be read: %s", error)
+            told = Spent()
+        before, mine = max(saved, told, key=lambda spent: spent.total), self.spent()
+        self._spent = Spent(before.by_version, before.unpublished + mine.unpublished)
+
+    def tell(self) -> None:
+        """Tell serving, at most once a second; without Redis it is told later."""
+        now = time.monotonic()
+        if now - self._told_at < _TELL_SECONDS:
+            return
+        self._told_at = now
+        try:
+            self._ledger.set(self._domain, self.spent())
+        except RedisError as error:
+            logger.debug("the ledger cannot be told: %s", error)

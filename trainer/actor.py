@@ -1,0 +1,128 @@
+"""The trainer as a Ray actor: the loop in a thread, and the few calls that others make to it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from osd.config import Settings
+from trainer.status import Status
+
+if TYPE_CHECKING:
+    from trainer.executor import Executor, TargetContext
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_BACKOFF = 30.0
+
+
+class Training(Protocol):
+    """What does the training: a ``DomainWorkers``, here or in another process."""
+
+    def status(self) -> dict[str, Any]:
+        """See ``DomainWorkers.status``."""
+        ...
+
+    def pause(self, timeout: float = 5.0) -> bool:
+        """See ``DomainWorkers.pause``."""
+        ...
+
+    def resume(self) -> None:
+        """See ``DomainWorkers.resume``."""
+        ...
+
+    def stop(self) -> None:
+        """See ``DomainWorkers.stop``."""
+        ...
+
+
+class Trainer:
+    """Runs the workers; after an error that nobody foresaw new ones take up their checkpoints, later and later.
+
+    When the process dies Ray starts it again with the same arguments, and the workers take up the checkpoints too.
+    """
+
+    def __init__(self, settings: Settings, redis_url: str) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        self._settings = settings
+        self._redis_url = redis_url
+        self._lock = threading.Lock()
+        self._worker: Training | None = None
+        self._paused = False
+        self._stop = threading.Event()
+        self._failure = ""
+        self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """What ``DomainWorkers.status`` says, and ``failure``: the last error that nobody foresaw, or ""."""
+        with self._lock:
+            status = self._worker.status() if self._worker else Status().__dict__
+            return {**status, "failure": self._failure}
+
+    def fail(self, failure: str) -> None:
+        """Remember an error that nobody foresaw, for ``status``."""
+        self._failure = failure
+
+    def pause(self) -> bool:
+        """Stop training until ``resume``; True when the loop is at rest."""
+        with self._lock:
+            self._paused = True
+            worker = self._worker
+        return worker.pause() if worker else True
+
+    def resume(self) -> None:
+        """Undo ``pause``."""
+        with self._lock:
+            self._paused = False
+            if self._worker:
+                self._worker.resume()
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """End training with a checkpoint; False when that took longer than ``timeout`` seconds."""
+        self._stop.set()
+        with self._lock:
+            if self._worker:
+                self._worker.stop()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        backoff = 1.0
+        while not self._stop.is_set():
+            try:
+                self._train()
+            except Exception as error:
+                logger.exception("training failed, next try from the checkpoint in %.0f s", backoff)
+                self.fail(f"{type(error).__name__}: {error}")
+                self._stop.wait(backoff)
+                backoff = min(2 * backoff, _LONGEST_BACKOFF)
+
+    def _train(self) -> None:
+        # Importing PyTorch and transformers takes seconds, and only the process that trains needs them.
+        from trainer.domains import DomainWorkers
+
+        worker = DomainWorkers(self._settings, self._redis_url, open_target(self._settings))
+        with self._lock:
+            self._worker = worker
+            if self._paused:
+                worker.pause(timeout=0)
+            if self._stop.is_set():
+                worker.stop()
+        worker.run()
+
+
+def open_target(settings: Settings, executor: Executor | None = None) -> TargetContext:
+    """Resolve the target that the drafters of ``settings`` belong to, trained here without an ``executor``."""
+    from transformers import AutoConfig
+
+    from osd.drafters import from_config
+    from osd.target.load import resolve
+    from trainer.executor import Local, TargetContext
+
+    directory = resolve(settings.target.source, settings.home_dir)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+    build = partial(from_config, target_dir=directory)
+    return TargetContext(config.vocab_size, config.hidden_size, build, executor or Local())
