@@ -1,10 +1,15 @@
-"""Redis connections that fail soon instead of hanging."""
+"""Redis connections that fail soon instead of hanging, and when to try again."""
 
 from __future__ import annotations
+
+import time
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+MIN_BACKOFF, MAX_BACKOFF = 0.05, 2.0
+"""Seconds without a try after a failure; doubled up to the longest."""
 
 
 def connect(url: str, timeout: float = 0.5) -> redis.Redis:
@@ -16,3 +21,30 @@ def connect(url: str, timeout: float = 0.5) -> redis.Redis:
     return redis.Redis.from_url(
         url, socket_timeout=timeout, socket_connect_timeout=timeout, protocol=2, retry=Retry(NoBackoff(), 0)
     )
+
+
+class Backoff:
+    """When to try again after failures."""
+
+    def __init__(self) -> None:
+        self._delay = MIN_BACKOFF
+        self._until = 0.0
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the next try, 0 when it may be now."""
+        return max(0.0, self._until - time.monotonic())
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last try failed."""
+        return self._until > 0
+
+    def failed(self) -> None:
+        """Wait, twice as long as the last time."""
+        self._until = time.monotonic() + self._delay
+        self._delay = min(2 * self._delay, MAX_BACKOFF)
+
+    def worked(self) -> None:
+        """Back to normal."""
+        self._delay, self._until = MIN_BACKOFF, 0.0

@@ -18,11 +18,10 @@ from typing import Any
 
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-from osd.capture.backoff import Backoff
 from osd.capture.retention import Retention
 from osd.capture.trace import FIELD, Trace, TraceError, decode, encode
 from osd.config import CaptureSettings
-from osd.redis_client import connect
+from osd.redis_client import Backoff, connect
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 Nothing here imports torch, so that the command line answers at once.
 """
 
-from osd.config.base import DOMAIN, ConfigError, Section
+from osd.config.base import DOMAIN, ConfigError, Section, check_domain
 from osd.config.drafter import (
     DRAFTER_SETTINGS,
     DrafterSettings,
@@ -63,6 +63,7 @@ __all__ = [
     "TopKTreeSettings",
     "TrainerSettings",
     "Verification",
+    "check_domain",
     "drafter_of",
     "load_settings",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,17 @@ class ConfigError(ValueError):
 
 DOMAIN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 """What a domain's name looks like: it becomes the name of a folder and of a Redis key."""
+
+
+def check_domain(domain: str) -> str:
+    """Return ``domain`` if it is a valid name.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not re.fullmatch(DOMAIN, domain):
+        raise ValueError(f"domain {domain!r}: must be 1 to 64 of a-z, 0-9, _ and -, and start with a letter or digit")
+    return domain
 
 
 class Section(BaseModel):

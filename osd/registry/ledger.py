@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from redis.exceptions import DataError
 
+from osd.config import check_domain
 from osd.redis_client import connect
-from osd.registry.names import check_domain
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 

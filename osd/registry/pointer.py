@@ -10,9 +10,9 @@ from typing import Annotated, Any, Self
 import msgspec
 from redis.exceptions import DataError, RedisError, WatchError
 
+from osd.config import check_domain
 from osd.hashing import unit_hash
 from osd.redis_client import connect
-from osd.registry.names import check_domain
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from osd.registry.names import check_domain
+from osd.config import check_domain
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _ATTEMPT = "attempt"
