@@ -103,8 +103,10 @@ def test_positions_of_one_sequence_do_not_count_as_independent():
 
 
 def test_the_standard_error_is_of_the_differences_about_their_mean():
-    # All positions fell alike, by 0.001: there is no noise that could explain it.
-    assert not GATE.decide(figures([0.499] * 400, (0.5, 0.5)), figures([0.5] * 400, (0.5, 0.5))).passed
+    # All positions of the one sequence fell alike, by 0.001: there is no noise that could explain it.
+    one = torch.zeros(400, dtype=torch.int64)
+    fallen, base = figures([0.499] * 400, (0.5, 0.5), one), figures([0.5] * 400, (0.5, 0.5), one)
+    assert not GATE.decide(fallen, base).passed
 
 
 def test_expected_tokens_per_round_may_fall_by_what_the_noise_of_each_depth_explains():
