@@ -32,6 +32,10 @@ _OURS = {
     "traces_written": ("osd_traces_written", "Trace records written to the stream."),
     "traces_dropped": ("osd_traces_dropped", "Trace records dropped before the stream."),
 }
+_BY_SOURCE = {
+    "source_drafted": ("osd_source_draft_tokens", "Draft tokens, by what proposed them."),
+    "source_accepted": ("osd_source_accepted_tokens", "Accepted draft tokens, by what proposed them."),
+}
 BY_VERSION = {
     "version_rounds": ("osd_version_rounds", "Rounds that drafted, by drafter version."),
     "version_drafted": ("osd_version_draft_tokens", "Draft tokens, by drafter version."),
@@ -77,6 +81,11 @@ class _Families(Collector):
         for key, (name, help_text) in _OURS.items():
             family = CounterMetricFamily(name, help_text, labels=["domain"])
             family.add_metric([self.domain], counters.get(key, 0))
+            yield family
+        for key, (name, help_text) in _BY_SOURCE.items():
+            family = CounterMetricFamily(name, help_text, labels=["domain", "source"])
+            for (source,), value in self.totals.by_label(key).items():
+                family.add_metric([self.domain, str(source)], value)
             yield family
         for key, (name, help_text) in BY_VERSION.items():
             family = CounterMetricFamily(name, help_text, labels=["domain", "version"])

@@ -29,8 +29,8 @@ class Report:
     """What one replica says once a second.
 
     ``version`` is the stable one, and ``canary`` the one that drafts for a share of requests beside it; ``others`` are
-    the versions of other domains that are at hand. ``counters``
-    never decrease; labels are (position) or (domain, version) of the drafter.
+    the versions of other domains that are at hand. ``counters`` never decrease; labels are (position) or (source) of
+    draft tokens, or (domain, version) of the drafter.
     """
 
     replica: str

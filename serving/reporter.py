@@ -132,6 +132,9 @@ class Reporter:
         }
         for position, accepted in enumerate(drafts.accepted_per_position):
             counters["accepted_per_position", position] = accepted
+        for source, of_source in drafts.by_source.items():
+            counters["source_drafted", source] = of_source.drafted
+            counters["source_accepted", source] = of_source.accepted
         for drafted_by, of_version in counts.by_version.items():
             counters["version_rounds", *drafted_by] = of_version.rounds
             counters["version_drafted", *drafted_by] = of_version.drafted

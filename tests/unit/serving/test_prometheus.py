@@ -22,6 +22,9 @@ TOTALS = Totals(
         ("version_accepted", "code", 3): 4,
         ("version_plain_seconds", "general", 3): 7.5,
         ("version_decode_seconds", "general", 3): 5.0,
+        ("source_drafted", "recall"): 15,
+        ("source_drafted", "eagle"): 25,
+        ("source_accepted", "recall"): 12,
         "traces_dropped": 2,
     },
     [Report("r1", 1.0, 3, True, EngineLoad(4, 1), 0.002, {}, others={"code": 7})],
@@ -81,3 +84,10 @@ def test_metrics_are_served_as_text(client):
     response = client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert 'osd_requests_total{domain="general"} 3.0' in response.text
+
+
+def test_draft_tokens_are_told_by_what_proposed_them():
+    lines = render(TOTALS, "general", "tiny").decode().splitlines()
+    assert 'osd_source_draft_tokens_total{domain="general",source="recall"} 15.0' in lines
+    assert 'osd_source_draft_tokens_total{domain="general",source="eagle"} 25.0' in lines
+    assert 'osd_source_accepted_tokens_total{domain="general",source="recall"} 12.0' in lines

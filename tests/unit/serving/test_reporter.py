@@ -5,6 +5,7 @@ import time
 import pytest
 
 from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
+from osd.metrics import SpeculationCounts
 from serving.reporter import LOAD_SECONDS, Reporter, Switches
 
 
@@ -86,3 +87,15 @@ def test_a_report_has_the_seconds_of_each_version(scene):
     assert counters["version_tokens", "general", 3] == 7
     assert counters["version_plain_seconds", "general", 3] == 0.5
     assert counters["version_decode_seconds", "general", 3] == 0.25
+
+
+def test_a_report_counts_drafts_by_version_and_by_source(scene):
+    engine, _, reporter = scene
+    for version, source in ((3, "eagle"), (4, "eagle"), (4, "recall")):
+        counts = engine.counts.by_version.setdefault(("general", version), SpeculationCounts())
+        counts.count({source: 3}, [source, source])
+    told = reporter.report().counters
+    assert (told["rounds"], told["drafted"], told["accepted"]) == (3, 9, 6)
+    assert (told["version_drafted", "general", 3], told["version_accepted", "general", 4]) == (3, 4)
+    assert (told["source_drafted", "eagle"], told["source_accepted", "eagle"]) == (6, 4)
+    assert (told["source_drafted", "recall"], told["source_accepted", "recall"]) == (3, 2)
