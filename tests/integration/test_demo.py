@@ -95,7 +95,8 @@ def test_the_report_has_the_keys_that_are_promised(settings, tmp_path):
 def test_acceptance_is_that_of_the_last_seconds():
     story = Story("t", 60)
     story.samples += [
-        Sample(time, 0, 10 * time, 0 if time < 20 else 10 * (time - 20), 0, 1, 0, 0, 0, 0) for time in range(0, 41, 2)
+        Sample(time, SpeculationCounts(0, 10 * time, max(0, 10 * (time - 20))), 0, 1, 0, 0, 0, 0)
+        for time in range(0, 41, 2)
     ]
     points = dict(story.acceptance(10))
     assert points[18] == 0
