@@ -15,7 +15,9 @@ from benchmarks.isolated import Drafting, forward_seconds
 from benchmarks.pair import BenchError
 from benchmarks.report import columns
 from benchmarks.streams import Arrivals, decoding_rate, updates_of
-from osd.drafters.base import Chains, Drafter, Session
+from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession
+from osd.drafters.base import Drafter
+from osd.drafters.session import Chains
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling
@@ -86,23 +88,21 @@ class Found:
     efficiency: float
 
 
-class Counted:
-    """A session that counts its forwards; see ``osd.drafters.base.Session``."""
+class Counted(WrappedSession):
+    """A session that counts its forwards."""
 
-    def __init__(self, session: Session, calls: Calls) -> None:
-        self._session, self._calls = session, calls
+    def __init__(self, session: AutoregressiveSession, calls: Calls) -> None:
+        super().__init__(session)
+        self._calls = calls
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+    def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """One forward."""
         self._calls.made += 1
-        return self._session.expand(slots, builder, rows, nodes)
+        return super().expand(slots, builder, rows, nodes)
 
-    def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
+    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """As many forwards as the longest of the drafts has tokens; on a GPU, as it may have."""
-        chains = self._session.chains(slots, limits, floor)
+        chains = super().chains(slots, limits, floor)
         if chains is not None:
             self._calls.made += int(chains.sizes.max()) if chains.settled else chains.drafted.shape[1]
         return chains
@@ -168,7 +168,7 @@ def _wave(engine: Engine, requests: Sequence[Request]) -> tuple[float, Speculati
     return speed, counts
 
 
-def model(engine: Engine, session: Session, streams: int, waves: Sequence[Wave], turns: int) -> Model:
+def model(engine: Engine, session: AutoregressiveSession, streams: int, waves: Sequence[Wave], turns: int) -> Model:
     """Time the forwards that the rounds of ``waves`` were made of. The engine must have stopped.
 
     Call it on a thread with the engine's cores; ``session`` is another one of the same drafter, with slots of

@@ -14,7 +14,8 @@ from torch import nn
 from benchmarks.figures import Spread
 from benchmarks.isolated import COMMITTED, Drafting, bandwidth, forward_seconds
 from benchmarks.report import columns
-from osd.drafters.base import Drafter, Session
+from osd.drafters.autoregressive import AutoregressiveSession
+from osd.drafters.base import Drafter
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.runtime.linear import PackedLinear, fused_dtype
 from osd.runtime.model import SlotModel
@@ -138,7 +139,7 @@ def step_bytes(drafter: Drafter, device: torch.device) -> int:
 def measure(
     target: SlotModel,
     drafter: Drafter | None,
-    session: Session | None,
+    session: AutoregressiveSession | None,
     turns: int,
     report: Callable[[str], None] = lambda step: None,
     counts: Sequence[int] = COUNTS,

@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from osd.drafters.base import Session
+from osd.drafters.autoregressive import AutoregressiveSession
+from osd.drafters.session import Kept
 from osd.engine.request import Sampling
 from osd.runtime.batch import PackedRows, RowBuilder
 from osd.runtime.device import between, mark, several_cores
@@ -109,7 +110,7 @@ def forward_seconds(target: SlotModel, batch: int, each: int) -> float:
 class _Timed:
     """A session as a growth policy sees it; adds up what its forwards take."""
 
-    def __init__(self, session: Session, slots: list[int]) -> None:
+    def __init__(self, session: AutoregressiveSession, slots: list[int]) -> None:
         self._session, self._slots = session, slots
         self.seconds = 0.0
 
@@ -134,7 +135,7 @@ class _Timed:
 class Drafting:
     """A session whose sequences, of ``COMMITTED`` tokens at first, are drafted for again and again."""
 
-    def __init__(self, session: Session, target: SlotModel, batch: int) -> None:
+    def __init__(self, session: AutoregressiveSession, target: SlotModel, batch: int) -> None:
         """Use slots 0 to ``batch`` - 1 of ``session``, of ``DRAFT_CONTEXT`` tokens; hidden states are made up."""
         self._session, self._batch, self._hidden_size = session, batch, len(target.taps) * target.hidden_size
         self._taps, self._vocabulary, self._device = bool(target.taps), target.vocab_size, target.device
@@ -154,7 +155,7 @@ class Drafting:
         hidden = None
         if self._taps:
             hidden = torch.randn(count, self._hidden_size, generator=self._generator).to(self._device)
-        self._session.commit(slot, tokens, hidden)
+        self._session.commit(slot, Kept(tokens, hidden))
 
     @torch.inference_mode()
     def seconds(self, steps: int, committed: int) -> float:

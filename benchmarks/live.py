@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pair import Pair
+from osd.drafters.session import Kept
 from osd.engine.request import Sampling
 from osd.runtime.batch import PackedRows, RowBuilder, following
 from osd.speculation.growth import Growth
@@ -53,7 +54,7 @@ class Live:
         hidden = target.forward(following(slot, 0, prompt[:-1]), torch.tensor([len(prompt) - 2])).hidden
         target.cache.length[slot] = len(prompt) - 1
         session.open(slot, prompt[0])
-        session.commit(slot, list(prompt[1:]), hidden)
+        session.commit(slot, Kept(list(prompt[1:]), hidden))
 
     @property
     def support(self) -> Tensor | None:
@@ -120,7 +121,7 @@ class Live:
             cache = self._pair.target.cache
             cache.keep(slot, cache.length[slot], kept)
             at = [drafted.first[slot] + offset for offset in kept]
-            self._pair.session.commit(slot, new, None if drafted.hidden is None else drafted.hidden[at])
+            self._pair.session.commit(slot, Kept(new, None if drafted.hidden is None else drafted.hidden[at]))
             self._next[slot] = new[-1]
         self._round += 1
         self._after_root = None

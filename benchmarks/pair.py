@@ -10,8 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from osd import drafters
 from osd.config import Settings, drafter_of
-from osd.drafters.base import Drafter, Runtime, Session
+from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
+from osd.drafters.base import Drafter
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.session import Runtime
 from osd.engine.engine import Engine
 from osd.registry.versions import Registry, VersionError
 from osd.runtime.model import SlotModel
@@ -38,7 +40,7 @@ class Pair:
     """A target with free slots, a drafter's session over as many, and the tokenizer of both."""
 
     target: SlotModel
-    session: Session
+    session: AutoregressiveSession
     tokenizer: PreTrainedTokenizerBase
     draft: str
 
@@ -65,9 +67,9 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
         slots=slots,
         context=context,
         scratch=nodes + 1,
-        taps=drafter.taps,
+        taps=drafter.needs.taps,
     )
-    session = drafter.session(Runtime(slots, context, nodes + 1, target.device))
+    session = autoregressive(drafter.session(Runtime(slots, context, nodes + 1, target.device)))
     return Pair(target, session, load_tokenizer(directory), name)
 
 

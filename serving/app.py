@@ -125,4 +125,4 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
         graceful_shutdown_timeout_s=20,
         deployment_actors=[metrics],
     )
-    return deployment.bind(settings, redis_url)  # pyright: ignore[reportFunctionMemberAccess] - a Deployment
+    return deployment.bind(settings, redis_url)

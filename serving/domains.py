@@ -32,8 +32,8 @@ class DomainWatcher:
     def __init__(
         self, settings: Settings, registry: Registry, pointer: Pointer, events: Events, engine: Engine
     ) -> None:
-        assert engine.lanes is not None  # noqa: S101  the replica has a drafter
-        self._most, self._lanes, self._engine = settings.engine.domains, engine.lanes, engine
+        assert engine.pool is not None  # noqa: S101  the replica has a drafter
+        self._most, self._pool, self._engine = settings.engine.domains, engine.pool, engine
         self._registry, self._pointer, self._events = registry, pointer, events
         self._followers: dict[str, Follower] = {}
         self._seen: dict[str, Rollout] = {}
@@ -59,7 +59,7 @@ class DomainWatcher:
         one_core()
         failing = False
         while not self._stop.wait(POLL_SECONDS):
-            self._lanes.sweep()
+            self._pool.sweep()
             try:
                 rollouts = self._pointer.all()
             except RedisError as error:
@@ -72,40 +72,40 @@ class DomainWatcher:
 
     def look(self, rollouts: dict[str, Rollout]) -> None:
         """Bring the lines where ``rollouts``, by domain, says."""
-        others = {domain: rollout for domain, rollout in rollouts.items() if domain != self._lanes.domain}
+        others = {domain: rollout for domain, rollout in rollouts.items() if domain != self._pool.domain}
         # Without the own pointer this is a Redis that has lost them all, and what is there stays.
-        if self._lanes.domain in rollouts:
-            for domain in self._lanes.others().keys() - others.keys():
-                self._lanes.drop(domain)
+        if self._pool.domain in rollouts:
+            for domain in self._pool.others().keys() - others.keys():
+                self._pool.drop(domain)
                 self._seen.pop(domain)
                 logger.info("the drafter of %s is gone: it has no rollout pointer any more", domain)
-        self._wanted |= self._lanes.wanted() & others.keys()
+        self._wanted |= self._pool.wanted() & others.keys()
         for domain, rollout in others.items():
-            if domain in self._lanes.lines and rollout != self._seen.get(domain):
+            if domain in self._pool.domains and rollout != self._seen.get(domain):
                 self._seen[domain] = rollout
                 self._followers[domain].follow(rollout)
-        missing = [domain for domain in others if domain not in self._lanes.lines]
+        missing = [domain for domain in others if domain not in self._pool.domains]
         for domain in sorted(missing, key=lambda domain: (domain not in self._wanted, domain)):
             refused = self._seen.get(domain) == others[domain]
             if not refused and self._room(domain):
                 self._open(domain, others[domain])
-        self._wanted -= self._lanes.lines.keys()
+        self._wanted -= self._pool.domains.keys()
 
     def _room(self, domain: str) -> bool:
         """Whether there is room for a line, made for a domain that is asked for."""
-        if len(self._lanes.lines) < self._most:
+        if len(self._pool.domains) < self._most:
             return True
-        dropped = self._lanes.drop_idle() if domain in self._wanted and self._most > 1 else None
+        dropped = self._pool.drop_idle() if domain in self._wanted and self._most > 1 else None
         if dropped is not None:
             self._seen.pop(dropped)
             logger.info("the drafter of %s gives way to that of %s", dropped, domain)
         return dropped is not None
 
     def _open(self, domain: str, rollout: Rollout) -> None:
-        number, line = rollout.stable, self._engine.line(domain)
+        number, line = rollout.stable, self._engine.drafters(domain)
         new = Follower(domain, self._registry, self._events, line, self._stop)
         follower = self._followers.setdefault(domain, new)
         self._seen[domain] = rollout  # refused or not, it is tried again only when the pointer moves
-        if follower.use(number, lambda version: self._lanes.open(domain, number, version.weights)):
+        if follower.use(number, lambda version: self._pool.open(domain, number, version.weights)):
             logger.info("drafter version %d of %s is in service", number, domain)
             follower.follow(rollout)

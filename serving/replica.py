@@ -80,7 +80,7 @@ class Replica:
         self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer)
         self._watchers: list[VersionWatcher | DomainWatcher] = []
         if start is not None:
-            line, common = self.engine.line(settings.domain), (settings, registry, self._pointer, self._events)
+            line, common = self.engine.drafters(settings.domain), (settings, registry, self._pointer, self._events)
             self._watchers = [VersionWatcher(*common, line, start), DomainWatcher(*common, self.engine)]
         self._feeds = data.Feeds(settings, redis_url, registry, self._events)
         self._reporter = Reporter(
@@ -175,7 +175,7 @@ def make_engine(
     """Load the target from ``directory`` and put an engine around it; ``start`` None decodes plainly."""
     one_core()
     model = load_model(directory, settings.target.dtype, settings.target.device)
-    taps = start.drafter.taps if start else ()
+    taps = start.drafter.needs.taps if start else ()
     if start and not taps and settings.engine.domains > 1:
         # What no drafter reads, the router does.
         taps = (len(decoder_layers(model)) // 2,)

@@ -155,7 +155,7 @@ class Reporter:
             swap_stall_seconds_max=counts.swap_stall_seconds_max,
             counters=counters,
             canary=self._engine.canary_version,
-            others=self._engine.lanes.others() if self._engine.lanes else {},
+            others=self._engine.pool.others() if self._engine.pool else {},
         )
 
     def _tell_load(self) -> None:

@@ -22,7 +22,7 @@ from osd.registry.versions import Registry, Version, VersionError
 from osd.runtime.device import one_core
 
 if TYPE_CHECKING:
-    from osd.engine.lanes import LineControl
+    from osd.engine.pool import DomainHandle
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Follower:
     """
 
     def __init__(
-        self, domain: str, registry: Registry, events: Events, line: LineControl, stop: threading.Event
+        self, domain: str, registry: Registry, events: Events, line: DomainHandle, stop: threading.Event
     ) -> None:
         """Follow for ``domain`` on the drafters of ``line``, until ``stop``."""
         self._domain, self._registry, self._events, self._line, self._stop = domain, registry, events, line, stop
@@ -152,7 +152,7 @@ class VersionWatcher:
         registry: Registry,
         pointer: Pointer,
         events: Events,
-        line: LineControl,
+        line: DomainHandle,
         start: Start,
     ) -> None:
         """Follow for ``settings.domain``; the versions that ``start`` refused are told of now."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from osd.config import Settings
 from trainer.status import Status
 
 if TYPE_CHECKING:
+    from osd.drafters.trainable import Trainable
     from trainer.executor import Executor, TargetContext
 
 logger = logging.getLogger(__name__)
@@ -118,11 +118,14 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
     """Resolve the target that the drafters of ``settings`` belong to, trained here without an ``executor``."""
     from transformers import AutoConfig
 
-    from osd.drafters import from_config
+    from osd.drafters import from_config, trainable
     from osd.target.load import resolve
     from trainer.executor import Local, TargetContext
 
     directory = resolve(settings.target.source, settings.home_dir)
     config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
-    build = partial(from_config, target_dir=directory)
+
+    def build(config: dict[str, Any]) -> Trainable:
+        return trainable(from_config(config, directory))
+
     return TargetContext(config.vocab_size, config.hidden_size, build, executor or Local())

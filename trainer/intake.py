@@ -118,7 +118,7 @@ class Intake:
         try:
             if trace.target != self._target:
                 raise TraceError(f"it is of the target {trace.target}, not of {self._target}")
-            width = len(learner.distiller.drafter.taps) * self._context.hidden_size
+            width = len(learner.distiller.drafter.needs.taps) * self._context.hidden_size
             check(trace, self._context.vocabulary, width)
         except TraceError as error:
             logger.warning("a record was refused: %s", error)

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from osd.capture.purge import Purges
 from osd.config import Settings
+from osd.drafters import trainable
 from osd.drafters.acceptance_head import suited
 from osd.learning.gate import Gate
 from osd.learning.online import Learner, empty_replay
@@ -145,7 +146,7 @@ class Worker:
     def _fresh(self, version: Version) -> Learner:
         """A learner that goes on from the weights of a version."""
         settings, context = self._settings, self._context
-        drafter = suited(context.build(version.config), settings.growth)
+        drafter = trainable(suited(context.build(version.config), settings.growth))
         drafter.load_weights(version.weights)
         distiller = context.executor.distiller(self._domain, drafter, settings.trainer)
         gate = Gate(settings.growth.lookahead, settings.trainer.divergence)

@@ -115,7 +115,7 @@ class Lab:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             drafter = drafters.initial(chosen, self.studio.directory, self.settings.home_dir)
-        return suited(drafter, self.settings.growth)
+        return drafters.trainable(suited(drafter, self.settings.growth))
 
     def ruler(self, drafter: Trainable, *streams: Stream) -> Ruler:
         """A ruler for drafters like this one on these streams."""

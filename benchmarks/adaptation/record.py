@@ -52,7 +52,7 @@ class Studio:
         """
         directory = resolve(settings.target.source, settings.home_dir)
         reader = drafters.initial(EagleSettings(), directory, settings.home_dir)
-        take = Take(settings.target.source, settings.target.dtype, reader.taps, tokens, settings.capture.top_k)
+        take = Take(settings.target.source, settings.target.dtype, reader.needs.taps, tokens, settings.capture.top_k)
         return cls(settings, directory, load_tokenizer(directory), reader, take)
 
     def asked(self, prompts: Sequence[Prompt], longest: int) -> list[Asked]:
@@ -71,7 +71,7 @@ class Studio:
         reader = self.reader if drafter is None else drafter
         context = self.settings.engine.context
         model = load_model(self.directory, self.take.dtype, self.settings.target.device)
-        target = SlotModel(model, slots=slots, context=context, scratch=depth + 1, taps=reader.taps)
+        target = SlotModel(model, slots=slots, context=context, scratch=depth + 1, taps=reader.needs.taps)
         engine = self.settings.engine.model_copy(update={"slots": slots, "prefill_chunk": _CHUNK, "max_draft": depth})
         capture = self.settings.capture.model_copy(update={"enabled": True, "segment": max(self.take.tokens, 16)})
         growth = ChainSettings(depth=depth, governed=False)

@@ -15,15 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace
-from osd.drafters.base import Runtime
+from osd.drafters.session import Asked, Kept, Runtime
 from osd.drafters.trainable import Trainable
-from osd.engine.group import Group
-from osd.engine.piece import Piece
 from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling
 from osd.engine.sequence import Sequence as Running
 from osd.learning.batch import length
 from osd.metrics import acceptance_rate, mean_acceptance_length
+from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT
 from osd.speculation.verification.greedy import follow
 
@@ -108,7 +107,7 @@ class Ruler:
     ) -> None:
         self._tokenizer, self._policy, self._tokens = tokenizer, policy, tokens
         self._session = drafter.session(Runtime(SLOTS, context, policy.growth.max_nodes + 1))
-        self._kind, self._reads_hidden = drafter.kind, bool(drafter.taps)
+        self._kind, self._reads_hidden = drafter.kind, bool(drafter.needs.taps)
 
     @torch.inference_mode()
     def measure(self, weights: dict[str, Tensor], traces: Sequence[Trace]) -> list[Drafted]:
@@ -153,15 +152,21 @@ class Ruler:
         """Make the text ``size`` tokens long, and tell the session those after the token ``first``."""
         text.sequence.tokens = text.tokens[:size]
         hidden = None if text.hidden is None else text.hidden[first : size - 1]
-        self._session.commit(text.sequence.slot, text.tokens[first + 1 : size], hidden)
+        self._session.commit(text.sequence.slot, Kept(text.tokens[first + 1 : size], hidden))
 
     def _round(self, texts: list[_Text]) -> None:
-        pieces = [Piece(text.sequence, len(text.sequence.tokens) - 1, 1, text.limit) for text in texts]
-        Group(self._policy, pieces, torch.device("cpu")).grow(self._session)
-        for text, piece in zip(texts, pieces, strict=True):
+        growth = self._policy.growth
+        asked = Asked(
+            [text.sequence.slot for text in texts],
+            [min(text.limit, growth.max_nodes) for text in texts],
+            [text.sequence.request.sampling for text in texts],
+        )
+        index = torch.arange(len(texts))
+        proposal = self._session.propose(asked, growth, Noise(index, index, index))
+        for text, tree in zip(texts, proposal.trees, strict=True):
             before, sequence = len(text.sequence.tokens), text.sequence
-            kept = text.test(piece.drafted, piece.parents)
-            sequence.limit = self._policy.next_limit(sequence.limit, len(piece.drafted), kept)
+            kept = text.test(tree.tokens, tree.parents)
+            sequence.limit = self._policy.next_limit(sequence.limit, len(tree.tokens), kept)
             self._commit(text, before - 1, min(before + kept + 1, len(text.tokens)))
 
 

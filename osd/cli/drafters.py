@@ -138,7 +138,7 @@ def export_version(
     try:
         found = Registry(settings.registry_dir).load(settings.domain, version)
         target = resolve(settings.target.source, settings.home_dir)
-        drafter = drafters.from_config(without_head(found.config), target)
+        drafter = drafters.trainable(drafters.from_config(without_head(found.config), target))
         drafter.load_weights(found.weights)
         name = _known_name(settings, target)
         origin = formats.Origin(settings.domain, version, name, target, settings.growth.lookahead)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.config import GrowthSettings
-from osd.drafters.base import OPTIONAL, Chains, DrafterError, Runtime, Session, check
+from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession, autoregressive
+from osd.drafters.base import OPTIONAL, Drafter, DrafterError, Needs, check
+from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
-from osd.speculation.tree import TreeBuilder
 
 _CONFIG = "acceptance_head"
 _BLOCKS = 3
@@ -68,8 +69,13 @@ class WithAcceptanceHead(Trainable):
         super().__init__()
         if not drafter.state_width:
             raise DrafterError(f"a {drafter.kind} drafter gives no states to judge tokens by")
-        self.drafter, self.taps = drafter, drafter.taps
+        self.drafter = drafter
         self.head = AcceptanceHead(drafter.state_width)
+
+    @property
+    def needs(self) -> Needs:
+        """See ``Drafter.needs``."""
+        return self.drafter.needs
 
     @property
     def acceptance(self) -> AcceptanceHead:
@@ -122,65 +128,38 @@ class WithAcceptanceHead(Trainable):
 
     def session(self, runtime: Runtime) -> JudgingSession:
         """See ``Drafter.session``."""
-        return JudgingSession(self.drafter.session(replace(runtime, states=True)), self.head, runtime.device)
+        session = autoregressive(self.drafter.session(replace(runtime, states=True)))
+        return JudgingSession(session, self.head, runtime.device)
 
 
-class JudgingSession:
-    """A session whose last states are judged by a head; see ``osd.drafters.base.Session``."""
+class JudgingSession(WrappedSession):
+    """A session whose last states are judged by a head."""
 
-    def __init__(self, session: Session, head: AcceptanceHead, device: torch.device) -> None:
-        self._session, self._head, self._device = session, deepcopy(head).to(device), device
-
-    @property
-    def support(self) -> Tensor | None:
-        """[draft vocabulary] target ids, None for the whole vocabulary."""
-        return self._session.support
-
-    @property
-    def states(self) -> Tensor:
-        """See ``Session.states``."""
-        return self._session.states
-
-    def open(self, slot: int, token: int) -> None:
-        """See ``Session.open``."""
-        self._session.open(slot, token)
-
-    def commit(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:
-        """See ``Session.commit``."""
-        self._session.commit(slot, tokens, hidden)
-
-    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``Session.expand``."""
-        return self._session.expand(slots, builder, rows, nodes)
-
-    def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
-        """See ``Session.chains``."""
-        return self._session.chains(slots, limits, floor)
+    def __init__(self, session: AutoregressiveSession, head: AcceptanceHead, device: torch.device) -> None:
+        super().__init__(session)
+        self._head, self._device = deepcopy(head).to(device), device
 
     @torch.inference_mode()
     def acceptance(self) -> Tensor:
-        """See ``Session.acceptance``."""
+        """See ``AutoregressiveSession.acceptance``."""
         return self._head(self.states).sigmoid()
-
-    def close(self, slot: int) -> None:
-        """See ``Session.close``."""
-        self._session.close(slot)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
         own, rest = _split(weights, _named(self._head))
-        return self._session.stage(rest) | {name: value.to(self._device) for name, value in own.items()}
+        return super().stage(rest) | {name: value.to(self._device) for name, value in own.items()}
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""
-        self._session.load({name: value for name, value in staged.items() if not name.startswith(OPTIONAL)})
+        super().load({name: value for name, value in staged.items() if not name.startswith(OPTIONAL)})
         _take(self._head, staged)
 
 
-def suited(drafter: Trainable, growth: GrowthSettings) -> Trainable:
+def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:
     """The drafter with all that a growth policy asks of it, so that any version of it can be swapped in."""
-    wanted = growth.kind == "acceptance_head" and drafter.acceptance is None
-    return WithAcceptanceHead(drafter) if wanted else drafter
+    if growth.kind == "acceptance_head" and isinstance(drafter, Trainable) and drafter.acceptance is None:
+        return WithAcceptanceHead(drafter)
+    return drafter
 
 
 def has_head(config: dict[str, Any]) -> bool:

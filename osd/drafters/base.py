@@ -1,17 +1,16 @@
-"""What a drafter is: tensors of a version, and a session that drafts for running sequences."""
+"""What a drafter is: what it needs, the tensors of a version, and the session that drafts with them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from osd.speculation.tree import TreeBuilder
-
-_CPU = torch.device("cpu")
+from osd.drafters.session import Runtime, Session
 
 
 class DrafterError(ValueError):
@@ -19,104 +18,29 @@ class DrafterError(ValueError):
 
 
 @dataclass(frozen=True)
-class Chains:
-    """Greedy drafts of B sequences.
+class Needs:
+    """What a drafter wants of the engine.
 
-    ``drafted`` [B, levels] int64 target ids, of which each has the first of its ``sizes`` [B], and ``logits``
-    [B, levels, draft vocabulary] behind them; further entries mean nothing. Unless ``settled``, the device may still be
-    at work: reading them waits for it.
+    Attributes:
+        taps: target layers whose outputs it reads, with each committed token.
+        target_rows: what the target said at every verified row, kept or not.
+        riders: rows of its own that it may have in the target's forward for each sequence; it gets their logits.
     """
 
-    drafted: Tensor
-    sizes: Tensor
-    logits: Tensor
-    settled: bool = True
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """Those of each draft."""
-        return [ids[:size] for ids, size in zip(self.drafted.tolist(), self.sizes.tolist(), strict=True)]
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """Where a session runs.
-
-    ``slots`` sequences at the same time, ``context`` tokens of each, and ``scratch`` places behind them, one more than
-    a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
-    few sizes; None does so on a GPU alone. With ``states`` the session keeps the states behind its last ``expand``.
-    """
-
-    slots: int
-    context: int
-    scratch: int
-    device: torch.device = _CPU
-    bucketed: bool | None = None
-    states: bool = False
-
-
-class Session(Protocol):
-    """A drafter at work: KV slots beside those of the target. It is not trained; ``load`` swaps its weights.
-
-    A slot is told every committed token with the hidden state that the target had just before it;
-    ``expand`` then continues from there, and forgets on the next commit what it tried. With ``Runtime.states``,
-    ``states`` [M, width] are those behind what it said last.
-    """
-
-    support: Tensor | None
-    states: Tensor
-
-    def open(self, slot: int, token: int) -> None:
-        """Give a slot to a sequence that starts with ``token``."""
-        ...
-
-    def commit(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:
-        """Append committed tokens; ``hidden`` [len(tokens), taps * hidden] belongs to the token before each."""
-        ...
-
-    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Logits [M, draft vocabulary] after ``nodes`` [M] of trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
-        ...
-
-    def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
-        """Draft the most probable tokens one after the other, in one call; None where ``expand`` is the only way.
-
-        Args:
-            slots: of the sequences.
-            limits: tokens of each draft, 0 for none.
-            floor: a draft ends after a token of less probability than this; that token is kept.
-        """
-        ...
-
-    def acceptance(self) -> Tensor:
-        """[M] how probably the tokens of the nodes that ``expand`` asked about last are accepted; 1/2 without head."""
-        ...
-
-    def close(self, slot: int) -> None:
-        """Take the slot back."""
-        ...
-
-    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Check a version's weights and lay them out for this session, off the decode thread.
-
-        Raises:
-            DrafterError: a name, shape or number is wrong.
-        """
-        ...
-
-    def load(self, staged: dict[str, Tensor]) -> None:
-        """Draft with staged weights from now on; called between two rounds, so it must not take long."""
-        ...
+    taps: tuple[int, ...] = ()
+    target_rows: bool = False
+    riders: int = 0
 
 
 class Drafter(ABC):
-    """What a version holds: a configuration, tensors, and the session that drafts with them.
-
-    ``taps`` are the target layers whose outputs it reads; none: it reads tokens only.
-    """
+    """What a version holds. Most are trainable, see ``osd.drafters.trainable``; others have nothing to train."""
 
     kind: ClassVar[str]
-    taps: tuple[int, ...] = ()
+
+    @property
+    def needs(self) -> Needs:
+        """What it wants of the engine."""
+        return Needs()
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
@@ -126,17 +50,43 @@ class Drafter(ABC):
     def session(self, runtime: Runtime) -> Session:
         """Start drafting with the weights as they are now."""
 
-    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The tensors of a version, without what is the target's own."""
+        return {}
 
-    @abstractmethod
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Take over the weights of a version.
 
         Raises:
             DrafterError: a name, shape or number is wrong.
         """
+        check(weights, self.weights())
+
+
+class Kind(Protocol):
+    """How drafters of one kind are made; ``osd.drafters.DRAFTERS`` lists them."""
+
+    def initial(self, settings: Any, target_dir: Path, home: Path) -> Drafter:
+        """Make the drafter that a domain starts with.
+
+        Args:
+            settings: ``drafter`` of this kind.
+            target_dir: where the target's files are.
+            home: where further models are kept.
+
+        Raises:
+            DrafterError: the settings do not fit the target.
+        """
+        ...
+
+    def from_config(self, config: dict[str, Any], target_dir: Path) -> Drafter:
+        """Make the drafter that a version's ``config.json`` describes; its weights come next.
+
+        Raises:
+            DrafterError: the configuration does not fit the target.
+            KeyError, TypeError: the configuration lacks something, or has it otherwise.
+        """
+        ...
 
 
 OPTIONAL = "acceptance."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from osd.drafters.base import Chains
+from osd.drafters.session import Chains
 from osd.runtime.batch import GridShape, PackedRows, RowBuffer, RowBuilder, laid_out, power_of_two
 from osd.runtime.cuda_graph import GraphCache, GraphRecorder
 from osd.runtime.kv_cache import KVCache
@@ -90,7 +90,7 @@ class GraphChains:
         self._recorder, self._recordable = GraphRecorder(cache.keys.device), recordable
         self._graphs: GraphCache[tuple[GridShape, int, int], tuple[_Draft, Play]] = GraphCache()
 
-    def chains(self, new: NewTokens, limits: list[int], floor: float) -> Chains:
+    def chains(self, new: NewTokens, limits: Sequence[int], floor: float) -> Chains:
         """See ``osd.drafters.base.Session.chains``; the host has not read the tokens."""
         count, levels = len(limits), max(limits)
         shape = self._shape(new, levels)
@@ -133,7 +133,7 @@ class _Draft:
         self._floor = torch.zeros((), device=cache.keys.device)
         self._states: Tensor | None = None
 
-    def fill(self, new: NewTokens, limits: list[int], floor: float) -> None:
+    def fill(self, new: NewTokens, limits: Sequence[int], floor: float) -> None:
         """Take in what ``run`` reads."""
         slots, starts, counts = np.array(new.places, np.int64).T
         more = {"last": new.last, "limits": np.array(limits), "of": slots, "base": starts + counts}

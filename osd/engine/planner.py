@@ -1,91 +1,125 @@
-"""How much each sequence drafts in a round."""
+"""How much each sequence drafts in a round, and what every round teaches about that."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary, WeakSet
 
-from osd.engine.lanes import Lane
-from osd.engine.piece import Piece
 from osd.engine.policy import Policy
-from osd.engine.round import Drawn, Round
-from osd.engine.sequence import Sequence
-from osd.engine.shapes import Shapes
+from osd.engine.pool import ActiveDrafter
+from osd.engine.round import Outcome, ScheduledSequence
+from osd.engine.sequence import Sequence as Decoding
+from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Drafted, Governor, Ready
+from osd.speculation.growth import Growth
 
 
 class Planner:
-    """Limits drafts to what fits and, with a governor, to what pays; what a request asks for itself is not governed.
+    """Limits drafts to what fits and, when governed, to what pays; what a request asks for itself is not governed.
 
-    Every lane has a governor of its own, because drafters differ in what they get accepted.
-
-    Attributes:
-        governor: the one that the lanes' are made of; None governs nothing.
-        shapes: reshapes the trees of static shape; None leaves them as they are.
+    Every drafter at work has a governor of its own, because drafters differ in what they get accepted. All share one
+    cost model.
     """
 
-    def __init__(self, policy: Policy, context: int) -> None:
-        """Govern the drafts of ``policy``, in slots of ``context`` tokens."""
-        self.governor: Governor | None = None
-        self.shapes: Shapes | None = None
-        self._policy, self._context = policy, context
-        self._governors: WeakKeyDictionary[Lane, Governor] = WeakKeyDictionary()
-        self._missed: dict[Sequence, int] = {}  # by those whose drafts were planned last
+    def __init__(self, policy: Policy, context: int, costs: CostModel, governed: bool) -> None:
+        """Plan the drafts of ``policy``, in slots of ``context`` tokens."""
+        self.costs = costs
+        self._policy, self._context, self._governed = policy, context, governed
+        self._growths: WeakSet[Growth] = WeakSet()
+        self._governors: WeakKeyDictionary[ActiveDrafter, Governor] = WeakKeyDictionary()
 
-    def plan(self, pieces: list[Piece], running: int) -> None:
-        """Set how many nodes each piece may draft; of the ``running`` sequences some still wait with their prompts."""
-        for piece in pieces:
-            if piece.may_draft:
-                s = piece.sequence
-                piece.limit = min(s.limit, s.remaining - 1, self._context - len(s.tokens))
-        if self.governor is None:
+    def limits(
+        self, scheduled: Sequence[ScheduledSequence], running: int
+    ) -> tuple[dict[Decoding, int], dict[Decoding, int]]:
+        """How many nodes each sequence may draft, and what the drafters of governed ones would first have to read.
+
+        Args:
+            scheduled: what feeds in this round, without limits.
+            running: sequences; some of them still wait with their prompts.
+        """
+        limits = {one.sequence: self._room(one) for one in scheduled if one.may_draft}
+        missed: dict[Decoding, int] = {}
+        if not self._governed:
+            return limits, missed
+        by_drafter: dict[ActiveDrafter, list[Decoding]] = defaultdict(list)
+        for s, limit in limits.items():
+            if limit and s.drafter is not None and s.policy is self._policy:
+                by_drafter[s.drafter].append(s)
+        ends = sum(one.ends for one in scheduled)
+        rows = sum(one.count for one in scheduled)
+        rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
+        for drafter, mine in by_drafter.items():
+            ready = [Ready(s.missed, s.remaining) for s in mine]
+            missed |= {s: one.missed for s, one in zip(mine, ready, strict=True)}
+            nodes = self.governor(drafter).plan(ready, ends - len(mine), rows, running - ends)
+            for s, most in zip(mine, nodes, strict=True):
+                limits[s] = min(limits[s], most)
+                rows += limits[s]
+        return limits, missed
+
+    def observe(self, outcome: Outcome, seconds: float) -> None:
+        """Take in what a round of so many seconds cost and gave."""
+        by_drafter: dict[ActiveDrafter, list[tuple[Decoding, Drafted]]] = defaultdict(list)
+        for one in outcome.sequences:
+            s = one.sequence
+            if one.tree.tokens and s.drafter is not None and s.policy is self._policy:
+                by_drafter[s.drafter].append((s, Drafted(len(one.tree.tokens), one.path)))
+        if not outcome.captured:
+            self._learn_costs(outcome, by_drafter, seconds)
+            self._teach_governors(outcome, by_drafter, seconds)
+        by_growth: dict[Growth, list[tuple[Sequence[int], Sequence[int]]]] = defaultdict(list)
+        for one in outcome.sequences:
+            if one.tree.tokens:
+                by_growth[one.sequence.policy.growth].append((one.tree.parents, one.path))
+        self._growths.update(by_growth)
+        reshaped = [
+            growth for growth, drafts in by_growth.items() if growth.observe(drafts, self.costs.forward_by_share)
+        ]
+        if self._policy.growth in reshaped:
+            for governor in self._governors.values():
+                governor.reshape(self._policy.growth.max_nodes)
+
+    def _learn_costs(
+        self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[tuple[Decoding, Drafted]]], seconds: float
+    ) -> None:
+        self.costs.observe_forward(outcome.rows, outcome.forward_seconds)
+        proposing = sum(outcome.draft_seconds.values())
+        self.costs.observe_host(outcome.rows, seconds - proposing - outcome.forward_seconds)
+        for drafter, mine in by_drafter.items():
+            missed = sum(outcome.missed.get(s, 0) for s, _ in mine)
+            largest = max(draft.size for _, draft in mine)
+            took = outcome.draft_seconds.get(drafter, 0.0)
+            self.costs.observe_proposal(drafter.kind, len(mine), largest, took, missed)
+
+    def _teach_governors(
+        self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[tuple[Decoding, Drafted]]], seconds: float
+    ) -> None:
+        if not self._governed:
             return
-        self._missed = {}
-        governed: dict[Lane, list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            if piece.limit and piece.sequence.lane is not None and piece.sequence.policy is self._policy:
-                governed[piece.sequence.lane].append(piece)
-        ends = sum(piece.ends for piece in pieces)
-        rows = sum(piece.count + piece.limit for piece in pieces)
-        rows -= sum(piece.limit for mine in governed.values() for piece in mine)
-        for lane, mine in governed.items():
-            ready = [Ready(piece.sequence.missed, piece.sequence.remaining) for piece in mine]
-            self._missed |= {piece.sequence: one.missed for piece, one in zip(mine, ready, strict=True)}
-            nodes = self._governor_of(lane).plan(ready, ends - len(mine), rows, running - ends)
-            for piece, most in zip(mine, nodes, strict=True):
-                piece.limit = min(piece.limit, most)
-                rows += piece.limit
+        own = seconds - sum(outcome.draft_seconds.values())
+        for drafter in {one.sequence.drafter: None for one in outcome.sequences}:
+            if drafter is None:
+                continue
+            proposing = outcome.draft_seconds.get(drafter, 0.0)
+            mine = by_drafter.get(drafter, [])
+            self.governor(drafter).observe(own + proposing, proposing, [draft for _, draft in mine])
+            for s, _ in mine:
+                s.drafted_in = s.step
 
-    def learn(self, outcome: Round, report: list[Drawn], seconds: float) -> None:
-        """Take in what a round cost and gave."""
-        if self.governor is not None and not outcome.recorded:
-            self._govern(self.governor, outcome, report, seconds)
-        if self.shapes is not None and self._policy.growth in self.shapes.observe(report):
-            nodes = self._policy.growth.max_nodes
-            for governor in filter(None, (self.governor, *self._governors.values())):
-                governor.reshape(nodes)
+    def renew(self, drafter: ActiveDrafter) -> None:
+        """Expect other weights of a drafter from now on."""
+        for growth in self._growths:
+            growth.forget()
+        if drafter in self._governors:
+            self._governors[drafter].renew()
 
-    def _govern(self, first: Governor, outcome: Round, report: list[Drawn], seconds: float) -> None:
-        verifying = seconds - sum(outcome.draft_seconds.values())
-        for lane in dict.fromkeys(piece.sequence.lane for piece in outcome.pieces):
-            mine = [d for d in report if d.drafted and d.sequence.lane is lane and d.sequence.policy is self._policy]
-            drafts = [Drafted(drawn.drafted, drawn.path) for drawn in mine]
-            drafting = outcome.draft_seconds.get(lane, 0.0) if lane else 0.0
-            governor = self._governor_of(lane) if lane else first
-            missed = sum(self._missed[drawn.sequence] for drawn in mine)
-            governor.observe(outcome.rows, verifying + drafting, drafting, drafts, missed)
-            for drawn in mine:
-                drawn.sequence.drafted_in = drawn.sequence.step
+    def governor(self, drafter: ActiveDrafter) -> Governor:
+        """The drafter's own."""
+        if drafter not in self._governors:
+            self._governors[drafter] = Governor(self._policy.growth.max_nodes, self.costs, drafter.kind)
+        return self._governors[drafter]
 
-    def renew(self, lane: Lane) -> None:
-        """Expect another drafter in a lane from now on."""
-        if self.shapes is not None:
-            self.shapes.renew()
-        if lane in self._governors:
-            self._governors[lane].renew()
-
-    def _governor_of(self, lane: Lane) -> Governor:
-        assert self.governor is not None  # noqa: S101  the caller has looked
-        if lane not in self._governors:
-            self._governors[lane] = self.governor.beside()
-        return self._governors[lane]
+    def _room(self, one: ScheduledSequence) -> int:
+        s = one.sequence
+        return min(s.limit, s.remaining - 1, self._context - len(s.tokens))

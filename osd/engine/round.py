@@ -1,23 +1,28 @@
-"""One round: draft -> verify -> commit, for all sequences at once."""
+"""One round as four values, each complete when it is made: scheduled, drafted, verified, and the outcome.
+
+``Scheduler.plan`` makes the first; ``draft`` asks the drafters; ``verify`` runs the target over all of it at once and
+decides what stays; ``commit`` keeps that in every cache, sequence and trace.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from osd.engine.group import Group
-from osd.engine.lanes import Lane
+from osd.drafters.session import TargetRows, Tree
+from osd.engine.draft_group import NOTHING, Decision, DraftGroup
 from osd.engine.logprobs import token_logprobs
-from osd.engine.packing import Feed, pack
-from osd.engine.piece import Piece
+from osd.engine.packing import Feed, Packed, pack
 from osd.engine.policy import Policy
-from osd.engine.sequence import Sequence
-from osd.engine.slots import Slots
-from osd.engine.top import top
+from osd.engine.pool import ActiveDrafter
+from osd.engine.sequence import Sequence as Decoding
+from osd.engine.slots import SlotManager
+from osd.engine.tracing import Traced, trace_group
 from osd.runtime.cuda_graph import GraphRecorder
 from osd.runtime.decoder import Forward
 from osd.runtime.device import Mark, between, mark
@@ -25,177 +30,230 @@ from osd.runtime.model import SlotModel
 from osd.speculation.tree import ROOT
 
 
-@dataclass(frozen=True)
-class Round:
-    """The outcome of one round, for ``commit``.
+@dataclass(frozen=True, eq=False)
+class ScheduledSequence:
+    """What one sequence feeds: ``count`` of its tokens from ``start`` on, then a draft of up to ``limit`` nodes.
 
-    ``rows`` are those of the target's forward, ``draft_seconds`` by what drafted; ``recorded`` says that the times are
-    longer than they will be, because something was recorded that was only played otherwise.
+    It ``ends`` where the token after these is to be drawn.
     """
 
-    pieces: list[Piece]
-    groups: list[Group]
+    sequence: Decoding
+    start: int
+    count: int
+    ends: bool
+    limit: int = 0
+
+    @property
+    def end(self) -> int:
+        """The place after these tokens."""
+        return self.start + self.count
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether a drafter can continue these: a first token is drawn from the forward of the prompt itself."""
+        return self.ends and self.count == 1 and self.sequence.step > 0 and self.sequence.drafter is not None
+
+    def reads_for(self, other: Decoding) -> bool:
+        """Whether the next token of another sequence is among these, after the same beginning."""
+        following = other.fed + 1
+        return self.start < following <= self.end and self.sequence.tokens[:following] == other.tokens[:following]
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What all sequences feed; ``missed`` of those whose drafts are governed, the tokens that a drafter reads first."""
+
+    sequences: Sequence[ScheduledSequence]
+    missed: dict[Decoding, int]
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """All drafts, when each drafter began and ended, and how many CUDA graphs there were before."""
+
+    scheduled: Scheduled
+    groups: Sequence[DraftGroup]
+    marks: Sequence[tuple[ActiveDrafter, Mark, Mark]]
+    graphs: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the target said, what the sequences that end keep, and the seconds that it took.
+
+    ``captured`` says that a CUDA graph was made, so that times are longer than they will be.
+    """
+
+    scheduled: Scheduled
+    groups: Sequence[DraftGroup]
+    packed: Packed
     forward: Forward
-    rows: int
-    draft_seconds: dict[Lane, float]
+    decisions: dict[Decoding, Decision]
+    draft_seconds: dict[ActiveDrafter, float]
     forward_seconds: float
-    recorded: bool
-
-    @property
-    def plain_rows(self) -> int:
-        """Rows of the target's forward without the drafts."""
-        return sum(piece.count for piece in self.pieces)
+    captured: bool
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What a round gave one sequence: ``tokens`` that it kept, and of its draft's nodes those on the kept ``path``.
+class SequenceOutcome:
+    """What a round gave one sequence: ``tokens`` that it took, its draft's ``tree``, and the ``path`` that was kept."""
 
-    ``parents`` are those of the draft's nodes.
+    sequence: Decoding
+    tokens: int
+    tree: Tree
+    path: Sequence[int]
+
+    @property
+    def drafted(self) -> Counter[str]:
+        """Draft tokens by their source."""
+        return Counter(self.tree.sources)
+
+    @property
+    def accepted(self) -> list[str]:
+        """Sources of the draft tokens in the output: what was kept past the end of a request does not count."""
+        return [self.tree.sources[node] for node in self.path[: self.tokens]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round did: an entry for each sequence that drew a token, the rows of its forward, and its seconds.
+
+    ``plain_rows`` are the rows without drafts.
     """
 
-    sequence: Sequence
-    tokens: int
-    parents: list[int]
-    path: list[int]
+    sequences: Sequence[SequenceOutcome]
+    missed: dict[Decoding, int]
+    rows: int
+    plain_rows: int
+    draft_seconds: dict[ActiveDrafter, float]
+    forward_seconds: float
+    captured: bool
 
-    @property
-    def drafted(self) -> int:
-        """Draft tokens."""
-        return len(self.parents)
 
-    @property
-    def accepted(self) -> int:
-        """Draft tokens that became part of the output: what was kept past the end of a request does not count."""
-        return min(len(self.path), self.tokens)
+@dataclass(frozen=True)
+class Keeping:
+    """What ``commit`` keeps in traces: the ``top_k`` of each distribution, also ``after`` rejected tokens."""
+
+    top_k: int
+    after: bool
 
 
 @torch.inference_mode()
-def run(target: SlotModel, pieces: list[Piece]) -> Round:
-    """Draft, verify, and decide what each piece keeps; nothing is committed yet."""
-    alike: dict[tuple[Lane | None, Policy, bool], list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        if piece.ends:
-            s = piece.sequence
-            alike[s.lane, s.policy, s.request.sampling.temperature == 0].append(piece)
-    groups: list[Group] = []
-    recordings = GraphRecorder.made
-    grown: list[tuple[Lane, Mark, Mark]] = []
-    for (lane, policy, _), members in alike.items():
-        group = Group(policy, members, target.device)
-        if lane is not None:
-            begun = mark(target.device)
-            group.grow(lane.session)
-            grown.append((lane, begun, mark(target.device)))
-        groups.append(group)
+def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
+    """Ask each drafter for the sequences that it drafts for."""
+    graphs = GraphRecorder.made
+    alike: dict[tuple[ActiveDrafter | None, Policy, bool], dict[Decoding, int]] = defaultdict(dict)
+    for one in scheduled.sequences:
+        if one.ends:
+            s = one.sequence
+            alike[s.drafter, s.policy, s.request.sampling.temperature == 0][s] = one.limit
+    groups: list[DraftGroup] = []
+    marks: list[tuple[ActiveDrafter, Mark, Mark]] = []
+    for (drafter, policy, _), limits in alike.items():
+        begun = mark(device)
+        groups.append(DraftGroup.of(drafter, policy, limits, device))
+        if drafter is not None:
+            marks.append((drafter, begun, mark(device)))
+    return Drafted(scheduled, groups, marks, graphs)
+
+
+@torch.inference_mode()
+def verify(drafted: Drafted, target: SlotModel) -> Verified:
+    """Run the target over all drafts of all sequences in one forward, and decide what each keeps."""
     begun = mark(target.device)
-    packed = pack([_feed(piece) for piece in pieces], _unread(pieces, groups))
-    for piece, row, logits_row in zip(pieces, packed.first, packed.logits, strict=True):
-        piece.row, piece.logits_row = row, logits_row
+    packed, rows = _packed(drafted)
     forward = target.forward(packed.rows, packed.wanted)
     forwarded = mark(target.device)
-    told = _read([group.asked(forward.logits) for group in groups])
-    for group, mine in zip(groups, told, strict=True):
-        group.verify(forward.logits, mine)
-    draft_seconds: dict[Lane, float] = defaultdict(float)
-    for lane, before, after in grown:
-        draft_seconds[lane] += between(before, after)
-    seconds, recorded = between(begun, forwarded), GraphRecorder.made > recordings
-    return Round(pieces, groups, forward, len(packed.rows.token_ids), draft_seconds, seconds, recorded)
+    asked = zip(drafted.groups, rows, strict=True)
+    read = read_together([group.unread(forward.logits, mine) for group, mine in asked])
+    decisions: dict[Decoding, Decision] = {}
+    for group, mine, numbers in zip(drafted.groups, rows, read, strict=True):
+        decisions |= zip(group.sequences, group.decide(forward.logits, mine, numbers), strict=True)
+    seconds: dict[ActiveDrafter, float] = defaultdict(float)
+    for drafter, before, after in drafted.marks:
+        seconds[drafter] += between(before, after)
+    return Verified(
+        drafted.scheduled, drafted.groups, packed, forward, decisions, seconds, between(begun, forwarded),
+        GraphRecorder.made > drafted.graphs,
+    )  # fmt: skip
 
 
-def _feed(piece: Piece) -> Feed:
-    tokens = piece.sequence.tokens[piece.start : piece.start + piece.count]
-    return Feed(piece.sequence.slot, piece.start, tokens, piece.drafted, piece.parents, piece.ends)
+def _packed(drafted: Drafted) -> tuple[Packed, list[list[int]]]:
+    """The rows of the forward, and for each group the rows of logits after the root and each node of its sequences."""
+    trees: dict[Decoding, Tree] = {}
+    for group in drafted.groups:
+        trees |= zip(group.sequences, group.trees, strict=True)
+    index: dict[Decoding, int] = {}
+    feeds: list[Feed] = []
+    for number, one in enumerate(drafted.scheduled.sequences):
+        s = one.sequence
+        tree = trees.get(s, NOTHING)
+        tokens, parents = [*tree.tokens, *tree.rider_tokens], [*tree.parents, *tree.rider_parents]
+        feeds.append(Feed(s.slot, one.start, s.tokens[one.start : one.end], tokens, parents, one.ends))
+        index[s] = number
+    unread = [
+        ([index[s] for s in group.sequences], group.proposal.pending.drafted)
+        for group in drafted.groups
+        if group.proposal is not None and group.proposal.pending is not None
+    ]
+    packed = pack(feeds, unread)
+    rows = [
+        [
+            packed.logits[index[s]] + i
+            for s, tree in zip(group.sequences, group.trees, strict=True)
+            for i in range(1 + len(tree.tokens))
+        ]
+        for group in drafted.groups
+    ]
+    return packed, rows
 
 
-def _unread(pieces: list[Piece], groups: list[Group]) -> list[tuple[list[int], Tensor]]:
-    """The drafts that the host has not read, and which pieces they are of."""
-    late = [(group.pieces, group.late.drafted) for group in groups if group.late is not None]
-    index = {id(piece): at for at, piece in enumerate(pieces)} if late else {}
-    return [([index[id(piece)] for piece in members], drafted) for members, drafted in late]
-
-
-def _read(asked: list[Tensor | None]) -> list[list[int]]:
-    """What was asked for, with one copy from the device: the only moment of a greedy round when the host waits."""
-    parts = [part for part in asked if part is not None]
-    whole = iter((parts[0] if len(parts) == 1 else torch.cat(parts)).tolist() if parts else [])
-    return [[] if part is None else list(islice(whole, len(part))) for part in asked]
+def read_together(parts: Sequence[Tensor | None]) -> list[list[int]]:
+    """Integers of several tensors, with one copy from the device: the only moment of a greedy round that waits."""
+    present = [part for part in parts if part is not None]
+    whole = iter((present[0] if len(present) == 1 else torch.cat(present)).tolist() if present else [])
+    return [[] if part is None else list(islice(whole, len(part))) for part in parts]
 
 
 @torch.inference_mode()
-def commit(
-    outcome: Round, slots: Slots, eos_ids: frozenset[int], trace_top_k: int, reads_hidden: bool, traces_after: bool
-) -> list[Drawn]:
-    """Keep what was accepted, in every cache, sequence and trace; one entry for each sequence that drew.
-
-    ``eos_ids`` end a sequence. ``reads_hidden`` says that drafters read hidden states, and traces therefore keep them;
-    ``traces_after`` that they keep what the target says after a rejected token.
-    """
-    hidden = outcome.forward.hidden
-    kept = [[*range(piece.count), *(piece.count + node for node in piece.path)] for piece in outcome.pieces]
-    slots.keep(outcome.pieces, kept, hidden)
-    for piece, offsets in zip(outcome.pieces, kept, strict=True):
-        s, after = piece.sequence, piece.start + piece.count
-        following = s.tokens[piece.start + 1 : after + 1]
-        new = [piece.drafted[node] for node in piece.path] + [piece.token] if piece.ends else []
-        if hidden is not None:
-            first, last = piece.row, piece.row + len(offsets)
-            straight = not offsets or offsets[-1] == len(offsets) - 1
-            states = hidden[first:last] if straight else hidden[[first + offset for offset in offsets]]
-        else:
-            states = None
-        hand_on(s, following + new, states, reads_hidden)
-        if piece.ends:
-            taken = s.append(new, eos_ids)
-            piece.kept = len(taken)
-            if s.request.logprobs is not None:
-                rows = [piece.logits_row + 1 + node for node in [ROOT, *piece.path][: len(taken)]]
-                s.tell(token_logprobs(outcome.forward.logits[rows], taken, s.request.logprobs))
-            s.step += 1
-    for group in outcome.groups:
-        _trace(group, outcome.forward, trace_top_k, traces_after)
-    return [Drawn(piece.sequence, piece.kept, piece.parents, piece.path) for piece in outcome.pieces if piece.ends]
-
-
-def hand_on(s: Sequence, tokens: list[int], states: Tensor | None, reads_hidden: bool) -> None:
-    """Tell what drafts for a sequence, or will, and its trace: the target's ``states`` and the token after each."""
-    if s.unrouted is not None and states is not None:
-        s.unrouted.tokens += tokens
-        s.unrouted.states.append(states)
-    for_drafters = states if reads_hidden else None
-    if s.lane is not None:
-        s.lane.session.commit(s.slot, tokens, for_drafters)
-    if s.trace is not None:
-        s.trace.feed(for_drafters)
+def commit(verified: Verified, slots: SlotManager, eos_ids: frozenset[int], keeping: Keeping) -> Outcome:
+    """Keep what was accepted, in every cache, sequence and trace; ``eos_ids`` end a sequence."""
+    scheduled, packed, hidden = verified.scheduled.sequences, verified.packed, verified.forward.hidden
+    kept = [_offsets(one, verified.decisions.get(one.sequence)) for one in scheduled]
+    slots.keep([one.sequence for one in scheduled], [one.start for one in scheduled], packed.first, kept, hidden)
+    outcomes: dict[Decoding, SequenceOutcome] = {}
+    traced: dict[Decoding, Traced] = {}
+    for number, (one, offsets) in enumerate(zip(scheduled, kept, strict=True)):
+        s, decision = one.sequence, verified.decisions.get(one.sequence)
+        states = None if hidden is None else _rows(hidden, packed.first[number], offsets)
+        following = s.tokens[one.start + 1 : one.end + 1]
+        if decision is None:
+            s.hand_on(following, states)
+            continue
+        first, tree = packed.logits[number], decision.tree
+        said = verified.forward.logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)]
+        s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said))
+        taken = s.append(decision.tokens, eos_ids)
+        if s.request.logprobs is not None:
+            rows = [1 + node for node in [ROOT, *decision.path][: len(taken)]]
+            s.tell(token_logprobs(said[rows], taken, s.request.logprobs))
+        s.step += 1
+        outcomes[s] = SequenceOutcome(s, len(taken), tree, decision.path)
+        traced[s] = Traced(decision, taken, first, s.trace)
+    for group in verified.groups:
+        mine = [traced[s] for s in group.sequences]
+        trace_group(group, mine, verified.forward.logits, keeping.top_k, keeping.after)
+    return Outcome(
+        list(outcomes.values()), verified.scheduled.missed, len(packed.rows.token_ids),
+        sum(one.count for one in scheduled), verified.draft_seconds, verified.forward_seconds, verified.captured,
+    )  # fmt: skip
 
 
-def _trace(group: Group, forward: Forward, k: int, traces_after: bool) -> None:
-    """Add the round's distributions to the traces: the target's, and the drafter's where it was tested."""
-    traced = [(b, piece) for b, piece in enumerate(group.pieces) if piece.sequence.trace is not None]
-    if not traced:
-        return
-    width = 0 if group.raw is None else group.raw.shape[1]
-    rows: list[int] = []
-    drafted: list[int] = []
-    tests: list[list[int]] = []
-    rejected: list[list[int]] = []
-    for b, piece in traced:
-        on_path = [ROOT, *piece.path][: piece.kept]
-        tests.append(piece.tested()[: len(on_path)])
-        rejected.append(tests[-1][len(piece.path) :] if traces_after else [])
-        rows += (piece.logits_row + 1 + node for node in [*on_path, *rejected[-1]])
-        drafted += (b * width + 1 + node for node in on_path[: len(tests[-1])])
-    target = top(forward.logits, rows, k)
-    draft = None if not drafted or group.raw is None else top(group.raw, drafted, k, group.support)
-    at = tested = 0
-    for (_, piece), nodes, lost in zip(traced, tests, rejected, strict=True):
-        trace, count = piece.sequence.trace, piece.kept
-        assert trace is not None  # noqa: S101
-        tokens = piece.sequence.tokens[-count:]
-        mine = target.part(at, at + count)
-        after = target.part(at + count, at + count + 1) if lost else None
-        theirs = None if draft is None or not nodes else draft.part(tested, tested + len(nodes))
-        trace.add(tokens, mine, theirs, [piece.drafted[node] for node in nodes], len(piece.path), after)
-        at += count + len(lost)
-        tested += len(nodes)
+def _offsets(one: ScheduledSequence, decision: Decision | None) -> list[int]:
+    """The rows of a sequence that stay, counted from its first."""
+    return [*range(one.count), *(one.count + node for node in (decision.path if decision else ()))]
+
+
+def _rows(hidden: Tensor, first: int, offsets: Sequence[int]) -> Tensor:
+    straight = not offsets or offsets[-1] == len(offsets) - 1
+    return hidden[first : first + len(offsets)] if straight else hidden[[first + offset for offset in offsets]]

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from osd.drafters.session import TargetRows
 from osd.engine.policy import Policy
 from osd.engine.request import FinishReason, Request, TokenLogprobs, Update
 from osd.engine.text import TextStream
-from osd.engine.tracing import TraceBuilder
+from osd.engine.trace_builder import TraceBuilder
 from osd.metrics import SpeculationCounts
 from osd.routing.router import Pick
 
 if TYPE_CHECKING:
-    from osd.engine.lanes import Lane
+    from osd.engine.pool import ActiveDrafter
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +44,10 @@ class Routed:
 class Sequence:
     """Tokens, text and counts of one request; ``slot`` is -1 until it gets one.
 
-    ``domain`` is whose request it is, as far as is known. ``lane`` is what it drafts with, None when it decodes plainly
-    or as long as it is ``unrouted``. ``tokens`` are the prompt and what was generated;
-    ``fed`` of them are in the target's KV slot, which is all but the last once the prompt is done; ``cached`` of the
-    prompt's were in some slot before.
+    ``domain`` is whose request it is, as far as is known. ``drafter`` is what it drafts with, None when it decodes
+    plainly or as long as it is ``unrouted``; its trace keeps the states that ``learner`` reads. ``tokens`` are the
+    prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all but the last once the
+    prompt is done; ``cached`` of the prompt's were in some slot before.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class Sequence:
         self.slot = -1
         self.step = 0
         self.drafted_in = -1  # the last step with a governed draft
-        self.lane: Lane | None = None
+        self.drafter: ActiveDrafter | None = None
+        self.learner: ActiveDrafter | None = None
         self.unrouted: Unrouted | None = None
         self.routed: Routed | None = None
         self.finish: FinishReason | None = None
@@ -105,6 +107,27 @@ class Sequence:
             if self.finish:
                 return tokens[:count]
         return tokens
+
+    def begin(self, drafter: ActiveDrafter) -> None:
+        """Draft with ``drafter`` from now on."""
+        self.drafter = drafter
+        drafter.open(self.slot, self.tokens[0])
+
+    def hand_on(self, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
+        """Tell what drafts for it, or will, and its trace.
+
+        Args:
+            tokens: what the text goes on with.
+            states: [len(tokens), taps * hidden] of the target before each, None without taps.
+            rows: what the target said in the round.
+        """
+        if self.unrouted is not None and states is not None:
+            self.unrouted.tokens += tokens
+            self.unrouted.states.append(states)
+        if self.drafter is not None:
+            self.drafter.commit(self.slot, tokens, states, rows)
+        if self.trace is not None and self.learner is not None:
+            self.trace.feed(self.learner.hidden(states))
 
     def tell(self, logprobs: list[TokenLogprobs]) -> None:
         """Report these with the tokens that were appended."""

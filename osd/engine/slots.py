@@ -7,14 +7,13 @@ from bisect import bisect_left
 from torch import Tensor
 
 from osd.config import EngineSettings
-from osd.engine.piece import Piece
 from osd.engine.sequence import Sequence
 from osd.runtime.device import sent
 from osd.runtime.kv_cache import untouched
 from osd.runtime.model import SlotModel
 
 
-class Slots:
+class SlotManager:
     """Gives sequences their slots and, with ``engine.prefix_cache``, what any slot holds of their prompts.
 
     What a sequence leaves stays until another one gets its slot; the slot that was given back first goes first. Keys,
@@ -66,20 +65,31 @@ class Slots:
         """Hold nothing in a slot: what is in it cannot be relied on."""
         self._cache.length[slot] = 0
 
-    def keep(self, pieces: list[Piece], kept: list[list[int]], hidden: Tensor | None) -> None:
-        """Keep what a forward computed of the rows ``kept`` of each piece, counted from its first.
+    def keep(
+        self,
+        sequences: list[Sequence],
+        starts: list[int],
+        first: list[int],
+        kept: list[list[int]],
+        hidden: Tensor | None,
+    ) -> None:
+        """Keep what a forward computed.
 
-        ``hidden`` [R, taps * hidden] are the states of all rows, None without taps.
+        Args:
+            sequences: that had rows in it.
+            starts: the place of the first row of each.
+            first: that row of the forward.
+            kept: the rows of each that stay, counted from its first.
+            hidden: [R, taps * hidden] the states of all rows, None without taps.
         """
         rows: list[int] = []
         places: list[int] = []
-        for piece, offsets in zip(pieces, kept, strict=True):
-            s = piece.sequence
-            self._cache.keep(s.slot, piece.start, offsets)
-            s.fed = piece.start + len(offsets)
-            first = s.slot * self._cache.places + piece.start
-            rows += [piece.row + offset for offset in offsets]
-            places += range(first, first + len(offsets))
+        for s, start, row, offsets in zip(sequences, starts, first, kept, strict=True):
+            self._cache.keep(s.slot, start, offsets)
+            s.fed = start + len(offsets)
+            rows += [row + offset for offset in offsets]
+            place = s.slot * self._cache.places + start
+            places += range(place, place + len(offsets))
         if self._states is not None and hidden is not None:
             self._states_dtype = hidden.dtype
             chosen = hidden[sent(rows, hidden.device)].to(self._states.dtype)

@@ -1,152 +1,97 @@
-"""Collects what each verification computed into trace records."""
+"""The traces of an engine's sequences: which have one, what a round adds, and where they go."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
-from osd.engine.request import Request
-from osd.engine.top import Top
+from osd.capture.trace import Trace
+from osd.config import Settings
+from osd.engine.draft_group import Decision, DraftGroup
+from osd.engine.sequence import Sequence as Decoding
+from osd.engine.top import top
+from osd.engine.trace_builder import TraceBuilder
+from osd.speculation.tree import ROOT
+
+log = logging.getLogger(__name__)
+
+TraceSink = Callable[[Trace], object]
 
 
-def _numbers(tops: list[Top]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids and log-probabilities [n, k] and tails [n] of n places, with one copy each from where they are."""
-    ids, logp, tail = (torch.stack(parts) for parts in zip(*((t.ids, t.logp, t.tail) for t in tops), strict=True))
-    return ids.int().cpu().numpy(), logp.half().cpu().numpy(), tail.half().cpu().numpy()
+class Tracer:
+    """Begins traces where requests allow it, and hands on what is complete; without a sink there are none."""
+
+    def __init__(self, sink: TraceSink | None, settings: Settings) -> None:
+        self._sink = sink if settings.capture.enabled else None
+        self._target, self._size = settings.target.source, settings.capture.segment
+
+    def begin(self, s: Decoding) -> None:
+        """Have a trace for a sequence that may be captured."""
+        if self._sink is not None and s.request.capture:
+            s.trace = TraceBuilder(s.request, self._target, self._size)
+
+    def emit(self, s: Decoding, domain: str, version: int) -> None:
+        """Hand on what is complete of a sequence that the drafter ``version`` of ``domain`` drafts for."""
+        while s.trace is not None and self._sink is not None and (s.finish or s.trace.full()):
+            trace = s.trace.build(s.domain, domain, version)
+            if trace is None:
+                return
+            try:
+                self._sink(trace)
+            except Exception:  # what cannot be captured costs nobody an answer
+                log.exception("the trace of request %s is lost", s.request.id)
+                s.trace = None
 
 
-@dataclass
-class _Place:
-    """One generated position."""
+@dataclass(frozen=True)
+class Traced:
+    """What one sequence of a group keeps, and where the logits after its last committed token are."""
 
-    token: int
-    target: Top
-    draft: Top | None
-    drafted: int
-    verdict: int
-    after: Top | None = None  # of the target, had a rejected token been kept
+    decision: Decision
+    tokens: list[int]
+    first: int
+    trace: TraceBuilder | None
 
 
-@dataclass
-class TraceBuilder:
-    """The growing record of one request; emits pieces of at most ``piece`` completion tokens.
+def trace_group(group: DraftGroup, kept: Sequence[Traced], logits: Tensor, k: int, after: bool) -> None:
+    """Add a round's distributions to the traces: the target's, and the drafter's where it was tested.
 
-    A later piece carries the ``piece`` tokens before it as its prompt, so that a drafter has context.
+    Args:
+        group: of the round.
+        kept: of each of its sequences.
+        logits: [R, vocabulary] of the target.
+        k: log-probabilities to keep of each distribution.
+        after: keep also what the target says after a rejected token.
     """
-
-    request: Request
-    target: str
-    source: str
-    piece: int
-    number: int = 0
-    _context: list[int] = field(default_factory=list)
-    _hidden: list[Tensor] = field(default_factory=list)
-    _places: list[_Place] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Start with the prompt."""
-        self._context = list(self.request.prompt_ids)
-
-    def feed(self, hidden: Tensor | None) -> None:
-        """Keep the hidden states [n, taps * hidden] of tokens that were fed and stay."""
-        if hidden is not None:
-            self._hidden.append(hidden.to(torch.bfloat16))
-
-    def add(
-        self, tokens: list[int], target: Top, draft: Top | None, drafted: list[int], accepted: int,
-        after: Top | None = None,
-    ) -> None:  # fmt: skip
-        """Add the tokens of one round.
-
-        Args:
-            tokens: [n] generated.
-            target: of the n places.
-            draft: of the first places, as far as a drafted token was tested there; None where it has no logits.
-            drafted: those tokens; the first ``accepted`` were kept.
-            accepted: how many.
-            after: [1] of the target after the one that was not kept, when that is to be learned from.
-        """
-        for i, token in enumerate(tokens):
-            mine = Top(target.ids[i], target.logp[i], target.tail[i])
-            if i >= len(drafted):
-                self._places.append(_Place(token, mine, None, -1, NOT_DRAFTED))
-                continue
-            theirs = None if draft is None else Top(draft.ids[i], draft.logp[i], draft.tail[i])
-            if i < accepted:
-                self._places.append(_Place(token, mine, theirs, drafted[i], ACCEPTED))
-            else:
-                behind = None if after is None else Top(after.ids[0], after.logp[0], after.tail[0])
-                self._places.append(_Place(token, mine, theirs, drafted[i], REJECTED, behind))
-
-    def full(self) -> bool:
-        """Whether a piece is complete."""
-        return len(self._places) >= self.piece
-
-    def build(self, domain: str, drafter_domain: str, drafter_version: int) -> Trace | None:
-        """The record of what was collected, or None when nothing was; the next piece starts after it.
-
-        Args:
-            domain: whose request it is.
-            drafter_domain: whose drafter served it.
-            drafter_version: of that drafter.
-        """
-        places = self._places[: self.piece]  # a round may have gone past the end of the piece
-        if not places:
-            return None
-        hidden = torch.cat(self._hidden) if self._hidden else None  # [P + C - 1 or more, taps * hidden]
-        needed = len(self._context) + len(places) - 1
-        target_ids, target_logp, target_tail = _numbers([p.target for p in places])
-        tested = [i for i, p in enumerate(places) if p.draft is not None]
-        drafts = [p.draft for p in places if p.draft is not None]
-        depth = len(drafts[0].ids) if drafts else 0
-        draft_ids = np.full((len(places), depth), -1, np.int32)
-        draft_logp = np.zeros((len(places), depth), np.float16)
-        draft_tail = np.zeros(len(places), np.float16)
-        if drafts:
-            draft_ids[tested], draft_logp[tested], draft_tail[tested] = _numbers(drafts)
-        afters = [p.after for p in places if p.after is not None]
-        after = [Array.of(numbers) for numbers in _numbers(afters)] if afters else [None] * 3
-        sampling = self.request.sampling
-        trace = Trace(
-            request_id=self.request.id,
-            segment=self.number,
-            domain=domain,
-            target=self.target,
-            drafter_domain=drafter_domain,
-            drafter_version=drafter_version,
-            created=time.time(),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            prompt_ids=Array.of(np.array(self._context, np.int32)),
-            completion_ids=Array.of(np.array([p.token for p in places], np.int32)),
-            target_ids=Array.of(target_ids),
-            target_logp=Array.of(target_logp),
-            target_tail=Array.of(target_tail),
-            draft_ids=Array.of(draft_ids),
-            draft_logp=Array.of(draft_logp),
-            draft_tail=Array.of(draft_tail),
-            drafted=Array.of(np.array([p.drafted for p in places], np.int32)),
-            verdict=Array.of(np.array([p.verdict for p in places], np.int8)),
-            sources=(self.source,),
-            source=Array.of(np.array([-1 if p.verdict == NOT_DRAFTED else 0 for p in places], np.int8)),
-            hidden=None if hidden is None else Array.of(hidden[:needed].cpu().view(torch.uint16).numpy(), "bfloat16"),
-            after_ids=after[0],
-            after_logp=after[1],
-            after_tail=after[2],
-        )
-        self._next(hidden, places)
-        return trace
-
-    def _next(self, hidden: Tensor | None, told: list[_Place]) -> None:
-        self.number += 1
-        context = self._context + [p.token for p in told]
-        self._context, self._places = context[-self.piece :], self._places[len(told) :]
-        if hidden is not None:
-            # The state of the last token is there only once it has been fed.
-            self._hidden = [hidden[len(context) - len(self._context) :]]
+    traced = [(b, one) for b, one in enumerate(kept) if one.trace is not None]
+    if not traced:
+        return
+    said = None if group.proposal is None else group.proposal.logits
+    width = 0 if said is None else said.shape[1]
+    rows: list[int] = []
+    drafted: list[int] = []
+    tests: list[list[int]] = []
+    rejected: list[list[int]] = []
+    for b, one in traced:
+        on_path = [ROOT, *one.decision.path][: len(one.tokens)]
+        tests.append(one.decision.tested()[: len(on_path)])
+        rejected.append(tests[-1][len(one.decision.path) :] if after else [])
+        rows += (one.first + 1 + node for node in [*on_path, *rejected[-1]])
+        drafted += (b * width + 1 + node for node in on_path[: len(tests[-1])])
+    target = top(logits, rows, k)
+    support = None if group.proposal is None else group.proposal.support
+    draft = None if not drafted or said is None else top(said, drafted, k, support)
+    at = tested = 0
+    for (_, one), nodes, lost in zip(traced, tests, rejected, strict=True):
+        assert one.trace is not None  # noqa: S101
+        tree, count = one.decision.tree, len(one.tokens)
+        mine = target.part(at, at + count)
+        behind = target.part(at + count, at + count + 1) if lost else None
+        theirs = None if draft is None or not nodes else draft.part(tested, tested + len(nodes))
+        named = [(tree.tokens[node], tree.sources[node]) for node in nodes]
+        one.trace.add(one.tokens, mine, theirs, named, len(one.decision.path), behind)
+        at += count + len(lost)
+        tested += len(nodes)

@@ -6,6 +6,7 @@ come before children and siblings stand in draw order; a chain is the tree in wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -73,6 +74,30 @@ class DraftBatch:
     def empty(cls, batch: int, device: torch.device | str = "cpu") -> DraftBatch:
         """No draft for any of ``batch`` sequences: verification then decodes plainly."""
         return TreeBuilder(batch, 0, None, device).finish(Draw.IID)
+
+    @classmethod
+    def chosen(
+        cls, trees: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str = "cpu"
+    ) -> DraftBatch:
+        """Trees whose tokens were chosen without chance, given as tokens and parents of their nodes; they have no q."""
+        sizes = [len(tokens) for tokens, _ in trees]
+        width = max(sizes, default=0)
+        padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens, _ in trees]
+        above = [[*parents, *[ROOT] * (width - len(parents))] for _, parents in trees]
+        ids = torch.tensor(padded, dtype=torch.int64, device=device).view(len(trees), width)
+        nowhere = torch.full_like(ids, -1)
+        return cls(
+            tokens=ids,
+            columns=nowhere,
+            parents=torch.tensor(above, dtype=torch.int64, device=device).view(ids.shape),
+            sizes=torch.tensor(sizes, dtype=torch.int64, device=device),
+            q=None,
+            q_row=nowhere,
+            support=None,
+            draw=torch.full_like(ids, Draw.DETERMINISTIC.code, dtype=torch.int8),
+            source=torch.zeros_like(ids, dtype=torch.int8),
+            sources=("drafter",),
+        )
 
     @property
     def valid(self) -> Tensor:

@@ -46,7 +46,7 @@ def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, next_token_
     settings = DRAFTER_SETTINGS[kind](**({"vocabulary": VOCABULARY} if kind == "eagle" else {}))
     first, plain = (initial(settings, tiny_target, tmp_path) for _ in range(2))
     drafter = WithAcceptanceHead(plain)
-    width = len(drafter.taps) * HIDDEN
+    width = len(drafter.needs.taps) * HIDDEN
     distiller = Distiller(drafter, TRAINING)
     for n in range(60):
         assert not distiller.step(batch(1000 + n % 10, width, next_token_logits)).skipped

@@ -51,7 +51,8 @@ def decode(
     from benchmarks.isolated import DRAFT_CONTEXT, on_several_cores
     from benchmarks.pair import BenchError, encode, engine_with, find_drafter, reading_anew
     from benchmarks.synthetic import forced
-    from osd.drafters.base import Runtime
+    from osd.drafters.autoregressive import autoregressive
+    from osd.drafters.session import Runtime
     from osd.engine.policy import Policy
     from osd.engine.request import Sampling
     from osd.speculation.compatibility import IncompatibleError
@@ -85,7 +86,7 @@ def decode(
                 typer.echo(json.dumps(asdict(wave)))
                 found.append(wave)
         depth = policy.growth.max_nodes
-        session = drafter.session(Runtime(streams, DRAFT_CONTEXT, depth + 1, engine.target.device))
+        session = autoregressive(drafter.session(Runtime(streams, DRAFT_CONTEXT, depth + 1, engine.target.device)))
         timed = on_several_cores(lambda: bench.model(engine, session, streams, found, _TURNS), settings.engine.threads)
     except BenchError as error:
         fail(error)

@@ -26,7 +26,8 @@ def forward(
     from benchmarks.forward import COUNTS, STEPS, measure, table
     from benchmarks.isolated import DRAFT_CONTEXT, on_several_cores
     from benchmarks.pair import find_drafter
-    from osd.drafters.base import Runtime
+    from osd.drafters.autoregressive import autoregressive
+    from osd.drafters.session import Runtime
     from osd.runtime.model import SlotModel
     from osd.target.load import resolve
     from osd.target.model import load_model
@@ -41,10 +42,10 @@ def forward(
             slots=1,
             context=CONTEXT,
             scratch=COUNTS[-1],
-            taps=drafter.taps,
+            taps=drafter.needs.taps,
             weights=settings.target.weights,
         )
-        session = drafter.session(Runtime(1, DRAFT_CONTEXT, STEPS + 1, target.device))
+        session = autoregressive(drafter.session(Runtime(1, DRAFT_CONTEXT, STEPS + 1, target.device)))
         found = on_several_cores(lambda: measure(target, drafter, session, turns, say), settings.engine.threads)
     show(table(found))
     write(json_file, {"target": settings.target.source, "draft": name, "turns": turns, **asdict(found)})

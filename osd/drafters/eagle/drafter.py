@@ -9,16 +9,20 @@ logits and the feature of the next step. Only the most frequent target ids can b
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafters.base import DrafterError, Runtime, check
+from osd.drafters.base import DrafterError, Needs, check
+from osd.drafters.eagle import initial
 from osd.drafters.eagle.session import EagleSession
 from osd.drafters.eagle.shape import EagleShape, check_maps, rotate
+from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch, Trainable
+from osd.target.model import load_model
 
 _VARIANT = ("tap_norm", "residual_norm", "output_norm")
 
@@ -41,7 +45,7 @@ class Eagle(Trainable):
         super().__init__()
         if embedding.shape != (shape.target_vocabulary, shape.hidden):
             raise DrafterError(f"the target's embedding is {list(embedding.shape)}, the drafter is for another target")
-        self.shape, self.taps = shape, shape.taps
+        self.shape = shape
         h, wide = shape.hidden, shape.head_dim
         self.tap_norm = nn.Parameter(torch.ones(len(shape.taps), h))
         self.fuse = nn.Linear(len(shape.taps) * h, h, bias=False)
@@ -61,6 +65,37 @@ class Eagle(Trainable):
         self.register_buffer("d2t", torch.zeros(shape.vocabulary, dtype=torch.int64))
         self.embedding, self.target_head = embedding, target_head
         self._embeddings: dict[torch.device, Tensor] = {}
+
+    @classmethod
+    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+        """See ``Kind.initial``; ``settings.vocabulary`` is how many target ids it may draft."""
+        return cls.from_target(load_model(target_dir, "float32", "cpu"), settings.vocabulary)
+
+    @classmethod
+    def from_target(cls, target: nn.Module, vocabulary: int) -> Self:
+        """The drafter that ``target``, a causal language model of transformers in float32, starts with.
+
+        Raises:
+            DrafterError: the target is too small for three taps.
+        """
+        shape = initial.shape_for(target, vocabulary)
+        drafter = cls(shape, initial.embedding_of(target), initial.head_of(target))
+        drafter.set_vocabulary(torch.arange(shape.vocabulary))
+        initial.fill(dict(drafter.named_parameters()), shape, target)
+        return drafter
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
+        """See ``Kind.from_config``; of the target only embedding and head are looked at, in the dtype they have."""
+        target = load_model(target_dir, "auto", "cpu")
+        fields = {name: value for name, value in config.items() if name != "kind"}
+        fields["taps"] = tuple(fields["taps"])
+        return cls(EagleShape(**fields), initial.embedding_of(target), initial.head_of(target))
+
+    @property
+    def needs(self) -> Needs:
+        """See ``Drafter.needs``."""
+        return Needs(taps=self.shape.taps)
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """Draft only the target ids ``ids`` [vocabulary], ascending."""

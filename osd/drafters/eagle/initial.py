@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from osd.drafters.base import DrafterError
-from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.shape import EagleShape
 from osd.runtime.taps import tapped
 
 
-def eagle_from_config(config: dict[str, Any], target: nn.Module) -> Eagle:
-    """Make the module that ``config`` describes around the embedding of ``target``."""
-    fields = {name: value for name, value in config.items() if name != "kind"}
-    fields["taps"] = tuple(fields["taps"])
-    return Eagle(EagleShape(**fields), _embedding(target), _head(target))
-
-
-def eagle_from_target(target: nn.Module, vocabulary: int) -> Eagle:
-    """Make the drafter that a target starts with.
+def shape_for(target: nn.Module, vocabulary: int) -> EagleShape:
+    """The shape of the drafter that a target starts with.
 
     Args:
-        target: a causal language model of transformers, float32.
+        target: a causal language model of transformers.
         vocabulary: how many target ids it may draft.
 
     Raises:
-        DrafterError: the target is too small for three taps or ``vocabulary``.
+        DrafterError: the target is too small for three taps.
     """
     config = target.config.get_text_config()  # type: ignore[union-attr, operator]
     layers = config.num_hidden_layers
     if layers < 3:
         raise DrafterError(f"drafter.kind eagle needs a target of at least 3 layers, this one has {layers}")
     heads = config.num_attention_heads
-    shape = EagleShape(
+    return EagleShape(
         hidden=config.hidden_size,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -47,32 +37,34 @@ def eagle_from_target(target: nn.Module, vocabulary: int) -> Eagle:
         eps=getattr(config, "rms_norm_eps", 1e-6),
         rope_theta=float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)),
     )
-    drafter = Eagle(shape, _embedding(target), _head(target))
-    with torch.no_grad():
-        _start(drafter, target)
-    return drafter
 
 
-def _embedding(target: nn.Module) -> Tensor:
+def embedding_of(target: nn.Module) -> Tensor:
+    """[vocabulary, hidden] bfloat16."""
     return target.get_input_embeddings().weight.detach().to(torch.bfloat16)  # type: ignore[operator]
 
 
-def _start(drafter: Eagle, target: nn.Module) -> None:
-    """Fill a new drafter from the target.
+def head_of(target: nn.Module) -> Tensor:
+    """[vocabulary, hidden] bfloat16."""
+    return target.get_output_embeddings().weight.detach().to(torch.bfloat16)  # type: ignore[operator]
+
+
+@torch.no_grad()
+def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module) -> None:
+    """Fill the parameters of a new drafter, which drafts the lowest ids, from the target.
 
     The highest tap passes through at its own size, so that the layer behind it, a copy of the target's
     last one where the shapes agree, starts on the numbers that it knows.
     """
-    shape, state = drafter.shape, target.state_dict()
-    drafter.set_vocabulary(torch.arange(shape.vocabulary))
-    drafter.head.weight.copy_(_head(target)[: shape.vocabulary])
-    drafter.fuse.weight.mul_(0.1)
-    drafter.fuse.weight[:, -shape.hidden :] += torch.eye(shape.hidden)
-    drafter.tap_norm[-1] *= _size_of_hidden(target, shape.taps[-1])
+    state = target.state_dict()
+    weights["head.weight"].copy_(head_of(target)[: shape.vocabulary])
+    weights["fuse.weight"].mul_(0.1)
+    weights["fuse.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
+    weights["tap_norm"][-1] *= _size_of_hidden(target, shape.taps[-1])
     last = f"layers.{target.config.num_hidden_layers - 1}."  # type: ignore[union-attr]
     for mine, theirs in LAST_LAYER.items():
         found = [value for name, value in state.items() if name.endswith(last + theirs)]
-        weight = drafter.get_parameter(mine)
+        weight = weights[mine]
         if found and found[0].shape == weight.shape:
             weight.copy_(found[0])
         elif found and found[0].shape == weight[:, shape.hidden :].shape:  # [out, embedding | feature]
@@ -80,7 +72,7 @@ def _start(drafter: Eagle, target: nn.Module) -> None:
             weight[:, shape.hidden :] = found[0]
     final = [value for name, value in state.items() if name.endswith(("model.norm.weight", "ln_f.weight"))]
     if final:
-        drafter.norm.weight.copy_(final[0])
+        weights["norm.weight"].copy_(final[0])
 
 
 LAST_LAYER = {
@@ -94,10 +86,6 @@ LAST_LAYER = {
     "up_proj.weight": "mlp.up_proj.weight",
     "down_proj.weight": "mlp.down_proj.weight",
 }
-
-
-def _head(target: nn.Module) -> Tensor:
-    return target.get_output_embeddings().weight.detach().to(torch.bfloat16)  # type: ignore[operator]
 
 
 def _size_of_hidden(target: nn.Module, tap: int) -> float:

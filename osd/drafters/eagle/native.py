@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from osd.drafters.base import Chains
 from osd.drafters.eagle.shape import EagleShape
+from osd.drafters.session import Chains
 from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
@@ -95,7 +96,7 @@ class NativeEagle:
         return output[last], logits
 
     def chains(
-        self, places: list[tuple[int, int, int]], limits: list[int], tokens: list[int], hidden: Tensor, floor: float
+        self, places: list[tuple[int, int, int]], limits: Sequence[int], tokens: list[int], hidden: Tensor, floor: float
     ) -> Chains:
         """Draft greedily, every sequence to its limit or until it doubts.
 

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osd.drafters.base import Chains, Runtime, check
+from osd.drafters.autoregressive import AutoregressiveSession
+from osd.drafters.base import check
 from osd.drafters.eagle.native import NativeEagle
 from osd.drafters.eagle.shape import EagleShape, check_maps, rotate
 from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rows import TreeRows
+from osd.drafters.session import Chains, Kept, Runtime
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, laid_out, padded
 from osd.runtime.device import aside, copied
@@ -21,13 +23,15 @@ from osd.runtime.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, 
 from osd.speculation.tree import TreeBuilder
 
 
-class EagleSession:
-    """Drafts for the sequences of ``slots``; see ``osd.drafters.base.Session``.
+class EagleSession(AutoregressiveSession):
+    """Drafts for the sequences of ``slots``; see ``osd.drafters.session.Session``.
 
     Pair i of a slot joins the target's hidden state of token i with token i + 1. Pairs that were
     committed since the last draft run together with the first step of the next one. On a GPU, or where
     ``Runtime.bucketed`` says so, greedy chains are CUDA graphs over weights and buffers whose addresses stay.
     """
+
+    source = "eagle"
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class EagleSession:
             plain = {name: layer for name, layer in self.linear.items() if isinstance(layer, PlainLinear)}
             self._stacked = {names: Stacked([plain[name] for name in names]) for names in (_READ, _WIDENED)}
         self.vector = {name: weights[name].clone() for name in weights if name not in _LINEAR}
-        self.states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
+        self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
         cos, sin = shape.rotation(torch.arange(places, device=self.device))
         self._cos, self._sin = cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous()  # [places, head_dim]
         self._native = self._point() if self._fits() else None
@@ -73,19 +77,19 @@ class EagleSession:
         self.cache.length[slot] = 0
         self.pending[slot] = ([], [])
 
-    def commit(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:
+    def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""
-        assert hidden is not None  # noqa: S101  the engine taps the layers that this drafter names
-        self.pending[slot][0].extend(tokens)
-        self.pending[slot][1].append(hidden)
+        assert kept.hidden is not None  # noqa: S101  the engine taps the layers that this drafter names
+        self.pending[slot][0].extend(kept.tokens)
+        self.pending[slot][1].append(kept.hidden)
 
     def close(self, slot: int) -> None:
         """See ``Session.close``."""
         self.pending.pop(slot, None)
 
     @torch.inference_mode()
-    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``Session.expand``."""
+    def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """See ``AutoregressiveSession.expand``."""
         asked = [slots[row] for row in rows.tolist()]
         packed = TreeRows(builder, self.cache)
         hidden: list[Tensor] = []
@@ -113,12 +117,12 @@ class EagleSession:
             told, last = laid_out(told, last, self.cache)
         output, logits = step(told.token_ids, features, told, last)
         self.features[torch.tensor(asked, device=self.device), 1 + nodes] = self._following(output)
-        self.states = output
+        self._states = output
         return logits
 
     @torch.inference_mode()
-    def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
-        """See ``Session.chains``."""
+    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
+        """See ``AutoregressiveSession.chains``."""
         if self._native is None and self._graphs is None:
             return None
         places: list[tuple[int, int, int]] = []
@@ -136,10 +140,6 @@ class EagleSession:
             return self._native.chains(places, limits, tokens, torch.cat(hidden), floor)
         assert self._graphs is not None  # noqa: S101
         return self._graphs.chains(NewTokens(places, tokens, torch.cat(hidden)), limits, floor)
-
-    def acceptance(self) -> Tensor:
-        """See ``Session.acceptance``."""
-        return torch.full((len(self.states),), 0.5, device=self.device)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""

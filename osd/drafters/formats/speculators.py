@@ -23,11 +23,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.eagle.initial import eagle_from_config
 from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.formats.base import CONFIG, WEIGHTS, FormatError, Origin, read_json
 from osd.drafters.trainable import Trainable
-from osd.target.model import load_config, load_model
+from osd.target.model import load_config
 
 NAMES = {
     "fuse.weight": "fc.weight",
@@ -128,7 +127,7 @@ class Speculators:
         ):
             if mine != theirs:
                 raise FormatError(f"{folder / CONFIG}: {what} is {mine}, but the target's is {theirs}")
-        drafter = eagle_from_config({"kind": Eagle.kind, **vars(shape)}, load_model(target, "float32", "cpu"))
+        drafter = Eagle.from_config({"kind": Eagle.kind, **vars(shape)}, target)
         try:
             tensors = safetensors.torch.load_file(folder / WEIGHTS)
         except (SafetensorError, OSError) as error:

@@ -8,17 +8,21 @@ target's own embedding and head, which then stay frozen and are not stored.
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from osd.drafters.base import DrafterError, Runtime, check
+from osd.drafters.base import DrafterError, check
 from osd.drafters.beside import Beside
 from osd.drafters.language_model.session import LanguageModelSession
+from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch, Trainable
 from osd.runtime.taps import decoder_layers, tapped
+from osd.target.load import resolve
+from osd.target.model import load_model
 
 
 class LanguageModel(Trainable):
@@ -35,8 +39,21 @@ class LanguageModel(Trainable):
                 layer.requires_grad_(False)
 
     @classmethod
-    def build(cls, config: dict[str, Any], target: nn.Module) -> LanguageModel:
-        """Make the module that ``config`` describes, with ``target``'s embedding and head where they are shared."""
+    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+        """See ``Kind.initial``: the model ``settings.source``, else the target's first ``settings.layers`` layers."""
+        target = load_model(target_dir, "float32", "cpu")
+        if settings.source is None:
+            return cls.first_layers(target, settings.layers)
+        drafter = cls(load_model(resolve(settings.source, home), "float32", "cpu"), shared=False)
+        mine, theirs = drafter.model.config.vocab_size, target.config.vocab_size  # type: ignore[union-attr]
+        if mine != theirs:
+            raise DrafterError(f"drafter.source has {mine} tokens, but the target has {theirs}; they must be the same")
+        return drafter
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
+        """See ``Kind.from_config``; embedding and head are the target's where they are shared."""
+        target = load_model(target_dir, "float32", "cpu")
         made = AutoConfig.for_model(**config["model"])
         drafter = cls(AutoModelForCausalLM.from_config(made, attn_implementation="sdpa"), config["shared"])
         if drafter.shared:
@@ -44,7 +61,7 @@ class LanguageModel(Trainable):
         return drafter
 
     @classmethod
-    def first_layers(cls, target: nn.Module, layers: int) -> LanguageModel:
+    def first_layers(cls, target: nn.Module, layers: int) -> Self:
         """The first ``layers`` layers of ``target``."""
         config: PretrainedConfig = deepcopy(target.config)  # type: ignore[assignment]
         if not 1 <= layers <= config.num_hidden_layers:

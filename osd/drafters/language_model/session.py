@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 
-from osd.drafters.base import Chains, Runtime, check
+from osd.drafters.autoregressive import AutoregressiveSession
+from osd.drafters.base import check
 from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rows import TreeRows
+from osd.drafters.session import Chains, Kept, Runtime
 from osd.runtime.batch import PackedRows
 from osd.runtime.decoder import recordable
 from osd.runtime.device import aside
@@ -19,13 +22,13 @@ from osd.speculation.tree import TreeBuilder
 _DTYPE = torch.bfloat16  # of the weights that draft
 
 
-class LanguageModelSession:
-    """A small language model over KV slots; see ``osd.drafters.base.Session``.
+class LanguageModelSession(AutoregressiveSession):
+    """A small language model over KV slots; see ``osd.drafters.session.Session``.
 
     On a GPU, or where ``Runtime.bucketed`` says so, greedy chains are one CUDA graph.
     """
 
-    support: Tensor | None = None
+    source = "language_model"
 
     def __init__(
         self,
@@ -49,24 +52,28 @@ class LanguageModelSession:
         if self.model.bucketed is not None:
             plays = recordable(self.model.config)
             self._graphs = GraphChains(self._graph_step, self.model.cache, runtime.scratch, None, plays)
-        self.states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
+        self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
         self.pending: dict[int, list[int]] = {}
+
+    @property
+    def support(self) -> None:
+        """See ``AutoregressiveSession.support``; the whole vocabulary."""
 
     def open(self, slot: int, token: int) -> None:
         """See ``Session.open``."""
         self.model.cache.length[slot] = 0
         self.pending[slot] = [token]
 
-    def commit(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:  # it reads tokens only
+    def commit(self, slot: int, kept: Kept) -> None:  # it reads tokens only
         """See ``Session.commit``."""
-        self.pending[slot].extend(tokens)
+        self.pending[slot].extend(kept.tokens)
 
     def close(self, slot: int) -> None:
         """See ``Session.close``."""
         self.pending.pop(slot, None)
 
-    def expand(self, slots: list[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``Session.expand``."""
+    def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """See ``AutoregressiveSession.expand``."""
         packed = TreeRows(builder, self.model.cache)
         for row, node in zip(rows.tolist(), nodes.tolist(), strict=True):
             slot = slots[row]
@@ -76,16 +83,12 @@ class LanguageModelSession:
             else:
                 packed.node(slot, row, node)
         forward = self.model.forward(packed.rows(), packed.last)
-        self.states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
+        self._states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
         return forward.logits
 
-    def acceptance(self) -> Tensor:
-        """See ``Session.acceptance``."""
-        return torch.full((len(self.states),), 0.5, device=self.device)
-
     @torch.inference_mode()
-    def chains(self, slots: list[int], limits: list[int], floor: float) -> Chains | None:
-        """See ``Session.chains``."""
+    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
+        """See ``AutoregressiveSession.chains``."""
         if self._graphs is None:
             return None
         places: list[tuple[int, int, int]] = []

@@ -11,7 +11,8 @@ from benchmarks.forward import Linears, measure, moved, share, step_bytes
 from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, Drafting, bandwidth, forward_seconds, on_several_cores
 from benchmarks.pair import find_drafter
 from osd.config import EagleSettings, Settings, TargetSettings
-from osd.drafters.base import Runtime
+from osd.drafters.autoregressive import autoregressive
+from osd.drafters.session import Runtime
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY
@@ -55,18 +56,18 @@ def test_a_forward_and_a_draft_are_timed_apart(tiny_target: Path):
     torch.set_num_threads(1)
     settings = settings_on(tiny_target)
     drafter, _ = find_drafter(settings, "eagle", tiny_target)
-    target = target_on(tiny_target, drafter.taps)
+    target = target_on(tiny_target, drafter.needs.taps)
     assert forward_seconds(target, 2, 3) > 0
     assert target.cache.length == [0, 0]
-    drafting = Drafting(drafter.session(Runtime(2, DRAFT_CONTEXT, 5)), target, 2)
+    drafting = Drafting(autoregressive(drafter.session(Runtime(2, DRAFT_CONTEXT, 5))), target, 2)
     assert all(drafting.seconds(4, 100) > 0 for _ in range(9))  # begins anew when the slots are full
     drafting.close()
 
 
 def test_all_figures_of_a_tiny_model_are_there(tiny_target: Path):
     drafter, _ = find_drafter(settings_on(tiny_target), "eagle", tiny_target)
-    target = target_on(tiny_target, drafter.taps)
-    session = drafter.session(Runtime(1, DRAFT_CONTEXT, 5))
+    target = target_on(tiny_target, drafter.needs.taps)
+    session = autoregressive(drafter.session(Runtime(1, DRAFT_CONTEXT, 5)))
     seen: list[str] = []
     found = on_several_cores(lambda: measure(target, drafter, session, 2, seen.append, (1, 4)), 1)
     assert [forward.tokens for forward in found.forwards] == [1, 4]

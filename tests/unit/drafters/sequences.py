@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from osd.drafters.base import Session
+from osd.drafters.session import Session
 from osd.speculation.tree import ROOT, TreeBuilder
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from osd.config import EagleSettings, LanguageModelSettings
 from osd.drafters import DrafterError, from_config, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
-from osd.drafters.base import Runtime, Session
+from osd.drafters.session import Kept, Runtime, Session
 from osd.speculation.tree import TreeBuilder
 from tests.unit.drafters.sequences import at_places, expand_chain
 
@@ -58,7 +58,7 @@ def said(session: Session, drafted: Tensor, ends: list[int]) -> list[Tensor]:
     tokens, hidden = sequences()
     for row, end in enumerate(ends):
         session.open(row, int(tokens[row, 0]))
-        session.commit(row, tokens[row, 1:end].tolist(), hidden[row, : end - 1])
+        session.commit(row, Kept(tokens[row, 1:end].tolist(), hidden[row, : end - 1]))
     judging = Judging(session)
     expand_chain(judging, [0, 1], drafted)  # type: ignore[arg-type]
     return judging.said

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from osd.config import EagleSettings
 from osd.drafters import DrafterError, from_config, initial
-from osd.drafters.base import Runtime, Session
 from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.session import Kept, Runtime, Session
 from osd.runtime.native import kernels
 from tests.tiny import make_tiny
 from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
@@ -62,7 +62,7 @@ def test_serving_and_training_see_the_same_inputs(eagle: Eagle, native: bool, mo
     fed = [0, 0, 0]
     for ends in ([5, 9, 2], [6, 13, 4], [9, 14, 5], [20, 20, 20]):  # committed tokens, round by round
         for row, end in enumerate(ends):
-            session.commit(slots[row], tokens[row, fed[row] + 1 : end].tolist(), hidden[row, fed[row] : end - 1])
+            session.commit(slots[row], Kept(tokens[row, fed[row] + 1 : end].tolist(), hidden[row, fed[row] : end - 1]))
             fed[row] = end - 1
         drafted = torch.stack([tokens[row, end : end + depth - 1] for row, end in enumerate(ends)])
         got = expand_chain(session, slots, drafted)
@@ -78,7 +78,7 @@ def drafting(eagle: Eagle, slots: list[int]) -> tuple[Session, Tensor]:
     session = eagle.session(Runtime(5, LENGTH, 8))
     for row, slot in enumerate(slots):
         session.open(slot, int(tokens[row, 0]))
-        session.commit(slot, tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row])
+        session.commit(slot, Kept(tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row]))
     return session, tokens
 
 
@@ -144,7 +144,7 @@ def test_a_tree_gives_what_each_of_its_paths_gives_alone(eagle: Eagle) -> None:
     session = eagle.session(Runtime(2, LENGTH, 7))
     for slot in range(2):
         session.open(slot, int(tokens[0, 0]))
-        session.commit(slot, tokens[0, 1:10].tolist(), hidden[0, :9])
+        session.commit(slot, Kept(tokens[0, 1:10].tolist(), hidden[0, :9]))
     tree = expand_tree(session, 1, drafted, parents)
     alone = eagle.session(Runtime(1, LENGTH, 7))
     for node in range(len(drafted)):
@@ -153,7 +153,7 @@ def test_a_tree_gives_what_each_of_its_paths_gives_alone(eagle: Eagle) -> None:
             path.insert(0, drafted[above])
             above = parents[above]
         alone.open(0, int(tokens[0, 0]))
-        alone.commit(0, tokens[0, 1:10].tolist(), hidden[0, :9])
+        alone.commit(0, Kept(tokens[0, 1:10].tolist(), hidden[0, :9]))
         chain = expand_chain(alone, [0], torch.tensor([path]))
         close(tree[0], chain[0][0])
         close(tree[1 + node], chain[-1][0])
@@ -164,7 +164,7 @@ def test_a_version_comes_back_from_its_config_and_weights(eagle: Eagle, target_d
     again = from_config(config, target_dir)
     again.load_weights({name: value.clone() for name, value in eagle.weights().items()})
     assert again.config() == eagle.config()
-    assert again.taps == eagle.taps
+    assert again.needs.taps == eagle.needs.taps
     assert again.draft_ids is not None
     assert torch.equal(again.draft_ids, eagle.draft_ids)
     batch = at_places(*sequences(eagle, 2), [(0, 7), (1, 25)])
@@ -190,7 +190,7 @@ def test_loading_a_staged_version_changes_a_running_session_to_it(eagle: Eagle, 
     session, fresh = eagle.session(Runtime(1, LENGTH, 3)), other.session(Runtime(1, LENGTH, 3))
     for s in (session, fresh):
         s.open(0, int(tokens[0, 0]))
-        s.commit(0, tokens[0, 1:10].tolist(), hidden[0, :9])
+        s.commit(0, Kept(tokens[0, 1:10].tolist(), hidden[0, :9]))
     for _ in range(2):  # a second time, over what the first left behind
         staged = session.stage(other.weights())
         session.load(staged)
@@ -201,8 +201,8 @@ def test_loading_a_staged_version_changes_a_running_session_to_it(eagle: Eagle, 
     assert (chains is None) == (kernels() is None)
     if chains is not None and goal is not None:
         assert torch.equal(chains.logits, goal.logits)
-    session.commit(0, [int(tokens[0, 10])], hidden[0, 9:10])
-    fresh.commit(0, [int(tokens[0, 10])], hidden[0, 9:10])
+    session.commit(0, Kept([int(tokens[0, 10])], hidden[0, 9:10]))
+    fresh.commit(0, Kept([int(tokens[0, 10])], hidden[0, 9:10]))
     nothing = torch.empty(1, 0, dtype=torch.int64)
     assert torch.equal(expand_chain(session, [0], nothing)[0], expand_chain(fresh, [0], nothing)[0])
 
@@ -278,7 +278,7 @@ def test_without_hidden_states_it_cannot_learn(eagle: Eagle) -> None:
 def test_the_first_version_starts_from_the_target(target_dir: Path) -> None:
     drafter = initial(EagleSettings(vocabulary=100_000), target_dir, target_dir)
     assert isinstance(drafter, Eagle)
-    assert drafter.taps == (0, 2, 2)
+    assert drafter.needs.taps == (0, 2, 2)
     assert drafter.draft_ids.tolist() == list(range(259))
     assert torch.equal(drafter.head.weight, drafter.target_head.float())
     assert all(bool(torch.isfinite(value).all()) for value in drafter.weights().values())

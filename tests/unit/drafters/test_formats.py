@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from osd.drafters.base import DrafterError, Runtime
+from osd.drafters.base import DrafterError
 from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.eagle.initial import eagle_from_target
 from osd.drafters.formats import FORMATS, FormatError, Origin, read, write
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.session import Kept, Runtime
 from osd.target.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY
 
@@ -36,7 +36,7 @@ def target(target_dir):
 
 
 def an_eagle(target, vocabulary=100, seed=0, **variant):
-    made = eagle_from_target(target, vocabulary)
+    made = Eagle.from_target(target, vocabulary)
     drafter = Eagle(replace(made.shape, **variant), made.embedding, made.target_head)
     drafter.load_weights(made.weights())
     torch.manual_seed(seed)
@@ -149,7 +149,7 @@ def test_every_variant_drafts_in_service_as_it_was_trained(target, target_dir, v
     batch = a_batch(2)
     tokens = batch.token_ids[0]
     session.open(0, int(tokens[0]))
-    session.commit(0, tokens[1:].tolist(), batch.hidden[0, :-1])
+    session.commit(0, Kept(tokens[1:].tolist(), batch.hidden[0, :-1]))
     builder = TreeBuilder(1, 2, session.support)
     logits = session.expand([0], builder, torch.tensor([0]), torch.tensor([ROOT]))
     batch.sequence, batch.place = torch.zeros(1, dtype=torch.int64), torch.tensor([12])
@@ -178,7 +178,7 @@ def test_the_config_says_what_vllm_reads(target, target_dir, tmp_path):
     (method,) = config["speculators_config"]["proposal_methods"]
     assert method["proposal_type"] == config["speculators_config"]["default_proposal_method"]
     assert method["speculative_tokens"] == 4
-    assert config["eagle_aux_hidden_state_layer_ids"] == [tap + 1 for tap in drafter.taps]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [tap + 1 for tap in drafter.needs.taps]
     assert (config["fc_norm"], config["norm_before_residual"], config["draft_vocab_size"]) == (True, False, 100)
     assert config["transformer_layer_config"]["vocab_size"] == VOCABULARY
 

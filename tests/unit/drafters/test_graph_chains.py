@@ -11,12 +11,12 @@ from torch import Tensor
 
 from osd.config import EagleSettings, LanguageModelSettings
 from osd.drafters import from_config, initial
-from osd.drafters.base import Chains, Runtime
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.session import EagleSession
 from osd.drafters.graph_chains import NewTokens, _Draft
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.language_model.session import LanguageModelSession
+from osd.drafters.session import Chains, Kept, Runtime
 from osd.runtime.batch import GridShape
 from tests.unit.drafters.sequences import expand_chain
 
@@ -53,7 +53,7 @@ def tell(session: EagleSession | LanguageModelSession, slots: list[int], told: i
         tokens = torch.randint(0, VOCABULARY, (told + row + 1,), generator=generator).tolist()
         session.open(slot, tokens[0])
         states = torch.randn(told + row, 3 * HIDDEN, generator=generator)
-        session.commit(slot, tokens[1:], states.to(session.device))
+        session.commit(slot, Kept(tokens[1:], states.to(session.device)))
 
 
 def drafting(drafter: Eagle | LanguageModel, slots: list[int], told: int = 3) -> EagleSession | LanguageModelSession:
@@ -181,7 +181,7 @@ def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(dr
     session = opened(drafter, meta)
     cache = session.cache if isinstance(session, EagleSession) else session.model.cache
     draft = _Draft(session._graph_step, cache, session.support, GridShape(8, 8, 4, 4, 47, 0), 4, 3)
-    if drafter.taps:
+    if drafter.needs.taps:
         draft._states = torch.zeros(8, 3 * HIDDEN, device=meta)
     with torch.inference_mode():
         tokens, sizes, logits = draft.run()

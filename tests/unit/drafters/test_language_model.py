@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from osd.config import LanguageModelSettings
 from osd.drafters import DrafterError, from_config, initial
-from osd.drafters.base import Runtime
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.session import Kept, Runtime
 from osd.target.model import load_model
 from tests.tiny import make_tiny, tokenizer
 from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
@@ -72,7 +72,7 @@ def test_serving_and_training_see_the_same_inputs(drafter: LanguageModel) -> Non
     fed = [1, 1]
     for ends in ([5, 9], [6, 12], [20, 13]):
         for row, end in enumerate(ends):
-            session.commit(slots[row], tokens[row, fed[row] : end].tolist(), None)
+            session.commit(slots[row], Kept(tokens[row, fed[row] : end].tolist(), None))
             fed[row] = end
         got = expand_chain(session, slots, torch.stack([tokens[row, end : end + 2] for row, end in enumerate(ends)]))
         with torch.no_grad():
@@ -86,7 +86,7 @@ def test_a_tree_gives_what_each_of_its_paths_gives_alone(drafter: LanguageModel)
     parents, drafted = [-1, -1, 0, 0, 1], tokens[0, 20:25].tolist()
     session = drafter.session(Runtime(2, LENGTH, 7))
     session.open(1, int(tokens[0, 0]))
-    session.commit(1, tokens[0, 1:10].tolist(), None)
+    session.commit(1, Kept(tokens[0, 1:10].tolist(), None))
     tree = expand_tree(session, 1, drafted, parents)
     for node, path in enumerate([[0], [1], [0, 2], [0, 3], [1, 4]]):
         sequence = torch.cat([tokens[:, :10], tokens[:, 20:][:, path], tokens[:, :1]], 1)
@@ -133,7 +133,7 @@ def test_loading_a_staged_version_changes_a_running_session_to_it(drafter: Langu
     fresh = drafter.session(Runtime(1, LENGTH, 3))
     for s in (session, fresh):
         s.open(0, int(tokens[0, 0]))
-        s.commit(0, tokens[0, 1:10].tolist(), None)
+        s.commit(0, Kept(tokens[0, 1:10].tolist(), None))
     torch.testing.assert_close(expand_chain(session, [0], nothing)[0], expand_chain(fresh, [0], nothing)[0])
 
 
@@ -153,7 +153,7 @@ def test_a_version_that_does_not_fit_is_refused_by_name(drafter: LanguageModel) 
 
 def test_the_targets_own_embedding_and_head_are_neither_stored_nor_trained(target_dir: Path) -> None:
     drafter = initial(LanguageModelSettings(layers=2), target_dir, target_dir)
-    assert drafter.taps == ()
+    assert drafter.needs.taps == ()
     assert drafter.draft_ids is None
     assert not [name for name in drafter.weights() if "embed" in name or "head" in name]
     assert {name.split(".")[2] for name in drafter.weights() if ".layers." in name} == {"0", "1"}

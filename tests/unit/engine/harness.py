@@ -102,6 +102,7 @@ def settings(
 def make_drafter(kind: str, directory: Path) -> Trainable | None:
     if kind == "none":
         return None
+    torch.manual_seed(4)  # part of EAGLE's first weights is random
     settings = {"eagle": EagleSettings(vocabulary=200), "language_model": LanguageModelSettings(layers=2)}
     return initial(settings[kind], directory, directory)
 
@@ -127,7 +128,7 @@ def running(
         slots=chosen.engine.slots,
         context=chosen.engine.context,
         scratch=chosen.engine.max_draft + 1,
-        taps=(drafter.taps if drafter else ()) or taps,
+        taps=(drafter.needs.taps if drafter else ()) or taps,
         bucketed=bucketed,
     )
     engine = Engine(target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append)

@@ -10,10 +10,12 @@ import torch
 
 from osd.capture.trace import ACCEPTED, Trace
 from osd.config import ConfidenceSettings, DynamicTreeSettings, GrowthSettings, TopKTreeSettings
-from osd.drafters.base import Chains
+from osd.drafters.session import Chains
+from osd.engine import loop
 from osd.engine import round as rounds
 from osd.engine.policy import Policy
 from osd.engine.request import Sampling
+from osd.speculation.cost_model import CostModel
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 
 LENGTHS = (1, 5, 40, 16, 3)
@@ -24,14 +26,14 @@ def test_greedy_output_is_that_of_transformers_and_no_draft_is_read_before_its_v
     target_dir: Path, oracle: Oracle, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[int] = []
-    run, read = rounds.run, rounds._read
-    monkeypatch.setattr(rounds, "run", lambda *args: (reads.append(0), run(*args))[1])
+    verify, read = rounds.verify, rounds.read_together
+    monkeypatch.setattr(loop, "verify", lambda *args: (reads.append(0), verify(*args))[1])
 
     def reading(asked: list[torch.Tensor | None]) -> list[list[int]]:
         reads[-1] += 1
         return read(asked)
 
-    monkeypatch.setattr(rounds, "_read", reading)
+    monkeypatch.setattr(rounds, "read_together", reading)
     monkeypatch.setattr(Chains, "tokens", property(lambda self: pytest.fail("the host has read a draft")))
     with running(target_dir, kind, slots=3, bucketed=True) as client:
         for index, prompt in enumerate(prompts(LENGTHS)):
@@ -98,19 +100,21 @@ def test_traces_tell_the_same_drafts_and_verdicts(target_dir: Path) -> None:
     assert (padded.completion_ids.numpy()[kept] == padded.drafted.numpy()[kept]).all()
 
 
-def test_rounds_that_record_teach_the_governor_no_times(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes: list[rounds.Round] = []
+def test_rounds_that_capture_a_graph_teach_the_cost_model_no_times(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: list[rounds.Outcome] = []
     learnt: list[int] = []
-    run = rounds.run
+    commit = rounds.commit
 
-    def running_on(*args: Any) -> rounds.Round:
-        outcomes.append(run(*args))
+    def committing(*args: Any) -> rounds.Outcome:
+        outcomes.append(commit(*args))
         return outcomes[-1]
 
-    monkeypatch.setattr(rounds, "run", running_on)
-    monkeypatch.setattr("osd.speculation.governor.Governor.observe", lambda self, rows, *rest: learnt.append(rows))
+    monkeypatch.setattr(loop, "commit", committing)
+    monkeypatch.setattr(CostModel, "observe_forward", lambda self, rows, seconds: learnt.append(rows))
     with running(target_dir, "eagle", bucketed=True, governed=True) as client:
         client.submit("r", prompts([20])[0], 12, ignore_eos=True)
         client.wait()
-    assert {outcome.recorded for outcome in outcomes} == {True, False}
-    assert learnt == [outcome.rows for outcome in outcomes if not outcome.recorded]
+    assert {outcome.captured for outcome in outcomes} == {True, False}
+    assert learnt == [outcome.rows for outcome in outcomes if not outcome.captured]

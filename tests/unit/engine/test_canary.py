@@ -35,7 +35,7 @@ def test_requests_on_either_version_have_the_targets_output_and_traces_that_say_
     traces: list[Trace] = []
     asked = prompts([9, 4, 17, 30, 2, 12, 8, 21], seed=4)
     with running(target_dir, kind, traces=traces) as client:
-        client.engine.line("general").try_canary(HALF, weights_of(kind, target_dir, noise=1.0))
+        client.engine.drafters("general").try_canary(HALF, weights_of(kind, target_dir, noise=1.0))
         for index, prompt in enumerate(asked):
             client.submit(str(index), prompt, 30, ignore_eos=True, capture=True)
         results = client.wait()
@@ -63,19 +63,19 @@ def test_a_request_keeps_its_drafter_while_the_canary_is_promoted_and_the_sessio
     first, second = prompts([9, 14], seed=4)
     weights = weights_of("eagle", target_dir, noise=0.01)
     with running(target_dir, "eagle", traces=traces) as client:
-        client.engine.line("general").try_canary(ALL, weights)
+        client.engine.drafters("general").try_canary(ALL, weights)
         client.submit("first", first, 100, ignore_eos=True, capture=True)
         while client.results["first"].updates < 3:
             client.next()
-        lanes = client.engine.lanes
-        assert lanes is not None
-        session = weakref.ref(lanes.choose("general", "first").session)
+        pool = client.engine.pool
+        assert pool is not None
+        session = weakref.ref(pool.choose("general", "first").session)
         client.engine.stage(2, weights)
-        client.engine.line("general").end_canary()
+        client.engine.drafters("general").end_canary()
         client.submit("second", second, 60, ignore_eos=True, capture=True)
         while client.results["first"].updates < 8:
             client.next()
-        lanes.sweep()
+        pool.sweep()
         assert session() is not None
         assert len(client.results["first"].tokens) < 100, "still drafted by the session that it began with"
         results = client.wait()
@@ -85,7 +85,7 @@ def test_a_request_keeps_its_drafter_while_the_canary_is_promoted_and_the_sessio
         client.wait()
         gc.collect()
         assert session() is not None, "memory is not freed on the decode thread"
-        lanes.sweep()
+        pool.sweep()
         assert session() is None
     assert results["first"].tokens == oracle.greedy(first, 100)
     assert results["second"].tokens == oracle.greedy(second, 60)
@@ -98,11 +98,11 @@ def test_a_canary_that_is_rolled_back_gets_no_more_requests_and_ends_what_it_beg
     traces: list[Trace] = []
     prompt = prompts([9], seed=4)[0]
     with running(target_dir, "eagle", traces=traces) as client:
-        client.engine.line("general").try_canary(ALL, weights_of("eagle", target_dir, noise=0.5))
+        client.engine.drafters("general").try_canary(ALL, weights_of("eagle", target_dir, noise=0.5))
         client.submit("before", prompt, 60, ignore_eos=True, capture=True)
         while client.results["before"].updates < 3:
             client.next()
-        client.engine.line("general").end_canary()
+        client.engine.drafters("general").end_canary()
         client.submit("after", prompt, 60, ignore_eos=True, capture=True)
         results = client.wait()
     assert results["before"].tokens == results["after"].tokens == oracle.greedy(prompt, 60)
@@ -115,7 +115,7 @@ def test_a_canary_that_does_not_fit_is_refused_and_stable_serves_everything(targ
         weights = weights_of("eagle", target_dir)
         weights["head.weight"][0, 0] = float("nan")
         with pytest.raises(DrafterError, match=r"'head.weight' has numbers that are not finite"):
-            client.engine.line("general").try_canary(ALL, weights)
+            client.engine.drafters("general").try_canary(ALL, weights)
         assert client.engine.canary_version is None
         client.submit("r", [1, 2, 3], 10, ignore_eos=True, capture=True)
         assert client.wait()["r"].error is None
@@ -125,27 +125,27 @@ def test_a_canary_that_does_not_fit_is_refused_and_stable_serves_everything(targ
 def test_the_share_of_a_canary_changes_without_its_weights_and_of_no_other(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         with pytest.raises(ValueError, match="no canary of version 2"):
-            client.engine.line("general").try_canary(ALL, None)
-        client.engine.line("general").try_canary(ALL, weights_of("eagle", target_dir))
-        lanes = client.engine.lanes
-        assert lanes is not None
-        canary = lanes.choose("general", "r")
-        client.engine.line("general").try_canary(Rollout(1, 2, 0.0, 3.0), None)
-        assert lanes.choose("general", "r") is lanes.lines["general"].stable is not canary
-        client.engine.line("general").try_canary(ALL, None)
-        assert lanes.choose("general", "r") is canary
+            client.engine.drafters("general").try_canary(ALL, None)
+        client.engine.drafters("general").try_canary(ALL, weights_of("eagle", target_dir))
+        pool = client.engine.pool
+        assert pool is not None
+        canary = pool.choose("general", "r")
+        client.engine.drafters("general").try_canary(Rollout(1, 2, 0.0, 3.0), None)
+        assert pool.choose("general", "r") is pool.own is not canary
+        client.engine.drafters("general").try_canary(ALL, None)
+        assert pool.choose("general", "r") is canary
 
 
 def test_each_version_is_governed_by_what_it_gets_accepted(target_dir: Path, oracle: Oracle) -> None:
     prompt = prompts([9], seed=4)[0]
     with running(target_dir, "eagle", governed=True) as client:
-        client.engine.line("general").try_canary(HALF, weights_of("eagle", target_dir, noise=1.0))
+        client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, noise=1.0))
         for index in range(8):
             client.submit(str(index), prompt, 100, ignore_eos=True)
         assert {tuple(result.tokens) for result in client.wait().values()} == {tuple(oracle.greedy(prompt, 100))}
-        lanes, planner = client.engine.lanes, client.engine._planner
-        assert lanes is not None
-        good, bad = (planner._governors[lane] for lane in (lanes.lines["general"].stable, lanes.choose("general", "0")))
-        gains = good._acceptance.gains()[-1], bad._acceptance.gains()[-1]
+        pool, planner = client.engine.pool, client.engine.loop.planner
+        assert pool is not None
+        good, bad = (planner.governor(drafter) for drafter in (pool.own, pool.choose("general", "0")))
+        gains = good.acceptance.gains()[-1], bad.acceptance.gains()[-1]
         assert HALF.version_for("0") == 2
         assert gains[0] > 2 * gains[1]

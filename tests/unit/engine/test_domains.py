@@ -27,8 +27,8 @@ def shaken(kind: str, directory: Path, noise: float) -> dict[str, Tensor]:
     return {k: v + noise * torch.randn_like(v) if v.is_floating_point() else v for k, v in drafter.weights().items()}
 
 
-def lanes_of(client: Client) -> Any:
-    return client.engine.lanes
+def pool_of(client: Client) -> Any:
+    return client.engine.pool
 
 
 class Script:
@@ -54,14 +54,14 @@ def test_a_request_is_served_by_the_drafter_of_its_domain_and_has_the_targets_ou
     asked = prompts([9, 30, 4, 17], seed=4)
     domains = ["general", "code", "poems", "code"]
     with running(target_dir, kind, traces=traces) as client:
-        lanes = lanes_of(client)
-        lanes.open("code", 7, shaken(kind, target_dir, 1.0))
+        pool = pool_of(client)
+        pool.open("code", 7, shaken(kind, target_dir, 1.0))
         for index, (prompt, domain) in enumerate(zip(asked, domains, strict=True)):
             client.submit(str(index), prompt, 30, ignore_eos=True, capture=True, domain=domain)
         results = client.wait()
         counters = client.engine.counters()
-        assert lanes.wanted() == {"poems"}
-        assert lanes.wanted() == set()
+        assert pool.wanted() == {"poems"}
+        assert pool.wanted() == set()
     for index, prompt in enumerate(asked):
         assert results[str(index)].tokens == oracle.greedy(prompt, 30), index
     said = {trace.request_id: (trace.domain, trace.drafter_domain, trace.drafter_version) for trace in traces}
@@ -78,9 +78,9 @@ def test_a_request_is_served_by_the_drafter_of_its_domain_and_has_the_targets_ou
 
 def test_a_version_is_swapped_and_a_canary_tried_in_one_domain_and_no_other(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
-        lanes, weights = lanes_of(client), shaken("eagle", target_dir, 0.0)
-        lanes.open("code", 7, weights)
-        code, own = client.engine.line("code"), client.engine.line("general")
+        pool, weights = pool_of(client), shaken("eagle", target_dir, 0.0)
+        pool.open("code", 7, weights)
+        code, own = client.engine.drafters("code"), client.engine.drafters("general")
         code.stage(8, weights)
         deadline = time.monotonic() + 20
         while code.drafter_version != 8 and time.monotonic() < deadline:
@@ -89,36 +89,36 @@ def test_a_version_is_swapped_and_a_canary_tried_in_one_domain_and_no_other(targ
         assert (code.drafter_version, code.canary_version) == (8, 9)
         assert (own.drafter_version, own.canary_version) == (1, None)
         assert client.engine.drafter_version == 1
-        assert lanes.choose("code", "r").version == 9
-        assert lanes.choose("general", "r").version == 1
+        assert pool.choose("code", "r").version == 9
+        assert pool.choose("general", "r").version == 1
 
 
-def test_the_line_that_was_not_used_for_longest_goes_first_and_none_that_is_in_use(target_dir: Path) -> None:
+def test_the_domain_that_was_not_used_for_longest_goes_first_and_none_that_is_in_use(target_dir: Path) -> None:
     with running(target_dir, "eagle", slots=4) as client:
-        lanes, weights = lanes_of(client), shaken("eagle", target_dir, 0.0)
+        pool, weights = pool_of(client), shaken("eagle", target_dir, 0.0)
         for domain in ("a", "b", "c"):
-            lanes.open(domain, 1, weights)
+            pool.open(domain, 1, weights)
         for domain in ("a", "b", "a"):
             client.submit(f"{domain} {len(client.results)}", [1, 2], 4, domain=domain)
             client.wait()
         client.submit("c", [1, 2], 120, domain="c", ignore_eos=True)
         while client.results["c"].updates < 2:
             client.next()
-        dropped = [lanes.drop_idle(), lanes.drop_idle(), lanes.drop_idle()]
+        dropped = [pool.drop_idle(), pool.drop_idle(), pool.drop_idle()]
         assert client.results["c"].finish is None
         assert dropped == ["b", "a", None]
         assert client.wait()["c"].error is None
-        assert lanes.drop_idle() == "c"
-        assert list(lanes.lines) == ["general"]
+        assert pool.drop_idle() == "c"
+        assert list(pool.domains) == ["general"]
 
 
-def test_weights_that_do_not_fit_begin_no_line(target_dir: Path) -> None:
+def test_weights_that_do_not_fit_begin_no_domain(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         weights = shaken("eagle", target_dir, 0.0)
         del weights["head.weight"]
         with pytest.raises(DrafterError, match=r"'head.weight' is missing"):
-            lanes_of(client).open("code", 1, weights)
-        assert list(lanes_of(client).lines) == ["general"]
+            pool_of(client).open("code", 1, weights)
+        assert list(pool_of(client).domains) == ["general"]
 
 
 def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_the_answer(
@@ -127,9 +127,9 @@ def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_th
     traces: list[Trace] = []
     asked = prompts([40, 1, 23], seed=9)
     with running(target_dir, "eagle", traces=traces, chunk=16) as client:
-        lanes_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
-        routing: Any = client.engine._routing
-        routing._router = script = Script("code", "general", "code")
+        pool_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
+        router: Any = client.engine.loop.router
+        router.router = script = Script("code", "general", "code")
         for index, prompt in enumerate(asked):
             client.submit(str(index), prompt, 30, ignore_eos=True, capture=True, domain=None)
             client.wait()
@@ -148,11 +148,11 @@ def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_th
     assert all(result.counts.drafted > 0 for result in client.results.values())
 
 
-def test_with_one_line_there_is_nothing_to_route_and_the_domain_is_the_own(target_dir: Path) -> None:
+def test_with_one_domain_there_is_nothing_to_route_and_the_domain_is_the_own(target_dir: Path) -> None:
     traces: list[Trace] = []
     with running(target_dir, "eagle", traces=traces) as client:
-        routing: Any = client.engine._routing
-        routing._router = script = Script()
+        router: Any = client.engine.loop.router
+        router.router = script = Script()
         client.submit("r", [1, 2, 3], 20, capture=True, domain=None, ignore_eos=True)
         assert client.wait()["r"].counts.drafted > 0
     assert script.embeddings == []
@@ -161,9 +161,9 @@ def test_with_one_line_there_is_nothing_to_route_and_the_domain_is_the_own(targe
 
 def test_requests_that_end_before_they_are_routed_or_are_cancelled_teach_nothing(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
-        lanes_of(client).open("code", 7, shaken("eagle", target_dir, 0.0))
-        routing: Any = client.engine._routing
-        routing._router = script = Script("code", "code")
+        pool_of(client).open("code", 7, shaken("eagle", target_dir, 0.0))
+        router: Any = client.engine.loop.router
+        router.router = script = Script("code", "code")
         client.submit("short", [1, 2, 3], 1, domain=None)
         client.wait()
         client.submit("gone", [1, 2, 3], 120, domain=None, ignore_eos=True)
@@ -182,9 +182,9 @@ def test_a_drafter_without_taps_is_routed_by_a_layer_that_only_the_router_reads(
     traces: list[Trace] = []
     prompt = prompts([30], seed=9)[0]
     with running(target_dir, "language_model", traces=traces, taps=(2,)) as client:
-        lanes_of(client).open("code", 7, shaken("language_model", target_dir, 0.01))
-        routing: Any = client.engine._routing
-        routing._router = script = Script("code")
+        pool_of(client).open("code", 7, shaken("language_model", target_dir, 0.01))
+        router: Any = client.engine.loop.router
+        router.router = script = Script("code")
         client.submit("r", prompt, 30, ignore_eos=True, capture=True, domain=None)
         assert client.wait()["r"].tokens == oracle.greedy(prompt, 30)
     assert script.embeddings[0].shape == (64,)
@@ -194,9 +194,9 @@ def test_a_drafter_without_taps_is_routed_by_a_layer_that_only_the_router_reads(
 def test_a_seed_gives_the_same_text_whichever_drafter_is_picked(target_dir: Path) -> None:
     prompt, sampling = prompts([21], seed=6)[0], Sampling(temperature=1.0, seed=77, repeatable=True)
     with running(target_dir, "eagle") as client:
-        lanes_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
-        routing: Any = client.engine._routing
-        routing._router = Script("code", "general")
+        pool_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
+        router: Any = client.engine.loop.router
+        router.router = Script("code", "general")
         for name in ("one", "other"):
             client.submit(name, prompt, 30, sampling, ignore_eos=True, domain=None)
         results = client.wait()

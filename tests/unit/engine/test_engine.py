@@ -11,6 +11,7 @@ import torch
 
 from osd.config import LanguageModelSettings
 from osd.drafters import DrafterError, initial
+from osd.engine import loop
 from osd.engine import round as rounds
 from osd.engine.request import Sampling, Update
 from tests.tiny import tokenizer
@@ -188,7 +189,7 @@ def test_a_failing_round_fails_its_requests_with_a_message_and_the_engine_goes_o
 ) -> None:
     with running(target_dir, "eagle", slots=2) as client:
         prompt, goal = greedy_run(client, oracle)
-        healthy, calls = rounds.run, []
+        healthy, calls = rounds.verify, []
 
         def fails_once(*arguments: object) -> object:
             calls.append(1)
@@ -196,7 +197,7 @@ def test_a_failing_round_fails_its_requests_with_a_message_and_the_engine_goes_o
                 raise MemoryError("no memory")
             return healthy(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(rounds, "run", fails_once)
+        monkeypatch.setattr(loop, "verify", fails_once)
         for name in ("a", "b", "c"):
             client.submit(name, prompt, 24, ignore_eos=True)
         results = client.wait()
@@ -241,7 +242,7 @@ def test_a_swap_that_fails_fails_no_more_than_the_requests_at_hand(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(target_dir, "eagle") as client:
-        session = client.engine.lanes.lines["general"].stable.session  # type: ignore[union-attr]
+        session = client.engine.pool.own.session  # type: ignore[union-attr]
         assert session is not None
 
         tried = threading.Event()

@@ -22,16 +22,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd.config import GROWTH_SETTINGS, DynamicTreeSettings, StaticTreeSettings
-from osd.drafters.eagle.initial import eagle_from_target
+from osd.drafters.eagle.drafter import Eagle
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, Sampling, Update
-from osd.engine.shapes import Shapes
 from osd.registry.pointer import Rollout
 from osd.routing.clusters import Cluster
 from osd.routing.router import Pick
 from osd.runtime.generic import NAME
 from osd.runtime.model import SlotModel
+from osd.speculation.cost_model import CostModel
 from osd.speculation.distributions import Distributions
 from osd.speculation.governor import Ready
 from osd.speculation.growth.acceptance_table import AcceptanceTable
@@ -126,13 +126,14 @@ def p_value(
     ``meanwhile`` is called for each update that arrives.
     """
     torch.manual_seed(2)
-    drafter = eagle_from_target(copy.deepcopy(model), 4)
+    drafter = Eagle.from_target(copy.deepcopy(model), 4)
     slotted = copy.deepcopy(model)
     slotted.set_attn_implementation(NAME)
-    chosen = settings(Path("tiny"), slots=slots, depth=2, chunk=4096)
-    target = SlotModel(slotted, slots=slots, context=128, scratch=chosen.engine.max_draft + 1, taps=drafter.taps)
+    chosen = settings(Path("tiny"), slots=slots, depth=2, chunk=4096, governed=governor is not None)
+    target = SlotModel(slotted, slots=slots, context=128, scratch=chosen.engine.max_draft + 1, taps=drafter.needs.taps)
     engine = Engine(target, Mute(), chosen, drafter, 1)  # type: ignore[arg-type]
-    engine._planner.governor = governor
+    if governor is not None:
+        engine.loop.planner.governor = lambda drafter: governor  # type: ignore[method-assign]
     prepare(engine)
     updates: queue.Queue[Update] = queue.Queue()
     seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
@@ -235,9 +236,6 @@ class Whim:
     def __init__(self) -> None:
         self.chance = random.Random(0)  # noqa: S311 - repeatable, not secret
 
-    def beside(self) -> Whim:
-        return self
-
     def plan(self, sequences: Sequence[Ready], others: int, rows: int, coming: int = 0) -> list[int]:
         return [self.chance.randrange(3) for _ in sequences]
 
@@ -250,7 +248,7 @@ def test_swaps_and_drafts_of_changing_length_in_the_middle_of_requests_leave_the
     model: LlamaForCausalLM,
 ) -> None:
     torch.manual_seed(3)
-    first = eagle_from_target(copy.deepcopy(model), 4).weights()
+    first = Eagle.from_target(copy.deepcopy(model), 4).weights()
     second = {
         name: value + torch.randn_like(value) if value.is_floating_point() else value for name, value in first.items()
     }
@@ -272,7 +270,7 @@ def test_a_canary_that_comes_and_is_promoted_in_the_middle_of_requests_leaves_th
     model: LlamaForCausalLM,
 ) -> None:
     torch.manual_seed(3)
-    first = eagle_from_target(copy.deepcopy(model), 4).weights()
+    first = Eagle.from_target(copy.deepcopy(model), 4).weights()
     calls, versions = itertools.count(), set()
 
     def disturb(engine: Engine) -> None:
@@ -280,10 +278,10 @@ def test_a_canary_that_comes_and_is_promoted_in_the_middle_of_requests_leaves_th
         number = 2 + turn
         if call == 0:
             noise = {k: v + torch.randn_like(v) if v.is_floating_point() else v for k, v in first.items()}
-            engine.line("general").try_canary(Rollout(1 + turn, number, 0.5, 1.0), noise if turn % 2 else first)
+            engine.drafters("general").try_canary(Rollout(1 + turn, number, 0.5, 1.0), noise if turn % 2 else first)
         elif call == 100:
             engine.stage(number, first)
-            engine.line("general").end_canary()
+            engine.drafters("general").end_canary()
         versions.update(engine.counters().by_version)
 
     assert p_value(model, Sampling(1.0), count=1500, meanwhile=disturb) > 1e-4
@@ -306,15 +304,15 @@ def test_routing_between_the_drafters_of_domains_leaves_the_law_alone(model: Lla
     torch.manual_seed(3)
     other = {
         name: value + torch.randn_like(value) if value.is_floating_point() else value
-        for name, value in eagle_from_target(copy.deepcopy(model), 4).weights().items()
+        for name, value in Eagle.from_target(copy.deepcopy(model), 4).weights().items()
     }
     served: set[tuple[str, int]] = set()
 
     def prepare(engine: Engine) -> None:
-        lanes: Any = engine.lanes
-        routing: Any = engine._routing
-        lanes.open("code", 5, other)
-        routing._router = Coin()
+        pool: Any = engine.pool
+        router: Any = engine.loop.router
+        pool.open("code", 5, other)
+        router.router = Coin()
 
     def look(engine: Engine) -> None:
         served.update(engine.counters().by_version)
@@ -329,12 +327,12 @@ def test_trees_that_take_another_shape_after_every_round_leave_the_law_alone(
     chance, shapes = random.Random(0), set()  # noqa: S311 - repeatable, not secret
     policy = Policy.of(StaticTreeSettings(budget=4, depth=2), "siblings")
 
-    def whim(self: Shapes, together: float) -> dict[int, float]:
+    def whim(self: CostModel, sequences: float) -> dict[int, float]:
         shapes.add(policy.growth.max_nodes)
         return {1: 1.0, 2: 1.0, chance.choice([3, 5]): chance.choice([1.0, 9.0])}
 
     monkeypatch.setattr(AcceptanceTable, "due", lambda self: True)
-    monkeypatch.setattr(Shapes, "of_one", whim)
+    monkeypatch.setattr(CostModel, "forward_by_share", whim)
     assert p_value(model, Sampling(1.0), policy, count=2500) > 1e-4
     assert len(shapes) > 2
 

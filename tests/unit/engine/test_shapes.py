@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from osd.config import GROWTH_SETTINGS, ChainSettings, StaticTreeSettings
+from osd.config import GROWTH_SETTINGS, StaticTreeSettings
 from osd.engine.policy import Policy
-from osd.engine.round import Drawn
-from osd.engine.shapes import Shapes
+from osd.speculation.cost_model import CostModel
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 
 FLAT, STEEP = {1: 1.0, 64: 1.0}, {1: 1.0, 2: 1.9, 64: 60.0}
@@ -23,36 +21,23 @@ def tree(kind: str = "static_tree", **given: Any) -> Policy:
     return Policy.of(GROWTH_SETTINGS[kind](budget=6, **given), rule)  # type: ignore[arg-type]
 
 
-def drawn(policy: Policy, path: list[int]) -> Drawn:
-    parents = list(policy.growth._shape)  # type: ignore[attr-defined]
-    return Drawn(SimpleNamespace(policy=policy), len(path) + 1, parents, path)  # type: ignore[arg-type]
-
-
 def test_a_forward_that_several_sequences_share_is_longer_by_all_of_their_nodes() -> None:
-    seconds = Shapes({1: 1.0, 4: 4.0, 8: 8.0, 16: 32.0}).of_one(4)
+    seconds = CostModel({1: 1.0, 4: 4.0, 8: 8.0, 16: 32.0}).forward_by_share(4)
     assert seconds == {1: 4.0, 2: 8.0, 3: 20.0, 4: 32.0}
-    assert Shapes({1: 1.0, 2: 2.0}).of_one(5) == {1: 2.0}
+    assert CostModel({1: 1.0, 2: 2.0}).forward_by_share(5) == {1: 2.0}
 
 
 def test_trees_shrink_while_many_sequences_draft_together_and_grow_when_one_is_alone() -> None:
-    policy = tree()
-    shapes = Shapes({1: 1.0, 16: 1.0, 32: 10.0, 64: 30.0})
+    growth = tree().growth
+    costs = CostModel({1: 1.0, 16: 1.0, 32: 10.0, 64: 30.0})
+    nothing: tuple[list[int], list[int]] = ([-1] * growth.max_nodes, [])
     for _ in range(64):
-        shapes.observe([drawn(policy, []) for _ in range(8)])
-    few = policy.growth.max_nodes
+        growth.observe([nothing] * 8, costs.forward_by_share)
+    few = growth.max_nodes
     for _ in range(2000):
-        shapes.observe([drawn(policy, [])])
+        growth.observe([nothing], costs.forward_by_share)
     assert few < 3
-    assert policy.growth.max_nodes == 6
-
-
-def test_only_shapes_that_changed_are_told_and_other_policies_are_left_alone() -> None:
-    policy, chain = tree(), Policy.of(ChainSettings(), "chain")
-    shapes, told = Shapes(STEEP), []
-    for _ in range(16 + 32 + 64):
-        one = Drawn(SimpleNamespace(policy=chain), 1, [-1, 0], [])  # type: ignore[arg-type]
-        told += shapes.observe([drawn(policy, []), one])
-    assert told == [policy.growth]
+    assert growth.max_nodes == 6
 
 
 @pytest.mark.parametrize("kind", ["static_tree", "sparse_tree"])
@@ -60,7 +45,7 @@ def test_only_shapes_that_changed_are_told_and_other_policies_are_left_alone() -
 def test_the_engine_draws_trees_of_the_size_that_its_forwards_ask_for(
     target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, kind: str, seconds: dict[int, float], size: int
 ) -> None:
-    monkeypatch.setattr("osd.engine.engine.forward_seconds", lambda target, most: seconds)
+    monkeypatch.setattr("osd.engine.loop.forward_seconds", lambda target, most: seconds)
     policy = tree(kind)
     with running(target_dir, "eagle", slots=1) as client:
         for index, prompt in enumerate(prompts(LENGTHS)):
@@ -81,7 +66,7 @@ def test_the_engine_draws_trees_of_the_size_that_its_forwards_ask_for(
 
 
 def test_another_drafter_begins_to_count_anew(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("osd.engine.engine.forward_seconds", lambda target, most: FLAT)
+    monkeypatch.setattr("osd.engine.loop.forward_seconds", lambda target, most: FLAT)
     policy = tree()
     drafter = make_drafter("eagle", target_dir)
     assert drafter is not None

@@ -104,7 +104,7 @@ def test_a_record_is_what_the_models_say(target_dir: Path, oracle: Oracle, kind:
         assert trace.prompt_ids.numpy().tolist() == prompt
         assert (trace.domain, trace.drafter_version, trace.segment) == ("poems", 1, 0)
         assert (trace.temperature, trace.top_k, trace.top_p) == (sampling.temperature, sampling.top_k, sampling.top_p)
-        check_target(trace, oracle, prompt + result.tokens, len(prompt), drafter.taps if drafter else ())
+        check_target(trace, oracle, prompt + result.tokens, len(prompt), drafter.needs.taps if drafter else ())
         verdict = trace.verdict.numpy()
         assert verdict[0] == NOT_DRAFTED
         assert int((verdict == ACCEPTED).sum()) == result.counts.accepted
@@ -125,7 +125,7 @@ def test_a_long_request_travels_in_segments_that_fit_together(target_dir: Path, 
         start = len(prompt)
         for number, trace in enumerate(traces):
             assert trace.prompt_ids.shape[0] == (len(prompt) if number == 0 else min(16, start))
-            check_target(trace, oracle, whole, start, drafter.taps)
+            check_target(trace, oracle, whole, start, drafter.needs.taps)
             check_draft(trace, drafter, first=number == 0)
             start += trace.completion_ids.shape[0]
         assert start == len(whole)

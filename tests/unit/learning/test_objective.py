@@ -7,7 +7,7 @@ import torch
 from osd.config import ConfigError, TrainerSettings, load_settings
 from osd.engine.request import Request, Sampling
 from osd.engine.top import top
-from osd.engine.tracing import TraceBuilder
+from osd.engine.trace_builder import TraceBuilder
 from osd.learning.batch import collate
 from osd.learning.objective import weigh
 
@@ -22,16 +22,16 @@ def request():
 def recorded():
     """What the engine records of two rounds: one that erred at its second draft token, one accepted whole."""
     logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 3
-    builder = TraceBuilder(request(), "toy", "toy", 64)
+    builder = TraceBuilder(request(), "toy", 64)
     builder.feed(torch.zeros(3, 4))
     draft = top(torch.zeros(3, VOCABULARY), range(3), 4)
-    builder.add([5, 9], top(logits, range(2), VOCABULARY), draft, [5, 6, 7], accepted=1)
+    builder.add([5, 9], top(logits, range(2), VOCABULARY), draft, [(5, "toy"), (6, "toy"), (7, "toy")], accepted=1)
     builder.feed(torch.zeros(2, 4))
     builder.add(
         [4, 8, 2],
         top(logits, range(2, 5), VOCABULARY),
         top(torch.zeros(2, VOCABULARY), range(2), 4),
-        [4, 8],
+        [(4, "toy"), (8, "toy")],
         accepted=2,
     )
     builder.feed(torch.zeros(3, 4))

@@ -20,7 +20,7 @@ def at(number, canary=None, changed=1.0):
     return Rollout(number, canary, 0.5 if canary else 0.0, changed)
 
 
-class ScriptedLine:
+class ScriptedDrafters:
     def __init__(self, version):
         self.drafter_version, self.canary_version, self.idle = version, None, True
 
@@ -40,42 +40,42 @@ class ScriptedEngine:
     domain = "general"
 
     def __init__(self, misfits=()):
-        self.misfits, self.asked, self.lanes = misfits, set(), self
-        self.lines = {"general": ScriptedLine(1)}
+        self.misfits, self.asked, self.pool = misfits, set(), self
+        self.domains = {"general": ScriptedDrafters(1)}
 
-    def line(self, domain):
-        return LineControl(self, domain)
+    def drafters(self, domain):
+        return Handle(self, domain)
 
     def open(self, domain, number, weights):
         if domain in self.misfits:
             raise DrafterError("a shape is wrong")
-        self.lines[domain] = ScriptedLine(number)
+        self.domains[domain] = ScriptedDrafters(number)
 
     def drop_idle(self):
-        idle = next((domain for domain, line in self.lines.items() if domain != "general" and line.idle), None)
-        self.lines.pop(idle, None)
+        idle = next((domain for domain, line in self.domains.items() if domain != "general" and line.idle), None)
+        self.domains.pop(idle, None)
         return idle
 
     def sweep(self):
         pass
 
     def drop(self, domain):
-        del self.lines[domain]
+        del self.domains[domain]
 
     def others(self):
-        return {domain: line.drafter_version for domain, line in self.lines.items() if domain != "general"}
+        return {domain: line.drafter_version for domain, line in self.domains.items() if domain != "general"}
 
     def wanted(self):
         asked, self.asked = self.asked, set()
         return asked
 
 
-class LineControl:
+class Handle:
     def __init__(self, engine, domain):
         self.__dict__.update(_engine=engine, _domain=domain)
 
     def __getattr__(self, name):
-        return getattr(self._engine.lines[self._domain], name)
+        return getattr(self._engine.domains[self._domain], name)
 
 
 class Told:
@@ -109,7 +109,7 @@ def make(registry):
 
 
 def versions(engine):
-    return {domain: line.drafter_version for domain, line in engine.lines.items()}
+    return {domain: line.drafter_version for domain, line in engine.domains.items()}
 
 
 def test_a_domain_gets_a_line_when_its_pointer_appears_and_is_followed_from_then_on(make):
@@ -120,16 +120,16 @@ def test_a_domain_gets_a_line_when_its_pointer_appears_and_is_followed_from_then
     assert versions(engine) == {"general": 1, "code": 1}
     watcher.look({"code": at(2, canary=1)})
     assert versions(engine) == {"general": 1, "code": 2}
-    assert engine.lines["code"].canary_version == 1
+    assert engine.domains["code"].canary_version == 1
     watcher.look({"code": at(2)})
-    assert engine.lines["code"].canary_version is None
+    assert engine.domains["code"].canary_version is None
     assert told.events == [("swapped", "code", 2)]
 
 
 def test_a_line_that_begins_during_a_trial_has_the_canary_too(make):
     watcher, engine, _ = make()
     watcher.look({"code": at(1, canary=2)})
-    assert (engine.lines["code"].drafter_version, engine.lines["code"].canary_version) == (1, 2)
+    assert (engine.domains["code"].drafter_version, engine.domains["code"].canary_version) == (1, 2)
 
 
 def test_there_are_never_more_lines_than_allowed_and_what_is_asked_for_goes_first(make):
@@ -137,28 +137,28 @@ def test_there_are_never_more_lines_than_allowed_and_what_is_asked_for_goes_firs
     pointers = {"code": at(1), "poems": at(1), "sql": at(1)}
     engine.asked = {"poems", "no such domain"}
     watcher.look(pointers)
-    assert list(engine.lines) == ["general", "poems"]
+    assert list(engine.domains) == ["general", "poems"]
     watcher.look(pointers)
-    assert list(engine.lines) == ["general", "poems"], "nobody asked for the others"
+    assert list(engine.domains) == ["general", "poems"], "nobody asked for the others"
     engine.asked = {"sql"}
-    engine.lines["poems"].idle = False
+    engine.domains["poems"].idle = False
     watcher.look(pointers)
-    assert list(engine.lines) == ["general", "poems"], "a request uses it"
-    engine.lines["poems"].idle = True
+    assert list(engine.domains) == ["general", "poems"], "a request uses it"
+    engine.domains["poems"].idle = True
     watcher.look(pointers)
-    assert list(engine.lines) == ["general", "sql"], "the wish was kept"
+    assert list(engine.domains) == ["general", "sql"], "the wish was kept"
     engine.asked = {"poems"}
     watcher.look(pointers)
-    assert list(engine.lines) == ["general", "poems"], "what gave way can come back"
+    assert list(engine.domains) == ["general", "poems"], "what gave way can come back"
 
 
 def test_a_line_ends_with_its_pointer_unless_redis_has_lost_them_all(make):
     watcher, engine, _ = make()
     watcher.look({"general": at(1), "code": at(1), "sql": at(1)})
     watcher.look({})
-    assert list(engine.lines) == ["general", "code", "sql"]
+    assert list(engine.domains) == ["general", "code", "sql"]
     watcher.look({"general": at(1), "sql": at(1)})
-    assert list(engine.lines) == ["general", "sql"]
+    assert list(engine.domains) == ["general", "sql"]
     watcher.look({"general": at(1), "code": at(2), "sql": at(1)})
     assert versions(engine) == {"general": 1, "sql": 1, "code": 2}
 
@@ -167,7 +167,7 @@ def test_with_room_for_one_there_is_only_the_own_domain(make):
     watcher, engine, _ = make(most=1)
     engine.asked = {"code"}
     watcher.look({"code": at(1)})
-    assert list(engine.lines) == ["general"]
+    assert list(engine.domains) == ["general"]
 
 
 @pytest.mark.parametrize(("misfits", "number"), [((), 99), (("code",), 1)], ids=["missing", "misfit"])

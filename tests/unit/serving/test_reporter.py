@@ -14,7 +14,7 @@ class Engine:
 
     drafter_version = 3
     canary_version = None
-    lanes = None
+    pool = None
 
     def __init__(self):
         self.now = EngineLoad(1, 0)

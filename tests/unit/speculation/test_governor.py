@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from osd.speculation.governor import Acceptance, Curve, Drafted, Governor, Ready
+from osd.speculation.cost_model import CostModel, Curve
+from osd.speculation.governor import Acceptance, Drafted, Governor, Ready
 
 NODES = 6
 READY = Ready(0, 1000)
@@ -49,13 +50,28 @@ class Machine:
         return rows, (self.verify(rows) + draft_seconds) * self.chance.uniform(0.95, 1.05), draft_seconds, drafts
 
 
+def governed(machine: Machine) -> Governor:
+    return Governor(NODES, CostModel(machine.forward_seconds()), "eagle")
+
+
+def observe(
+    governor: Governor, rows: int, seconds: float, draft_seconds: float, drafts: list[Drafted], missed: int = 0
+) -> None:
+    """What an engine tells the cost model and the governor of a round."""
+    governor.costs.observe_forward(rows, seconds - draft_seconds)
+    if drafts:
+        largest = max(draft.size for draft in drafts)
+        governor.costs.observe_proposal("eagle", len(drafts), largest, draft_seconds, missed)
+    governor.observe(seconds, draft_seconds, drafts)
+
+
 def run(governor: Governor, machine: Machine, sequences: int, rounds: int) -> list[int]:
     """The draft length that most sequences had, round by round."""
     lengths = []
     for _ in range(rounds):
         plan = governor.plan([READY] * sequences, 0, sequences)
         lengths.append(sorted(plan)[len(plan) // 2])
-        governor.observe(*machine.round(plan))
+        observe(governor, *machine.round(plan))
     return lengths
 
 
@@ -65,18 +81,21 @@ def run(governor: Governor, machine: Machine, sequences: int, rounds: int) -> li
 def test_it_comes_within_five_percent_of_the_best_length(
     base: float, slope: float, draft: float, rate: float, sequences: int
 ) -> None:
-    machine = Machine(base, slope, draft, rate)
-    governor = Governor(NODES, machine.forward_seconds())
-    run(governor, machine, sequences, 300)
-    machine.tokens, machine.seconds = 0.0, 0.0
-    run(governor, machine, sequences, 1000)
-    best = machine.throughput(sequences, machine.best(sequences))
-    assert machine.tokens / machine.seconds > 0.95 * best
+    shares = []  # how lucky the first probes are is another matter
+    for seed in range(3):
+        machine = Machine(base, slope, draft, rate, seed)
+        governor = governed(machine)
+        run(governor, machine, sequences, 300)
+        machine.tokens, machine.seconds = 0.0, 0.0
+        run(governor, machine, sequences, 1000)
+        best = machine.throughput(sequences, machine.best(sequences))
+        shares.append(machine.tokens / machine.seconds / best)
+    assert sum(shares) / 3 > 0.95
 
 
 def test_without_anything_to_gain_it_does_not_draft_but_for_probes_of_one_percent() -> None:
     machine = Machine(base=10, slope=2, draft=1, rate=0.0)
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     run(governor, machine, 4, 100)
     machine.tokens, machine.seconds = 0.0, 0.0
     lengths = run(governor, machine, 4, 2000)
@@ -88,7 +107,7 @@ def test_without_anything_to_gain_it_does_not_draft_but_for_probes_of_one_percen
 def test_a_drafter_that_became_good_is_noticed_at_a_swap_and_also_without_one() -> None:
     for told, rounds in ((True, 40), (False, 3000)):
         machine = Machine(base=10, slope=0.5, draft=0.5, rate=0.0)
-        governor = Governor(NODES, machine.forward_seconds())
+        governor = governed(machine)
         assert run(governor, machine, 2, 500)[-1] == 0
         machine.rate = 0.8
         if told:
@@ -98,7 +117,7 @@ def test_a_drafter_that_became_good_is_noticed_at_a_swap_and_also_without_one() 
 
 def test_a_drafter_that_became_bad_stops_drafting() -> None:
     machine = Machine(base=10, slope=0.5, draft=0.5, rate=0.8)
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     assert run(governor, machine, 1, 200)[-1] > 2
     machine.rate = 0.0
     assert run(governor, machine, 1, 400)[-1] == 0
@@ -106,20 +125,20 @@ def test_a_drafter_that_became_bad_stops_drafting() -> None:
 
 def test_a_full_batch_on_a_saturated_machine_drafts_less_than_one_sequence() -> None:
     machine = Machine(base=10, slope=3, draft=0.5, rate=0.8)
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     assert run(governor, machine, 1, 200)[-1] > run(governor, machine, 16, 200)[-1]
 
 
 def test_a_costly_drafter_is_left_alone_although_it_is_right() -> None:
     machine = Machine(base=10, slope=0.1, draft=30, rate=0.9)
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     assert run(governor, machine, 1, 200)[-1] == 0
 
 
 @pytest.mark.parametrize(("slope", "rate"), [(2.0, 0.6), (0.01, 0.9)])
 def test_beside_a_prompt_a_draft_must_earn_what_it_would_without(slope: float, rate: float) -> None:
     machine = Machine(base=10, slope=slope, draft=0.01, rate=rate)
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     alone = run(governor, machine, 8, 300)[-1]
     assert alone == machine.best(8)
     assert sorted(governor.plan([READY] * 8, 0, 8 + 200))[4] == alone
@@ -127,22 +146,22 @@ def test_beside_a_prompt_a_draft_must_earn_what_it_would_without(slope: float, r
 
 def test_reading_what_was_missed_is_not_taken_for_the_cost_of_drafting() -> None:
     machine = Machine(base=10, slope=0.1, draft=0.5, rate=0.9)
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     assert run(governor, machine, 1, 100)[-1] == NODES
     for _ in range(100):
         rows, seconds, draft_seconds, drafts = machine.round([NODES])
-        governor.observe(rows, seconds + 100, draft_seconds + 100, drafts, missed=50)
+        observe(governor, rows, seconds + 100, draft_seconds + 100, drafts, missed=50)
     assert governor.plan([READY], 0, 1) == [NODES]
 
 
 def test_a_sequence_begins_to_draft_only_where_that_is_worth_what_its_drafter_must_read() -> None:
     machine = Machine(base=10, slope=0.1, draft=0.5, rate=0.9)
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     best = run(governor, machine, 3, 300)[-1]
     assert best == machine.best(3)
     for _ in range(20):
         rows, seconds, draft_seconds, drafts = machine.round([best])
-        governor.observe(rows, seconds + 40, draft_seconds + 40, drafts, missed=100)
+        observe(governor, rows, seconds + 40, draft_seconds + 40, drafts, missed=100)
     saved = 1 / machine.throughput(3, 0) - 1 / machine.throughput(3, best)  # seconds, on each token
     few, many = (Ready(100, round(share * 40 / saved)) for share in (0.8, 1.25))
     assert governor.plan([few, many, READY], 0, 3)[:2] == [0, best]
@@ -151,11 +170,11 @@ def test_a_sequence_begins_to_draft_only_where_that_is_worth_what_its_drafter_mu
 def test_where_few_have_begun_they_draft_what_pays_for_them_beside_the_others() -> None:
     """All together would share what a draft costs; one that has read everything cannot pay for it alone."""
     machine = Machine(base=30, slope=0.1, draft=6, rate=0.6)
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     assert run(governor, machine, 8, 300)[-1] > 0
     for _ in range(20):
         rows, seconds, draft_seconds, drafts = machine.round([1])
-        governor.observe(rows, seconds + 4000, draft_seconds + 4000, drafts, missed=100)
+        observe(governor, rows, seconds + 4000, draft_seconds + 4000, drafts, missed=100)
     assert all(governor.plan([READY] * 8, 0, 8))
     few = [Ready(100, 20)] * 7 + [READY]
     governor.plan(few, 0, 8)  # may probe
@@ -164,7 +183,7 @@ def test_where_few_have_begun_they_draft_what_pays_for_them_beside_the_others() 
 
 def test_before_others_have_read_their_prompts_a_second_is_worth_what_it_will_be_beside_them() -> None:
     machine = Machine(base=10, slope=3, draft=0.5, rate=0.6)
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     assert run(governor, machine, 16, 300)[-1] == 0
     assert run(governor, machine, 1, 300)[-1] > 0
     assert governor.plan([READY], 0, 65)[0] > 0
@@ -173,27 +192,27 @@ def test_before_others_have_read_their_prompts_a_second_is_worth_what_it_will_be
 
 def test_time_without_drafters_does_not_save_up_for_probes() -> None:
     machine = Machine(base=10, slope=2, draft=1, rate=0.0)
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     run(governor, machine, 4, 500)
     for _ in range(5000):
-        governor.observe(4, machine.verify(4), 0.0, [])
+        observe(governor, 4, machine.verify(4), 0.0, [])
     probes = 0
     for _ in range(100):
         plan = governor.plan([READY] * 4, 0, 4)
         probes += any(plan)
-        governor.observe(*machine.round(plan))
+        observe(governor, *machine.round(plan))
     assert 1 <= probes <= 2
 
 
 def test_a_probe_that_has_much_to_read_is_followed_by_fewer_and_falls_on_who_has_least() -> None:
     machine = Machine(base=10, slope=5, draft=0.1, rate=0.1)
     probes, lost = 0, 0.0
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     for _ in range(5000):
         plan = governor.plan([Ready(missed, 1000) for missed in (200, 90, 150)], 0, 3)
         rows, seconds, draft_seconds, drafts = machine.round(plan)
         reading = 40.0 if max(plan) else 0.0
-        governor.observe(rows, seconds + reading, draft_seconds + reading, drafts, missed=90)
+        observe(governor, rows, seconds + reading, draft_seconds + reading, drafts, missed=90)
         assert not plan[0]
         assert not plan[2]
         probes += bool(plan[1])
@@ -203,7 +222,7 @@ def test_a_probe_that_has_much_to_read_is_followed_by_fewer_and_falls_on_who_has
 
 
 def test_no_sequence_ready_no_plan() -> None:
-    assert Governor(NODES).plan([], 3, 3) == []
+    assert Governor(NODES, CostModel(), "eagle").plan([], 3, 3) == []
 
 
 def test_a_curve_runs_straight_between_what_was_seen_and_goes_on_beyond() -> None:
@@ -246,7 +265,7 @@ def test_gains_are_the_running_shares_of_nodes_in_draw_order() -> None:
 
 def test_drafts_of_another_shape_are_planned_up_to_their_own_size() -> None:
     machine = Machine(base=0.03, slope=0.0001, draft=0.0005, rate=0.95)
-    governor = Governor(NODES, machine.forward_seconds())
+    governor = governed(machine)
     assert run(governor, machine, 1, 100)[-1] == NODES
     for nodes in (2, NODES + 2):
         governor.reshape(nodes)

@@ -7,49 +7,53 @@ import time
 import numpy as np
 import torch
 
-from osd.engine.lanes import Lanes
+from osd.engine.pool import DrafterPool
 from osd.engine.sequence import Routed, Sequence
 from osd.routing.router import Router
 from osd.runtime.model import SlotModel
 
 
-class Routing:
-    """Gives a sequence its lane once its prompt has been read, and the router its measurements; on one thread.
+class RequestRouter:
+    """Gives a sequence its drafter once its prompt has been read, and the router its measurements; on one thread.
 
     The prompt's embedding is the mean of the hidden states of one tapped layer, the middle one, over its tokens. The
     first token is left out: whatever the text, attention makes its state far larger than all others.
     """
 
-    def __init__(self, lanes: Lanes, target: SlotModel) -> None:
-        """Route among ``lanes`` by the states of ``target``, which has taps."""
-        self._lanes, self._router = lanes, Router(lanes.domain)
+    def __init__(self, pool: DrafterPool, target: SlotModel) -> None:
+        """Route among the domains of ``pool`` by the states of ``target``, which has taps."""
+        self._pool, self.router = pool, Router(pool.domain)
         start = len(target.taps) // 2 * target.hidden_size
         self._layer = slice(start, start + target.hidden_size)
 
     @property
     def open(self) -> bool:
-        """Whether there is more than one line to choose from."""
-        return len(self._lanes.lines) > 1
+        """Whether there is more than one domain to choose from."""
+        return len(self._pool.domains) > 1
 
     @torch.inference_mode()
     def route(self, s: Sequence) -> None:
-        """Give a sequence whose prompt has been read its lane, and the lane all that the sequence has."""
+        """Give a sequence whose prompt has been read its drafter, and that all that the sequence has."""
         unrouted, s.unrouted = s.unrouted, None
         assert unrouted is not None  # noqa: S101  nobody else is routed
         states = torch.cat(unrouted.states)
         prompt = len(s.request.prompt_ids)
         embedding = states[min(1, prompt - 1) : prompt, self._layer].float().mean(0).cpu().numpy()
         if np.isfinite(embedding).all():
-            pick = self._router.pick(embedding, list(self._lanes.lines))
-            s.domain, s.lane = pick.domain, self._lanes.choose(pick.drafter, s.request.id)
+            pick = self.router.pick(embedding, list(self._pool.domains))
+            s.domain, drafter = pick.domain, self._pool.choose(pick.drafter, s.request.id)
             s.routed = Routed(pick, time.perf_counter(), len(s.tokens))
         else:
-            s.lane = self._lanes.choose(self._lanes.domain, s.request.id)
-        s.lane.open(s.slot, s.tokens[0])
-        s.lane.session.commit(s.slot, unrouted.tokens, states if self._lanes.reads_hidden else None)
+            drafter = self._pool.choose(self._pool.domain, s.request.id)
+        s.begin(drafter)
+        drafter.commit(s.slot, unrouted.tokens, states)
+        if s.trace is not None and s.learner is not None and s.learner.needs != drafter.needs:
+            s.trace.forget_states()
+            s.trace.feed(drafter.hidden(states))
+        s.learner = drafter
 
     def ended(self, s: Sequence) -> None:
         """Learn how fast a sequence was that has ended by itself."""
         if s.routed is not None and s.finish in ("stop", "length") and s.request.policy is None:
             seconds = time.perf_counter() - s.routed.began
-            self._router.learn(s.routed.pick, len(s.tokens) - s.routed.tokens, seconds)
+            self.router.learn(s.routed.pick, len(s.tokens) - s.routed.tokens, seconds)

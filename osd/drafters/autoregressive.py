@@ -1,0 +1,150 @@
+"""Sessions of drafters that say a distribution of the next token: a growth policy decides, node by node."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from osd.drafters.base import DrafterError
+from osd.drafters.session import Asked, Chains, Kept, Proposal, Session
+from osd.runtime.memory import recycled
+from osd.speculation.growth import Growth
+from osd.speculation.noise import Noise
+from osd.speculation.tree import TreeBuilder
+
+
+class AutoregressiveSession(Session, ABC):
+    """Proposes what a growth policy draws from ``expand``, or greedy chains in one call where ``chains`` can."""
+
+    source: str
+    """What its nodes are called in traces and counts."""
+
+    @property
+    @abstractmethod
+    def support(self) -> Tensor | None:
+        """[draft vocabulary] target ids, None for the whole vocabulary."""
+
+    @property
+    def states(self) -> Tensor:
+        """[M, width] of the nodes that ``expand`` was asked about last, with ``Runtime.states``."""
+        return self._states
+
+    _states: Tensor
+
+    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+        """See ``Session.propose``."""
+        floor = growth.stops_below
+        if floor is not None and asked.penalties is None and asked.greedy:
+            chains = self.chains(asked.slots, asked.limits, floor)
+            if chains is not None:
+                return Proposal.of_chains(chains, asked.limits, self.source, self.support)
+        expansion = _Expansion(self, asked)
+        draft = growth.grow(expansion, asked.sampling, noise, torch.tensor(asked.limits, device=asked.device))
+        return Proposal.of(draft, self.source, expansion.logits)
+
+    @abstractmethod
+    def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """Logits [M, draft vocabulary] after ``nodes`` [M] of trees ``rows`` [M]; tree b belongs to ``slots[b]``."""
+
+    @abstractmethod
+    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
+        """Draft the most probable tokens one after the other, in one call; None where ``expand`` is the only way.
+
+        Args:
+            slots: of the sequences.
+            limits: tokens of each draft, 0 for none.
+            floor: a draft ends after a token of less probability than this; that token is kept.
+        """
+
+    def acceptance(self) -> Tensor:
+        """[M] how probably the tokens of the nodes that ``expand`` asked about last are accepted; 1/2 if unknown."""
+        return torch.full((len(self.states),), 0.5, device=self.states.device)
+
+
+def autoregressive(session: Session) -> AutoregressiveSession:
+    """The session, where its drafter can be asked node by node.
+
+    Raises:
+        DrafterError: it proposes whole drafts only.
+    """
+    if not isinstance(session, AutoregressiveSession):
+        raise DrafterError("this drafter proposes whole drafts and cannot be asked node by node")
+    return session
+
+
+class WrappedSession(AutoregressiveSession):
+    """A session that does what another one does; those that inherit from it do some of that otherwise."""
+
+    def __init__(self, session: AutoregressiveSession) -> None:
+        self._session = session
+        self.source = session.source
+
+    @property
+    def support(self) -> Tensor | None:
+        """See ``AutoregressiveSession.support``."""
+        return self._session.support
+
+    @property
+    def states(self) -> Tensor:
+        """See ``AutoregressiveSession.states``."""
+        return self._session.states
+
+    def open(self, slot: int, token: int) -> None:
+        """See ``Session.open``."""
+        self._session.open(slot, token)
+
+    def commit(self, slot: int, kept: Kept) -> None:
+        """See ``Session.commit``."""
+        self._session.commit(slot, kept)
+
+    def close(self, slot: int) -> None:
+        """See ``Session.close``."""
+        self._session.close(slot)
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See ``Session.stage``."""
+        return self._session.stage(weights)
+
+    def load(self, staged: dict[str, Tensor]) -> None:
+        """See ``Session.load``."""
+        self._session.load(staged)
+
+    def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """See ``AutoregressiveSession.expand``."""
+        return self._session.expand(slots, builder, rows, nodes)
+
+    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
+        """See ``AutoregressiveSession.chains``."""
+        return self._session.chains(slots, limits, floor)
+
+
+class _Expansion:
+    """A session as a growth policy sees it; keeps the raw logits of every node for the traces."""
+
+    def __init__(self, session: AutoregressiveSession, asked: Asked) -> None:
+        self._session, self._asked = session, asked
+        self.logits: Tensor | None = None  # [B, 1 + nodes, draft vocabulary], entry 1 + i after node i
+
+    @property
+    def support(self) -> Tensor | None:
+        """[draft vocabulary] target ids, None for the whole vocabulary."""
+        return self._session.support
+
+    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """One forward of the drafter; see ``osd.speculation.growth.Expander``."""
+        asked = self._asked
+        logits = self._session.expand(asked.slots, builder, rows, nodes)
+        if self.logits is None:
+            shape = (len(asked.slots), 1 + max(asked.limits), logits.shape[-1])
+            self.logits = recycled(shape, logits.dtype, logits.device)
+        self.logits[rows, 1 + nodes] = logits
+        if asked.penalties is None:
+            return logits
+        return asked.penalties.adjust(logits, rows, nodes, builder.tokens, builder.parents, self.support)
+
+    def acceptance(self) -> Tensor:
+        """See ``osd.speculation.growth.Expander``."""
+        return self._session.acceptance()

@@ -1,0 +1,220 @@
+"""A drafter at work: what it is asked each round, what it proposes, and what it is told of the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from osd.speculation.growth import Growth
+from osd.speculation.noise import Noise
+from osd.speculation.penalties import Penalties
+from osd.speculation.sampling import SamplingBatch, SamplingSettings
+from osd.speculation.tree import ROOT, DraftBatch
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where a session runs.
+
+    ``slots`` sequences at the same time, ``context`` tokens of each, and ``scratch`` places behind them, one more than
+    a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
+    few sizes; None does so on a GPU alone. With ``states`` the session keeps the states behind its last ``expand``.
+    """
+
+    slots: int
+    context: int
+    scratch: int
+    device: torch.device = _CPU
+    bucketed: bool | None = None
+    states: bool = False
+
+
+@dataclass(frozen=True)
+class Asked:
+    """B sequences that a session may draft for, all of them greedy or none.
+
+    ``slots`` are theirs and ``limits`` the nodes that each may have at most, 0 for none. ``settings`` make p of each;
+    ``penalties`` change the logits along every path, None where no sequence has any.
+    """
+
+    slots: Sequence[int]
+    limits: Sequence[int]
+    settings: Sequence[SamplingSettings]
+    penalties: Penalties | None = None
+    device: torch.device = _CPU
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable tokens are asked for."""
+        return self.settings[0].temperature == 0
+
+    @cached_property
+    def sampling(self) -> SamplingBatch:
+        """The settings as tensors, made when somebody asks: what is greedy seldom does."""
+        return SamplingBatch.of(self.settings, self.device)
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Greedy drafts of B sequences on their device.
+
+    ``drafted`` [B, levels] int64 target ids, of which each has the first of its ``sizes`` [B], and ``logits``
+    [B, levels, draft vocabulary] behind them; further entries mean nothing. Unless ``settled``, the device may still be
+    at work: reading them waits for it.
+    """
+
+    drafted: Tensor
+    sizes: Tensor
+    logits: Tensor
+    settled: bool = True
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Those of each draft."""
+        return [ids[:size] for ids, size in zip(self.drafted.tolist(), self.sizes.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One sequence's draft on the host: token ids and parents of its nodes, ROOT or an earlier node.
+
+    ``riders`` are further rows of the target's forward, whose logits go back to the drafter and which nobody verifies:
+    tokens that hang on nodes, or on riders as if these were numbered behind the nodes. ``sources`` name who proposed
+    each node.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    sources: Sequence[str]
+    rider_tokens: Sequence[int] = ()
+    rider_parents: Sequence[int] = ()
+
+    @classmethod
+    def chain(cls, tokens: list[int], source: str) -> Tree:
+        """One token after the other."""
+        return cls(tokens, list(range(ROOT, len(tokens) - 1)), [source] * len(tokens))
+
+    def told(self, tokens: list[int]) -> Tree:
+        """A chain whose tokens are known by now, and how many they are."""
+        return replace(self, tokens=tokens, parents=self.parents[: len(tokens)], sources=self.sources[: len(tokens)])
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft trees of B sequences, and what the drafter said of their tokens.
+
+    Attributes:
+        trees: of each sequence; empty where nothing is proposed. While ``pending`` they have as many nodes as there
+            may be, of unknown tokens.
+        draft: the same trees for the rules, with the q that they were drawn from; None for greedy sequences, whose
+            drafts are only compared with the most probable tokens.
+        chosen: candidates were chosen without chance: they are verified by ``naive`` where a rule takes no such draw.
+        logits: [B, 1 + N, Vd] of the drafter, entry 1 + i after node i, for traces; None where it has none.
+        support: [Vd] their target ids, None for the whole vocabulary.
+        pending: greedy chains that the host has not read.
+    """
+
+    trees: Sequence[Tree]
+    draft: DraftBatch | None = None
+    chosen: bool = False
+    logits: Tensor | None = None
+    support: Tensor | None = None
+    pending: Chains | None = None
+
+    @classmethod
+    def of(cls, draft: DraftBatch, source: str, logits: Tensor | None = None) -> Proposal:
+        """The trees that a growth policy grew; the first of their sources is called ``source``."""
+        names = (source, *draft.sources[1:])
+        parts = (draft.tokens.tolist(), draft.parents.tolist(), draft.source.tolist(), draft.sizes.tolist())
+        trees = [
+            Tree(tokens[:size], parents[:size], [names[number] for number in numbers[:size]])
+            for tokens, parents, numbers, size in zip(*parts, strict=True)
+        ]
+        return cls(trees, draft, logits=logits, support=draft.support)
+
+    @classmethod
+    def of_chains(cls, chains: Chains, limits: Sequence[int], source: str, support: Tensor | None) -> Proposal:
+        """Greedy chains; as long as they are not settled, each is taken to be as long as its limit."""
+        drafted = chains.tokens if chains.settled else [[0] * limit for limit in limits]
+        trees = [Tree.chain(tokens, source) for tokens in drafted]
+        return cls(trees, logits=chains.logits, support=support, pending=None if chains.settled else chains)
+
+    @classmethod
+    def of_choice(cls, trees: Sequence[Tree], asked: Asked) -> Proposal:
+        """Trees whose tokens were chosen without chance, such as a retrieved continuation."""
+        if asked.greedy:
+            return cls(trees)
+        draft = DraftBatch.chosen([(tree.tokens, tree.parents) for tree in trees], asked.device)
+        return cls(trees, draft, chosen=True)
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """What the target said in one round: ``logits`` [1 + N + riders, vocabulary], before any sampling setting.
+
+    Entry 0 is after the last committed token, entry 1 + i after node i of ``tree``, kept or not; the riders' follow.
+    ``path`` are the nodes that were kept.
+    """
+
+    tree: Tree
+    path: Sequence[int]
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a sequence's text goes on with: ``tokens``, and as much of what the target computed as the drafter needs.
+
+    ``hidden`` [len(tokens), taps * hidden] are the states of the token before each, for drafters that read taps, and
+    ``rows`` what the target said in the round, for those that read its rows or have rows of their own.
+    """
+
+    tokens: list[int]
+    hidden: Tensor | None = None
+    rows: TargetRows | None = None
+
+
+class Session(Protocol):
+    """A drafter at work for the sequences of an engine. It is not trained; ``load`` swaps its weights.
+
+    A slot is told every committed token; ``propose`` continues from there and leaves no trace but the proposal.
+    """
+
+    def open(self, slot: int, token: int) -> None:
+        """Give a slot to a sequence that starts with ``token``."""
+        ...
+
+    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+        """Draft for any of the sequences, or for none.
+
+        A drafter that says a distribution of the next token lets ``growth`` decide where to go on and when to stop, and
+        draws by ``noise``; one that only has candidates proposes these within the limits.
+        """
+        ...
+
+    def commit(self, slot: int, kept: Kept) -> None:
+        """Append committed tokens."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """Take the slot back."""
+        ...
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Check a version's weights and lay them out for this session, off the decode thread.
+
+        Raises:
+            DrafterError: a name, shape or number is wrong.
+        """
+        ...
+
+    def load(self, staged: dict[str, Tensor]) -> None:
+        """Draft with staged weights from now on; called between two rounds, so it must not take long."""
+        ...

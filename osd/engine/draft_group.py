@@ -1,0 +1,200 @@
+"""Sequences of a round that draft and are verified alike: what is proposed for them, and what of it they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from osd.drafters.session import Asked, Proposal, Tree
+from osd.engine.policy import Policy
+from osd.engine.pool import ActiveDrafter
+from osd.engine.sequence import Sequence as Decoding
+from osd.runtime.device import sent
+from osd.speculation.distributions import Lazy
+from osd.speculation.noise import Noise
+from osd.speculation.penalties import Penalties, penalised
+from osd.speculation.sampling import most_probable
+from osd.speculation.tree import ROOT, DraftBatch, Draw
+from osd.speculation.verification import Rule
+from osd.speculation.verification.base import Verdict
+from osd.speculation.verification.naive import Naive
+
+NOTHING = Tree([], [], ())
+"""The draft of a sequence that has none."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a sequence keeps: of the ``tree`` the nodes on ``path``, and after them ``token``."""
+
+    tree: Tree
+    path: list[int]
+    token: int
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those that the sequence goes on with."""
+        return [*(self.tree.tokens[node] for node in self.path), self.token]
+
+    def tested(self) -> list[int]:
+        """The nodes that stood where the output went on, one a depth: those kept and the next, if any."""
+        last = self.path[-1] if self.path else ROOT
+        following = [node for node, parent in enumerate(self.tree.parents) if parent == last]
+        return self.path + following[:1]
+
+
+@dataclass(frozen=True)
+class DraftGroup:
+    """Sequences with one drafter and policy, all of them greedy or none.
+
+    ``proposal`` is None where nothing is drafted.
+    """
+
+    drafter: ActiveDrafter | None
+    policy: Policy
+    sequences: Sequence[Decoding]
+    asked: Asked
+    noise: Noise
+    proposal: Proposal | None
+
+    @classmethod
+    def of(
+        cls, drafter: ActiveDrafter | None, policy: Policy, limits: dict[Decoding, int], device: torch.device
+    ) -> DraftGroup:
+        """Ask ``drafter`` for drafts of the sequences in ``limits``, with as many nodes as stand there at most."""
+        sequences = list(limits)
+        settings = [s.request.sampling for s in sequences]
+        penalties = None
+        if any(map(penalised, settings)):
+            prompts = [s.request.prompt_ids for s in sequences]
+            outputs = [s.tokens[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]
+            penalties = Penalties(settings, prompts, outputs, device)
+        allowed = [min(limit, policy.growth.max_nodes) for limit in limits.values()]
+        asked = Asked([s.slot for s in sequences], allowed, settings, penalties, device)
+        noise = _noise(sequences, [s.step for s in sequences], device)
+        drafts = drafter is not None and any(allowed)
+        proposal = drafter.session.propose(asked, policy.growth, noise) if drafter is not None and drafts else None
+        return cls(drafter, policy, sequences, asked, noise, proposal)
+
+    @property
+    def trees(self) -> Sequence[Tree]:
+        """Of each sequence."""
+        return [NOTHING] * len(self.sequences) if self.proposal is None else self.proposal.trees
+
+    def unread(self, logits: Tensor, rows: Sequence[int]) -> Tensor | None:
+        """[n] int64 what ``decide`` wants to be read from the device, None where it asks for itself.
+
+        Args:
+            logits: [R, vocabulary] of the target.
+            rows: those after the root and after each node, of one sequence after the other.
+        """
+        if not self.asked.greedy:
+            return None
+        best = most_probable(self._penalised(logits, rows))
+        pending = None if self.proposal is None else self.proposal.pending
+        return best if pending is None else torch.cat([best, pending.sizes, pending.drafted.flatten()])
+
+    def decide(self, logits: Tensor, rows: Sequence[int], read: Sequence[int]) -> list[Decision]:
+        """What each sequence keeps, by the target's ``logits`` and what was ``read`` of ``unread``."""
+        return self._follow(read) if self.asked.greedy else self._test(logits, rows)
+
+    def _follow(self, read: Sequence[int]) -> list[Decision]:
+        """Keep the path of most probable tokens: what every rule does when p has all its mass on one token."""
+        numbers = iter(read)
+        trees = self.trees
+        best = [list(islice(numbers, 1 + len(tree.tokens))) for tree in trees]
+        if self.proposal is not None and self.proposal.pending is not None:
+            batch, levels = self.proposal.pending.drafted.shape
+            sizes = list(islice(numbers, batch))
+            known = [list(islice(numbers, levels))[:size] for size in sizes]
+            trees = [tree.told(tokens) for tree, tokens in zip(trees, known, strict=True)]
+        walk = self.policy.walk
+        return [
+            Decision(tree, *walk(tree.tokens, tree.parents, mine[: 1 + len(tree.tokens)]))
+            for tree, mine in zip(trees, best, strict=True)
+        ]
+
+    def _test(self, logits: Tensor, rows: Sequence[int]) -> list[Decision]:
+        """Let the rule compare p with what was drafted."""
+        draft, device = self._draft(), self.asked.device
+        width = draft.tokens.shape[1] + 1
+        owners: list[int] = []
+        entries: list[list[int]] = []
+        for b, tree in enumerate(self.trees):
+            size = len(tree.tokens)
+            entries.append([len(owners) + min(i, size) for i in range(width)])
+            owners += [b] * (1 + size)
+        mine, owned = self._penalised(logits, rows), torch.tensor(owners, device=device)
+
+        def p_of(members: list[int]) -> Lazy:
+            chosen = torch.tensor([entries[b] for b in members], device=device)
+            return Lazy(mine, owned, chosen, self.asked.sampling)
+
+        everybody = list(range(len(self.sequences)))
+        repeatable = [s.request.sampling.repeatable for s in self.sequences]
+        if not any(repeatable):
+            return self._decisions(everybody, self._rule().verify(draft, p_of(everybody), self.noise))
+        steady, others = ([b for b in everybody if repeatable[b] is wanted] for wanted in (True, False))
+        found = dict(zip(steady, self._test_repeatable(draft, p_of(steady), steady), strict=True))
+        if others:
+            chosen = torch.tensor(others, device=device)
+            verdict = self._rule().verify(draft.select(chosen), p_of(others), self.noise.rows(chosen))
+            found |= zip(others, self._decisions(others, verdict), strict=True)
+        return [found[b] for b in everybody]
+
+    def _rule(self) -> Rule:
+        """The policy's; ``naive``, which is lossless for any tree, where that takes no tokens chosen without chance."""
+        chosen = self.proposal is not None and self.proposal.chosen
+        return Naive() if chosen and Draw.DETERMINISTIC not in self.policy.rule.draws else self.policy.rule
+
+    def _test_repeatable(self, draft: DraftBatch, p: Lazy, members: list[int]) -> list[Decision]:
+        """Draw from p by the places of the tokens: no text may depend on what was drafted or where rounds ended.
+
+        The draft is only looked up, which is lossless for any draft.
+        """
+        sequences = [self.sequences[b] for b in members]
+        first = torch.tensor([len(s.tokens) for s in sequences], device=self.asked.device)
+        noise = _noise(sequences, [0] * len(sequences), self.asked.device)
+        chosen = torch.tensor(members, device=self.asked.device)
+        return self._decisions(members, Naive().verify(draft.select(chosen), p, noise, first))
+
+    def _decisions(self, members: list[int], verdict: Verdict) -> list[Decision]:
+        trees = self.trees
+        found = zip(members, verdict.path.tolist(), verdict.accepted.tolist(), verdict.token.tolist(), strict=True)
+        return [Decision(trees[b], path[:accepted], token) for b, path, accepted, token in found]
+
+    def _draft(self) -> DraftBatch:
+        drafted = None if self.proposal is None else self.proposal.draft
+        return DraftBatch.empty(len(self.sequences), self.asked.device) if drafted is None else drafted
+
+    def _penalised(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """The rows of the logits, one sequence below the other, with bias and penalties."""
+        neighbours = rows[-1] - rows[0] == len(rows) - 1  # they ascend
+        mine = logits[rows[0] : rows[-1] + 1] if neighbours else logits[sent(rows, self.asked.device)]
+        if self.asked.penalties is None:
+            return mine
+        after = [(b, node) for b, tree in enumerate(self.trees) for node in range(ROOT, len(tree.tokens))]
+        owners, nodes = torch.tensor(after, device=self.asked.device).T
+        tokens, parents = self._tensors()
+        return self.asked.penalties.adjust(mine, owners, nodes, tokens, parents)
+
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        """[B, N] tokens and parents of the trees, padded."""
+        draft = None if self.proposal is None else self.proposal.draft
+        if draft is not None:
+            return draft.tokens, draft.parents
+        width = max(len(tree.tokens) for tree in self.trees)
+        padded = [(tree.tokens + [-1] * (width - len(tree.tokens)), tree.parents) for tree in self.trees]
+        tokens = torch.tensor([tokens for tokens, _ in padded], dtype=torch.int64, device=self.asked.device)
+        parents = [parents + [ROOT] * (width - len(parents)) for _, parents in padded]
+        return tokens, torch.tensor(parents, dtype=torch.int64, device=self.asked.device).view(tokens.shape)
+
+
+def _noise(sequences: Sequence[Decoding], steps: Sequence[int], device: torch.device) -> Noise:
+    """The seed alone keys a request, so that the same seed gives the same text again under any request id."""
+    seeds = torch.tensor([s.request.sampling.seed for s in sequences], device=device)
+    return Noise(seeds, torch.zeros_like(seeds), torch.tensor(steps, device=device))

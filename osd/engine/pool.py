@@ -1,0 +1,334 @@
+"""The drafters at work in one engine, and which of them a request gets."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from osd.config import EngineSettings
+from osd.drafters.base import Drafter, DrafterError, Needs
+from osd.drafters.session import Kept, Runtime, Session, TargetRows
+from osd.registry.pointer import Rollout
+from osd.runtime.device import one_core
+from osd.runtime.model import SlotModel
+
+_MOST_WANTED = 64
+"""Names of domains that are remembered until somebody asks: clients can send any."""
+
+
+@dataclass(eq=False)
+class ActiveDrafter:
+    """A drafter at work: its session, and the domain and version whose weights that has; ``users`` sequences use it.
+
+    A sequence holds on to its drafter to its end. ``columns`` are those of the target's tapped states that it reads,
+    None for all of them.
+    """
+
+    session: Session
+    kind: str
+    needs: Needs
+    columns: Tensor | None
+    domain: str
+    version: int
+    users: int = 0
+
+    def open(self, slot: int, token: int) -> None:
+        """Give a slot to a sequence that starts with ``token``."""
+        self.session.open(slot, token)
+        self.users += 1
+
+    def close(self, slot: int) -> None:
+        """Take the slot back."""
+        self.users -= 1
+        self.session.close(slot)
+
+    def commit(self, slot: int, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
+        """Tell the session committed tokens, and what it needs to know of them.
+
+        Args:
+            slot: of the sequence.
+            tokens: what its text goes on with.
+            states: [len(tokens), taps * hidden] of the target before each, all that there are.
+            rows: what the target said in the round.
+        """
+        needed = rows if self.needs.target_rows or self.needs.riders else None
+        self.session.commit(slot, Kept(tokens, self.hidden(states), needed))
+
+    def hidden(self, states: Tensor | None) -> Tensor | None:
+        """Of the target's tapped states [n, taps * hidden] those that the drafter reads."""
+        if states is None or not self.needs.taps:
+            return None
+        return states if self.columns is None else states[:, self.columns]
+
+
+class DomainDrafters:
+    """A domain's drafters: the stable version's and, while there is one, the canary's.
+
+    A version of the same make as the stable one is swapped into it; one of another make takes its place.
+    """
+
+    def __init__(self, stable: ActiveDrafter, drafter: Drafter) -> None:
+        self.stable, self.make = stable, drafter
+        self.canary: tuple[ActiveDrafter, Rollout] | None = None
+        self.used = 0
+
+    def choose(self, request_id: str) -> ActiveDrafter:
+        """The one that a request gets."""
+        if self.canary is not None:
+            drafter, rollout = self.canary
+            if rollout.version_for(request_id) == drafter.version:
+                return drafter
+        return self.stable
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sequence uses any of them."""
+        return not (self.stable.users or (self.canary is not None and self.canary[0].users))
+
+
+class _Maker:
+    """Makes drafters that work beside a target."""
+
+    def __init__(self, settings: EngineSettings, target: SlotModel) -> None:
+        self._settings, self._target = settings, target
+
+    def make(
+        self, drafter: Drafter, domain: str, version: int, weights: dict[str, Tensor] | None = None
+    ) -> ActiveDrafter:
+        """A drafter with ``weights``, those that it has when None.
+
+        Raises:
+            DrafterError: the weights do not fit, or the drafter reads layers where the target was not tapped.
+        """
+        columns, settings = self._columns(drafter), self._settings
+        runtime = Runtime(settings.slots, settings.context, settings.max_draft + 1, self._target.device)
+        session = drafter.session(runtime)
+        if weights is not None:
+            one_core()
+            staged = session.stage(weights)
+            with torch.inference_mode():
+                session.load(staged)
+        return ActiveDrafter(session, drafter.kind, drafter.needs, columns, domain, version)
+
+    def _columns(self, drafter: Drafter) -> Tensor | None:
+        """Of the target's tapped states those that a drafter reads, None for all of them."""
+        layers, given = range(len(self._target.layers)), self._target.taps
+        read = tuple(layers[tap] for tap in drafter.needs.taps)
+        if read in ((), given):
+            return None
+        if not set(read) <= set(given):
+            raise DrafterError(
+                f"this {drafter.kind} drafter reads layers {list(read)}, but of the target {list(given)}"
+            )
+        size = self._target.hidden_size
+        parts = [torch.arange(given.index(tap) * size, (given.index(tap) + 1) * size) for tap in read]
+        return torch.cat(parts).to(self._target.device)
+
+
+class DrafterPool:
+    """The drafters of every domain at hand; all of them share each forward of the target.
+
+    Those of the engine's own domain are always there and serve what has none. Domains may have drafters of different
+    kinds. The engine's thread chooses; any thread changes what there is to choose from, under ``changed``, which wakes
+    the engine.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        domain: str,
+        version: int,
+        settings: EngineSettings,
+        changed: threading.Condition,
+        target: SlotModel,
+    ) -> None:
+        """Begin with the own domain's, with the weights that ``drafter`` has and their ``version``."""
+        self.domain = domain
+        self._maker, self._changed = _Maker(settings, target), changed
+        self._turn = 0
+        self._wanted: set[str] = set()
+        self._staged: dict[str, tuple[ActiveDrafter, int, dict[str, Tensor] | None]] = {}
+        self._retired: list[ActiveDrafter] = []  # until ``sweep``: the decode thread must not spend its time on memory
+        self.domains = {domain: DomainDrafters(self._maker.make(drafter, domain, version), drafter)}
+
+    @property
+    def own(self) -> ActiveDrafter:
+        """The own domain's stable drafter."""
+        return self.domains[self.domain].stable
+
+    @property
+    def staged(self) -> bool:
+        """Whether a version waits to be swapped in."""
+        return bool(self._staged)
+
+    def choose(self, domain: str, request_id: str) -> ActiveDrafter:
+        """The drafter that a request of ``domain`` gets; must hold ``changed``."""
+        drafters = self.domains.get(domain)
+        if drafters is None:
+            if len(self._wanted) < _MOST_WANTED:
+                self._wanted.add(domain)
+            drafters = self.domains[self.domain]
+        self._turn += 1
+        drafters.used = self._turn
+        return drafters.choose(request_id)
+
+    def others(self) -> dict[str, int]:
+        """The stable version of every domain but the own."""
+        with self._changed:
+            return {name: one.stable.version for name, one in self.domains.items() if name != self.domain}
+
+    def wanted(self) -> set[str]:
+        """Domains that requests asked for in vain since the last call."""
+        with self._changed:
+            wanted, self._wanted = self._wanted, set()
+            return wanted
+
+    def open(self, domain: str, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
+        """Have drafters for a domain, or do nothing where there are some; takes a while.
+
+        Args:
+            domain: whose they are.
+            version: of the weights.
+            weights: of the stable version.
+            drafter: of the make that the weights are for; None for that of the own domain.
+
+        Raises:
+            DrafterError: the weights do not fit the make, or that does not fit the target.
+        """
+        make = drafter or self.domains[self.domain].make
+        stable = self._maker.make(make, domain, version, weights)
+        with self._changed:
+            self.domains.setdefault(domain, DomainDrafters(stable, make))
+
+    def drop_idle(self) -> str | None:
+        """End the domain that was not used for longest, of those that no sequence uses and not the own; says which."""
+        with self._changed:
+            idle = [(one.used, name) for name, one in self.domains.items() if name != self.domain and one.idle]
+            if not idle:
+                return None
+            domain = min(idle)[1]
+            self.drop(domain)
+            return domain
+
+    def drop(self, domain: str) -> None:
+        """End a domain's drafters; what uses them keeps them."""
+        with self._changed:
+            self.end_canary(domain)
+            self._staged.pop(domain, None)
+            self._retired.append(self.domains.pop(domain).stable)
+
+    def sweep(self) -> None:
+        """Free the drafters that get no new sequences and have seen their last."""
+        with self._changed:
+            gone = [drafter for drafter in self._retired if not drafter.users]
+            self._retired = [drafter for drafter in self._retired if drafter.users]
+        del gone  # here, where nothing waits for it
+
+    def stage(self, domain: str, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
+        """Check and lay out another version, to be swapped in as the stable one between two rounds.
+
+        Args:
+            domain: one that is at hand.
+            version: of the weights.
+            weights: of the version.
+            drafter: of the make that the weights are for; None for that of the running version.
+
+        Raises:
+            DrafterError: the weights do not fit; the running version stays.
+            KeyError: the domain has no drafters.
+        """
+        drafters = self.domains[domain]
+        if drafter is None or drafter.config() == drafters.make.config():
+            one_core()
+            staged = drafters.stable, version, drafters.stable.session.stage(weights)
+        else:
+            staged = self._maker.make(drafter, domain, version, weights), version, None
+        with self._changed:
+            if drafter is not None:
+                drafters.make = drafter
+            self._staged[domain] = staged
+            self._changed.notify_all()
+
+    def swap(self) -> ActiveDrafter | None:
+        """Take one staged version into service, None where there is none; must hold ``changed``."""
+        if not self._staged:
+            return None
+        domain, (drafter, version, staged) = self._staged.popitem()
+        drafters = self.domains[domain]
+        if drafter is not drafters.stable:
+            self._retired.append(drafters.stable)
+            drafters.stable = drafter
+        drafter.version = version
+        if staged is not None:
+            with torch.inference_mode():
+                drafter.session.load(staged)
+        return drafter
+
+    def try_canary(
+        self, domain: str, rollout: Rollout, weights: dict[str, Tensor] | None, drafter: Drafter | None = None
+    ) -> None:
+        """Let the canary of ``rollout`` draft for its share of a domain's new requests, beside the stable version.
+
+        It takes the place of another canary, whose requests go on with what they have.
+
+        Args:
+            domain: one that is at hand.
+            rollout: names the canary and its share.
+            weights: of the canary; None when it runs already.
+            drafter: of the make that the weights are for; None for that of the stable version.
+
+        Raises:
+            DrafterError: the weights do not fit; nothing changes.
+            KeyError: the domain has no drafters.
+        """
+        drafters, number = self.domains[domain], rollout.canary
+        canary = drafters.canary[0] if drafters.canary else None
+        if weights is not None and number is not None:
+            canary = self._maker.make(drafter or drafters.make, domain, number, weights)
+        if canary is None or canary.version != number:
+            raise ValueError(f"{domain} has no canary of version {number}")
+        with self._changed:
+            if drafters.canary is not None and drafters.canary[0] is not canary:
+                self.end_canary(domain)
+            drafters.canary = canary, rollout
+
+    def end_canary(self, domain: str) -> None:
+        """Let a domain's stable version draft for every new request; what the canary drafts for keeps it."""
+        drafters = self.domains[domain]
+        with self._changed:
+            if drafters.canary is not None:
+                self._retired.append(drafters.canary[0])
+            drafters.canary = None
+
+
+class DomainHandle:
+    """One domain's drafters, as whoever follows its rollout pointer sees them."""
+
+    def __init__(self, pool: DrafterPool, domain: str) -> None:
+        self._pool, self._domain = pool, domain
+
+    @property
+    def drafter_version(self) -> int:
+        """The stable version."""
+        return self._pool.domains[self._domain].stable.version
+
+    @property
+    def canary_version(self) -> int | None:
+        """The version that drafts for a share of new requests, None for none."""
+        canary = self._pool.domains[self._domain].canary
+        return canary[0].version if canary else None
+
+    def stage(self, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
+        """See ``DrafterPool.stage``."""
+        self._pool.stage(self._domain, version, weights, drafter)
+
+    def try_canary(self, rollout: Rollout, weights: dict[str, Tensor] | None, drafter: Drafter | None = None) -> None:
+        """See ``DrafterPool.try_canary``."""
+        self._pool.try_canary(self._domain, rollout, weights, drafter)
+
+    def end_canary(self) -> None:
+        """See ``DrafterPool.end_canary``."""
+        self._pool.end_canary(self._domain)

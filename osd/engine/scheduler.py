@@ -1,0 +1,144 @@
+"""Which requests run, in which slots, and what each of them feeds in the next round."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from osd.config import EngineSettings
+from osd.engine.planner import Planner
+from osd.engine.pool import DrafterPool
+from osd.engine.round import Scheduled, ScheduledSequence
+from osd.engine.router import RequestRouter
+from osd.engine.sequence import Sequence, Unrouted
+from osd.engine.slots import SlotManager
+from osd.engine.tracing import Tracer
+
+
+class Scheduler:
+    """Holds the sequences of an engine, those that wait and those that run.
+
+    The engine's thread alone admits, plans and settles. Other threads only ``add`` and read the counts; whoever calls
+    holds the engine's lock.
+
+    ``cached_tokens`` counts those of prompts that did not have to be read.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        slots: SlotManager,
+        planner: Planner,
+        pool: DrafterPool | None,
+        router: RequestRouter | None,
+        tracer: Tracer,
+    ) -> None:
+        """Schedule over free ``slots``.
+
+        Args:
+            settings: of the engine.
+            slots: none of them in use.
+            planner: limits the drafts.
+            pool: the drafters; None decodes plainly.
+            router: for requests that do not say their domain.
+            tracer: begins a trace where a request allows it.
+        """
+        self._settings, self._slots, self._planner = settings, slots, planner
+        self._pool, self._router, self._tracer = pool, router, tracer
+        self.cached_tokens = 0
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self.waiting.append(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Give waiting sequences the slots that are free; returns those that run from now on."""
+        admitted: list[Sequence] = []
+        while self.waiting and self._slots.free:
+            s = self.waiting.popleft()
+            self._slots.take(s)
+            if self._pool is not None:
+                s.learner = self._pool.own
+                if s.request.speculate:
+                    self._begin(s, self._pool)
+            self._tracer.begin(s)
+            self._take_cached(s, 0)
+            self.running.append(s)
+            admitted.append(s)
+        return admitted
+
+    def _begin(self, s: Sequence, pool: DrafterPool) -> None:
+        if s.request.domain is None and self._router is not None and self._router.open:
+            s.unrouted = Unrouted()
+            return
+        s.begin(pool.choose(s.domain, s.request.id))
+        s.learner = s.drafter
+
+    def plan(self, speculate: bool) -> Scheduled:
+        """What each running sequence feeds: its last token and a draft, or the next part of its prompt.
+
+        Prompts get as many tokens as a chunk has. With the prefix cache, what several have to read is read by one, such
+        as for the ``n`` answers that one client asked for; the others wait for it.
+        """
+        budget = self._settings.prefill_chunk
+        scheduled: list[ScheduledSequence] = []
+        reading: list[ScheduledSequence] = []
+        for s in self.running:
+            if not s.decoding:
+                start = s.fed
+                self._slots.catch_up(s)
+                self._take_cached(s, start)
+            if s.decoding:
+                scheduled.append(ScheduledSequence(s, s.fed, 1, ends=True))
+            elif budget > 0 and not any(one.reads_for(s) for one in reading):
+                count = min(budget, len(s.tokens) - s.fed)
+                budget -= count
+                scheduled.append(ScheduledSequence(s, s.fed, count, ends=s.fed + count == len(s.tokens)))
+                if self._settings.prefix_cache:
+                    reading.append(scheduled[-1])
+        if not speculate or self._pool is None:
+            return Scheduled(scheduled, {})
+        limits, missed = self._planner.limits(scheduled, len(self.running))
+        return Scheduled([replace(one, limit=limits.get(one.sequence, 0)) for one in scheduled], missed)
+
+    def _take_cached(self, s: Sequence, start: int) -> None:
+        """Tell whom it concerns that the prompt from ``start`` to where ``s`` is did not have to be read."""
+        if s.fed > start:
+            s.hand_on(s.tokens[start + 1 : s.fed + 1], self._slots.states(s.slot, start, s.fed))
+            s.cached += s.fed - start
+            self.cached_tokens += s.fed - start
+
+    def settle(self, s: Sequence) -> None:
+        """Let a sequence go that has finished, and route one whose prompt has been read."""
+        if s.finish:
+            self.release(s)
+        elif s.unrouted is not None and self._router is not None:
+            self._router.route(s)
+
+    def release(self, s: Sequence, forget: bool = False) -> None:
+        """Take back what a running sequence holds; with ``forget`` nothing in its slot can be relied on."""
+        self.running.remove(s)
+        if forget:
+            self._slots.forget(s.slot)
+        self._slots.give_back(s.slot)
+        if s.drafter is not None:
+            s.drafter.close(s.slot)
+
+    def named(self, ids: set[str]) -> list[Sequence]:
+        """The sequences of some requests."""
+        return [s for s in [*self.running, *self.waiting] if s.request.id in ids]
+
+    def everything(self) -> list[Sequence]:
+        """All sequences."""
+        return [*self.running, *self.waiting]
+
+    def end(self, s: Sequence) -> None:
+        """Give up a sequence, running or waiting."""
+        s.finish = "cancelled"
+        s.report()
+        if s in self.waiting:
+            self.waiting.remove(s)
+        else:
+            self.release(s)
