@@ -68,7 +68,8 @@ class ExpectedAcceptance(Metric):
     """At each depth of a chain, the mean over its positions of the probability that the chain rule accepts.
 
     For a token drawn from q it is sum_v min(p, q), one minus the total variation between p and q (Leviathan et al.,
-    2023). A depth that no position reaches has 0.
+    2023). A depth that no position reaches has 0. It is of this process alone: the other ranks of a trainer do not
+    evaluate, and asking them would wait for ever.
     """
 
     full_state_update = False
@@ -76,7 +77,7 @@ class ExpectedAcceptance(Metric):
     positions: Tensor
 
     def __init__(self, depth: int) -> None:
-        super().__init__()
+        super().__init__(sync_on_compute=False)
         self.add_state("accepted", torch.zeros(depth, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("positions", torch.zeros(depth, dtype=torch.int64), dist_reduce_fx="sum")
 
@@ -101,7 +102,8 @@ def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, di
         divergence: a name in ``DIVERGENCES``.
     """
     index = draft_index(drafter.draft_ids)
-    expected, divergences = ExpectedAcceptance(depth), MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
+    expected = ExpectedAcceptance(depth)
+    divergences = MeanMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
     overlaps, groups = [], []
     sequences = 0
     training = drafter.training
