@@ -20,7 +20,7 @@ from osd.drafters.base import Drafter
 from osd.drafters.session import Chains
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
-from osd.engine.request import Request, Sampling
+from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.speculation.tree import TreeBuilder
 
@@ -124,7 +124,7 @@ class Calls:
 
 def decode(
     engine: Engine, prompts: Sequence[tuple[int, ...]], waves: int, streams: int, tokens: int,
-    sampling: Sampling, policy: Policy, calls: Calls, report: Callable[[str], None] = lambda step: None,
+    sampling: SamplingParams, policy: Policy, calls: Calls, report: Callable[[str], None] = lambda step: None,
 ) -> Iterator[Wave]:  # fmt: skip
     """Decode ``streams`` prompts at a time plainly and speculatively, in alternation; the first wave of each warms up.
 

@@ -10,7 +10,7 @@ from benchmarks.streams import seconds_of
 from osd.config import ChainSettings
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
-from osd.engine.request import Request, Sampling
+from osd.engine.request import Request, SamplingParams
 
 GOVERNED, PLAIN = "governed", "plain"
 
@@ -81,7 +81,7 @@ def _send(engine: Engine, prompts: list[tuple[int, ...]], load: Load, way: str, 
             f"{way}-{index}",
             prompt,
             load.tokens,
-            Sampling(temperature=0),
+            SamplingParams(temperature=0),
             ignore_eos=True,
             speculate=way != PLAIN,
             policy=policy,

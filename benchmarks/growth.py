@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.figures import Mean, difference
 from benchmarks.live import Drafted, Live
 from benchmarks.pair import Pair
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.speculation.growth import Growth
 from osd.speculation.growth.chain import Chain
 from osd.speculation.growth.dynamic_tree import DynamicTree
@@ -88,7 +88,7 @@ class _Seen:
 def measure(
     pair: Pair,
     prompts: Sequence[tuple[int, ...]],
-    sampling: Sampling,
+    sampling: SamplingParams,
     plan: Plan,
     report: Callable[[str], None] = lambda step: None,
 ) -> Comparison:
@@ -138,7 +138,7 @@ def measure(
 
 
 def _places(
-    pair: Pair, prompts: Sequence[tuple[int, ...]], sampling: Sampling, plan: Plan, number: int
+    pair: Pair, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, plan: Plan, number: int
 ) -> Iterator[tuple[Live, int]]:
     """Running sequences, once for each round that is wanted of them; batch ``number`` is the first."""
     done = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.session import Kept
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder
 from osd.runtime.device import between, mark, several_cores
 from osd.runtime.model import SlotModel
@@ -176,7 +176,7 @@ class Drafting:
             return time.perf_counter() - begun
         timed = _Timed(self._session, slots)
         index = torch.arange(self._batch, device=self._device)
-        greedy = SamplingBatch.of([Sampling(temperature=0)] * self._batch, self._device)
+        greedy = SamplingBatch.of([SamplingParams(temperature=0)] * self._batch, self._device)
         noise = Noise(index, torch.zeros_like(index), torch.zeros_like(index))
         GROWTHS["chain"](depth=steps).grow(timed, greedy, noise, torch.full_like(index, steps))
         return timed.seconds

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.pair import Pair
 from osd.drafters.session import Kept
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder, following
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
@@ -36,7 +36,7 @@ class Drafted:
 class Live:
     """Sequences that decode in slots 0, 1, ... of a pair; ``calls`` counts what growth policies asked the drafter."""
 
-    def __init__(self, pair: Pair, prompts: Sequence[tuple[int, ...]], sampling: Sampling, number: int) -> None:
+    def __init__(self, pair: Pair, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, number: int) -> None:
         """Read the prompts, each of two tokens at least; ``number`` keys the noise and belongs to no other batch."""
         self._pair, self._number = pair, number
         self._slots = list(range(len(prompts)))

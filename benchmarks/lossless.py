@@ -10,7 +10,7 @@ from benchmarks.streams import Answer, answers_of
 from osd.config import GROWTH_SETTINGS
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
-from osd.engine.request import Request, Sampling
+from osd.engine.request import Request, SamplingParams
 from osd.speculation.compatibility import IncompatibleError
 from osd.speculation.growth import GROWTHS
 from osd.speculation.verification import VERIFICATIONS
@@ -120,7 +120,7 @@ def compare(
 
 
 def _request(way: str, prompt: tuple[int, ...], tokens: int, policy: Policy | None) -> Request:
-    greedy = Sampling(temperature=0)
+    greedy = SamplingParams(temperature=0)
     # The logits of plain decoding say how near a difference was.
     logprobs = 2 if policy is None else None
     return Request(way, prompt, tokens, greedy, speculate=policy is not None, policy=policy, logprobs=logprobs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.isolated import forward_seconds
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.runtime.model import SlotModel
 from osd.speculation.compatibility import IncompatibleError, compatible
 from osd.speculation.distributions import Lazy
@@ -98,7 +98,7 @@ def measure(
     target: SlotModel,
     batch: int,
     budget: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     rounds: int = 5,
     report: Callable[[str], None] = lambda growth: None,
 ) -> list[Cost]:
@@ -126,7 +126,7 @@ def _policy(
     name: str,
     growth: Growth,
     batch: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     rounds: int,
     forwards: dict[int, float],
 ) -> Cost:

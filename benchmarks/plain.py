@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.streams import arrivals_of, decoding_rate
 from osd.engine.engine import Engine
-from osd.engine.request import Request, Sampling
+from osd.engine.request import Request, SamplingParams
 
 STREAMS = 8
 
@@ -87,7 +87,7 @@ def ratios(pairs: Sequence[Pair]) -> dict[str, tuple[float, float, float]]:
 
 
 def _decode(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, name: str) -> dict[str, float]:
-    sampling = Sampling(temperature=0)
+    sampling = SamplingParams(temperature=0)
     requests = [
         Request(str(index), prompt, tokens, sampling, ignore_eos=True, speculate=False)
         for index, prompt in enumerate(prompts)

@@ -13,7 +13,7 @@ from benchmarks import closed_forms
 from benchmarks.figures import Mean, Row, Table, difference
 from benchmarks.live import Drafted, Live
 from benchmarks.pair import Pair
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.speculation.compatibility import IncompatibleError, compatible
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.tree import Draw
@@ -91,7 +91,7 @@ def _fitting(growth: Growth) -> Iterator[Rule]:
 def measure(
     pair: Pair,
     prompts: Sequence[tuple[int, ...]],
-    sampling: Sampling,
+    sampling: SamplingParams,
     plan: Plan,
     report: Callable[[int], None] = lambda contexts: None,
 ) -> Table:
@@ -156,7 +156,7 @@ def _round(live: Live, ways: list[Kind], repeats: int, samples: dict[tuple[str, 
     live.advance(*kept_on[0])
 
 
-def _table(ways: list[Kind], samples: dict[tuple[str, str], list[Sample]], sampling: Sampling) -> Table:
+def _table(ways: list[Kind], samples: dict[tuple[str, str], list[Sample]], sampling: SamplingParams) -> Table:
     rows, broken = [], []
     kept: dict[tuple[str, str], Tensor] = {}
     for way in ways:

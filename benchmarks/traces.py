@@ -16,7 +16,7 @@ from benchmarks.pair import BenchError
 from benchmarks.rules import Plan, kinds
 from osd.capture.stream import FIELD
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace, TraceError, decode
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.redis_client import connect
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -134,7 +134,7 @@ class _Recorded:
 
 def compare(places: Places, drafts: int, repeats: int = 8) -> Table:
     """Draft at every place in every way, ``repeats`` times, and verify by every rule."""
-    sampling = Sampling()
+    sampling = SamplingParams()
     rows, broken = [], []
     for way in kinds(Plan(drafts=drafts, depth=1)):
         bound = closed_forms.bound(places.p, places.q, way.drafts, way.draw)

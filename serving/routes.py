@@ -15,7 +15,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from osd.engine.request import Request as Sequence
-from osd.engine.request import Sampling, Update
+from osd.engine.request import SamplingParams, Update
 from serving import dashboard, errors, prometheus
 from serving.errors import ApiError
 from serving.generation import Disconnected, Generation, seed_of
@@ -165,7 +165,7 @@ class Routes:
         """What all sequences of a request have in common; they differ in prompt, budget, id and seed."""
         settings = self.service.settings
         temperature = 1.0 if body.temperature is None else body.temperature
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=0.0 if temperature < _COLDEST else temperature,
             top_k=max(body.top_k or 0, 0),
             top_p=1.0 if body.top_p is None else body.top_p,

@@ -17,7 +17,7 @@ from osd.capture.trace import Trace
 from osd.config import ChainSettings, EagleSettings, Settings
 from osd.drafters.base import Drafter
 from osd.engine.engine import Engine
-from osd.engine.request import Request, Sampling, Update
+from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.model import SlotModel
 from osd.target.load import load_tokenizer, resolve
 from osd.target.model import load_model
@@ -137,7 +137,7 @@ def record(
 
 def _submit(engine: Engine, one: Asked, tokens: int, updates: queue.Queue[Update]) -> None:
     request = Request(
-        one.id, one.prompt_ids, tokens, Sampling(temperature=0), capture=True, speculate=False, domain=one.domain
+        one.id, one.prompt_ids, tokens, SamplingParams(temperature=0), capture=True, speculate=False, domain=one.domain
     )
     try:
         engine.submit(request, updates.put)

@@ -18,7 +18,7 @@ from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace
 from osd.drafters.session import Asked, Kept, Runtime
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
-from osd.engine.request import Request, Sampling
+from osd.engine.request import Request, SamplingParams
 from osd.engine.sequence import Sequence as Running
 from osd.learning.batch import length
 from osd.metrics import acceptance_rate, mean_acceptance_length
@@ -137,7 +137,7 @@ class Ruler:
 
     def _open(self, slot: int, index: int, trace: Trace) -> _Text:
         prompt, completion = trace.prompt_ids.numpy().tolist(), trace.completion_ids.numpy().tolist()
-        request = Request(trace.request_id, tuple(prompt), self._tokens, Sampling(temperature=0))
+        request = Request(trace.request_id, tuple(prompt), self._tokens, SamplingParams(temperature=0))
         sequence = Running(request, self._policy, lambda update: None, self._tokenizer, trace.domain)
         sequence.slot = slot
         hidden = None

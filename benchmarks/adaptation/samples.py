@@ -13,7 +13,7 @@ from benchmarks.adaptation.record import SLOTS, Studio
 from benchmarks.streams import seconds_of
 from osd.capture.trace import Trace
 from osd.drafters.trainable import Trainable
-from osd.engine.request import Request, Sampling
+from osd.engine.request import Request, SamplingParams
 from osd.runtime.device import several_cores
 
 Draw = Callable[[dict[str, Tensor], Sequence[Trace]], list[Trace]]
@@ -69,7 +69,7 @@ class Rehearsal:
             trace.request_id,
             tuple(trace.prompt_ids.numpy().tolist()),
             trace.completion_ids.shape[0],
-            Sampling(temperature=0),
+            SamplingParams(temperature=0),
             capture=True,
             domain=trace.domain,
         )

@@ -17,7 +17,7 @@ from osd.capture.trace import Trace
 from osd.config import Settings
 from osd.drafters.base import Drafter
 from osd.engine.engine import Engine
-from osd.engine.request import Request, Sampling
+from osd.engine.request import Request, SamplingParams
 from serving.replica import make_engine
 from serving.rollout_follower import Start
 
@@ -133,7 +133,7 @@ def _send(
             str(index),
             prompt,
             tokens,
-            Sampling(temperature=0),
+            SamplingParams(temperature=0),
             ignore_eos=True,
             capture=way.capture,
             speculate=way.speculate,

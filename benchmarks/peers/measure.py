@@ -16,7 +16,7 @@ from benchmarks.peers.roster import Entry, Models
 from benchmarks.report import columns
 from benchmarks.streams import decode
 from osd.engine.engine import Engine
-from osd.engine.request import Request, Sampling
+from osd.engine.request import Request, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def ours(engine: Engine, tokens: int) -> Ours:
 
     def run(prompts: Sequence[Sequence[int]], speculate: bool) -> tuple[float, list[list[int]]]:
         requests = [
-            Request(str(n), tuple(prompt), tokens, Sampling(temperature=0), ignore_eos=True, speculate=speculate)
+            Request(str(n), tuple(prompt), tokens, SamplingParams(temperature=0), ignore_eos=True, speculate=speculate)
             for n, prompt in enumerate(prompts)
         ]
         return decode(engine, requests)

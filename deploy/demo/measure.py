@@ -14,7 +14,7 @@ from pathlib import Path
 from osd import drafters
 from osd.config import Settings
 from osd.engine.engine import Engine
-from osd.engine.request import Request, Sampling, Update
+from osd.engine.request import Request, SamplingParams, Update
 from osd.metrics import SpeculationCounts
 from osd.registry.versions import Registry, Version
 from osd.runtime.device import one_core
@@ -182,7 +182,7 @@ def _decode(engine: Engine, prompt: Ids, max_tokens: int, *, speculate: bool) ->
             last.append(update)
             done.set()
 
-    engine.submit(Request("held-out", prompt, max_tokens, Sampling(temperature=0), speculate=speculate), take)
+    engine.submit(Request("held-out", prompt, max_tokens, SamplingParams(temperature=0), speculate=speculate), take)
     done.wait()
     if last[0].finish_reason not in ("stop", "length"):
         raise RuntimeError(f"a held-out prompt ended as {last[0].finish_reason}: {last[0].error}")

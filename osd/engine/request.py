@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How tokens are drawn from the target; together they make ``p``.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token. ``logit_bias`` holds pairs
@@ -47,7 +47,7 @@ class Request:
     id: str
     prompt_ids: tuple[int, ...]
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     capture: bool = False

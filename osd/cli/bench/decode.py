@@ -54,7 +54,7 @@ def decode(
     from osd.drafters.autoregressive import autoregressive
     from osd.drafters.session import Runtime
     from osd.engine.policy import Policy
-    from osd.engine.request import Sampling
+    from osd.engine.request import SamplingParams
     from osd.speculation.compatibility import IncompatibleError
     from osd.target.load import resolve
     from osd.traffic import load
@@ -78,7 +78,7 @@ def decode(
     asked = encode(engine.tokenizer, texts, settings.engine.context - tokens)
     if not asked:
         fail(f"--prompts: {prompts} holds no prompt that leaves room for {tokens} tokens")
-    sampling = Sampling(temperature=temperature)
+    sampling = SamplingParams(temperature=temperature)
     found: list[bench.Wave] = []
     try:
         with running(engine):

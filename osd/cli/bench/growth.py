@@ -46,7 +46,7 @@ def growth(
     from benchmarks.growth import Plan, measure
     from benchmarks.pair import encode, load_pair
     from benchmarks.report import growths
-    from osd.engine.request import Sampling
+    from osd.engine.request import SamplingParams
     from osd.runtime.device import several_cores
     from osd.traffic import load
 
@@ -60,7 +60,7 @@ def growth(
     if not asked:
         fail(f"--prompts: {prompts} holds no prompt of at most {_LONGEST_PROMPT} tokens")
     with stop_signals():
-        found = [measure(pair, asked, Sampling(temperature=t, top_p=top_p), plan, say) for t in temperature]
+        found = [measure(pair, asked, SamplingParams(temperature=t, top_p=top_p), plan, say) for t in temperature]
     for comparison in found:
         show(growths(comparison))
     about = {"target": settings.target.source, "draft": pair.draft, "prompts": prompts, "plan": asdict(plan)}

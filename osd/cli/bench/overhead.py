@@ -30,7 +30,7 @@ def overhead(
 
     from benchmarks.overhead import measure
     from benchmarks.report import costs
-    from osd.engine.request import Sampling
+    from osd.engine.request import SamplingParams
     from osd.runtime.device import several_cores
     from osd.runtime.model import SlotModel
     from osd.target.load import resolve
@@ -41,7 +41,7 @@ def overhead(
             model = load_model(resolve(settings.target.source, settings.home_dir), settings.target.dtype, "cpu")
         target = SlotModel(model, slots=batch, context=CONTEXT, scratch=budget + 1)
         several_cores(settings.engine.threads)
-        sampling = Sampling(temperature=temperature, top_p=top_p)
+        sampling = SamplingParams(temperature=temperature, top_p=top_p)
         found = measure(target, batch, budget, sampling, rounds, say)
     show(costs(found))
     figures = [{**asdict(cost), "share": {rule: cost.share(rule) for rule in cost.verify}} for cost in found]

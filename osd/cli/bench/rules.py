@@ -71,13 +71,13 @@ def compare(
     """Measure on live models and report."""
     check_output(json_file, plot)
     from benchmarks.rules import measure
-    from osd.engine.request import Sampling
+    from osd.engine.request import SamplingParams
 
     with stop_signals():
         pair, prompts = load(settings, plan, draft, source)
         tables = []
         for temperature in temperatures:
-            sampling = Sampling(temperature=temperature, top_p=top_p)
+            sampling = SamplingParams(temperature=temperature, top_p=top_p)
 
             def report(done: int, temperature: float = temperature) -> None:
                 say(f"temperature {temperature:g}: {done} of {plan.contexts} contexts")

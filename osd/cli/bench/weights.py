@@ -30,7 +30,7 @@ def weights(
     from benchmarks.report import narrowing
     from benchmarks.streams import texts_of
     from benchmarks.weights import quality, speedups
-    from osd.engine.request import Request, Sampling
+    from osd.engine.request import Request, SamplingParams
     from osd.runtime.device import several_cores
     from osd.runtime.model import SlotModel
     from osd.runtime.native import kernels
@@ -47,7 +47,7 @@ def weights(
     chosen = encode(engine.tokenizer, asked, CONTEXT - tokens)[:texts]
     say(f"drawing {len(chosen)} texts of {tokens} tokens")
     with running(engine):
-        sampling = [Sampling(temperature=1.0, seed=seed) for seed in range(len(chosen))]
+        sampling = [SamplingParams(temperature=1.0, seed=seed) for seed in range(len(chosen))]
         requests = [
             Request(str(index), prompt, tokens, one, ignore_eos=True, speculate=False)
             for index, (prompt, one) in enumerate(zip(chosen, sampling, strict=True))

@@ -13,7 +13,7 @@ from benchmarks.synthetic import Synthetic, forced, longest_path
 from osd.cli.app import app
 from osd.config import GROWTH_SETTINGS, ChainSettings
 from osd.engine.policy import Policy
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.speculation.tree import ROOT
 from tests.unit.engine.harness import prompts, running
@@ -60,7 +60,7 @@ def test_the_engine_accepts_what_it_is_forced_to(tiny_target: Path, temperature:
     policy = forced(Policy.of(GROWTH_SETTINGS[growth["kind"]](**growth), rule), 1.0)
     with running(tiny_target, "eagle") as client:
         for n, prompt in enumerate(prompts([5, 9, 3])):
-            client.submit(str(n), prompt, 24, Sampling(temperature=temperature), policy=policy, ignore_eos=True)
+            client.submit(str(n), prompt, 24, SamplingParams(temperature=temperature), policy=policy, ignore_eos=True)
         results = client.wait()
     counts = [result.counts for result in results.values() if result.counts is not None]
     assert len(counts) == 3

@@ -10,7 +10,7 @@ from benchmarks.growth import RULES, Comparison, Plan, measure
 from benchmarks.pair import encode, load_pair
 from osd.cli.app import app
 from osd.config import LanguageModelSettings, Settings, TargetSettings
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.traffic.prompt import Prompt
 
 PLAN = Plan(budget=4, depth=4, contexts=96, rounds=6, repeats=2)
@@ -22,7 +22,7 @@ def compared(directory: Path, layers: int, temperature: float, plan: Plan = PLAN
     target = TargetSettings(source=str(directory), dtype="float32")
     settings = Settings(target=target, drafter=LanguageModelSettings(layers=layers), home=directory)
     pair = load_pair(settings, "language_model", slots=plan.batch, context=256, nodes=plan.budget)
-    found = measure(pair, encode(pair.tokenizer, TEXTS, 100), Sampling(temperature=temperature), plan)
+    found = measure(pair, encode(pair.tokenizer, TEXTS, 100), SamplingParams(temperature=temperature), plan)
     print(*found.rows, found.differences, sep="\n")
     return found
 

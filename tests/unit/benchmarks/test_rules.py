@@ -13,7 +13,7 @@ from benchmarks.pair import Pair, encode, load_pair
 from benchmarks.rules import Plan, measure
 from osd.cli.app import app
 from osd.config import DRAFTER_SETTINGS, Settings, TargetSettings
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.speculation.tree import Draw
 from osd.traffic.prompt import Prompt
 
@@ -37,7 +37,7 @@ def test_no_rule_is_above_its_bound_and_formulas_agree_with_what_is_measured(
     tiny_target: Path, draft: str, drafter: dict[str, int]
 ) -> None:
     pair = pair_on(tiny_target, draft, **drafter)
-    table = measure(pair, encode(pair.tokenizer, TEXTS, 100), Sampling(temperature=1.0), PLAN)
+    table = measure(pair, encode(pair.tokenizer, TEXTS, 100), SamplingParams(temperature=1.0), PLAN)
     assert table.broken == []
     assert table.contexts == PLAN.contexts
     assert {row.rule for row in table.rows if row.draw == "iid"} == {"siblings", "traversal", "naive", "k_seq"}
@@ -52,7 +52,7 @@ def test_no_rule_is_above_its_bound_and_formulas_agree_with_what_is_measured(
 
 def test_a_drafter_that_is_the_target_is_always_right(tiny_target: Path) -> None:
     pair = pair_on(tiny_target, "language_model", layers=4)
-    table = measure(pair, encode(pair.tokenizer, TEXTS, 100), Sampling(temperature=0.7, top_p=0.9), PLAN)
+    table = measure(pair, encode(pair.tokenizer, TEXTS, 100), SamplingParams(temperature=0.7, top_p=0.9), PLAN)
     for row in table.rows:
         if row.rule in ("chain", "block", "siblings", "traversal"):
             assert row.length is not None

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.streams import texts_of
 from benchmarks.weights import ROWS, quality, speedups
-from osd.engine.request import Request, Sampling
+from osd.engine.request import Request, SamplingParams
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
 from osd.target.model import load_model
@@ -21,7 +21,9 @@ def slotted(directory, weights: str) -> SlotModel:
 def test_int8_weights_are_near_full_ones_and_full_ones_are_themselves(tmp_path):
     target_dir = make_tiny(tmp_path)
     asked = [
-        Request(str(index), tuple(prompt), 20, Sampling(temperature=1.0, seed=index), ignore_eos=True, speculate=False)
+        Request(
+            str(index), tuple(prompt), 20, SamplingParams(temperature=1.0, seed=index), ignore_eos=True, speculate=False
+        )
         for index, prompt in enumerate(prompts([70, 5]))
     ]
     with running(target_dir, slots=2) as client:

@@ -25,13 +25,13 @@ from osd.config import (
 )
 from osd.drafters import Drafter, Trainable, initial
 from osd.engine.engine import Engine
-from osd.engine.request import Request, Sampling, TokenLogprobs, Update
+from osd.engine.request import Request, SamplingParams, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from tests.tiny import tokenizer
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Client:
         self._updates: queue.Queue[Update] = queue.Queue()
 
     def submit(
-        self, name: str, prompt: Sequence[int], max_tokens: int, sampling: Sampling = GREEDY, **more: Any
+        self, name: str, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams = GREEDY, **more: Any
     ) -> None:
         self.results[name] = Result()
         self.engine.submit(Request(name, tuple(prompt), max_tokens, sampling, **more), self._updates.put)

@@ -14,7 +14,7 @@ from osd.drafters.session import Chains
 from osd.engine import loop
 from osd.engine import round as rounds
 from osd.engine.policy import Policy
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.speculation.cost_model import CostModel
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 
@@ -69,7 +69,7 @@ def test_every_way_of_drafting_gives_the_text_that_it_gives_unpadded(
         drafter = make_drafter("language_model", target_dir)
         with running(target_dir, drafter=drafter, bucketed=bucketed) as client:
             for index, prompt in enumerate(prompts((9, 21))):
-                sampling = Sampling(temperature=temperature, seed=index, repeatable=True)
+                sampling = SamplingParams(temperature=temperature, seed=index, repeatable=True)
                 client.submit(str(index), prompt, 12, sampling, ignore_eos=True, policy=policy)
             found.append({name: result.tokens for name, result in client.wait().items()})
             drafted.append(client.engine.counters().speculation().drafted)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from osd.capture.trace import Trace
 from osd.drafters import DrafterError
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.registry.pointer import Rollout
 from osd.routing.clusters import Cluster
 from osd.routing.router import Pick
@@ -192,7 +192,7 @@ def test_a_drafter_without_taps_is_routed_by_a_layer_that_only_the_router_reads(
 
 
 def test_a_seed_gives_the_same_text_whichever_drafter_is_picked(target_dir: Path) -> None:
-    prompt, sampling = prompts([21], seed=6)[0], Sampling(temperature=1.0, seed=77, repeatable=True)
+    prompt, sampling = prompts([21], seed=6)[0], SamplingParams(temperature=1.0, seed=77, repeatable=True)
     with running(target_dir, "eagle") as client:
         pool_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
         router: Any = client.engine.loop.router

@@ -13,7 +13,7 @@ from osd.config import LanguageModelSettings
 from osd.drafters import DrafterError, initial
 from osd.engine import loop
 from osd.engine import round as rounds
-from osd.engine.request import Sampling, Update
+from osd.engine.request import SamplingParams, Update
 from tests.tiny import tokenizer
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
@@ -78,11 +78,13 @@ def test_never_more_than_max_tokens(target_dir: Path, oracle: Oracle, max_tokens
 def test_a_stop_string_ends_the_text_before_it_with_the_true_reason(target_dir: Path) -> None:
     with running(target_dir, "language_model") as client:
         prompt = prompts([6], seed=2)[0]
-        client.submit("whole", prompt, 60, Sampling(temperature=1.0, seed=3), ignore_eos=True)
+        client.submit("whole", prompt, 60, SamplingParams(temperature=1.0, seed=3), ignore_eos=True)
         whole = client.wait()["whole"]
         plain = [i for i in range(8, len(whole.text) - 3) if "\ufffd" not in whole.text[: i + 3][-3:]]
         stop = whole.text[plain[0] : plain[0] + 3]
-        client.submit("cut", prompt, 60, Sampling(temperature=1.0, seed=3), stop=("never seen", stop), ignore_eos=True)
+        client.submit(
+            "cut", prompt, 60, SamplingParams(temperature=1.0, seed=3), stop=("never seen", stop), ignore_eos=True
+        )
         cut = client.wait()["cut"]
     assert cut.finish == "stop"
     assert cut.text == whole.text[: whole.text.index(stop)]
@@ -93,22 +95,22 @@ def test_a_stop_string_ends_the_text_before_it_with_the_true_reason(target_dir: 
 def test_text_is_the_decoded_tokens(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         for index, prompt in enumerate(prompts([4, 8, 12])):
-            client.submit(str(index), prompt, 40, Sampling(temperature=1.0, seed=index), ignore_eos=True)
+            client.submit(str(index), prompt, 40, SamplingParams(temperature=1.0, seed=index), ignore_eos=True)
         for result in client.wait().values():
             assert result.text == tokenizer().decode(result.tokens, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_gives_the_same_text_whatever_shares_its_batch(target_dir: Path, kind: str) -> None:
-    prompt, sampling = prompts([21], seed=6)[0], Sampling(temperature=1.0, top_p=0.95, seed=77)
+    prompt, sampling = prompts([21], seed=6)[0], SamplingParams(temperature=1.0, top_p=0.95, seed=77)
     with running(target_dir, kind) as client:
         client.submit("alone", prompt, 30, sampling, ignore_eos=True)
         client.wait()
         for index, other in enumerate(prompts([30, 2, 11, 7, 25])):
-            client.submit(f"other {index}", other, 10 + index, Sampling(temperature=0.5 * index, seed=index))
+            client.submit(f"other {index}", other, 10 + index, SamplingParams(temperature=0.5 * index, seed=index))
             if index == 2:
                 client.submit("crowd", prompt, 30, sampling, ignore_eos=True)
-        client.submit("other seed", prompt, 30, Sampling(temperature=1.0, top_p=0.95, seed=78), ignore_eos=True)
+        client.submit("other seed", prompt, 30, SamplingParams(temperature=1.0, top_p=0.95, seed=78), ignore_eos=True)
         results = client.wait()
     assert results["alone"].tokens == results["crowd"].tokens != results["other seed"].tokens
 

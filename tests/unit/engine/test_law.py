@@ -25,7 +25,7 @@ from osd.config import GROWTH_SETTINGS, DynamicTreeSettings, StaticTreeSettings
 from osd.drafters.eagle.drafter import Eagle
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
-from osd.engine.request import Request, Sampling, Update
+from osd.engine.request import Request, SamplingParams, Update
 from osd.registry.pointer import Rollout
 from osd.routing.clusters import Cluster
 from osd.routing.router import Pick
@@ -80,7 +80,7 @@ class Mute:
         return ""
 
 
-def law(model: LlamaForCausalLM, sampling: Sampling, length: int) -> Tensor:
+def law(model: LlamaForCausalLM, sampling: SamplingParams, length: int) -> Tensor:
     """[V ** length] the exact joint law of the first tokens, the first token in the highest place."""
     exact = copy.deepcopy(model).double()
     goal = torch.ones(1, dtype=torch.float64)
@@ -108,7 +108,7 @@ def law(model: LlamaForCausalLM, sampling: Sampling, length: int) -> Tensor:
 
 def p_value(
     model: LlamaForCausalLM,
-    sampling: Sampling,
+    sampling: SamplingParams,
     policy: Policy | None = None,
     *,
     count: int = COUNT,
@@ -172,22 +172,22 @@ def p_value(
     return 0.0 if outside else float(chi2.sf(statistic, freedom))
 
 
-PENALISED = Sampling(
+PENALISED = SamplingParams(
     1.0, presence_penalty=0.8, frequency_penalty=0.6, repetition_penalty=1.8, logit_bias=((2, 0.7), (0, -0.5))
 )
 SETTINGS = {
-    "temperature 1": Sampling(1.0),
-    "temperature 0.7": Sampling(0.7),
-    "top-k": Sampling(1.0, top_k=3),
-    "top-p": Sampling(1.0, top_p=0.8),
-    "min-p": Sampling(1.5, min_p=0.5),
+    "temperature 1": SamplingParams(1.0),
+    "temperature 0.7": SamplingParams(0.7),
+    "top-k": SamplingParams(1.0, top_k=3),
+    "top-p": SamplingParams(1.0, top_p=0.8),
+    "min-p": SamplingParams(1.5, min_p=0.5),
     "penalties": PENALISED,
-    "seeds": Sampling(1.0, repeatable=True),
+    "seeds": SamplingParams(1.0, repeatable=True),
 }
 
 
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
-def test_speculation_does_not_change_the_law_of_the_output(model: LlamaForCausalLM, sampling: Sampling) -> None:
+def test_speculation_does_not_change_the_law_of_the_output(model: LlamaForCausalLM, sampling: SamplingParams) -> None:
     assert p_value(model, sampling) > 1e-4
 
 
@@ -216,7 +216,7 @@ def named(name: str) -> Policy:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_policy_changes_the_law_of_the_output(model: LlamaForCausalLM, name: str) -> None:
-    assert p_value(model, Sampling(1.0), named(name), count=2500) > 1e-4
+    assert p_value(model, SamplingParams(1.0), named(name), count=2500) > 1e-4
 
 
 @pytest.mark.soak
@@ -227,7 +227,7 @@ def test_no_policy_changes_the_law_of_the_output(model: LlamaForCausalLM, name: 
 def test_in_a_hundred_thousand_runs_no_policy_changes_the_law(
     model: LlamaForCausalLM, name: str, temperature: float, top_p: float
 ) -> None:
-    assert p_value(model, Sampling(temperature, top_p=top_p), named(name), count=100_000, slots=512) > 1e-4
+    assert p_value(model, SamplingParams(temperature, top_p=top_p), named(name), count=100_000, slots=512) > 1e-4
 
 
 class Whim:
@@ -262,7 +262,7 @@ def test_swaps_and_drafts_of_changing_length_in_the_middle_of_requests_leave_the
             engine.stage(*next(versions))
         swaps.append(engine.counters().swaps)
 
-    assert p_value(model, Sampling(1.0), governor=Whim(), meanwhile=disturb) > 1e-4
+    assert p_value(model, SamplingParams(1.0), governor=Whim(), meanwhile=disturb) > 1e-4
     assert swaps[-1] > 20
 
 
@@ -284,7 +284,7 @@ def test_a_canary_that_comes_and_is_promoted_in_the_middle_of_requests_leaves_th
             engine.drafters("general").end_canary()
         versions.update(engine.counters().by_version)
 
-    assert p_value(model, Sampling(1.0), count=1500, meanwhile=disturb) > 1e-4
+    assert p_value(model, SamplingParams(1.0), count=1500, meanwhile=disturb) > 1e-4
     assert len(versions) > 10
 
 
@@ -317,7 +317,7 @@ def test_routing_between_the_drafters_of_domains_leaves_the_law_alone(model: Lla
     def look(engine: Engine) -> None:
         served.update(engine.counters().by_version)
 
-    assert p_value(model, Sampling(1.0), count=1500, domain=None, prepare=prepare, meanwhile=look) > 1e-4
+    assert p_value(model, SamplingParams(1.0), count=1500, domain=None, prepare=prepare, meanwhile=look) > 1e-4
     assert served == {("general", 1), ("code", 5)}
 
 
@@ -333,12 +333,12 @@ def test_trees_that_take_another_shape_after_every_round_leave_the_law_alone(
 
     monkeypatch.setattr(AcceptanceTable, "due", lambda self: True)
     monkeypatch.setattr(CostModel, "forward_by_share", whim)
-    assert p_value(model, Sampling(1.0), policy, count=2500) > 1e-4
+    assert p_value(model, SamplingParams(1.0), policy, count=2500) > 1e-4
     assert len(shapes) > 2
 
 
-@pytest.mark.parametrize("sampling", [PENALISED, Sampling(1.0, repeatable=True)], ids=["penalties", "seeds"])
-def test_a_tree_does_not_change_the_law_either(model: LlamaForCausalLM, sampling: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [PENALISED, SamplingParams(1.0, repeatable=True)], ids=["penalties", "seeds"])
+def test_a_tree_does_not_change_the_law_either(model: LlamaForCausalLM, sampling: SamplingParams) -> None:
     tree = Policy.of(DynamicTreeSettings(budget=4), "siblings")
     assert p_value(model, sampling, tree) > 1e-4
 
@@ -353,7 +353,7 @@ def test_what_only_the_draft_path_repeats_is_penalised_once_for_all(model: Llama
     # Nothing is in a bias, and only the repetition penalty would ask for the prompt: two drafted tokens that are equal
     # and unlike the first of the output are known from their path alone. They decide about the fourth. At so high a
     # temperature many are accepted.
-    sampling = Sampling(3.0, presence_penalty=-4.0)
+    sampling = SamplingParams(3.0, presence_penalty=-4.0)
     assert p_value(model, sampling, count=2500, length=4, cells=repetitions) > 1e-4
 
 
@@ -379,7 +379,7 @@ def test_a_rule_that_keeps_what_it_should_not_is_caught(
 ) -> None:
     monkeypatch.setitem(VERIFICATIONS, "honest", VERIFICATIONS["chain"])
     monkeypatch.setitem(VERIFICATIONS, "chain", AcceptEverything())
-    assert p_value(model, Sampling(1.0)) < 1e-9
+    assert p_value(model, SamplingParams(1.0)) < 1e-9
 
 
 def test_penalties_that_forget_the_draft_path_are_caught(

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from osd.capture.trace import Trace
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows
 from osd.runtime.decoder import Forward
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
@@ -86,11 +86,11 @@ def test_twins_draw_for_themselves(target_dir: Path) -> None:
         client.submit("other", OTHER, 1)
         with watched.holding(0):
             for seed in range(3):
-                client.submit(str(seed), PROMPT, 12, Sampling(temperature=1.0, seed=seed), ignore_eos=True)
+                client.submit(str(seed), PROMPT, 12, SamplingParams(temperature=1.0, seed=seed), ignore_eos=True)
         together = [client.wait()[str(seed)].tokens for seed in range(3)]
         assert sum(watched.rows[1:4]) == len(PROMPT)
         for seed in range(3):
-            client.submit(f"alone {seed}", PROMPT, 12, Sampling(temperature=1.0, seed=seed), ignore_eos=True)
+            client.submit(f"alone {seed}", PROMPT, 12, SamplingParams(temperature=1.0, seed=seed), ignore_eos=True)
             assert client.wait()[f"alone {seed}"].tokens == together[seed]
     assert len(set(map(tuple, together))) == 3
 

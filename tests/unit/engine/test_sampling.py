@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running
 from tests.unit.speculation.test_penalties import written_out
 
 KINDS = ["none", "eagle", "language_model"]
-SEEDED = Sampling(temperature=1.0, top_p=0.95, seed=77, repeatable=True)
-STRONG = Sampling(
+SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=77, repeatable=True)
+STRONG = SamplingParams(
     temperature=0.0,
     presence_penalty=1.0,
     frequency_penalty=0.5,
@@ -24,7 +24,7 @@ STRONG = Sampling(
 )
 
 
-def greedy_by_the_book(model: Any, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
+def greedy_by_the_book(model: Any, prompt: list[int], count: int, sampling: SamplingParams) -> list[int]:
     """Plain greedy decoding of penalised logits, one token at a time."""
     output: list[int] = []
     for _ in range(count):
@@ -51,7 +51,7 @@ def test_greedy_output_is_that_of_penalised_logits_by_the_book(target_dir: Path,
         assert all(c is not None and 0 < c.accepted < c.drafted for c in counts), "both outcomes were there"
 
 
-def one(directory: Path, kind: str, prompt: list[int], sampling: Sampling = SEEDED, **more: Any) -> Result:
+def one(directory: Path, kind: str, prompt: list[int], sampling: SamplingParams = SEEDED, **more: Any) -> Result:
     request = {name: more.pop(name) for name in ("speculate", "logprobs") if name in more}
     with running(directory, kind, **more) as client:
         client.submit("r", prompt, 40, sampling, ignore_eos=True, **request)
@@ -72,11 +72,11 @@ def test_a_seed_gives_the_same_text_whatever_is_drafted_and_whoever_shares_the_b
     assert one(target_dir, "language_model", prompt, governed=True).tokens == goal
     with running(target_dir, "language_model", slots=4) as client:
         for index, other in enumerate(prompts([30, 2, 11, 7, 25])):
-            settings = Sampling(temperature=0.5 * index, seed=index, repeatable=index % 2 == 0)
+            settings = SamplingParams(temperature=0.5 * index, seed=index, repeatable=index % 2 == 0)
             client.submit(f"other {index}", other, 10 + 3 * index, settings, ignore_eos=True)
             if index == 2:
                 client.submit("crowd", prompt, 40, SEEDED, ignore_eos=True)
-        other_seed = Sampling(temperature=1.0, top_p=0.95, seed=78, repeatable=True)
+        other_seed = SamplingParams(temperature=1.0, top_p=0.95, seed=78, repeatable=True)
         client.submit("other seed", prompt, 40, other_seed, ignore_eos=True)
         results = client.wait()
     assert results["crowd"].tokens == goal != results["other seed"].tokens
@@ -104,9 +104,11 @@ def raw_logp(oracle: Oracle, prompt: list[int], tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sampling", [STRONG, Sampling(0.6, top_k=5, seed=1), SEEDED], ids=["greedy", "drawn", "seed"])
+@pytest.mark.parametrize(
+    "sampling", [STRONG, SamplingParams(0.6, top_k=5, seed=1), SEEDED], ids=["greedy", "drawn", "seed"]
+)
 def test_logprobs_are_those_of_the_target_before_any_setting(
-    target_dir: Path, oracle: Oracle, kind: str, sampling: Sampling
+    target_dir: Path, oracle: Oracle, kind: str, sampling: SamplingParams
 ) -> None:
     asked = prompts([9, 37], seed=8)
     with running(target_dir, kind) as client:
@@ -128,13 +130,13 @@ def test_logprobs_are_those_of_the_target_before_any_setting(
 
 def test_logprobs_stop_where_the_request_does(target_dir: Path) -> None:
     prompt = prompts([21], seed=6)[0]
-    result = one(target_dir, "language_model", prompt, Sampling(temperature=1.0, seed=4), logprobs=1)
+    result = one(target_dir, "language_model", prompt, SamplingParams(temperature=1.0, seed=4), logprobs=1)
     assert len(result.logprobs) == len(result.tokens) == 40
 
 
 def test_requests_without_a_seed_keep_the_configured_rule_beside_those_with_one(target_dir: Path) -> None:
     prompt, neighbours = prompts([21], seed=6)[0], prompts([5, 8], seed=7)
-    free = Sampling(temperature=1.0, seed=9)
+    free = SamplingParams(temperature=1.0, seed=9)
     alone = one(target_dir, "language_model", prompt, free)
     with running(target_dir, "language_model") as client:
         client.submit("r", prompt, 40, free, ignore_eos=True)
@@ -144,6 +146,6 @@ def test_requests_without_a_seed_keep_the_configured_rule_beside_those_with_one(
     assert beside.tokens == alone.tokens
     assert beside.counts == alone.counts
     assert (
-        one(target_dir, "language_model", prompt, Sampling(temperature=1.0, seed=9, repeatable=True)).tokens
+        one(target_dir, "language_model", prompt, SamplingParams(temperature=1.0, seed=9, repeatable=True)).tokens
         != alone.tokens
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace, decode, encode
 from osd.drafters import Drafter
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.learning.batch import collate
 from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running
 
@@ -20,7 +20,7 @@ K = 6
 
 
 def traces_of(
-    directory: Path, drafter: Drafter | None, sampling: Sampling, tokens: int = 30, **capture: Any
+    directory: Path, drafter: Drafter | None, sampling: SamplingParams, tokens: int = 30, **capture: Any
 ) -> tuple[dict[str, list[Trace]], dict[str, Result]]:
     """Decode three requests and group their records, each sent through its wire format."""
     found: list[Trace] = []
@@ -92,9 +92,9 @@ def check_draft(trace: Trace, drafter: Drafter, first: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["none", "eagle", "language_model"])
 @pytest.mark.parametrize(
-    "sampling", [Sampling(0.0), Sampling(0.8, top_k=50, top_p=0.9, seed=3)], ids=["greedy", "drawn"]
+    "sampling", [SamplingParams(0.0), SamplingParams(0.8, top_k=50, top_p=0.9, seed=3)], ids=["greedy", "drawn"]
 )
-def test_a_record_is_what_the_models_say(target_dir: Path, oracle: Oracle, kind: str, sampling: Sampling) -> None:
+def test_a_record_is_what_the_models_say(target_dir: Path, oracle: Oracle, kind: str, sampling: SamplingParams) -> None:
     drafter = make_drafter(kind, target_dir)
     grouped, results = traces_of(target_dir, drafter, sampling)
     assert set(grouped) == {"0", "1", "2"}, "what may not be captured is not"
@@ -117,7 +117,7 @@ def test_a_record_is_what_the_models_say(target_dir: Path, oracle: Oracle, kind:
 def test_a_long_request_travels_in_segments_that_fit_together(target_dir: Path, oracle: Oracle) -> None:
     drafter = make_drafter("eagle", target_dir)
     assert drafter is not None
-    grouped, results = traces_of(target_dir, drafter, Sampling(1.0, seed=5), tokens=70, segment=16)
+    grouped, results = traces_of(target_dir, drafter, SamplingParams(1.0, seed=5), tokens=70, segment=16)
     for index, prompt in enumerate(prompts([1, 9, 37])):
         traces, whole = grouped[str(index)], prompt + results[str(index)].tokens
         assert [trace.segment for trace in traces] == [0, 1, 2, 3, 4]
@@ -134,16 +134,16 @@ def test_a_long_request_travels_in_segments_that_fit_together(target_dir: Path, 
 @pytest.mark.parametrize("kind", ["none", "eagle"])
 def test_nothing_is_captured_where_the_server_does_not_allow_it(target_dir: Path, kind: str) -> None:
     drafter = make_drafter(kind, target_dir)
-    grouped, results = traces_of(target_dir, drafter, Sampling(0.0), tokens=5, enabled=False)
+    grouped, results = traces_of(target_dir, drafter, SamplingParams(0.0), tokens=5, enabled=False)
     assert not grouped
     assert all(result.finish for result in results.values())
 
 
 @pytest.mark.parametrize("kind", ["eagle", "language_model"])
 @pytest.mark.parametrize("segment", [64, 16])
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8, seed=3)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [SamplingParams(0.0), SamplingParams(0.8, seed=3)], ids=["greedy", "drawn"])
 def test_a_record_tells_what_the_target_would_say_after_each_rejected_token(
-    target_dir: Path, oracle: Oracle, kind: str, segment: int, sampling: Sampling
+    target_dir: Path, oracle: Oracle, kind: str, segment: int, sampling: SamplingParams
 ) -> None:
     drafter = make_drafter(kind, target_dir)
     grouped, results = traces_of(target_dir, drafter, sampling, segment=segment, samples="student")
@@ -169,5 +169,5 @@ def test_a_record_tells_what_the_target_would_say_after_each_rejected_token(
 
 
 def test_nothing_is_told_where_nobody_learns_from_the_drafters_own_samples(target_dir: Path) -> None:
-    grouped, _ = traces_of(target_dir, make_drafter("eagle", target_dir), Sampling(0.0))
+    grouped, _ = traces_of(target_dir, make_drafter("eagle", target_dir), SamplingParams(0.0))
     assert all(trace.after == (None, None, None) for traces in grouped.values() for trace in traces)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from osd.config import ConfigError, TrainerSettings, load_settings
-from osd.engine.request import Request, Sampling
+from osd.engine.request import Request, SamplingParams
 from osd.engine.top import top
 from osd.engine.trace_builder import TraceBuilder
 from osd.learning.batch import collate
@@ -15,7 +15,7 @@ VOCABULARY = 12
 
 
 def request():
-    return Request(id="r", prompt_ids=(1, 2, 3), sampling=Sampling(), max_tokens=16)
+    return Request(id="r", prompt_ids=(1, 2, 3), sampling=SamplingParams(), max_tokens=16)
 
 
 @pytest.fixture

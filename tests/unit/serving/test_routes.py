@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from starlette.testclient import TestClient
 
-from osd.engine.request import Sampling, Update
+from osd.engine.request import SamplingParams, Update
 from osd.metrics import SpeculationCounts
 from serving.routes import create_app
 from tests.unit.serving.answers import CHAT, error_of, events_of
@@ -69,7 +69,7 @@ def test_sampling_settings_reach_the_engine(client, service):
     fields = {**numbers, "logit_bias": {"7": -3}, "stop": "X", "ignore_eos": True, "max_tokens": 9}
     client.post("/v1/completions", json={"prompt": "hi", **fields})
     request = service.submitted[0]
-    assert request.sampling == Sampling(**numbers, logit_bias=((7, -3.0),), repeatable=True)
+    assert request.sampling == SamplingParams(**numbers, logit_bias=((7, -3.0),), repeatable=True)
     assert (request.stop, request.ignore_eos, request.max_tokens) == (("X",), True, 9)
 
 
@@ -77,7 +77,7 @@ def test_defaults_are_openais(client, service):
     client.post("/v1/completions", json={"prompt": "hi", "top_k": -1})
     client.post("/v1/chat/completions", json=CHAT)
     text, chat = service.submitted
-    assert text.sampling == Sampling(seed=text.sampling.seed)
+    assert text.sampling == SamplingParams(seed=text.sampling.seed)
     assert text.logprobs is chat.logprobs is None
     assert text.max_tokens == 16
     assert chat.max_tokens == 64 - 3

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.speculation.compatibility import IncompatibleError, compatible
 from osd.speculation.distributions import Lazy
 from osd.speculation.growth import GROWTHS
@@ -20,7 +20,7 @@ SETTINGS = [(0.7, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (1.5, 0, 0.8, 0.05), (0.0, 0
 
 def made(settings: list[tuple[float, int, float, float]]) -> tuple[Lazy, Tensor, list[int]]:
     """Lazy distributions, the same all at once, and a list that tells how many rows were made in each step."""
-    sampling = SamplingBatch.of(Sampling(*one) for one in settings)
+    sampling = SamplingBatch.of(SamplingParams(*one) for one in settings)
     logits = torch.randn(BATCH * WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(0))
     owners = torch.arange(BATCH).repeat_interleave(WIDTH)
     counts: list[int] = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.engine.request import Sampling
+from osd.engine.request import SamplingParams
 from osd.speculation.penalties import Penalties, path_tokens, penalised
 from osd.speculation.tree import ROOT
 
@@ -16,10 +16,12 @@ VOCABULARY = 12
 PROMPTS = [(1, 2, 2, 3), (4, 4), (5,), (0, 11)]
 OUTPUTS = [(2, 6, 6, 6), (), (7, 8), (11, 11)]
 SETTINGS = [
-    Sampling(presence_penalty=1.5, frequency_penalty=-0.4, repetition_penalty=1.3, logit_bias=((2, -5.0), (9, 3.0))),
-    Sampling(),
-    Sampling(repetition_penalty=0.6),
-    Sampling(frequency_penalty=0.7, logit_bias=((11, 100.0), (3, -100.0))),
+    SamplingParams(
+        presence_penalty=1.5, frequency_penalty=-0.4, repetition_penalty=1.3, logit_bias=((2, -5.0), (9, 3.0))
+    ),
+    SamplingParams(),
+    SamplingParams(repetition_penalty=0.6),
+    SamplingParams(frequency_penalty=0.7, logit_bias=((11, 100.0), (3, -100.0))),
 ]
 # Two branches under the first node, a chain, a repeated token and a bare root.
 TOKENS = torch.tensor([[6, 0, 6, 9], [1, 1, 1, -1], [5, 5, 10, -1], [-1, -1, -1, -1]])
@@ -38,7 +40,7 @@ def history(row: int, node: int) -> list[int]:
 
 
 def written_out(
-    logits: Sequence[float], ids: Sequence[int], sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
+    logits: Sequence[float], ids: Sequence[int], sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> Tensor:
     """One row by the book, token by token; column c of ``logits`` is token ``ids[c]``."""
     counts, found = Counter(output), []
@@ -76,7 +78,7 @@ def test_each_node_is_penalised_by_what_is_committed_and_the_path_to_it(support:
 def test_a_token_that_only_the_path_has_several_times_is_penalised_once_for_all_of_them(
     node: int, path: list[int]
 ) -> None:
-    sampling = Sampling(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.6)
+    sampling = SamplingParams(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.6)
     made = Penalties([sampling], [[1]], [[2]])
     tokens = torch.tensor([path])
     parents = torch.arange(len(path))[None] - 1
@@ -92,14 +94,14 @@ def test_the_repetition_penalty_is_that_of_transformers() -> None:
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(2))
     prompt, output = [3, 1, 4, 1], [5, 9, 2, 6]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), logits)
-    made = Penalties([Sampling(repetition_penalty=1.7)], [prompt], [output[:2]])
+    made = Penalties([SamplingParams(repetition_penalty=1.7)], [prompt], [output[:2]])
     tokens, parents = torch.tensor([output[2:]]), torch.tensor([[ROOT, 0]])
     found = made.adjust(logits, torch.tensor([0]), torch.tensor([1]), tokens, parents)
     torch.testing.assert_close(found, expected)
 
 
 def test_sequences_that_ask_for_nothing_cost_nothing_and_keep_their_logits() -> None:
-    assert not any(map(penalised, (Sampling(), Sampling(0.0), Sampling(0.3, 5, 0.9, 0.1))))
+    assert not any(map(penalised, (SamplingParams(), SamplingParams(0.0), SamplingParams(0.3, 5, 0.9, 0.1))))
     logits = torch.randn(4, VOCABULARY)
     made = penalties()
     assert made.adjust(logits, torch.ones(4, dtype=torch.int64), NODES[5:9], TOKENS, PARENTS) is logits
@@ -110,7 +112,7 @@ def test_sequences_that_ask_for_nothing_cost_nothing_and_keep_their_logits() -> 
 
 @pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"])
 def test_each_setting_alone_has_an_effect(field: str) -> None:
-    sampling = dataclasses.replace(Sampling(), **{field: ((3, 1.0),) if field == "logit_bias" else 1.5})
+    sampling = dataclasses.replace(SamplingParams(), **{field: ((3, 1.0),) if field == "logit_bias" else 1.5})
     assert penalised(sampling)
     made = Penalties([sampling], [[1]], [[2, 2]])
     root, bare = torch.tensor([ROOT]), TOKENS[:1]
