@@ -14,7 +14,7 @@ from benchmarks.isolated import forward_seconds
 from osd.engine.request import SamplingParams
 from osd.runtime.model import SlotModel
 from osd.speculation.compatibility import IncompatibleError, compatible
-from osd.speculation.distributions import Lazy
+from osd.speculation.distributions import LazyProbabilities
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -149,7 +149,7 @@ def _policy(
         places = torch.arange(len(logits)).view(batch, width)
         for rule in rules:
             begun = time.perf_counter()
-            rule.verify(draft, Lazy(logits, owners, places, settings), noise)
+            rule.verify(draft, LazyProbabilities(logits, owners, places, settings), noise)
             verify[rule.name].append(time.perf_counter() - begun)
     each = -(-round(statistics.mean(rows)) // batch)
     if each not in forwards:

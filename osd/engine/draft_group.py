@@ -14,7 +14,7 @@ from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
 from osd.engine.sequence import Sequence as Decoding
 from osd.runtime.device import sent
-from osd.speculation.distributions import Lazy
+from osd.speculation.distributions import LazyProbabilities
 from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties, penalised
 from osd.speculation.sampling import most_probable
@@ -130,9 +130,9 @@ class DraftGroup:
             owners += [b] * (1 + size)
         mine, owned = self._penalised(logits, rows), torch.tensor(owners, device=device)
 
-        def p_of(members: list[int]) -> Lazy:
+        def p_of(members: list[int]) -> LazyProbabilities:
             chosen = torch.tensor([entries[b] for b in members], device=device)
-            return Lazy(mine, owned, chosen, self.asked.sampling)
+            return LazyProbabilities(mine, owned, chosen, self.asked.sampling)
 
         everybody = list(range(len(self.sequences)))
         repeatable = [s.request.sampling.repeatable for s in self.sequences]
@@ -151,7 +151,7 @@ class DraftGroup:
         chosen = self.proposal is not None and self.proposal.chosen
         return Naive() if chosen and Draw.DETERMINISTIC not in self.policy.rule.draws else self.policy.rule
 
-    def _test_repeatable(self, draft: DraftBatch, p: Lazy, members: list[int]) -> list[Decision]:
+    def _test_repeatable(self, draft: DraftBatch, p: LazyProbabilities, members: list[int]) -> list[Decision]:
         """Draw from p by the places of the tokens: no text may depend on what was drafted or where rounds ended.
 
         The draft is only looked up, which is lossless for any draft.

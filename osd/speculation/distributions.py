@@ -34,7 +34,7 @@ class Distributions(Protocol):
         ...
 
 
-class Lazy:
+class LazyProbabilities:
     """Distributions that are made of the target's logits where they are first read.
 
     A rule seldom reads past the first rejection, and a softmax over the vocabulary is the dearest part of a round after

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from osd.engine.request import SamplingParams
 from osd.speculation.compatibility import IncompatibleError, compatible
-from osd.speculation.distributions import Lazy
+from osd.speculation.distributions import LazyProbabilities
 from osd.speculation.growth import GROWTHS
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -18,8 +18,8 @@ BATCH, WIDTH, VOCABULARY = 3, 4, 40
 SETTINGS = [(0.7, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (1.5, 0, 0.8, 0.05), (0.0, 0, 1.0, 0.0)]
 
 
-def made(settings: list[tuple[float, int, float, float]]) -> tuple[Lazy, Tensor, list[int]]:
-    """Lazy distributions, the same all at once, and a list that tells how many rows were made in each step."""
+def made(settings: list[tuple[float, int, float, float]]) -> tuple[LazyProbabilities, Tensor, list[int]]:
+    """Lazy probabilities, the same all at once, and a list that tells how many rows were made in each step."""
     sampling = SamplingBatch.of(SamplingParams(*one) for one in settings)
     logits = torch.randn(BATCH * WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(0))
     owners = torch.arange(BATCH).repeat_interleave(WIDTH)
@@ -33,7 +33,7 @@ def made(settings: list[tuple[float, int, float, float]]) -> tuple[Lazy, Tensor,
 
     object.__setattr__(sampling, "probabilities", counting)
     places = torch.arange(BATCH * WIDTH).view(BATCH, WIDTH)
-    return Lazy(logits, owners, places, sampling), eager.view(BATCH, WIDTH, VOCABULARY), counts
+    return LazyProbabilities(logits, owners, places, sampling), eager.view(BATCH, WIDTH, VOCABULARY), counts
 
 
 @pytest.mark.parametrize("first", range(4))
@@ -84,7 +84,7 @@ def test_a_rule_decides_by_lazy_distributions_as_by_all_of_them(rule) -> None:
         sampling = plain_sampling(count)
         logits = p.log().flatten(0, 1)
         eager = rule.verify(draft, sampling.probabilities(logits, owners).view_as(p), noise)
-        lazy = rule.verify(draft, Lazy(logits, owners, places.view(p.shape[:2]), sampling), noise)
+        lazy = rule.verify(draft, LazyProbabilities(logits, owners, places.view(p.shape[:2]), sampling), noise)
         assert torch.equal(lazy.path, eager.path)
         assert torch.equal(lazy.accepted, eager.accepted)
         assert torch.equal(lazy.token, eager.token)
