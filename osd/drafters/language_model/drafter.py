@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from osd.drafters.base import DrafterError, check
-from osd.drafters.beside import Beside
+from osd.drafters.language_model.alternative_tokens import AlternativeTokens
 from osd.drafters.language_model.session import LanguageModelSession
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch, Trainable
@@ -119,10 +119,12 @@ class LanguageModel(Trainable):
             mask = torch.arange(batch.token_ids.shape[1], device=batch.token_ids.device) < batch.lengths[:, None]
             hidden = decoder(input_ids=batch.token_ids, attention_mask=mask, use_cache=False).last_hidden_state
             return [head(hidden[batch.sequence, batch.place - 1])] * depth
-        beside = Beside(batch.token_ids, batch.lengths, drafted)
-        hidden = decoder(**beside.inputs(), use_cache=False).last_hidden_state
+        alternatives = AlternativeTokens(batch.token_ids, batch.lengths, drafted)
+        hidden = decoder(**alternatives.inputs(), use_cache=False).last_hidden_state
         first = head(hidden[batch.sequence, batch.place - 1])
-        return [first] + [head(hidden[batch.sequence, beside.column[batch.sequence, batch.place - 1]])] * (depth - 1)
+        return [first] + [head(hidden[batch.sequence, alternatives.column[batch.sequence, batch.place - 1]])] * (
+            depth - 1
+        )
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
         """See ``Trainable.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""

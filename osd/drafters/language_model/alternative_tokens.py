@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from osd.speculation.tree import repeats
 
 
-class Beside:
+class AlternativeTokens:
     """Sequences with other tokens beside some of theirs, which see what comes before and are seen by nothing else.
 
     ``column`` [B, L] is where the hidden state after the other token of each place is, or after the same one.
