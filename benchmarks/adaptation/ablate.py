@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from benchmarks.adaptation.curves import Spread
-from benchmarks.adaptation.lab import Lab, Stream
+from benchmarks.adaptation.experiment import Experiment, Stream
 from benchmarks.adaptation.learner import Online, Recipe, Work, copied
-from benchmarks.adaptation.ruler import Counts, total
+from benchmarks.adaptation.offline_acceptance import Counts, total
 from benchmarks.adaptation.samples import Rehearsal
 
 Change = Callable[[Recipe], Recipe]
@@ -58,7 +58,7 @@ class Variant:
 
 
 def ablate(
-    lab: Lab,
+    experiment: Experiment,
     stream: Stream,
     kind: str,
     recipe: Recipe,
@@ -68,28 +68,28 @@ def ablate(
 ) -> list[Variant]:
     """Learn a stream online with each value of a setting and each seed; the seed is that of the replay's samples."""
     found = []
-    drafter = lab.fresh(kind)
+    drafter = experiment.fresh(kind)
     start = copied(drafter)
-    ruler = lab.ruler(drafter, stream)
+    offline = experiment.offline_acceptance(drafter, stream)
     with ExitStack() as ends:
         draw = None
         if ablation == "samples":
-            draw = ends.enter_context(Rehearsal(lab.studio, lab.fresh(kind), recipe.depth)).draw
+            draw = ends.enter_context(Rehearsal(experiment.setup, experiment.fresh(kind), recipe.depth)).draw
         for name, change in ABLATIONS[ablation].items():
             arriving, unseen, work = [], [], []
             for seed in seeds:
                 report(f"{ablation}: {name}, seed {seed}")
                 drafter.load_weights(start)
-                online = Online(drafter, replace(change(recipe), seed=seed), ruler, draw)
+                online = Online(drafter, replace(change(recipe), seed=seed), offline, draw)
                 arriving.append(online.serve(stream.arriving))
-                unseen.append(total([one.counts for one in ruler.measure(online.in_service, stream.unseen)]))
+                unseen.append(total([one.counts for one in offline.measure(online.in_service, stream.unseen)]))
                 work.append(online.work)
             found.append(_variant(name, arriving, unseen, work))
     return found
 
 
 def domains(
-    lab: Lab,
+    experiment: Experiment,
     streams: Sequence[Stream],
     kind: str,
     recipe: Recipe,
@@ -97,24 +97,24 @@ def domains(
     report: Callable[[str], None] = lambda step: None,
 ) -> list[Variant]:
     """One drafter for streams that arrive in turns, record by record, against one drafter for each of them."""
-    drafter = lab.fresh(kind)
+    drafter = experiment.fresh(kind)
     start = copied(drafter)
-    ruler = lab.ruler(drafter, *streams)
+    offline = experiment.offline_acceptance(drafter, *streams)
     turns = _in_turns([stream.arriving for stream in streams])
     rest = [trace for stream in streams for trace in stream.unseen]
     ways: dict[str, tuple[list[list[Counts]], list[Counts], list[Work]]] = {}
     for seed in seeds:
         report(f"one drafter, seed {seed}")
         drafter.load_weights(start)
-        one = Online(drafter, replace(recipe, seed=seed), ruler)
-        mixed = one.serve(turns), total([x.counts for x in ruler.measure(one.in_service, rest)])
+        one = Online(drafter, replace(recipe, seed=seed), offline)
+        mixed = one.serve(turns), total([x.counts for x in offline.measure(one.in_service, rest)])
         arriving, unseen, work = [], [], []
         for stream in streams:
             report(f"a drafter of {stream.name}, seed {seed}")
             drafter.load_weights(start)
-            own = Online(drafter, replace(recipe, seed=seed), ruler)
+            own = Online(drafter, replace(recipe, seed=seed), offline)
             arriving.append(own.serve(stream.arriving))
-            unseen += [x.counts for x in ruler.measure(own.in_service, stream.unseen)]
+            unseen += [x.counts for x in offline.measure(own.in_service, stream.unseen)]
             work.append(own.work)
         for name, here, there, done in (
             ("one for all", mixed[0], mixed[1], [one.work]),

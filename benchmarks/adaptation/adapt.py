@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.adaptation.lab import Lab, Stream, first
+from benchmarks.adaptation.experiment import Experiment, Stream, first
 from benchmarks.adaptation.learner import Online, Recipe, Work, copied, distill
-from benchmarks.adaptation.ruler import Counts, total
+from benchmarks.adaptation.offline_acceptance import Counts, total
 
 FROZEN, ONLINE, OFFLINE = "frozen", "online", "offline"
 WAYS = (FROZEN, ONLINE, OFFLINE)
@@ -49,12 +49,17 @@ class Adapted:
 
 
 def adapt(
-    lab: Lab, stream: Stream, kind: str, recipe: Recipe, most: float, report: Callable[[str], None] = lambda step: None
+    experiment: Experiment,
+    stream: Stream,
+    kind: str,
+    recipe: Recipe,
+    most: float,
+    report: Callable[[str], None] = lambda step: None,
 ) -> Adapted:
     """Measure the three ways on a stream.
 
     Args:
-        lab: where drafters come from.
+        experiment: where drafters come from.
         stream: what arrives, and what is only measured on.
         kind: of the drafter.
         recipe: how online learns; the other two learn with the same settings for as long as they get better.
@@ -64,24 +69,24 @@ def adapt(
     arriving: dict[str, list[Counts]] = {}
     unseen: dict[str, list[Counts]] = {}
     work: dict[str, Work] = {}
-    drafter = lab.fresh(kind)
+    drafter = experiment.fresh(kind)
     start = copied(drafter)
-    ruler = lab.ruler(drafter, stream)
+    offline = experiment.offline_acceptance(drafter, stream)
     for way, taught in ((FROZEN, first(stream, TENTH)), (OFFLINE, stream.arriving)):
         report(f"{stream.name}, {kind}: distilling {way} on {len(taught)} records")
         drafter.load_weights(start)
         work[way] = distill(drafter, taught, recipe, most)
-        measured = ruler.measure(drafter.weights(), [*stream.arriving, *stream.unseen])
+        measured = offline.measure(drafter.weights(), [*stream.arriving, *stream.unseen])
         counts = [one.counts for one in measured]
         arriving[way], unseen[way] = counts[: len(stream.arriving)], counts[len(stream.arriving) :]
     drafter.load_weights(start)
-    online = Online(drafter, recipe, ruler)
+    online = Online(drafter, recipe, offline)
 
     def tell(done: int) -> None:
         if done % 40 == 0:
             report(f"{stream.name}, {kind}: {done} of {len(stream.arriving)} records")
 
     arriving[ONLINE] = online.serve(stream.arriving, tell)
-    unseen[ONLINE] = [one.counts for one in ruler.measure(online.in_service, stream.unseen)]
+    unseen[ONLINE] = [one.counts for one in offline.measure(online.in_service, stream.unseen)]
     work[ONLINE] = online.work
     return Adapted(stream.name, kind, recipe.seed, arriving, unseen, work)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.adaptation.ruler import Counts, total
+from benchmarks.adaptation.offline_acceptance import Counts, total
 
 SHARES = (0.5, 0.8, 0.9)
 """Parts of the gain that are looked for."""

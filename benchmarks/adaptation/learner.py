@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from benchmarks.adaptation.ruler import Counts, Ruler
+from benchmarks.adaptation.offline_acceptance import Counts, OfflineAcceptance
 from benchmarks.adaptation.samples import Draw
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
@@ -62,7 +62,7 @@ class Online:
     Args:
         drafter: what serves in the beginning; it is trained in place.
         recipe: how it learns.
-        ruler: drafts for it.
+        offline: drafts for it.
         draw: records with the drafter's own samples; must be given where ``trainer.samples`` asks for them.
 
     Attributes:
@@ -71,10 +71,12 @@ class Online:
         work: what training did so far, drawing samples included.
     """
 
-    def __init__(self, drafter: Trainable, recipe: Recipe, ruler: Ruler, draw: Draw | None = None) -> None:
+    def __init__(
+        self, drafter: Trainable, recipe: Recipe, offline: OfflineAcceptance, draw: Draw | None = None
+    ) -> None:
         if recipe.settings.samples != "teacher" and draw is None:
             raise ValueError(f"{recipe.settings.samples} samples need somebody who draws them")
-        self._recipe, self._ruler, self._draw = recipe, ruler, draw
+        self._recipe, self._acceptance, self._draw = recipe, offline, draw
         self.learner = recipe.learner(drafter)
         self.served = deepcopy(drafter)
         self._budget = 0.0
@@ -90,7 +92,7 @@ class Online:
         counts: list[Counts] = []
         for start in range(0, len(traces), self._recipe.interval):
             group = traces[start : start + self._recipe.interval]
-            drafted = self._ruler.measure(self.in_service, group)
+            drafted = self._acceptance.measure(self.in_service, group)
             counts += [one.counts for one in drafted]
             began = time.process_time()
             marked = [one.mark(trace) for trace, one in zip(group, drafted, strict=True)]

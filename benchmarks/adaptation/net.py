@@ -16,7 +16,7 @@ import ray
 from torch import Tensor
 
 from benchmarks import serve
-from benchmarks.adaptation.meter import Meter
+from benchmarks.adaptation.service_sampler import ServiceSampler
 from benchmarks.adaptation.turn import Turn, turn_of
 from benchmarks.pair import BenchError
 from deploy.embedded import Embedded
@@ -189,7 +189,7 @@ def _pass(settings: Settings, first: First, traffic: Traffic, way: str, due: Seq
     with Embedded(settings) as service:
         if service.trainer is not None:
             _wait_for(service.trainer)
-        with Meter(service.url, key) as meter, _feeding(settings, own, service.redis_url, due):
+        with ServiceSampler(service.url, key) as sampler, _feeding(settings, own, service.redis_url, due):
             clients = serve.measure(traffic.prompts, service.url, load, key, report)
             if service.trainer is not None:
                 ray.get(service.trainer.pause.remote())  # what the last counters say is what the traffic cost
@@ -199,7 +199,7 @@ def _pass(settings: Settings, first: First, traffic: Traffic, way: str, due: Seq
         raise BenchError(f"{clients.tally.failed} of {clients.tally.sent} requests failed: {reason}")
     if said.get("failure"):
         raise BenchError(f"the trainer failed: {said['failure']}")
-    turn = turn_of(way, clients.figures(), meter.samples, settings, said)
+    turn = turn_of(way, clients.figures(), sampler.samples, settings, said)
     if not turn.versions or turn.versions[0][1] != FIRST_VERSION:
         raise BenchError("the service did not begin with the first drafter: it does not fit the drafter's settings")
     return turn

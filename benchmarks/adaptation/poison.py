@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.adaptation.lab import Lab, Stream
+from benchmarks.adaptation.experiment import Experiment, Stream
 from benchmarks.adaptation.learner import Online, Recipe, copied
+from benchmarks.adaptation.offline_acceptance import Counts, total
 from benchmarks.adaptation.recording import RecordingError
-from benchmarks.adaptation.ruler import Counts, total
 from osd.capture.trace import Trace
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.trainable import Trainable
@@ -67,7 +67,7 @@ class Poisoned:
 
 
 def poison(
-    lab: Lab,
+    experiment: Experiment,
     stream: Stream,
     poisoned: Sequence[Trace],
     kind: str,
@@ -75,9 +75,9 @@ def poison(
     report: Callable[[str], None] = lambda step: None,
 ) -> list[Poisoned]:
     """Learn a clean stream, the same with poison in it, and that without anchors."""
-    drafter = lab.fresh(kind)
+    drafter = experiment.fresh(kind)
     start = copied(drafter)
-    ruler = lab.ruler(drafter, stream, Stream(POISON, list(poisoned), []))
+    offline = experiment.offline_acceptance(drafter, stream, Stream(POISON, list(poisoned), []))
     bare = replace(recipe, settings=recipe.settings.model_copy(update={"anchors": 0.0}))
     found = []
     for way, arriving, chosen in (
@@ -87,9 +87,9 @@ def poison(
     ):
         report(f"{stream.name}, {kind}: {way}, {len(arriving)} records")
         drafter.load_weights(start)
-        online = Online(drafter, chosen, ruler)
+        online = Online(drafter, chosen, offline)
         online.serve(arriving)
-        clean = total([one.counts for one in ruler.measure(online.in_service, stream.unseen)])
+        clean = total([one.counts for one in offline.measure(online.in_service, stream.unseen)])
         found.append(Poisoned(way, clean, copied(online.served)))
     return found
 
@@ -129,7 +129,7 @@ CORRUPTIONS: dict[str, Callable[[Trainable, np.random.Generator], None]] = {
 
 
 def corrupted(
-    lab: Lab, stream: Stream, drafter: Trainable, recipe: Recipe, trials: int, seed: int = 0
+    experiment: Experiment, stream: Stream, drafter: Trainable, recipe: Recipe, trials: int, seed: int = 0
 ) -> dict[str, tuple[int, int]]:
     """Bring corrupted copies of ``drafter`` to the gate, which compares them with it; (promoted, tried) of each kind.
 
@@ -155,5 +155,5 @@ def corrupted(
             raise RecordingError(f"{stream.name}: {verdict.reason}; take more records")
         promoted, tried = found[name]
         found[name] = promoted + verdict.passed, tried + 1
-        lab.report(f"corrupted candidate {trial + 1} of {trials}, {name}: {verdict.reason}")
+        experiment.report(f"corrupted candidate {trial + 1} of {trials}, {name}: {verdict.reason}")
     return found

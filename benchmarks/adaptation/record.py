@@ -30,7 +30,7 @@ _CHUNK = 256  # prompt tokens of a round: nobody waits for the others' next toke
 
 
 @dataclass(frozen=True)
-class Studio:
+class RecordingSetup:
     """A target that can be recorded, its tokenizer, and what its recordings keep.
 
     ``reader`` is a drafter of the kind that reads hidden states: what it reads is captured, and it never drafts.
@@ -43,7 +43,7 @@ class Studio:
     take: Take
 
     @classmethod
-    def of(cls, settings: Settings, tokens: int) -> Studio:
+    def of(cls, settings: Settings, tokens: int) -> RecordingSetup:
         """Find the target.
 
         Raises:
@@ -82,7 +82,7 @@ class Studio:
 
 
 def record(
-    studio: Studio,
+    setup: RecordingSetup,
     recording: Recording,
     asked: Sequence[Asked],
     seconds: float,
@@ -93,7 +93,7 @@ def record(
     No prompt is begun after ``seconds``; those under way are finished.
 
     Args:
-        studio: the target.
+        setup: the target.
         recording: what is there already, and where the rest goes.
         asked: prompts, each of them with room for its tokens.
         seconds: to begin new prompts in.
@@ -109,14 +109,14 @@ def record(
             return 0
         updates: queue.Queue[Update] = queue.Queue()
         traces: queue.Queue[Trace] = queue.Queue()
-        engine = studio.engine(min(SLOTS, len(missing)), traces.put)
+        engine = setup.engine(min(SLOTS, len(missing)), traces.put)
         done, begun, flying = 0, time.monotonic(), 0
         waiting = iter(missing)
         engine.start()
         try:
             while True:
                 while flying < SLOTS and time.monotonic() - begun < seconds and (one := next(waiting, None)):
-                    _submit(engine, one, studio.take.tokens, updates)
+                    _submit(engine, one, setup.take.tokens, updates)
                     flying += 1
                 if not flying:
                     break

@@ -9,7 +9,7 @@ from typing import Self
 
 from torch import Tensor
 
-from benchmarks.adaptation.record import SLOTS, Studio
+from benchmarks.adaptation.record import SLOTS, RecordingSetup
 from benchmarks.streams import seconds_of
 from osd.capture.trace import Trace
 from osd.drafters.trainable import Trainable
@@ -27,15 +27,15 @@ class Rehearsal:
     way, and what the target says after each token that it rejects.
 
     Args:
-        studio: the target.
+        setup: the target.
         drafter: of the kind that drafts; ``draw`` takes the weights of any like it.
         depth: tokens of a draft.
     """
 
-    def __init__(self, studio: Studio, drafter: Trainable, depth: int) -> None:
-        self._studio = studio
+    def __init__(self, setup: RecordingSetup, drafter: Trainable, depth: int) -> None:
+        self._setup = setup
         self._traces: queue.Queue[Trace] = queue.Queue()
-        self._engine = studio.engine(SLOTS, self._traces.put, drafter, depth)
+        self._engine = setup.engine(SLOTS, self._traces.put, drafter, depth)
         self._version = 1
 
     def __enter__(self) -> Self:
@@ -58,7 +58,7 @@ class Rehearsal:
             return []
         self._version += 1
         self._engine.stage(self._version, {name: weight.clone() for name, weight in weights.items()})
-        several_cores(self._studio.settings.engine.threads)  # staging leaves this thread, which trains, one core
+        several_cores(self._setup.settings.engine.threads)  # staging leaves this thread, which trains, one core
         seconds_of(self._engine, [self._request(trace) for trace in traces])
         # The engine gives each trace right after the last update.
         found = {trace.request_id: trace for trace in (self._traces.get(timeout=60) for _ in traces)}

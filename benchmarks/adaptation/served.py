@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.adaptation.lab import Lab
+from benchmarks.adaptation.experiment import Experiment
 from benchmarks.pair import BenchError, reading_anew
 from benchmarks.streams import seconds_of
 from osd.capture.server import open_redis
@@ -49,16 +49,16 @@ class Served:
         return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def served(lab: Lab, drafter: Drafter, traces: Sequence[Trace], turns: int, report: Report) -> Served:
+def served(experiment: Experiment, drafter: Drafter, traces: Sequence[Trace], turns: int, report: Report) -> Served:
     """Send the prompts of ``traces`` with governed drafts, and plainly."""
-    growth = lab.settings.growth.model_copy(update={"governed": True})
-    engine = _engine(lab.settings.model_copy(update={"growth": growth}), lab, drafter, None)
+    growth = experiment.settings.growth.model_copy(update={"governed": True})
+    engine = _engine(experiment.settings.model_copy(update={"growth": growth}), experiment, drafter, None)
     ways = Served(Way("drafting", True, False, []), Way("plain", False, False, []))
-    return _compare(engine, lab, traces, ways, turns, report)
+    return _compare(engine, experiment, traces, ways, turns, report)
 
 
 def captured(
-    lab: Lab, drafter: Drafter, traces: Sequence[Trace], turns: int, report: Report
+    experiment: Experiment, drafter: Drafter, traces: Sequence[Trace], turns: int, report: Report
 ) -> tuple[Served, dict[str, int]]:
     """Send the prompts of ``traces`` with capture to a real Redis, and without; also the records written and dropped.
 
@@ -68,13 +68,13 @@ def captured(
         osd.capture.server.RedisError: there is no Redis.
         BenchError: records were neither written nor counted as dropped.
     """
-    redis = open_redis(lab.settings)
-    pieces = math.ceil(lab.size.tokens / lab.settings.capture.segment)
+    redis = open_redis(experiment.settings)
+    pieces = math.ceil(experiment.size.tokens / experiment.settings.capture.segment)
     due = 0
     try:
-        writer = TraceWriter(redis.url, lab.settings.capture)
+        writer = TraceWriter(redis.url, experiment.settings.capture)
         try:
-            engine = _engine(lab.settings, lab, drafter, writer)
+            engine = _engine(experiment.settings, experiment, drafter, writer)
             ways = Served(Way("with capture", True, True, []), Way("without", True, False, []))
 
             def finish(way: Way) -> None:
@@ -86,7 +86,7 @@ def captured(
                         raise BenchError(f"of {due} records {writer.counters()} are accounted for")
                     time.sleep(0.001)
 
-            found = _compare(engine, lab, traces, ways, turns, report, finish)
+            found = _compare(engine, experiment, traces, ways, turns, report, finish)
         finally:
             writer.close()
         return found, writer.counters()
@@ -94,13 +94,15 @@ def captured(
         redis.close()
 
 
-def _engine(settings: Settings, lab: Lab, drafter: Drafter, writer: TraceWriter | None) -> Engine:
-    return make_engine(reading_anew(settings), lab.studio.directory, lab.studio.tokenizer, Start(drafter, 1), writer)
+def _engine(settings: Settings, experiment: Experiment, drafter: Drafter, writer: TraceWriter | None) -> Engine:
+    return make_engine(
+        reading_anew(settings), experiment.setup.directory, experiment.setup.tokenizer, Start(drafter, 1), writer
+    )
 
 
 def _compare(
     engine: Engine,
-    lab: Lab,
+    experiment: Experiment,
     traces: Sequence[Trace],
     ways: Served,
     turns: int,
@@ -117,7 +119,7 @@ def _compare(
         for turn in range(turns + 1):
             report(f"{ways.one.name} and {ways.other.name}: turn {turn} of {turns}")
             for way in (ways.one, ways.other) if turn % 2 else (ways.other, ways.one):
-                speed = _send(engine, prompts, lab.size.tokens, way, finish)
+                speed = _send(engine, prompts, experiment.size.tokens, way, finish)
                 if turn:
                     way.speeds.append(speed)
     finally:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.adaptation.lab import Lab, Stream
+from benchmarks.adaptation.experiment import Experiment, Stream
 from benchmarks.adaptation.learner import Online, Recipe, Work, copied, distill
-from benchmarks.adaptation.ruler import Counts, total
+from benchmarks.adaptation.offline_acceptance import Counts, total
 
 TROUGH = 20
 """Records after a switch within which the trough is looked for, and records of one look."""
@@ -47,7 +47,7 @@ class Shifted:
 
 
 def shift(
-    lab: Lab,
+    experiment: Experiment,
     streams: Sequence[Stream],
     kind: str,
     recipe: Recipe,
@@ -58,7 +58,7 @@ def shift(
     """Let the streams arrive one after the other.
 
     Args:
-        lab: where drafters come from.
+        experiment: where drafters come from.
         streams: in the order of their coming.
         kind: of the drafter.
         recipe: how online learns.
@@ -66,9 +66,9 @@ def shift(
         most: passes of the frozen drafters.
         report: told what is done.
     """
-    drafter = lab.fresh(kind)
+    drafter = experiment.fresh(kind)
     start = copied(drafter)
-    ruler = lab.ruler(drafter, *streams)
+    offline = experiment.offline_acceptance(drafter, *streams)
     everything = [trace for stream in streams for trace in stream.arriving]
     frozen: dict[float, list[Counts]] = {}
     work: dict[str, Work] = {}
@@ -77,9 +77,9 @@ def shift(
         report(f"{kind}: distilling on {share:.0%} of everything, {len(taught)} records")
         drafter.load_weights(start)
         work[f"{share:.0%}"] = distill(drafter, taught, recipe, most)
-        frozen[share] = [one.counts for one in ruler.measure(drafter.weights(), everything)]
+        frozen[share] = [one.counts for one in offline.measure(drafter.weights(), everything)]
     drafter.load_weights(start)
-    learner = Online(drafter, recipe, ruler)
+    learner = Online(drafter, recipe, offline)
 
     def tell(done: int) -> None:
         if done % 40 == 0:

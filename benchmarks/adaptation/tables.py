@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from benchmarks.adaptation.ablate import Variant
 from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, PAPER, WAYS, Adapted
 from benchmarks.adaptation.curves import SHARES, Rise, Spread, windows
+from benchmarks.adaptation.offline_acceptance import Counts, total
 from benchmarks.adaptation.poison import Poisoned
 from benchmarks.adaptation.report import Plot, Table
-from benchmarks.adaptation.ruler import Counts, total
 from benchmarks.adaptation.served import Served
 from benchmarks.adaptation.shift import TROUGH, Shifted
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.adaptation.meter import Sample
+from benchmarks.adaptation.service_sampler import Sample
 from osd.config import Settings
 from osd.metrics import acceptance_rate
 

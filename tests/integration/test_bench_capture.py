@@ -8,22 +8,22 @@ from benchmarks.adaptation import served
 from benchmarks.adaptation.served import captured
 from benchmarks.pair import BenchError
 from osd.capture.stream import TraceWriter
-from tests.unit.benchmarks.adaptation.conftest import made_up, small_lab
+from tests.unit.benchmarks.adaptation.conftest import made_up, small_experiment
 
 WRITE = 0.15  # seconds
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    return small_lab(tmp_path_factory.mktemp("home"))
+def experiment(tmp_path_factory):
+    return small_experiment(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")
-def traces(lab):
-    return lab.recorded("tiny", lab.studio.asked(made_up(3), 120))
+def traces(experiment):
+    return experiment.recorded("tiny", experiment.setup.asked(made_up(3), 120))
 
 
-def test_with_capture_every_request_is_written_and_that_takes_its_time(lab, traces, monkeypatch):
+def test_with_capture_every_request_is_written_and_that_takes_its_time(experiment, traces, monkeypatch):
     write = TraceWriter._write
 
     def slowly(writer, trace):
@@ -31,15 +31,15 @@ def test_with_capture_every_request_is_written_and_that_takes_its_time(lab, trac
         return write(writer, trace)
 
     monkeypatch.setattr(TraceWriter, "_write", slowly)
-    found, counters = captured(lab, lab.fresh("eagle"), traces, 2, lambda step: None)
+    found, counters = captured(experiment, experiment.fresh("eagle"), traces, 2, lambda step: None)
     assert counters == {"written": 3 * 3, "dropped": 0}  # a warming turn and two, of the way that captures
     assert len(found.one.speeds) == len(found.other.speeds) == 2
-    assert max(found.one.speeds) < 3 * lab.size.tokens / (3 * WRITE)
+    assert max(found.one.speeds) < 3 * experiment.size.tokens / (3 * WRITE)
     assert min(found.other.speeds) > 0
 
 
-def test_records_that_get_lost_are_an_error(lab, traces, monkeypatch):
+def test_records_that_get_lost_are_an_error(experiment, traces, monkeypatch):
     monkeypatch.setattr(served, "_WRITE_SECONDS", 0.1)
     monkeypatch.setattr(TraceWriter, "offer", lambda writer, trace: True)
     with pytest.raises(BenchError, match="of 3 records"):
-        captured(lab, lab.fresh("eagle"), traces, 1, lambda step: None)
+        captured(experiment, experiment.fresh("eagle"), traces, 1, lambda step: None)

@@ -24,7 +24,7 @@ from osd.cli.bench.recorded import (
     check_files,
     check_kinds,
     conclude,
-    open_lab,
+    open_experiment,
 )
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 
@@ -59,11 +59,11 @@ def adapt(
     from benchmarks.adaptation.tables import adapt_plot, adapt_tables
 
     tables, plots, figures = [], [], []
-    with open_lab(settings, stream, records, unseen, tokens, minutes) as (lab, streams):
+    with open_experiment(settings, stream, records, unseen, tokens, minutes) as (experiment, streams):
         for one in streams:
             for kind in kinds:
-                recipe = lab.recipe(passes, interval, 0)
-                found = [run(lab, one, kind, replace(recipe, seed=seed), most, say) for seed in range(seeds)]
+                recipe = experiment.recipe(passes, interval, 0)
+                found = [run(experiment, one, kind, replace(recipe, seed=seed), most, say) for seed in range(seeds)]
                 tables += adapt_tables(found, 100)
                 plots.append(adapt_plot(found[0]))
                 figures += [asdict(result) for result in found]
@@ -99,10 +99,12 @@ def shift(
     from benchmarks.adaptation.tables import shift_plot, shift_tables
 
     tables, plots, figures = [], [], []
-    with open_lab(settings, stream, records, 0, tokens, minutes) as (lab, streams):
+    with open_experiment(settings, stream, records, 0, tokens, minutes) as (experiment, streams):
         for kind in kinds:
-            recipe = lab.recipe(passes, interval, 0)
-            found = [run(lab, streams, kind, replace(recipe, seed=seed), share, most, say) for seed in range(seeds)]
+            recipe = experiment.recipe(passes, interval, 0)
+            found = [
+                run(experiment, streams, kind, replace(recipe, seed=seed), share, most, say) for seed in range(seeds)
+            ]
             tables += shift_tables(found)
             plots.append(shift_plot(found[0], {one.name: len(one.arriving) for one in streams}))
             figures += [asdict(result) for result in found]
@@ -148,13 +150,16 @@ def ablate(
         if name not in names:
             fail("--ablation domains needs --stream at least twice")
     tables, plots, figures = [], [], {}
-    with open_lab(settings, stream, records, unseen, tokens, minutes) as (lab, streams):
-        recipe = lab.recipe(passes, interval, 0)
+    with open_experiment(settings, stream, records, unseen, tokens, minutes) as (experiment, streams):
+        recipe = experiment.recipe(passes, interval, 0)
         for name in ablation or names:
             if name == "domains":
-                learned, found = streams, bench.domains(lab, streams, drafter, recipe, range(seeds), say)
+                learned, found = streams, bench.domains(experiment, streams, drafter, recipe, range(seeds), say)
             else:
-                learned, found = streams[:1], bench.ablate(lab, streams[0], drafter, recipe, name, range(seeds), say)
+                learned, found = (
+                    streams[:1],
+                    bench.ablate(experiment, streams[0], drafter, recipe, name, range(seeds), say),
+                )
             title = f"{name}, {drafter}, {records} records of {' and of '.join(one.name for one in learned)}"
             tables.append(ablate_table(title, found))
             plots.append(ablate_plot(title, found))
@@ -190,17 +195,17 @@ def poison(
     from benchmarks.adaptation.served import served
     from benchmarks.adaptation.tables import corrupted_table, poison_table, served_table
 
-    with open_lab(settings, stream, records, unseen, tokens, minutes) as (lab, streams):
-        recipe = lab.recipe(passes, interval, 0)
+    with open_experiment(settings, stream, records, unseen, tokens, minutes) as (experiment, streams):
+        recipe = experiment.recipe(passes, interval, 0)
         wanted = bench.beside(records, share)
-        poisoned = lab.recorded(bench.POISON, lab.asked(bench.POISON, bench.prompts(wanted), wanted))
-        found = bench.poison(lab, streams[0], poisoned, drafter, recipe, say)
-        taught = lab.fresh(drafter)
+        poisoned = experiment.recorded(bench.POISON, experiment.asked(bench.POISON, bench.prompts(wanted), wanted))
+        found = bench.poison(experiment, streams[0], poisoned, drafter, recipe, say)
+        taught = experiment.fresh(drafter)
         taught.load_weights(found[0].weights)
-        promoted = bench.corrupted(lab, streams[0], taught, recipe, trials)
+        promoted = bench.corrupted(experiment, streams[0], taught, recipe, trials)
         taught.load_weights(found[1].weights)
         sent = bench.traffic(streams[0].unseen, poisoned, share)
-        speed = served(lab, taught, sent, turns, say)
+        speed = served(experiment, taught, sent, turns, say)
     tables = [
         poison_table(f"{share:.0%} poison in {streams[0].name}, {drafter}", found),
         corrupted_table(promoted),

@@ -19,7 +19,7 @@ from osd.cli.bench.recorded import (
     check_files,
     check_kinds,
     conclude,
-    open_lab,
+    open_experiment,
 )
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.config import drafter_of
@@ -81,14 +81,14 @@ def net(
         check_port(settings.serving.host, settings.serving.port)
     except (TrafficError, *START_ERRORS) as error:
         fail(error)
-    with open_lab(settings, [before], records, _CAPTURE_PROMPTS, tokens, minutes) as (lab, (known,)):
-        first = lab.fresh(drafter)
+    with open_experiment(settings, [before], records, _CAPTURE_PROMPTS, tokens, minutes) as (experiment, (known,)):
+        first = experiment.fresh(drafter)
         say(f"distilling on {len(known.arriving)} records of {known.name}")
-        work = distill(first, known.arriving, lab.recipe(passes, 8, 0), most)
+        work = distill(first, known.arriving, experiment.recipe(passes, 8, 0), most)
         try:
-            speed, traces = captured(lab, first, known.unseen, _CAPTURE_TURNS, say)
+            speed, traces = captured(experiment, first, known.unseen, _CAPTURE_TURNS, say)
             one_core()  # from here on the replica and the trainer compute, not this process
-            target = settings.target.model_copy(update={"source": str(lab.studio.directory)})
+            target = settings.target.model_copy(update={"source": str(experiment.setup.directory)})
             service = settings.model_copy(update={"target": target})
             found = bench.net(service, bench.First(first.config(), first.weights()), traffic, load, turns, say)
         except (BenchError, *START_ERRORS) as error:

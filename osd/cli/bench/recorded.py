@@ -13,7 +13,7 @@ from osd.cli.bench.options import check_output, loading, say, write
 from osd.cli.common import fail, stop_signals
 
 if TYPE_CHECKING:
-    from benchmarks.adaptation.lab import Lab, Stream
+    from benchmarks.adaptation.experiment import Experiment, Stream
     from benchmarks.adaptation.report import Plot, Table
     from osd.config import Settings
 
@@ -36,11 +36,11 @@ Markdown = Annotated[Path | None, typer.Option(help="Write the tables here, as M
 
 
 @contextmanager
-def open_lab(
+def open_experiment(
     settings: Settings, files: Sequence[Path], records: int, unseen: int, tokens: int, minutes: float
-) -> Generator[tuple[Lab, list[Stream]]]:
-    """A lab with the streams recorded, or the end of the command."""
-    from benchmarks.adaptation.lab import Lab, Size
+) -> Generator[tuple[Experiment, list[Stream]]]:
+    """An experiment with its streams recorded, or the end of the command."""
+    from benchmarks.adaptation.experiment import Experiment, Size
     from benchmarks.adaptation.recording import RecordingError
     from osd.drafters import DrafterError
     from osd.runtime.device import several_cores
@@ -57,17 +57,17 @@ def open_lab(
         try:
             with loading():
                 prompts = {file.stem: read(file) for file in files}
-                lab = Lab.of(settings, Size(records, unseen, tokens, minutes=minutes), say)
-            streams = [lab.stream(name, some) for name, some in prompts.items()]
+                experiment = Experiment.of(settings, Size(records, unseen, tokens, minutes=minutes), say)
+            streams = [experiment.stream(name, some) for name, some in prompts.items()]
             several_cores(settings.engine.threads)
-            yield lab, streams
+            yield experiment, streams
         except (RecordingError, DrafterError) as error:
             fail(error)
 
 
 def check_kinds(asked: list[str] | None) -> list[str]:
     """The drafters to measure, or the end of the command."""
-    from benchmarks.adaptation.lab import KINDS
+    from benchmarks.adaptation.experiment import KINDS
 
     for kind in asked or ():
         if kind not in KINDS:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.adaptation.lab import Lab, Size
+from benchmarks.adaptation.experiment import Experiment, Size
 from osd.config import ChainSettings, EagleSettings, EngineSettings, Settings, TargetSettings, TrainerSettings
 from osd.traffic.prompt import Prompt
 from tests.tiny import make_tiny
@@ -17,7 +17,7 @@ def made_up(count: int, name: str = "tiny", seed: int = 0) -> list[Prompt]:
     return [Prompt(f"{name}-{index}", name, (text,)) for index, text in enumerate(texts)]
 
 
-def small_lab(home: Path) -> Lab:
+def small_experiment(home: Path) -> Experiment:
     settings = Settings(
         home=home,
         target=TargetSettings(source=str(make_tiny(home / "tiny")), dtype="float32"),
@@ -26,14 +26,14 @@ def small_lab(home: Path) -> Lab:
         growth=ChainSettings(depth=3, governed=False),
         trainer=TrainerSettings(min_records=4, steps_per_candidate=20, held_out=0.2, learning_rate=3e-3, unroll=2),
     )
-    return Lab.of(settings, Size(records=24, unseen=8, tokens=12, longest=120))
+    return Experiment.of(settings, Size(records=24, unseen=8, tokens=12, longest=120))
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory):
-    return small_lab(tmp_path_factory.mktemp("home"))
+def experiment(tmp_path_factory):
+    return small_experiment(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="session")
-def stream(lab):
-    return lab.stream("tiny", made_up(32))
+def stream(experiment):
+    return experiment.stream("tiny", made_up(32))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.adaptation.curves import Rise, Spread, windows
-from benchmarks.adaptation.ruler import Counts
+from benchmarks.adaptation.offline_acceptance import Counts
 from benchmarks.adaptation.shift import phase
 
 

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from benchmarks.adaptation import poison
 from benchmarks.adaptation.ablate import ABLATIONS, ablate, domains
-from benchmarks.adaptation.lab import Stream
-from benchmarks.adaptation.ruler import total
+from benchmarks.adaptation.experiment import Stream
+from benchmarks.adaptation.offline_acceptance import total
 from benchmarks.adaptation.shift import shift
 from osd.cli.app import app
 from osd.config import TrainerSettings
@@ -23,25 +23,25 @@ def halves(stream):
     )
 
 
-def test_a_shift_measures_every_record_of_each_stream_in_order(lab, stream):
-    recipe = replace(lab.recipe(passes=2, interval=4, seed=0), gated=False)
-    found = shift(lab, halves(stream), "eagle", recipe, [0.5, 1.0], most=2)
+def test_a_shift_measures_every_record_of_each_stream_in_order(experiment, stream):
+    recipe = replace(experiment.recipe(passes=2, interval=4, seed=0), gated=False)
+    found = shift(experiment, halves(stream), "eagle", recipe, [0.5, 1.0], most=2)
     assert [phase.stream for phase in found.phases] == ["a", "b"]
     assert len(found.online) == 24
     assert set(found.frozen) == {0.5, 1.0}
     assert found.work["100%"].positions > 1.5 * found.work["50%"].positions
-    drafter = lab.fresh("eagle")
-    first = lab.ruler(drafter, stream).measure(drafter.weights(), stream.arriving[:4])
+    drafter = experiment.fresh("eagle")
+    first = experiment.offline_acceptance(drafter, stream).measure(drafter.weights(), stream.arriving[:4])
     assert found.online[:4] == [one.counts for one in first]
     for phase in found.phases:
         assert set(phase.frozen) == {0.5, 1.0}
 
 
-def test_every_variant_of_an_ablation_starts_from_the_same_drafter(lab, stream):
-    recipe = replace(lab.recipe(passes=1, interval=8, seed=0), gated=False)
-    found = ablate(lab, stream, "eagle", recipe, "positions", [0, 1])
+def test_every_variant_of_an_ablation_starts_from_the_same_drafter(experiment, stream):
+    recipe = replace(experiment.recipe(passes=1, interval=8, seed=0), gated=False)
+    found = ablate(experiment, stream, "eagle", recipe, "positions", [0, 1])
     assert [variant.name for variant in found] == list(ABLATIONS["positions"])
-    again = ablate(lab, stream, "eagle", recipe, "positions", [0, 1])
+    again = ablate(experiment, stream, "eagle", recipe, "positions", [0, 1])
     assert [(v.arriving, v.unseen, v.length) for v in found] == [(v.arriving, v.unseen, v.length) for v in again]
     assert len({(variant.arriving, variant.unseen, variant.length) for variant in found}) > 1
     assert all(len(variant.work) == 2 for variant in found)
@@ -51,8 +51,8 @@ def test_every_variant_of_an_ablation_starts_from_the_same_drafter(lab, stream):
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
-def test_every_variant_of_an_ablation_is_another_recipe(lab, name):
-    recipe = lab.recipe(passes=8, interval=8, seed=0)
+def test_every_variant_of_an_ablation_is_another_recipe(experiment, name):
+    recipe = experiment.recipe(passes=8, interval=8, seed=0)
     changed = [change(recipe) for change in ABLATIONS[name].values()]
     assert len({one.settings.model_dump_json() + str(replace(one, settings=TrainerSettings())) for one in changed}) == (
         len(changed)
@@ -61,23 +61,25 @@ def test_every_variant_of_an_ablation_is_another_recipe(lab, name):
         TrainerSettings.model_validate(one.settings.model_dump())
 
 
-def test_one_drafter_is_compared_with_one_for_each_domain(lab, stream):
-    recipe = replace(lab.recipe(passes=1, interval=4, seed=0), gated=False)
-    found = domains(lab, halves(stream), "eagle", recipe, [0])
+def test_one_drafter_is_compared_with_one_for_each_domain(experiment, stream):
+    recipe = replace(experiment.recipe(passes=1, interval=4, seed=0), gated=False)
+    found = domains(experiment, halves(stream), "eagle", recipe, [0])
     assert [variant.name for variant in found] == ["one for all", "one a domain"]
     assert [len(variant.work) for variant in found] == [1, 2]
     first, second = halves(stream)
-    fresh = lab.fresh("eagle")
-    before = lab.ruler(fresh, stream).measure(fresh.weights(), [*first.arriving[:2], *second.arriving[:2]])
+    fresh = experiment.fresh("eagle")
+    before = experiment.offline_acceptance(fresh, stream).measure(
+        fresh.weights(), [*first.arriving[:2], *second.arriving[:2]]
+    )
     a, b, c, d = (one.counts for one in before)
     for variant in found:  # nothing is learned before the fifth record
         assert variant.curve[:4] == [a, c, b, d]
         assert total(variant.curve).agreement == variant.arriving.values[0]
 
 
-def command(lab, tmp_path, *arguments):
+def command(experiment, tmp_path, *arguments):
     config = tmp_path / "osd.yaml"
-    config.write_text(json.dumps(json.loads(lab.settings.model_dump_json(exclude_defaults=True))))
+    config.write_text(json.dumps(json.loads(experiment.settings.model_dump_json(exclude_defaults=True))))
     return CliRunner().invoke(app, ["bench", *map(str, arguments), "--config", str(config)])
 
 
@@ -93,12 +95,12 @@ def streams_of(tmp_path, *names):
     return paths
 
 
-def test_the_command_writes_its_tables_its_plot_and_every_figure(lab, tmp_path):
+def test_the_command_writes_its_tables_its_plot_and_every_figure(experiment, tmp_path):
     (stream,) = streams_of(tmp_path, "tiny")
     files = [tmp_path / name for name in ("a.json", "a.svg", "a.md")]
     result = command(
-        lab, tmp_path, "adapt", "--stream", stream, "--drafter", "eagle", "--records", 24, "--unseen", 8, "--tokens",
-        12, "--passes", 1, "--most", 2, "--json", files[0], "--plot", files[1], "--markdown", files[2],
+        experiment, tmp_path, "adapt", "--stream", stream, "--drafter", "eagle", "--records", 24, "--unseen", 8,
+        "--tokens", 12, "--passes", 1, "--most", 2, "--json", files[0], "--plot", files[1], "--markdown", files[2],
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     figures = json.loads(files[0].read_text())
@@ -108,12 +110,12 @@ def test_the_command_writes_its_tables_its_plot_and_every_figure(lab, tmp_path):
     assert "beside the paper" in result.output
 
 
-def test_the_command_draws_how_acceptance_rose_with_each_value_of_a_setting(lab, tmp_path):
+def test_the_command_draws_how_acceptance_rose_with_each_value_of_a_setting(experiment, tmp_path):
     streams = streams_of(tmp_path, "tiny", "small")
     asked = [value for stream in streams for value in ("--stream", stream)]
     picture, text = tmp_path / "a.svg", tmp_path / "a.md"
     result = command(
-        lab, tmp_path, "ablate", *asked, "--ablation", "positions", "--ablation", "domains", "--records", 24,
+        experiment, tmp_path, "ablate", *asked, "--ablation", "positions", "--ablation", "domains", "--records", 24,
         "--unseen", 8, "--tokens", 12, "--passes", 1, "--seeds", 1, "--plot", picture, "--markdown", text,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -122,21 +124,21 @@ def test_the_command_draws_how_acceptance_rose_with_each_value_of_a_setting(lab,
     assert "domains, eagle, 24 records of tiny and of small: accepted" in text.read_text()
 
 
-def poisoned(lab, tmp_path):
+def poisoned(experiment, tmp_path):
     """What ``osd bench poison`` says with 30% poison, on one line, and its figures."""
     (stream,) = streams_of(tmp_path, "tiny")
     file = tmp_path / "a.json"
     result = command(
-        lab, tmp_path, "poison", "--stream", stream, "--share", 0.3, "--records", 24, "--unseen", 8, "--tokens", 16,
-        "--passes", 1, "--trials", 3, "--turns", 1, "--set", "trainer.held_out=0.9", "--set", "trainer.anchors=0.05",
-        "--set", "engine.context=320", "--json", file,
+        experiment, tmp_path, "poison", "--stream", stream, "--share", 0.3, "--records", 24, "--unseen", 8,
+        "--tokens", 16, "--passes", 1, "--trials", 3, "--turns", 1, "--set", "trainer.held_out=0.9",
+        "--set", "trainer.anchors=0.05", "--set", "engine.context=320", "--json", file,
     )  # fmt: skip
     assert file.exists(), result.output
     return result.exit_code, " ".join(result.output.split()), json.loads(file.read_text())
 
 
-def test_the_command_sends_as_much_poison_as_asked(lab, tmp_path):
-    code, said, figures = poisoned(lab, tmp_path)
+def test_the_command_sends_as_much_poison_as_asked(experiment, tmp_path):
+    code, said, figures = poisoned(experiment, tmp_path)
     assert code == 0
     assert "30% poison in tiny" in said
     assert "governed drafts on 11 prompts of the poisoned stream" in said  # 8 clean ones and 3
@@ -144,9 +146,9 @@ def test_the_command_sends_as_much_poison_as_asked(lab, tmp_path):
     assert figures["corrupted"] == {name: [0, 1] for name in poison.CORRUPTIONS}
 
 
-def test_the_command_fails_when_a_corrupted_candidate_is_promoted(lab, tmp_path, monkeypatch):
+def test_the_command_fails_when_a_corrupted_candidate_is_promoted(experiment, tmp_path, monkeypatch):
     monkeypatch.setattr(poison, "CORRUPTIONS", {"nothing": lambda drafter, random: None})
-    code, said, _ = poisoned(lab, tmp_path)
+    code, said, _ = poisoned(experiment, tmp_path)
     assert code == 1
     assert "3 corrupted candidates were promoted" in said
 
@@ -165,8 +167,8 @@ def test_the_command_fails_when_a_corrupted_candidate_is_promoted(lab, tmp_path,
         (["adapt", "--markdown", "/nowhere/a.md"], "--markdown: cannot write /nowhere/a.md"),
     ],
 )
-def test_what_cannot_be_measured_ends_with_one_sentence(lab, tmp_path, arguments, sentence):
+def test_what_cannot_be_measured_ends_with_one_sentence(experiment, tmp_path, arguments, sentence):
     (stream,) = streams_of(tmp_path, "tiny")
-    result = command(lab, tmp_path, arguments[0], "--stream", stream, "--tokens", 12, *arguments[1:])
+    result = command(experiment, tmp_path, arguments[0], "--stream", stream, "--tokens", 12, *arguments[1:])
     assert result.exit_code == 2
     assert sentence in " ".join(result.output.split())

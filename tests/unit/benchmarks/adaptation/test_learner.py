@@ -8,27 +8,27 @@ import torch
 from benchmarks.adaptation import learner
 from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, WAYS, adapt
 from benchmarks.adaptation.learner import Online, copied, distill
-from benchmarks.adaptation.ruler import total
+from benchmarks.adaptation.offline_acceptance import total
 from osd.learning.evaluation import evaluate
 from osd.learning.online import empty_replay, held_out
 from osd.learning.replay import is_held_out
 
 
 @pytest.fixture
-def recipe(lab):
-    return lab.recipe(passes=4, interval=4, seed=0)
+def recipe(experiment):
+    return experiment.recipe(passes=4, interval=4, seed=0)
 
 
-def measured(ruler, drafter, texts):
-    return total([one.counts for one in ruler.measure(drafter.weights(), texts)])
+def measured(offline, drafter, texts):
+    return total([one.counts for one in offline.measure(drafter.weights(), texts)])
 
 
-def test_each_record_is_drafted_for_before_anything_is_learned_from_it(lab, stream, recipe):
-    drafter = lab.fresh("language_model")
-    ruler = lab.ruler(drafter, stream)
-    fresh = [one.counts for one in ruler.measure(drafter.weights(), stream.arriving)]
+def test_each_record_is_drafted_for_before_anything_is_learned_from_it(experiment, stream, recipe):
+    drafter = experiment.fresh("language_model")
+    offline = experiment.offline_acceptance(drafter, stream)
+    fresh = [one.counts for one in offline.measure(drafter.weights(), stream.arriving)]
     seen = []
-    whole = ruler.measure
+    whole = offline.measure
 
     class Watched:
         def measure(self, weights, traces):
@@ -47,26 +47,26 @@ def test_each_record_is_drafted_for_before_anything_is_learned_from_it(lab, stre
 
 
 @pytest.mark.parametrize("kind", ["eagle", "language_model"])
-def test_learning_a_stream_again_and_again_raises_what_is_accepted_of_it(lab, stream, recipe, kind):
-    drafter = lab.fresh(kind)
-    ruler = lab.ruler(drafter, stream)
+def test_learning_a_stream_again_and_again_raises_what_is_accepted_of_it(experiment, stream, recipe, kind):
+    drafter = experiment.fresh(kind)
+    offline = experiment.offline_acceptance(drafter, stream)
     # So few records that a third is held out, whatever trainer.held_out says.
     learnt = [trace for trace in stream.arriving if not is_held_out(trace.request_id, 1 / 3)]
-    before = measured(ruler, drafter, learnt).agreement
-    online = Online(drafter, replace(recipe, passes=30, gated=False), ruler)
+    before = measured(offline, drafter, learnt).agreement
+    online = Online(drafter, replace(recipe, passes=30, gated=False), offline)
     online.serve(stream.arriving)
-    after = total([one.counts for one in ruler.measure(online.in_service, learnt)]).agreement
+    after = total([one.counts for one in offline.measure(online.in_service, learnt)]).agreement
     assert after > before + 0.05
     assert online.work.positions >= 30 * sum(len(trace.completion_ids.numpy()) for trace in learnt)
     assert online.work.cpu_seconds > 0
 
 
-def test_the_gate_keeps_in_service_what_training_spoiled_does_not_replace(lab, stream, recipe):
-    drafter = lab.fresh("eagle")
+def test_the_gate_keeps_in_service_what_training_spoiled_does_not_replace(experiment, stream, recipe):
+    drafter = experiment.fresh("eagle")
     distill(drafter, stream.arriving, recipe, most=40)
-    ruler = lab.ruler(drafter, stream)
+    offline = experiment.offline_acceptance(drafter, stream)
     settings = recipe.settings.model_copy(update={"learning_rate": 10.0, "steps_per_candidate": 4})
-    online = Online(drafter, replace(recipe, settings=settings), ruler)
+    online = Online(drafter, replace(recipe, settings=settings), offline)
     online.learner.gate = replace(online.learner.gate, min_positions=1)
     start = copied(drafter)
     online.serve(stream.arriving)
@@ -75,18 +75,18 @@ def test_the_gate_keeps_in_service_what_training_spoiled_does_not_replace(lab, s
     assert all(torch.equal(start[name], weight) for name, weight in online.in_service.items())
 
 
-def test_a_candidate_without_enough_held_out_to_judge_by_is_not_published(lab, stream, recipe):
-    drafter = lab.fresh("eagle")
+def test_a_candidate_without_enough_held_out_to_judge_by_is_not_published(experiment, stream, recipe):
+    drafter = experiment.fresh("eagle")
     start = copied(drafter)
-    online = Online(drafter, replace(recipe, passes=20), lab.ruler(drafter, stream))
+    online = Online(drafter, replace(recipe, passes=20), experiment.offline_acceptance(drafter, stream))
     online.serve(stream.arriving)  # some 60 held-out positions, and the gate asks for 256
     assert online.work.steps > recipe.settings.steps_per_candidate
     assert (online.work.published, online.work.rejected) == (0, 0)
     assert all(torch.equal(start[name], weight) for name, weight in online.in_service.items())
 
 
-def test_distilling_ends_when_it_helps_no_longer_and_keeps_the_best_weights(lab, stream, recipe, monkeypatch):
-    drafter, found = lab.fresh("eagle"), []
+def test_distilling_ends_when_it_helps_no_longer_and_keeps_the_best_weights(experiment, stream, recipe, monkeypatch):
+    drafter, found = experiment.fresh("eagle"), []
 
     def watched(*arguments):
         figures = evaluate(*arguments)
@@ -106,8 +106,8 @@ def test_distilling_ends_when_it_helps_no_longer_and_keeps_the_best_weights(lab,
     assert work.steps > 0
 
 
-def test_the_three_ways_are_measured_on_the_same_records(lab, stream, recipe):
-    found = adapt(lab, stream, "eagle", recipe, most=8)
+def test_the_three_ways_are_measured_on_the_same_records(experiment, stream, recipe):
+    found = adapt(experiment, stream, "eagle", recipe, most=8)
     assert set(found.arriving) == set(found.unseen) == set(found.work) == set(WAYS)
     for way in WAYS:
         assert len(found.arriving[way]) == len(stream.arriving)
@@ -116,8 +116,8 @@ def test_the_three_ways_are_measured_on_the_same_records(lab, stream, recipe):
     assert found.work[OFFLINE].positions > 3 * found.work[FROZEN].positions
     seen = total(found.arriving[OFFLINE]).agreement
     assert seen > total(found.arriving[FROZEN]).agreement
-    drafter = lab.fresh("eagle")
-    first = lab.ruler(drafter, stream).measure(drafter.weights(), stream.arriving[:4])
+    drafter = experiment.fresh("eagle")
+    first = experiment.offline_acceptance(drafter, stream).measure(drafter.weights(), stream.arriving[:4])
     assert found.arriving[ONLINE][:4] == [one.counts for one in first]
     gain = total(found.unseen[ONLINE]).agreement - total(found.unseen[FROZEN]).agreement
     assert found.gain() == gain

@@ -12,10 +12,10 @@ import torch
 from pydantic import SecretStr
 
 from benchmarks.adaptation import net
-from benchmarks.adaptation.meter import Sample
 from benchmarks.adaptation.net import FED, FROZEN, ORDERS, TRAINING, WAYS, Traffic
 from benchmarks.adaptation.net_tables import FIGURES, capacity_note, net_plots, net_table
 from benchmarks.adaptation.report import write_plot
+from benchmarks.adaptation.service_sampler import Sample
 from benchmarks.adaptation.turn import Turn, turn_of
 from benchmarks.pair import BenchError
 from benchmarks.serve import Found
@@ -109,7 +109,7 @@ class Service:
         self.said = [{"detail": "starting", "failure": ""}, {"detail": "waiting", "failure": ""}]
         self.url, self.redis_url, self.trainer = "http://nowhere", "redis://127.0.0.1:1", None
         monkeypatch.setattr(net, "Embedded", self.embedded)
-        monkeypatch.setattr(net, "Meter", self.meter)
+        monkeypatch.setattr(net, "ServiceSampler", self.sampler)
         monkeypatch.setattr(net.serve, "measure", self.measure)
         monkeypatch.setattr(net.ray, "get", lambda answer: answer)
 
@@ -125,7 +125,7 @@ class Service:
         self.calls.append("down")
 
     @contextmanager
-    def meter(self, url, key):
+    def sampler(self, url, key):
         self.calls.append(f"first look at {url} with {key}")
         yield self
         self.calls.append("last look")
@@ -306,11 +306,11 @@ def test_the_plots_show_acceptance_and_speed_of_every_way(tmp_path):
         (["--plot", "a.png"], "--plot: the name must end with .svg, not a.png"),
     ],
 )
-def test_what_cannot_be_sent_ends_with_one_sentence(lab, tmp_path, arguments, sentence):
+def test_what_cannot_be_sent_ends_with_one_sentence(experiment, tmp_path, arguments, sentence):
     (stream,) = streams_of(tmp_path, "tiny")
     rows = "".join(f"2023-11-16 18:15:{n:02}.0000000,{n + 1}\n" for n in range(20))
     (tmp_path / "trace.csv").write_text("TIMESTAMP,GeneratedTokens\n" + rows)
     given = ["--before", stream, "--stream", stream, "--arrivals", tmp_path / "trace.csv", "--requests", 16]
-    result = command(lab, tmp_path, "net", *given, *arguments)
+    result = command(experiment, tmp_path, "net", *given, *arguments)
     assert result.exit_code == 2, result.output
     assert sentence in " ".join(result.output.split())

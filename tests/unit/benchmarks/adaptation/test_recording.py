@@ -59,14 +59,14 @@ def test_a_prompt_is_named_by_its_tokens_alone():
     assert Asked.of("a", [1, 2]).id == Asked.of("b", [1, 2]).id != Asked.of("a", [2, 1]).id
 
 
-def test_recording_stops_in_time_and_goes_on_with_what_is_missing(lab):
-    asked = lab.studio.asked(made_up(6, "other", seed=5), 120)
-    recording = Recording(lab.settings.home_dir, "other", lab.studio.take)
-    assert record(lab.studio, recording, asked, 0.0) == 6
-    assert record(lab.studio, recording, asked[:2], 60.0) == 0
+def test_recording_stops_in_time_and_goes_on_with_what_is_missing(experiment):
+    asked = experiment.setup.asked(made_up(6, "other", seed=5), 120)
+    recording = Recording(experiment.settings.home_dir, "other", experiment.setup.take)
+    assert record(experiment.setup, recording, asked, 0.0) == 6
+    assert record(experiment.setup, recording, asked[:2], 60.0) == 0
     first = recording.path.read_bytes()
     told = []
-    assert record(lab.studio, recording, asked, 60.0, lambda done, total: told.append((done, total))) == 0
+    assert record(experiment.setup, recording, asked, 60.0, lambda done, total: told.append((done, total))) == 0
     assert told == [(3, 6), (4, 6), (5, 6), (6, 6)]
     assert recording.path.read_bytes().startswith(first)
     found = recording.read(one.id for one in asked)
@@ -75,19 +75,19 @@ def test_recording_stops_in_time_and_goes_on_with_what_is_missing(lab):
         assert tuple(trace.prompt_ids.numpy().tolist()) == one.prompt_ids
         assert trace.domain == "other"
         assert trace.hidden is not None
-        assert 1 <= len(trace.completion_ids.numpy()) <= lab.size.tokens
+        assert 1 <= len(trace.completion_ids.numpy()) <= experiment.size.tokens
         # Greedy: the text is what the target finds most probable.
         assert trace.completion_ids.numpy().tolist() == trace.target_ids.numpy()[:, 0].tolist()
 
 
-def test_the_same_prompt_is_recorded_once_and_too_long_ones_never(lab):
+def test_the_same_prompt_is_recorded_once_and_too_long_ones_never(experiment):
     prompts = made_up(3)
-    asked = lab.studio.asked([*prompts, *prompts], 120)
+    asked = experiment.setup.asked([*prompts, *prompts], 120)
     assert len(asked) == 3
     longest = max(len(one.prompt_ids) for one in asked)
-    assert len(lab.studio.asked(prompts, longest - 1)) < 3
+    assert len(experiment.setup.asked(prompts, longest - 1)) < 3
 
 
-def test_a_stream_without_enough_prompts_is_refused(lab):
+def test_a_stream_without_enough_prompts_is_refused(experiment):
     with pytest.raises(RecordingError, match="short has 5 prompts of at most 120 tokens, not 32"):
-        lab.stream("short", made_up(5))
+        experiment.stream("short", made_up(5))

@@ -23,14 +23,14 @@ def answer(trace: Trace) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=["eagle", "language_model"])
-def drawn(lab, stream, request):
+def drawn(experiment, stream, request):
     """Records, and the same as drafters of two sets of weights draw in them."""
-    drafter = lab.fresh(request.param)
+    drafter = experiment.fresh(request.param)
     weights = copied(drafter)
     torch.manual_seed(1)
     others = {name: torch.randn_like(w) * w.std() if w.is_floating_point() else w for name, w in weights.items()}
     records = stream.arriving[:5]
-    with Rehearsal(lab.studio, drafter, DEPTH) as rehearsal:
+    with Rehearsal(experiment.setup, drafter, DEPTH) as rehearsal:
         mine, theirs = rehearsal.draw(weights, records), rehearsal.draw(others, records)
         again = rehearsal.draw(weights, records)
         assert rehearsal.draw(weights, []) == []
@@ -51,9 +51,9 @@ def test_the_drafter_whose_weights_are_given_drafts(drawn):
     assert drafted[0] == drafted[2] != drafted[1]
 
 
-def test_the_target_scores_what_comes_after_each_rejected_token(lab, drawn):
+def test_the_target_scores_what_comes_after_each_rejected_token(experiment, drawn):
     _, _, theirs, _ = drawn
-    model = AutoModelForCausalLM.from_pretrained(lab.studio.directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(experiment.setup.directory, dtype=torch.float32)
     scored = 0
     for trace in theirs:
         for row, place in enumerate(np.flatnonzero(trace.verdict.numpy() == REJECTED).tolist()):
@@ -72,9 +72,9 @@ def scribbled(trace: Trace) -> Trace:
 
 
 @pytest.mark.parametrize("samples", SAMPLES)
-def test_what_is_trained_on_is_drawn_again_and_what_the_gate_sees_never(lab, stream, samples):
-    drafter = lab.fresh("eagle")
-    recipe = replace(lab.recipe(passes=1, interval=4, seed=0), gated=False)
+def test_what_is_trained_on_is_drawn_again_and_what_the_gate_sees_never(experiment, stream, samples):
+    drafter = experiment.fresh("eagle")
+    recipe = replace(experiment.recipe(passes=1, interval=4, seed=0), gated=False)
     changed = {"held_out": 0.4, "min_records": 99, "samples": samples}
     recipe = replace(recipe, settings=recipe.settings.model_copy(update=changed))
     asked, added = [], []
@@ -83,7 +83,7 @@ def test_what_is_trained_on_is_drawn_again_and_what_the_gate_sees_never(lab, str
         asked.append((copied(online.served), weights))
         return [scribbled(trace) for trace in traces]
 
-    online = Online(drafter, recipe, lab.ruler(drafter, stream), draw)
+    online = Online(drafter, recipe, experiment.offline_acceptance(drafter, stream), draw)
     add = online.learner.add
     online.learner.add = lambda trace: (added.append(trace), add(trace))[1]
     online.serve(stream.arriving)
@@ -95,16 +95,16 @@ def test_what_is_trained_on_is_drawn_again_and_what_the_gate_sees_never(lab, str
         assert all(torch.equal(served[name], weight) for name, weight in weights.items())
 
 
-def test_samples_that_nobody_draws_are_refused(lab, stream):
-    drafter = lab.fresh("eagle")
-    recipe = lab.recipe(passes=1, interval=4, seed=0)
+def test_samples_that_nobody_draws_are_refused(experiment, stream):
+    drafter = experiment.fresh("eagle")
+    recipe = experiment.recipe(passes=1, interval=4, seed=0)
     recipe = replace(recipe, settings=recipe.settings.model_copy(update={"samples": "mixed"}))
     with pytest.raises(ValueError, match="mixed samples need somebody who draws them"):
-        Online(drafter, recipe, lab.ruler(drafter, stream))
+        Online(drafter, recipe, experiment.offline_acceptance(drafter, stream))
 
 
-def test_the_three_sources_are_compared(lab, stream):
-    recipe = replace(lab.recipe(passes=1, interval=8, seed=0), gated=False)
-    found = ablate(lab, stream, "eagle", recipe, "samples", [0])
+def test_the_three_sources_are_compared(experiment, stream):
+    recipe = replace(experiment.recipe(passes=1, interval=8, seed=0), gated=False)
+    found = ablate(experiment, stream, "eagle", recipe, "samples", [0])
     assert [variant.name for variant in found] == SAMPLES
     assert len({(variant.arriving, variant.unseen, variant.length) for variant in found}) == 3

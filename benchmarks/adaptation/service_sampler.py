@@ -55,7 +55,7 @@ class CpuClock:
 
 
 @dataclass
-class Meter:
+class ServiceSampler:
     """Looks at a service from entering to leaving, in a thread; leaving waits until the last counters were told.
 
     A look in between that the service does not answer in time is left out; the first and the last must succeed.
@@ -72,7 +72,7 @@ class Meter:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self._client = httpx2.Client(base_url=self.url, headers=headers, timeout=30)
         self._clock, self._begun, self._stop = CpuClock(), time.monotonic(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="meter", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="service-sampler", daemon=True)
         try:
             self._look()
         except BaseException:

@@ -1,4 +1,4 @@
-"""Recorded streams, drafters and rulers for the experiments."""
+"""Recorded streams, drafters and offline acceptance for the experiments."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.adaptation.learner import Recipe
-from benchmarks.adaptation.record import Studio, record
+from benchmarks.adaptation.offline_acceptance import OfflineAcceptance, longest
+from benchmarks.adaptation.record import RecordingSetup, record
 from benchmarks.adaptation.recording import Asked, Recording, RecordingError
-from benchmarks.adaptation.ruler import Ruler, longest
 from osd import drafters
 from osd.capture.trace import Trace
 from osd.config import Settings, drafter_of
@@ -50,23 +50,23 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Lab:
+class Experiment:
     """A target whose text is recorded, and the settings of everything that drafts and learns."""
 
     settings: Settings
-    studio: Studio
+    setup: RecordingSetup
     size: Size
     report: Callable[[str], None] = lambda step: None
 
     @classmethod
-    def of(cls, settings: Settings, size: Size, report: Callable[[str], None] = lambda step: None) -> Lab:
-        """Open a lab.
+    def of(cls, settings: Settings, size: Size, report: Callable[[str], None] = lambda step: None) -> Experiment:
+        """Set up an experiment.
 
         Raises:
             osd.target.load.TargetError: the target cannot be had.
             osd.drafters.DrafterError: it is too small to be tapped.
         """
-        return cls(settings, Studio.of(settings, size.tokens), size, report)
+        return cls(settings, RecordingSetup.of(settings, size.tokens), size, report)
 
     def stream(self, name: str, prompts: Sequence[Prompt]) -> Stream:
         """Record a stream, as far as that was not done before.
@@ -87,21 +87,21 @@ class Lab:
         if tokens + 2 > context:
             raise RecordingError(f"engine.context {context} has no room for a prompt beside --tokens {tokens}")
         room = min(self.size.longest, context - tokens)
-        found = self.studio.asked(prompts, room)[:wanted]
+        found = self.setup.asked(prompts, room)[:wanted]
         if len(found) < wanted:
             raise RecordingError(f"{name} has {len(found)} prompts of at most {room} tokens, not {wanted}")
         return found
 
     def recorded(self, name: str, asked: Sequence[Asked]) -> list[Trace]:
         """The text after each prompt, in order."""
-        recording = Recording(self.settings.home_dir, name, self.studio.take)
+        recording = Recording(self.settings.home_dir, name, self.setup.take)
         if {one.id for one in asked} - recording.ids():
 
             def tell(done: int, total: int) -> None:
                 if done % 20 == 0 or done == total:
                     self.report(f"{name}: {done} of {total} records")
 
-            left = record(self.studio, recording, asked, 60 * self.size.minutes, tell)
+            left = record(self.setup, recording, asked, 60 * self.size.minutes, tell)
             if left:
                 raise RecordingError(
                     f"{name}: {left} of {len(asked)} records are still to be made; the same command goes on from there"
@@ -114,18 +114,18 @@ class Lab:
         chosen = drafter_of(kind, self.settings.drafter)
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            drafter = drafters.initial(chosen, self.studio.directory, self.settings.home_dir)
+            drafter = drafters.initial(chosen, self.setup.directory, self.settings.home_dir)
         return drafters.trainable(suited(drafter, self.settings.growth))
 
-    def ruler(self, drafter: Trainable, *streams: Stream) -> Ruler:
-        """A ruler for drafters like this one on these streams."""
+    def offline_acceptance(self, drafter: Trainable, *streams: Stream) -> OfflineAcceptance:
+        """Measures drafters like this one on these streams."""
         traces = [trace for stream in streams for trace in (*stream.arriving, *stream.unseen)]
         policy = Policy.of(self.settings.growth, self.settings.verification)
-        return Ruler(drafter, self.studio.tokenizer, policy, longest(traces), self.size.tokens)
+        return OfflineAcceptance(drafter, self.setup.tokenizer, policy, longest(traces), self.size.tokens)
 
     def recipe(self, passes: float, interval: int, seed: int) -> Recipe:
         """How drafters learn here."""
-        vocabulary = load_config(self.studio.directory).vocab_size
+        vocabulary = load_config(self.setup.directory).vocab_size
         return Recipe(self.settings.trainer, self.settings.growth.lookahead, vocabulary, passes, interval, seed=seed)
 
 

@@ -11,8 +11,8 @@ import httpx2
 import psutil
 import pytest
 
-from benchmarks.adaptation import meter
-from benchmarks.adaptation.meter import CpuClock, Meter, read
+from benchmarks.adaptation import service_sampler
+from benchmarks.adaptation.service_sampler import CpuClock, ServiceSampler, read
 
 BURN = "import time\nwhile time.process_time() < {}: pass\n"
 WAIT = BURN + "print(flush=True)\ninput()"
@@ -71,8 +71,8 @@ def service(monkeypatch) -> Iterator[ThreadingHTTPServer]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    monkeypatch.setattr(meter, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(meter, "_SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(service_sampler, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(service_sampler, "_SETTLE_SECONDS", 0.2)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.looks, server.refused = 0, ()  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=[0.01])
@@ -85,7 +85,7 @@ def service(monkeypatch) -> Iterator[ThreadingHTTPServer]:
 
 def test_a_meter_looks_from_entering_until_the_last_counters_were_told(service):
     service.refused = (3,)
-    with Meter(f"http://127.0.0.1:{service.server_port}", "secret") as found:
+    with ServiceSampler(f"http://127.0.0.1:{service.server_port}", "secret") as found:
         assert [sample.count("looks") for sample in found.samples] == [1.0]
         while service.looks < 4:
             time.sleep(0.01)
@@ -99,23 +99,23 @@ def test_a_meter_looks_from_entering_until_the_last_counters_were_told(service):
 
 
 def test_the_last_look_is_never_left_out(service, monkeypatch):
-    monkeypatch.setattr(meter, "LOOK_SECONDS", 60.0)
-    with Meter(f"http://127.0.0.1:{service.server_port}", "secret") as found:
+    monkeypatch.setattr(service_sampler, "LOOK_SECONDS", 60.0)
+    with ServiceSampler(f"http://127.0.0.1:{service.server_port}", "secret") as found:
         pass
     assert [sample.count("looks") for sample in found.samples] == [1.0, 2.0]
     service.refused = (4,)
-    with pytest.raises(httpx2.HTTPError), Meter(f"http://127.0.0.1:{service.server_port}", "secret"):
+    with pytest.raises(httpx2.HTTPError), ServiceSampler(f"http://127.0.0.1:{service.server_port}", "secret"):
         pass
 
 
 def test_a_service_that_does_not_answer_at_first_cannot_be_metered(service):
-    with pytest.raises(httpx2.HTTPError), Meter(f"http://127.0.0.1:{service.server_port}", "wrong"):
+    with pytest.raises(httpx2.HTTPError), ServiceSampler(f"http://127.0.0.1:{service.server_port}", "wrong"):
         raise AssertionError("entered")
 
 
 def test_what_went_wrong_meanwhile_is_not_waited_for(service, monkeypatch):
-    monkeypatch.setattr(meter, "_SETTLE_SECONDS", 60.0)
+    monkeypatch.setattr(service_sampler, "_SETTLE_SECONDS", 60.0)
     begun = time.monotonic()
-    with pytest.raises(KeyError), Meter(f"http://127.0.0.1:{service.server_port}", "secret"):
+    with pytest.raises(KeyError), ServiceSampler(f"http://127.0.0.1:{service.server_port}", "secret"):
         raise KeyError
     assert time.monotonic() - begun < 30

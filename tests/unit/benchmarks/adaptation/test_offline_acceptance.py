@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.adaptation.ruler import Counts, Ruler, total
+from benchmarks.adaptation.offline_acceptance import Counts, OfflineAcceptance, total
 from osd.capture.trace import ACCEPTED, REJECTED
 from osd.config import GROWTH_SETTINGS
 from osd.engine.policy import Policy
@@ -33,17 +33,17 @@ def rounded(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["eagle", "language_model"])
 @pytest.mark.parametrize("growth", GROWTHS)
-def test_drafting_along_recorded_text_gives_the_engines_own_counts(lab, stream, kind, growth, rounded):
+def test_drafting_along_recorded_text_gives_the_engines_own_counts(experiment, stream, kind, growth, rounded):
     fields, rule = GROWTHS[growth]
     policy = Policy.of(GROWTH_SETTINGS[fields["kind"]](governed=False, **fields), rule)
-    drafter, texts = lab.fresh(kind), stream.unseen
-    ruler = Ruler(drafter, lab.studio.tokenizer, policy, 160, lab.size.tokens)
-    found = ruler.measure(drafter.weights(), texts)
+    drafter, texts = experiment.fresh(kind), stream.unseen
+    offline = OfflineAcceptance(drafter, experiment.setup.tokenizer, policy, 160, experiment.size.tokens)
+    found = offline.measure(drafter.weights(), texts)
     traces = []
-    with running(lab.studio.directory, drafter=drafter, traces=traces) as client:
+    with running(experiment.setup.directory, drafter=drafter, traces=traces) as client:
         for text in texts:
             prompt = text.prompt_ids.numpy().tolist()
-            client.submit(text.request_id, prompt, lab.size.tokens, capture=True, policy=policy)
+            client.submit(text.request_id, prompt, experiment.size.tokens, capture=True, policy=policy)
         results = client.wait()
     captured = {trace.request_id: trace for trace in traces}
     for text, one in zip(texts, found, strict=True):
@@ -62,23 +62,23 @@ def test_drafting_along_recorded_text_gives_the_engines_own_counts(lab, stream, 
     assert everything.accepted == sum((one.verdict == ACCEPTED).sum() for one in found)
 
 
-def test_more_texts_than_slots_are_measured_in_the_order_they_came(lab, stream):
-    drafter = lab.fresh("language_model")
-    ruler = lab.ruler(drafter, stream)
-    together = ruler.measure(drafter.weights(), stream.arriving)
-    apart = [ruler.measure(drafter.weights(), [text])[0] for text in stream.arriving[16:20]]
+def test_more_texts_than_slots_are_measured_in_the_order_they_came(experiment, stream):
+    drafter = experiment.fresh("language_model")
+    offline = experiment.offline_acceptance(drafter, stream)
+    together = offline.measure(drafter.weights(), stream.arriving)
+    apart = [offline.measure(drafter.weights(), [text])[0] for text in stream.arriving[16:20]]
     assert [one.counts for one in together[16:20]] == [one.counts for one in apart]
     assert len(together) == len(stream.arriving)
 
 
-def test_other_weights_draft_other_tokens_and_the_first_ones_come_back(lab, stream):
-    drafter = lab.fresh("eagle")
+def test_other_weights_draft_other_tokens_and_the_first_ones_come_back(experiment, stream):
+    drafter = experiment.fresh("eagle")
     before, other = drafter.weights(), {name: weight.clone() for name, weight in drafter.weights().items()}
     for name in other:
         if name.endswith("down_proj.weight"):
             other[name] = -other[name]
-    ruler = lab.ruler(drafter, stream)
-    first, second, third = (ruler.measure(weights, stream.unseen) for weights in (before, other, before))
+    offline = experiment.offline_acceptance(drafter, stream)
+    first, second, third = (offline.measure(weights, stream.unseen) for weights in (before, other, before))
     assert [one.drafted.tolist() for one in first] == [one.drafted.tolist() for one in third]
     assert [one.drafted.tolist() for one in first] != [one.drafted.tolist() for one in second]
 
@@ -89,9 +89,9 @@ def test_rates_of_nothing_are_those_of_plain_decoding():
     assert (some.acceptance, some.agreement, some.acceptance_length) == (4 / 12, 0.5, 2.0)
 
 
-def test_a_marked_record_is_what_the_service_would_have_captured(lab, stream):
-    drafter = lab.fresh("eagle")
-    (one,) = lab.ruler(drafter, stream).measure(drafter.weights(), stream.unseen[:1])
+def test_a_marked_record_is_what_the_service_would_have_captured(experiment, stream):
+    drafter = experiment.fresh("eagle")
+    (one,) = experiment.offline_acceptance(drafter, stream).measure(drafter.weights(), stream.unseen[:1])
     marked = one.mark(stream.unseen[0])
     marked.check()
     assert marked.verdict.numpy().tolist() == one.verdict.tolist()

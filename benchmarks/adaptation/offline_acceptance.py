@@ -89,7 +89,7 @@ class Drafted:
         return trace.with_drafts(self.kind, self.drafted, self.verdict)
 
 
-class Ruler:
+class OfflineAcceptance:
     """Drafts along recorded text with a drafter's session, round by round, ungoverned, as the engine does.
 
     The hidden states are those of the record, in bfloat16; an engine drafts from what they were rounded from.
