@@ -184,7 +184,7 @@ def make_engine(
         weights=settings.target.weights,
         slots=settings.engine.slots,
         context=settings.engine.context,
-        scratch=settings.engine.max_draft + 1,
+        scratch=settings.engine.max_draft + 1 + (start.drafter.needs.riders if start else 0),
         taps=taps,
     )
     sink = writer.offer if writer else None

@@ -154,6 +154,17 @@ class Proposal:
         draft = DraftBatch.chosen([(tree.tokens, tree.parents) for tree in trees], asked.device)
         return cls(trees, draft, chosen=True)
 
+    def check(self, asked: Asked, riders: int) -> None:
+        """Check that each tree keeps to its limit and has at most so many ``riders``: there is room for no more rows.
+
+        Raises:
+            ValueError: one does not.
+        """
+        for tree, limit in zip(self.trees, asked.limits, strict=True):
+            if len(tree.tokens) > limit or len(tree.rider_tokens) > riders:
+                found = f"{len(tree.tokens)} nodes and {len(tree.rider_tokens)} riders"
+                raise ValueError(f"a drafter proposed {found} where {limit} and {riders} are allowed")
+
 
 @dataclass(frozen=True)
 class TargetRows:

@@ -78,6 +78,8 @@ class DraftGroup:
         noise = _noise(sequences, [s.step for s in sequences], device)
         drafts = drafter is not None and any(allowed)
         proposal = drafter.session.propose(asked, policy.growth, noise) if drafter is not None and drafts else None
+        if drafter is not None and proposal is not None:
+            proposal.check(asked, drafter.needs.riders)
         return cls(drafter, policy, sequences, asked, noise, proposal)
 
     @property

@@ -116,9 +116,10 @@ def running(
     traces: list[Trace] | None = None,
     taps: tuple[int, ...] = (),
     bucketed: bool = False,
+    riders: int = 0,
     **more: Any,
 ) -> Iterator[Client]:
-    """``bucketed`` runs what a GPU would, without recording."""
+    """``bucketed`` runs what a GPU would, without recording; ``riders`` more rows of a sequence fit."""
     chosen, drafter = settings(directory, **more), drafter or make_drafter(kind, directory)
     if bucketed and drafter is not None:
         make = drafter.session
@@ -127,7 +128,7 @@ def running(
         load_model(directory, "float32", "cpu"),
         slots=chosen.engine.slots,
         context=chosen.engine.context,
-        scratch=chosen.engine.max_draft + 1,
+        scratch=chosen.engine.max_draft + 1 + (drafter.needs.riders if drafter else 0) + riders,
         taps=(drafter.needs.taps if drafter else ()) or taps,
         bucketed=bucketed,
     )

@@ -1,0 +1,106 @@
+"""Two drafters that are no modules: one has no weights, the other rides in the target's forward."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from osd.drafters.base import Drafter, Needs
+from osd.drafters.session import Asked, Kept, Proposal, Runtime, Tree
+from osd.speculation.growth import Growth
+from osd.speculation.noise import Noise
+from osd.speculation.tree import ROOT
+
+
+class _Session:
+    """What both toys do alike: remember the text of each slot, and have no weights to swap."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, list[int]] = {}
+
+    def open(self, slot: int, token: int) -> None:
+        self.texts[slot] = [token]
+
+    def close(self, slot: int) -> None:
+        del self.texts[slot]
+
+    def stage(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return weights
+
+    def load(self, staged: dict[str, Any]) -> None: ...
+
+
+class Lookup(Drafter):
+    """Says after each token what the target said there last: the best token and, at the root, the second best."""
+
+    kind: ClassVar[str] = "lookup"
+    needs = Needs(target_rows=True)
+
+    def config(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+    def session(self, runtime: Runtime) -> LookupSession:
+        return LookupSession()
+
+
+class LookupSession(_Session):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: dict[int, list[int]] = {}
+
+    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+        return Proposal.of_choice([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)], asked)
+
+    def _tree(self, slot: int, limit: int) -> Tree:
+        tokens, parents = [], []
+        token, at = self.texts[slot][-1], ROOT
+        while len(tokens) < limit and token in self.said:
+            best, second = self.said[token]
+            tokens.append(best)
+            parents.append(at)
+            if at == ROOT and limit > 1:
+                tokens.append(second)
+                parents.append(ROOT)
+            token, at = best, 0 if at == ROOT else len(tokens) - 1
+        return Tree(tokens, parents, [Lookup.kind] * len(tokens))
+
+    def commit(self, slot: int, kept: Kept) -> None:
+        text = self.texts[slot]
+        text += kept.tokens
+        if kept.rows is not None:
+            after = [text[-2 - len(kept.rows.path)], *kept.rows.tree.tokens]
+            self.said |= zip(after, kept.rows.logits[: len(after)].topk(2).indices.tolist(), strict=True)
+
+
+class Rider(Drafter):
+    """Hangs a token that means nothing on each node, and takes what the target says after it for the next but one."""
+
+    kind: ClassVar[str] = "rider"
+    needs = Needs(riders=2)
+    BLANK: ClassVar[int] = 0
+
+    def config(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+    def session(self, runtime: Runtime) -> RiderSession:
+        return RiderSession()
+
+
+class RiderSession(_Session):
+    def __init__(self) -> None:
+        super().__init__()
+        self.guesses: dict[int, int] = {}
+
+    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+        return Proposal.of_choice([self._tree(*one) for one in zip(asked.slots, asked.limits, strict=True)], asked)
+
+    def _tree(self, slot: int, limit: int) -> Tree:
+        tokens = [self.guesses[slot]] if limit and slot in self.guesses else []
+        above = [ROOT, *range(len(tokens))] if limit else []
+        return Tree(tokens, [ROOT] * len(tokens), [Rider.kind] * len(tokens), [Rider.BLANK] * len(above), above)
+
+    def commit(self, slot: int, kept: Kept) -> None:
+        self.texts[slot] += kept.tokens
+        self.guesses.pop(slot, None)
+        if kept.rows is not None and kept.rows.tree.rider_tokens:
+            rider = 1 + len(kept.rows.tree.tokens) + len(kept.rows.path)
+            self.guesses[slot] = int(kept.rows.logits[rider].argmax())
