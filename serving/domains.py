@@ -11,9 +11,9 @@ from redis.exceptions import RedisError
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
-from osd.registry.versions import Registry
+from osd.registry.versions import Registry, Version
 from osd.runtime.device import one_core
-from serving.rollout_follower import POLL_SECONDS, Follower
+from serving.rollout_follower import POLL_SECONDS, Follower, Makes
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine
@@ -30,11 +30,17 @@ class DomainWatcher:
     """
 
     def __init__(
-        self, settings: Settings, registry: Registry, pointer: Pointer, events: Events, engine: Engine
+        self,
+        settings: Settings,
+        registry: Registry,
+        pointer: Pointer,
+        events: Events,
+        makes: Makes,
+        engine: Engine,
     ) -> None:
         assert engine.pool is not None  # noqa: S101  the replica has a drafter
         self._most, self._pool, self._engine = settings.engine.domains, engine.pool, engine
-        self._registry, self._pointer, self._events = registry, pointer, events
+        self._registry, self._pointer, self._events, self._makes = registry, pointer, events, makes
         self._followers: dict[str, Follower] = {}
         self._seen: dict[str, Rollout] = {}
         self._wanted: set[str] = set()
@@ -103,9 +109,13 @@ class DomainWatcher:
 
     def _open(self, domain: str, rollout: Rollout) -> None:
         number, line = rollout.stable, self._engine.drafters(domain)
-        new = Follower(domain, self._registry, self._events, line, self._stop)
+        new = Follower(domain, self._registry, self._events, self._makes, line, self._stop)
         follower = self._followers.setdefault(domain, new)
         self._seen[domain] = rollout  # refused or not, it is tried again only when the pointer moves
-        if follower.use(number, lambda version: self._pool.open(domain, number, version.weights)):
+
+        def open_domain(version: Version) -> None:
+            self._pool.open(domain, number, version.weights, self._makes.of(version.config))
+
+        if follower.use(number, open_domain):
             logger.info("drafter version %d of %s is in service", number, domain)
             follower.follow(rollout)

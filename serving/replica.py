@@ -31,7 +31,7 @@ from serving.dashboard import data
 from serving.domains import DomainWatcher
 from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
-from serving.rollout_follower import Start, VersionWatcher, starting_drafter
+from serving.rollout_follower import Makes, Start, VersionWatcher, starting_drafter
 from serving.service import ChatTemplateError, Model
 
 logger = logging.getLogger(__name__)
@@ -80,8 +80,10 @@ class Replica:
         self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer)
         self._watchers: list[VersionWatcher | DomainWatcher] = []
         if start is not None:
-            line, common = self.engine.drafters(settings.domain), (settings, registry, self._pointer, self._events)
-            self._watchers = [VersionWatcher(*common, line, start), DomainWatcher(*common, self.engine)]
+            makes = Makes(start.drafter, settings.growth, directory)
+            common = (settings, registry, self._pointer, self._events, makes)
+            own = self.engine.drafters(settings.domain)
+            self._watchers = [VersionWatcher(*common, own, start), DomainWatcher(*common, self.engine)]
         self._feeds = data.Feeds(settings, redis_url, registry, self._events)
         self._reporter = Reporter(
             name, self.engine, self._writer, self._watchers, self._loads, self._control, self._push

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import RedisError
 
 from osd import drafters
-from osd.config import Settings
-from osd.drafters.acceptance_head import suited
+from osd.config import GrowthSettings, Settings
+from osd.drafters.acceptance_head import suited, without_head
 from osd.drafters.base import Drafter, DrafterError
 from osd.registry.events import Events, Kind
 from osd.registry.pointer import Pointer, Rollout
@@ -64,6 +65,30 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
     return Start(suited(first, settings.growth), 0, refused)
 
 
+class Makes:
+    """Drafters by the configuration that a version has: the weights of all versions alike belong to one of them."""
+
+    def __init__(self, drafter: Drafter, growth: GrowthSettings, target_dir: Path) -> None:
+        """Know the ``drafter`` that a replica started with, and make others beside the target in ``target_dir``."""
+        self._growth, self._target_dir = growth, target_dir
+        self._known = {_key(drafter.config()): drafter}
+
+    def of(self, config: dict[str, Any]) -> Drafter:
+        """The drafter that ``config`` describes.
+
+        Raises:
+            DrafterError: there is no such drafter for this target.
+        """
+        key = _key(config)
+        if key not in self._known:
+            self._known[key] = suited(drafters.from_config(config, self._target_dir), self._growth)
+        return self._known[key]
+
+
+def _key(config: dict[str, Any]) -> str:
+    return json.dumps(without_head(config), sort_keys=True)
+
+
 class Follower:
     """Does what a domain's rollout says: loads, checks and stages each new version beside decoding.
 
@@ -72,10 +97,11 @@ class Follower:
     """
 
     def __init__(
-        self, domain: str, registry: Registry, events: Events, line: DomainHandle, stop: threading.Event
+        self, domain: str, registry: Registry, events: Events, makes: Makes, line: DomainHandle, stop: threading.Event
     ) -> None:
         """Follow for ``domain`` on the drafters of ``line``, until ``stop``."""
         self._domain, self._registry, self._events, self._line, self._stop = domain, registry, events, line, stop
+        self._makes = makes
         self.known_bad: set[int] = set()
         self.rejected = 0
 
@@ -111,19 +137,27 @@ class Follower:
             # Known bad only until the pointer moves: whoever points at it again wants it tried again.
             self.known_bad.discard(number)
             return
-        if self.use(number, lambda version: self._line.stage(number, version.weights)) and self._swapped(number):
+
+        def stage(version: Version) -> None:
+            self._line.stage(number, version.weights, self._makes.of(version.config))
+
+        if self.use(number, stage) and self._swapped(number):
             logger.info("drafter version %d is in service, before it %d", number, before)
             self.tell("swapped", number, previous=before)
 
     def _follow_canary(self, rollout: Rollout) -> None:
         number, running = rollout.canary, self._line.canary_version
+
+        def try_out(version: Version) -> None:
+            self._line.try_canary(rollout, version.weights, self._makes.of(version.config))
+
         if number is None or number == rollout.stable or not rollout.share:
             if running is not None:
                 self._line.end_canary()
                 logger.info("drafter version %d is no canary any more", running)
         elif number == running:
             self._line.try_canary(rollout, None)
-        elif self.use(number, lambda version: self._line.try_canary(rollout, version.weights)):
+        elif self.use(number, try_out):
             logger.info("drafter version %d drafts for %.0f %% of requests", number, 100 * rollout.share)
         elif running is not None:
             self._line.end_canary()
@@ -152,12 +186,13 @@ class VersionWatcher:
         registry: Registry,
         pointer: Pointer,
         events: Events,
+        makes: Makes,
         line: DomainHandle,
         start: Start,
     ) -> None:
         """Follow for ``settings.domain``; the versions that ``start`` refused are told of now."""
         self._domain, self._pointer, self._stop = settings.domain, pointer, threading.Event()
-        self._follower = Follower(settings.domain, registry, events, line, self._stop)
+        self._follower = Follower(settings.domain, registry, events, makes, line, self._stop)
         self._follower.known_bad.update(start.refused)
         self._thread = threading.Thread(target=self._run, name="version-watcher", daemon=True)
 

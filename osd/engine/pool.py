@@ -120,9 +120,7 @@ class _Maker:
         if read in ((), given):
             return None
         if not set(read) <= set(given):
-            raise DrafterError(
-                f"this {drafter.kind} drafter reads layers {list(read)}, the target gives {list(given)}"
-            )
+            raise DrafterError(f"this {drafter.kind} drafter reads layers {list(read)}, the target gives {list(given)}")
         size = self._target.hidden_size
         parts = [torch.arange(given.index(tap) * size, (given.index(tap) + 1) * size) for tap in read]
         return torch.cat(parts).to(self._target.device)

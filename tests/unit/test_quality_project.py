@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import json
 import re
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -45,6 +48,37 @@ def test_every_folder_with_code_is_a_package():
     for room in ("osd", "serving", "trainer", "deploy", "benchmarks"):
         for file in (ROOT / room).rglob("*.py"):
             assert (file.parent / "__init__.py").exists(), file
+
+
+def class_lines(room: str) -> dict[str, int]:
+    """How many lines each class of a room has, by file and name."""
+    return {
+        f"{file.relative_to(ROOT)}: {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for file in sorted((ROOT / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+@pytest.mark.parametrize("room", ["osd/engine", "serving", "trainer"])
+def test_a_class_can_be_read_at_one_sitting(room: str):
+    found = class_lines(room)
+    assert found
+    assert {name: lines for name, lines in found.items() if lines > 200} == {}
+
+
+def test_the_engine_is_a_facade():
+    assert class_lines("osd/engine")["osd/engine/engine.py: Engine"] <= 150
+
+
+def test_no_imports_go_in_a_circle():
+    graph = grimp.build_graph("osd", "serving", "trainer", "deploy", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert any(imports.values())
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as circle:
+        pytest.fail(" -> ".join(circle.args[1]))
 
 
 def test_grafana_asks_only_for_metrics_that_the_service_exports():

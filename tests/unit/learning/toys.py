@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from osd.capture.trace import NOT_DRAFTED, REJECTED, Array, Trace
+from osd.drafters.base import Needs
 from osd.drafters.trainable import Trainable
 
 VOCABULARY, HIDDEN = 12, 12
@@ -17,7 +18,7 @@ class Toy(Trainable):
     """Predicts from the hidden state that it may see and from the last token."""
 
     kind = "toy"
-    taps = (0,)
+    needs = Needs(taps=(0,))
 
     def __init__(self, draft_ids=None):
         super().__init__()

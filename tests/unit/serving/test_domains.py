@@ -24,10 +24,10 @@ class ScriptedDrafters:
     def __init__(self, version):
         self.drafter_version, self.canary_version, self.idle = version, None, True
 
-    def stage(self, number, weights):
+    def stage(self, number, weights, drafter):
         self.drafter_version = number
 
-    def try_canary(self, rollout, weights):
+    def try_canary(self, rollout, weights, drafter=None):
         self.canary_version = rollout.canary
 
     def end_canary(self):
@@ -46,7 +46,7 @@ class ScriptedEngine:
     def drafters(self, domain):
         return Handle(self, domain)
 
-    def open(self, domain, number, weights):
+    def open(self, domain, number, weights, drafter):
         if domain in self.misfits:
             raise DrafterError("a shape is wrong")
         self.domains[domain] = ScriptedDrafters(number)
@@ -78,6 +78,13 @@ class Handle:
         return getattr(self._engine.domains[self._domain], name)
 
 
+class OneMake:
+    """Weights of any version are for the drafter at hand."""
+
+    def of(self, config):
+        return None
+
+
 class Told:
     def __init__(self):
         self.events = []
@@ -103,7 +110,7 @@ def make(registry):
     def make(most=4, misfits=(), pointer=None):
         engine, told = ScriptedEngine(misfits), Told()
         settings = Settings(engine={"domains": most})
-        return DomainWatcher(settings, registry, pointer, told, engine), engine, told
+        return DomainWatcher(settings, registry, pointer, told, OneMake(), engine), engine, told
 
     return make
 

@@ -8,11 +8,11 @@ import torch
 from redis.exceptions import ConnectionError as RedisGone
 
 from osd import drafters
-from osd.config import AcceptanceHeadSettings, Settings
+from osd.config import AcceptanceHeadSettings, EagleSettings, Settings
 from osd.drafters.base import DrafterError
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
-from serving.rollout_follower import Start, VersionWatcher, starting_drafter
+from serving.rollout_follower import Makes, Start, VersionWatcher, starting_drafter
 
 
 class ScriptedPointer:
@@ -94,13 +94,13 @@ class ScriptedEngine:
     def __init__(self, misfits=()):
         self.misfits, self.staged, self.shares = misfits, [], []
 
-    def stage(self, number, weights):
+    def stage(self, number, weights, drafter):
         self.staged.append(number)
         if number in self.misfits:
             raise DrafterError("a shape is wrong")
         self.drafter_version = number
 
-    def try_canary(self, rollout, weights):
+    def try_canary(self, rollout, weights, drafter=None):
         assert (weights is None) == (rollout.canary == self.canary_version)
         if rollout.canary in self.misfits:
             raise DrafterError("a shape is wrong")
@@ -124,6 +124,13 @@ class Told:
         self.events.append((kind, version))
 
 
+class OneMake:
+    """Weights of any version are for the drafter at hand."""
+
+    def of(self, config):
+        return None
+
+
 def watch(settings, registry, engine, told, *rollouts, refused=frozenset()):
     done = threading.Event()
 
@@ -133,7 +140,9 @@ def watch(settings, registry, engine, told, *rollouts, refused=frozenset()):
             done.set()
             stop.wait()
 
-    watcher = VersionWatcher(settings, registry, Pointer(*rollouts), told, engine, Start(None, 1, set(refused)))
+    watcher = VersionWatcher(
+        settings, registry, Pointer(*rollouts), told, OneMake(), engine, Start(None, 1, set(refused))
+    )
     watcher.start()
     assert done.wait(10)
     watcher.close()
@@ -168,7 +177,7 @@ def test_an_error_that_nobody_foresaw_does_not_end_the_watch(settings, registry,
     engine, told = ScriptedEngine(), Told()
     stage = engine.stage
 
-    def fail_once(number, weights):
+    def fail_once(number, weights, drafter):
         monkeypatch.setattr(engine, "stage", stage)
         raise RuntimeError
 
@@ -216,8 +225,21 @@ def test_a_canary_that_cannot_be_used_is_refused_and_stable_serves_its_share(set
 
 
 def test_closing_ends_the_thread_soon(settings, registry):
-    watcher = VersionWatcher(settings, registry, ScriptedPointer(at(1)), Told(), ScriptedEngine(), Start(None, 1))
+    start = Start(None, 1)
+    watcher = VersionWatcher(settings, registry, ScriptedPointer(at(1)), Told(), OneMake(), ScriptedEngine(), start)
     watcher.start()
     begun = time.monotonic()
     watcher.close()
     assert time.monotonic() - begun < 2
+
+
+def test_versions_of_one_configuration_share_a_drafter_and_another_configuration_makes_another(first, tiny_target):
+    makes = Makes(first, AcceptanceHeadSettings(), tiny_target)
+    assert makes.of(first.config()) is first
+    assert makes.of({**first.config(), "acceptance_head": True}) is first, "with or without a head"
+    eagle = drafters.initial(EagleSettings(vocabulary=64), tiny_target, tiny_target)
+    other = makes.of(eagle.config())
+    assert other is makes.of(eagle.config()) is not first
+    assert other.config() == {**eagle.config(), "acceptance_head": True}, "as the growth policy asks"
+    with pytest.raises(drafters.DrafterError, match="drafter kind 'magic' is not one of"):
+        makes.of({"kind": "magic"})
