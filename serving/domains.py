@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class DomainWatcher:
-    """Opens a line for each domain that has a rollout pointer and follows it, up to ``engine.domains``, in a thread.
+    """Loads and follows the drafters of every domain that has a rollout pointer, up to ``engine.domains``, in a thread.
 
-    While there is room every domain gets a line. After that one that requests ask for takes the place of the one that
-    was not used for longest, as soon as no request uses that. A line ends when its pointer is taken away. What has no
-    line is served by the own domain.
+    When there is no more room, a domain that requests ask for takes the place of the one that was not used for longest,
+    as soon as no request uses that. A domain's drafters are dropped when its pointer is taken away. Requests of a domain
+    that has none are served by the own domain's.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DomainWatcher:
                 self.look(rollouts)
 
     def look(self, rollouts: dict[str, Rollout]) -> None:
-        """Bring the lines where ``rollouts``, by domain, says."""
+        """Bring every domain to what ``rollouts`` says of it."""
         others = {domain: rollout for domain, rollout in rollouts.items() if domain != self._pool.domain}
         # Without the own pointer this is a Redis that has lost them all, and what is there stays.
         if self._pool.domain in rollouts:
@@ -98,7 +98,7 @@ class DomainWatcher:
         self._wanted -= self._pool.domains.keys()
 
     def _room(self, domain: str) -> bool:
-        """Whether there is room for a line, made for a domain that is asked for."""
+        """Whether another domain has room; for one that requests ask for, an idle one is dropped."""
         if len(self._pool.domains) < self._most:
             return True
         dropped = self._pool.drop_idle() if domain in self._wanted and self._most > 1 else None
@@ -108,8 +108,8 @@ class DomainWatcher:
         return dropped is not None
 
     def _open(self, domain: str, rollout: Rollout) -> None:
-        number, line = rollout.stable, self._engine.drafters(domain)
-        new = Follower(domain, self._registry, self._events, self._makes, line, self._stop)
+        number, handle = rollout.stable, self._engine.drafters(domain)
+        new = Follower(domain, self._registry, self._events, self._makes, handle, self._stop)
         follower = self._followers.setdefault(domain, new)
         self._seen[domain] = rollout  # refused or not, it is tried again only when the pointer moves
 

@@ -12,7 +12,7 @@ from starlette.types import Receive
 
 from osd.engine.request import Request, Update
 from serving.errors import ApiError
-from serving.limits import Queue
+from serving.limits import Admission
 from serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ class Generation:
     ``close`` (any number of times) cancels what still runs and gives the places back.
     """
 
-    def __init__(self, service: Service, queue: Queue, requests: Sequence[Request]) -> None:
-        self._service, self._queue = service, queue
+    def __init__(self, service: Service, admission: Admission, requests: Sequence[Request]) -> None:
+        self._service, self._admission = service, admission
         self._requests = {request.id: index for index, request in enumerate(requests)}
         self._pending = list(requests)
         self._running: set[str] = set()
@@ -44,7 +44,7 @@ class Generation:
         Raises:
             ApiError: 429, the queue is full.
         """
-        self._queue.enter(len(self._pending))
+        self._admission.enter(len(self._pending))
         self._places = len(self._pending)
         loop = asyncio.get_running_loop()
 
@@ -85,7 +85,7 @@ class Generation:
         for request_id in self._running:
             self._service.cancel(request_id)
         self._running.clear()
-        self._queue.leave(self._places)
+        self._admission.leave(self._places)
         self._places = 0
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:

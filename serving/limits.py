@@ -162,7 +162,7 @@ def completion_budget(asked: int | None, default: int, param: str, prompt: int, 
     return asked
 
 
-class Queue:
+class Admission:
     """Counts the sequences of one replica, running or waiting; only used on its event loop."""
 
     def __init__(self, limit: int) -> None:

@@ -97,16 +97,16 @@ class Follower:
     """
 
     def __init__(
-        self, domain: str, registry: Registry, events: Events, makes: Makes, line: DomainHandle, stop: threading.Event
+        self, domain: str, registry: Registry, events: Events, makes: Makes, handle: DomainHandle, stop: threading.Event
     ) -> None:
-        """Follow for ``domain`` on the drafters of ``line``, until ``stop``."""
-        self._domain, self._registry, self._events, self._line, self._stop = domain, registry, events, line, stop
+        """Follow for ``domain`` with the drafters of ``handle``, until ``stop``."""
+        self._domain, self._registry, self._events, self._handle, self._stop = domain, registry, events, handle, stop
         self._makes = makes
         self.known_bad: set[int] = set()
         self.rejected = 0
 
     def follow(self, rollout: Rollout) -> None:
-        """Bring the line where ``rollout`` says."""
+        """Bring the drafters to what ``rollout`` says."""
         # In this order, so that a canary that is promoted serves its share until it is swapped in for all.
         self._follow_stable(rollout.stable)
         self._follow_canary(rollout)
@@ -132,42 +132,42 @@ class Follower:
         self.tell("rejected", number, reason=reason, stage="load")
 
     def _follow_stable(self, number: int) -> None:
-        before = self._line.drafter_version
+        before = self._handle.drafter_version
         if number == before or number in self.known_bad:
             # Known bad only until the pointer moves: whoever points at it again wants it tried again.
             self.known_bad.discard(number)
             return
 
         def stage(version: Version) -> None:
-            self._line.stage(number, version.weights, self._makes.of(version.config))
+            self._handle.stage(number, version.weights, self._makes.of(version.config))
 
         if self.use(number, stage) and self._swapped(number):
             logger.info("drafter version %d is in service, before it %d", number, before)
             self.tell("swapped", number, previous=before)
 
     def _follow_canary(self, rollout: Rollout) -> None:
-        number, running = rollout.canary, self._line.canary_version
+        number, running = rollout.canary, self._handle.canary_version
 
         def try_out(version: Version) -> None:
-            self._line.try_canary(rollout, version.weights, self._makes.of(version.config))
+            self._handle.try_canary(rollout, version.weights, self._makes.of(version.config))
 
         if number is None or number == rollout.stable or not rollout.share:
             if running is not None:
-                self._line.end_canary()
+                self._handle.end_canary()
                 logger.info("drafter version %d is no canary any more", running)
         elif number == running:
-            self._line.try_canary(rollout, None)
+            self._handle.try_canary(rollout, None)
         elif self.use(number, try_out):
             logger.info("drafter version %d drafts for %.0f %% of requests", number, 100 * rollout.share)
         elif running is not None:
-            self._line.end_canary()
+            self._handle.end_canary()
 
     def _swapped(self, number: int) -> bool:
         deadline = time.monotonic() + _SWAP_SECONDS
-        while self._line.drafter_version != number and time.monotonic() < deadline:
+        while self._handle.drafter_version != number and time.monotonic() < deadline:
             if self._stop.wait(0.01):
                 return False
-        return self._line.drafter_version == number
+        return self._handle.drafter_version == number
 
     def tell(self, kind: Kind, number: int, **figures: Any) -> None:
         """Put an event on the list; without Redis it is only logged."""
@@ -187,12 +187,12 @@ class VersionWatcher:
         pointer: Pointer,
         events: Events,
         makes: Makes,
-        line: DomainHandle,
+        handle: DomainHandle,
         start: Start,
     ) -> None:
         """Follow for ``settings.domain``; the versions that ``start`` refused are told of now."""
         self._domain, self._pointer, self._stop = settings.domain, pointer, threading.Event()
-        self._follower = Follower(settings.domain, registry, events, makes, line, self._stop)
+        self._follower = Follower(settings.domain, registry, events, makes, handle, self._stop)
         self._follower.known_bad.update(start.refused)
         self._thread = threading.Thread(target=self._run, name="version-watcher", daemon=True)
 

@@ -19,7 +19,7 @@ from osd.engine.request import SamplingParams, Update
 from serving import dashboard, errors, prometheus
 from serving.errors import ApiError
 from serving.generation import Disconnected, Generation, seed_of
-from serving.limits import KeyGuard, Queue, check_bias, check_prompt, completion_budget, policy_of, read_body
+from serving.limits import KeyGuard, Admission, check_bias, check_prompt, completion_budget, policy_of, read_body
 from serving.responses import Answer, EventStream, Logprobs, collect, events
 from serving.schemas import (
     ChatRequest,
@@ -48,11 +48,11 @@ def create_app(service: Service) -> FastAPI:
 
 
 class Routes:
-    """Handlers over one service; all state is the queue's count."""
+    """Handlers over one service; all state is the count of admitted sequences."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.limits = service, service.settings.serving
-        self.queue = Queue(self.limits.max_queue)
+        self.admission = Admission(self.limits.max_queue)
         # One thread: a long prompt must not stall the event loop, and tokenizers are not promised to be thread-safe.
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self.router = APIRouter()
@@ -141,7 +141,7 @@ class Routes:
                 sequences.append(replace(common, id=mine, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling))
         logprobs = Logprobs(body.chat, partial(self._in_thread, self._texts))
         answer = Answer(response_id, model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs)
-        generation = Generation(self.service, self.queue, sequences)
+        generation = Generation(self.service, self.admission, sequences)
         handed_over = False
         try:
             generation.start(request.receive)

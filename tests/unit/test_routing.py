@@ -74,7 +74,7 @@ def test_a_cluster_that_was_merged_leads_to_what_it_became():
 
 
 class Machine:
-    """Serves each topic with each line's drafter at its own speed, under a load that comes and goes."""
+    """Serves each topic with each domain's drafter at its own speed, under a load that comes and goes."""
 
     def __init__(self, traffic: Traffic, speeds: list[list[float]], noise: float) -> None:
         self.traffic, self.speeds, self.noise, self.served = traffic, np.array(speeds), noise, 0

@@ -34,13 +34,13 @@ def pool_of(client: Client) -> Any:
 class Script:
     """A router that picks what it is told to and keeps what it is given."""
 
-    def __init__(self, *lines: str) -> None:
-        self.lines, self.embeddings, self.seen, self.learnt = list(lines), [], [], []
+    def __init__(self, *domains: str) -> None:
+        self.domains, self.embeddings, self.seen, self.learnt = list(domains), [], [], []
 
-    def pick(self, embedding: np.ndarray, lines: list[str]) -> Pick:
+    def pick(self, embedding: np.ndarray, domains: list[str]) -> Pick:
         self.embeddings.append(embedding)
-        self.seen.append(lines)
-        return Pick(Cluster(embedding), self.lines.pop(0), "math")
+        self.seen.append(domains)
+        return Pick(Cluster(embedding), self.domains.pop(0), "math")
 
     def learn(self, pick: Pick, tokens: int, seconds: float) -> None:
         self.learnt.append((pick.drafter, tokens, seconds))
@@ -141,7 +141,7 @@ def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_th
         layer = hidden[1 + taps[len(taps) // 2]][0]
         assert np.allclose(script.embeddings[index], layer[min(1, len(prompt) - 1) :].mean(0), atol=1e-4)
     assert script.seen == [["general", "code"]] * 3
-    assert [(line, tokens) for line, tokens, _ in script.learnt] == [("code", 29), ("general", 29), ("code", 29)]
+    assert [(domain, tokens) for domain, tokens, _ in script.learnt] == [("code", 29), ("general", 29), ("code", 29)]
     assert all(0 < seconds < 60 for *_, seconds in script.learnt)
     said = [(trace.domain, trace.drafter_domain, trace.drafter_version) for trace in traces]
     assert said == [("math", "code", 7), ("math", "general", 1), ("math", "code", 7)]

@@ -294,7 +294,7 @@ class Coin:
     def __init__(self) -> None:
         self.turn = itertools.cycle(["general", "code", "code"])
 
-    def pick(self, embedding: np.ndarray, lines: list[str]) -> Pick:
+    def pick(self, embedding: np.ndarray, domains: list[str]) -> Pick:
         return Pick(Cluster(embedding), next(self.turn), "general")
 
     def learn(self, *measured: object) -> None: ...

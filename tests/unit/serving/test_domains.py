@@ -35,7 +35,7 @@ class ScriptedDrafters:
 
 
 class ScriptedEngine:
-    """Lines that take every version but those of ``misfits``; drops the first idle one."""
+    """Drafters of domains that take every version but those of ``misfits``; drops the first idle one."""
 
     domain = "general"
 
@@ -85,7 +85,7 @@ class OneMake:
         return None
 
 
-class Told:
+class ScriptedEvents:
     def __init__(self):
         self.events = []
 
@@ -108,9 +108,9 @@ def registry(tiny_target, tmp_path_factory):
 @pytest.fixture
 def make(registry):
     def make(most=4, misfits=(), pointer=None):
-        engine, told = ScriptedEngine(misfits), Told()
+        engine, events = ScriptedEngine(misfits), ScriptedEvents()
         settings = Settings(engine={"domains": most})
-        return DomainWatcher(settings, registry, pointer, told, OneMake(), engine), engine, told
+        return DomainWatcher(settings, registry, pointer, events, OneMake(), engine), engine, events
 
     return make
 
@@ -120,7 +120,7 @@ def versions(engine):
 
 
 def test_a_domain_gets_a_line_when_its_pointer_appears_and_is_followed_from_then_on(make):
-    watcher, engine, told = make()
+    watcher, engine, events = make()
     watcher.look({"general": at(2)})
     assert versions(engine) == {"general": 1}, "the own domain is followed by another"
     watcher.look({"general": at(2), "code": at(1)})
@@ -130,7 +130,7 @@ def test_a_domain_gets_a_line_when_its_pointer_appears_and_is_followed_from_then
     assert engine.domains["code"].canary_version == 1
     watcher.look({"code": at(2)})
     assert engine.domains["code"].canary_version is None
-    assert told.events == [("swapped", "code", 2)]
+    assert events.events == [("swapped", "code", 2)]
 
 
 def test_a_line_that_begins_during_a_trial_has_the_canary_too(make):
@@ -179,11 +179,11 @@ def test_with_room_for_one_there_is_only_the_own_domain(make):
 
 @pytest.mark.parametrize(("misfits", "number"), [((), 99), (("code",), 1)], ids=["missing", "misfit"])
 def test_a_domain_whose_version_cannot_be_used_has_no_line_until_its_pointer_moves(make, misfits, number):
-    watcher, engine, told = make(misfits=misfits)
+    watcher, engine, events = make(misfits=misfits)
     for _ in range(3):
         watcher.look({"code": at(number), "sql": at(1)})
     assert versions(engine) == {"general": 1, "sql": 1}
-    assert told.events == [("rejected", "code", number)]
+    assert events.events == [("rejected", "code", number)]
     assert watcher.rejected == 1
     engine.misfits = ()
     watcher.look({"code": at(1, changed=2.0), "sql": at(1)})

@@ -112,7 +112,7 @@ class ScriptedEngine:
         self.shares.append((None, 0.0, self.drafter_version))
 
 
-class Told:
+class ScriptedEvents:
     """Keeps events, or has no Redis for them."""
 
     def __init__(self, gone=False):
@@ -131,7 +131,7 @@ class OneMake:
         return None
 
 
-def watch(settings, registry, engine, told, *rollouts, refused=frozenset()):
+def watch(settings, registry, engine, events, *rollouts, refused=frozenset()):
     done = threading.Event()
 
     class Pointer(ScriptedPointer):
@@ -141,7 +141,7 @@ def watch(settings, registry, engine, told, *rollouts, refused=frozenset()):
             stop.wait()
 
     watcher = VersionWatcher(
-        settings, registry, Pointer(*rollouts), told, OneMake(), engine, Start(None, 1, set(refused))
+        settings, registry, Pointer(*rollouts), events, OneMake(), engine, Start(None, 1, set(refused))
     )
     watcher.start()
     assert done.wait(10)
@@ -150,31 +150,31 @@ def watch(settings, registry, engine, told, *rollouts, refused=frozenset()):
 
 
 def test_a_new_version_is_staged_and_told(settings, registry):
-    engine, told = ScriptedEngine(), Told()
-    watcher = watch(settings, registry, engine, told, at(1), at(3))
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    watcher = watch(settings, registry, engine, events, at(1), at(3))
     assert engine.staged == [3]
-    assert told.events == [("swapped", 3)]
+    assert events.events == [("swapped", 3)]
     assert watcher.rejected == 0
 
 
 @pytest.mark.parametrize(("misfits", "number"), [((), 2), ((), 99), ((3,), 3)], ids=["damaged", "missing", "misfit"])
 def test_a_version_that_cannot_be_used_is_refused_counted_and_told(settings, registry, misfits, number):
-    engine, told = ScriptedEngine(misfits), Told()
-    watcher = watch(settings, registry, engine, told, at(number))
+    engine, events = ScriptedEngine(misfits), ScriptedEvents()
+    watcher = watch(settings, registry, engine, events, at(number))
     assert engine.drafter_version == 1
-    assert told.events == [("rejected", number)]
+    assert events.events == [("rejected", number)]
     assert watcher.rejected == 1
 
 
 def test_after_a_refusal_the_next_version_is_followed(settings, registry):
-    engine, told = ScriptedEngine(), Told(gone=True)
-    watcher = watch(settings, registry, engine, told, at(2), at(3))
+    engine, events = ScriptedEngine(), ScriptedEvents(gone=True)
+    watcher = watch(settings, registry, engine, events, at(2), at(3))
     assert engine.drafter_version == 3
     assert watcher.rejected == 1
 
 
 def test_an_error_that_nobody_foresaw_does_not_end_the_watch(settings, registry, monkeypatch):
-    engine, told = ScriptedEngine(), Told()
+    engine, events = ScriptedEngine(), ScriptedEvents()
     stage = engine.stage
 
     def fail_once(number, weights, drafter):
@@ -182,14 +182,14 @@ def test_an_error_that_nobody_foresaw_does_not_end_the_watch(settings, registry,
         raise RuntimeError
 
     monkeypatch.setattr(engine, "stage", fail_once)
-    watch(settings, registry, engine, told, at(3), at(3, changed=2.0))
-    assert told.events == [("rejected", 3), ("swapped", 3)]
+    watch(settings, registry, engine, events, at(3), at(3, changed=2.0))
+    assert events.events == [("rejected", 3), ("swapped", 3)]
 
 
 def test_what_was_refused_at_the_start_is_counted_once_and_tried_when_pointed_at_again(settings, registry):
-    engine, told = ScriptedEngine(), Told()
-    watcher = watch(settings, registry, engine, told, at(3), at(3, changed=2.0), refused={3})
-    assert told.events == [("rejected", 3), ("swapped", 3)]
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    watcher = watch(settings, registry, engine, events, at(3), at(3, changed=2.0), refused={3})
+    assert events.events == [("rejected", 3), ("swapped", 3)]
     assert watcher.rejected == 1
 
 
@@ -198,27 +198,27 @@ def trial(canary, share=0.5, stable=1, changed=1.0):
 
 
 def test_a_canary_is_tried_has_its_share_changed_and_is_ended(settings, registry):
-    engine, told = ScriptedEngine(), Told()
-    watch(settings, registry, engine, told, trial(3), trial(3, 0.2), trial(3, 0.0), trial(3), at(1))
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    watch(settings, registry, engine, events, trial(3), trial(3, 0.2), trial(3, 0.0), trial(3), at(1))
     assert engine.shares == [(3, 0.5, 1), (3, 0.2, 1), (None, 0.0, 1), (3, 0.5, 1), (None, 0.0, 1)]
     assert engine.staged == []
-    assert told.events == []
+    assert events.events == []
 
 
 def test_a_canary_that_is_promoted_serves_its_share_until_it_serves_all(settings, registry):
-    engine, told = ScriptedEngine(), Told()
-    watch(settings, registry, engine, told, trial(3), at(3))
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    watch(settings, registry, engine, events, trial(3), at(3))
     assert engine.staged == [3]
     assert engine.shares == [(3, 0.5, 1), (None, 0.0, 3)]
-    assert told.events == [("swapped", 3)]
+    assert events.events == [("swapped", 3)]
 
 
 @pytest.mark.parametrize(("misfits", "number"), [((), 2), ((), 99), ((3,), 3)], ids=["damaged", "missing", "misfit"])
 def test_a_canary_that_cannot_be_used_is_refused_and_stable_serves_its_share(settings, registry, misfits, number):
-    engine, told = ScriptedEngine(misfits), Told()
+    engine, events = ScriptedEngine(misfits), ScriptedEvents()
     engine.canary_version = 7
-    watcher = watch(settings, registry, engine, told, trial(number))
-    assert told.events == [("rejected", number)]
+    watcher = watch(settings, registry, engine, events, trial(number))
+    assert events.events == [("rejected", number)]
     assert watcher.rejected == 1
     assert engine.shares == [(None, 0.0, 1)], "the canary before it has been decided on"
     assert engine.drafter_version == 1
@@ -226,7 +226,9 @@ def test_a_canary_that_cannot_be_used_is_refused_and_stable_serves_its_share(set
 
 def test_closing_ends_the_thread_soon(settings, registry):
     start = Start(None, 1)
-    watcher = VersionWatcher(settings, registry, ScriptedPointer(at(1)), Told(), OneMake(), ScriptedEngine(), start)
+    watcher = VersionWatcher(
+        settings, registry, ScriptedPointer(at(1)), ScriptedEvents(), OneMake(), ScriptedEngine(), start
+    )
     watcher.start()
     begun = time.monotonic()
     watcher.close()
