@@ -52,13 +52,13 @@ class Capacity:
     0.15 s and grows back slowly while they are short.
 
     Args:
-        board: what the replicas say of their load.
+        loads: what the replicas say of their load.
         settings: of the trainer.
         clock: CPU seconds that each core of the trainer's has worked.
     """
 
-    def __init__(self, board: ReplicaLoads, settings: TrainerSettings, clock: Callable[[], float]) -> None:
-        self._board = board
+    def __init__(self, loads: ReplicaLoads, settings: TrainerSettings, clock: Callable[[], float]) -> None:
+        self._loads = loads
         self._settings = settings
         self._clock = clock
         self._unreadable_until = 0.0
@@ -76,7 +76,7 @@ class Capacity:
         if now < self._unreadable_until:
             return 1.0
         try:
-            loads = self._board.read()
+            loads = self._loads.read()
         except RedisError as error:
             if self.reachable:
                 logger.warning("the loads of replicas cannot be read, training goes on without it: %s", error)

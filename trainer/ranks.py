@@ -1,13 +1,12 @@
-"""Synchronous data parallelism: the leader, rank 0, is the trainer, and the helpers compute gradients for it.
+"""Synchronous data parallelism: rank 0 is the trainer, and the other ranks compute gradients for it.
 
-    leader   read, sample -> hand out -> own micro-batch --> add up -> AdamW -> gate, checkpoint, publish
-                               |  ^                            ^         |
-    helpers                    '--|---> their micro-batches ---'         '-- weights, before the next micro-step
+    rank 0         read, sample -> hand out -> own micro-batch --> add up -> AdamW -> gate, checkpoint, publish
+                                     |  ^                            ^         |
+    other ranks                      '--|---> their micro-batches ---'         '-- weights, before the next micro-step
 
-A helper does what it is told and keeps nothing that could be missed: its weights are the leader's, bit by bit, because
-they are sent, and whatever changes them (an update, another vocabulary, a checkpoint that is taken up) happens in one
-place. While the leader has nothing to do, or stands back for serving, the others wait in a receive call that costs no
-CPU.
+Only rank 0 has state that could be lost. It sends its weights to the others, and whatever changes them (an update,
+another vocabulary, a checkpoint that is loaded) happens on rank 0. While it has nothing to do, or yields to serving, the
+others wait in a receive call that costs no CPU.
 
 Messages are msgpack, gradients and weights plain tensors; ``torch.distributed`` carries both. Every error in that, such
 as another process's death, ends ``RankZero.step`` and ``Rank.run``: the group is then started anew.
@@ -69,7 +68,7 @@ class End(msgspec.Struct, tag=True):
 class Done(msgspec.Struct):
     """What a micro-batch gave: its loss, 0 when it was ``skipped``, and what its gradients cover.
 
-    ``cpu`` is the seconds that the helper has computed since it began.
+    ``cpu`` is the seconds that the rank has computed since it began.
     """
 
     loss: float
@@ -114,15 +113,15 @@ def add_up(distiller: Distiller) -> None:
 
 
 class Shared(Distiller):
-    """The leader's distiller: its updates are made of all ranks' gradients."""
+    """Rank 0's distiller: its updates are made of all ranks' gradients."""
 
-    def __init__(self, domain: str, drafter: Trainable, settings: TrainerSettings, leader: RankZero) -> None:
-        """Train ``drafter`` with the helpers of ``leader``."""
+    def __init__(self, domain: str, drafter: Trainable, settings: TrainerSettings, rank_zero: RankZero) -> None:
+        """Train ``drafter`` on all ranks of ``rank_zero``."""
         super().__init__(drafter, settings)
         self.domain = domain
         self.owed = False
         self.taken = self.fresh = False
-        self._leader = leader
+        self._rank_zero = rank_zero
 
     def adapt_vocabulary(self, counts: torch.Tensor) -> None:
         """See ``Distiller.adapt_vocabulary``."""
@@ -149,7 +148,7 @@ class Shared(Distiller):
     def _collect(self) -> None:
         """Have all gradients here, for an update that follows."""
         if self.owed:
-            self._leader.collect(self)
+            self._rank_zero.collect(self)
         self.owed = self.fresh = False
 
 
@@ -196,18 +195,18 @@ class RankZero:
         return time.process_time() + sum(self._cpu.values())
 
     def collect(self, distiller: Shared) -> None:
-        """Add the helpers' gradients to the leader's."""
+        """Add the other ranks' gradients to rank 0's."""
         with self._lock:
             self._tell(Collect(distiller.domain))
             add_up(distiller)
 
     def end(self) -> None:
-        """Let the helpers go."""
+        """End the other ranks."""
         with self._lock:
             self._tell(End())
 
     def _bring_up(self, distiller: Shared) -> None:
-        """Give the helpers the leader's weights, unless they have them."""
+        """Give the other ranks the weights of rank 0, unless they have them."""
         if not distiller.taken:
             weights = {name: value.contiguous() for name, value in distiller.drafter.weights().items()}
             self._tell(Take(distiller.domain, distiller.drafter.config(), safetensors.torch.save(weights)))
@@ -223,7 +222,7 @@ class RankZero:
 
 
 class Rank:
-    """Another rank: computes gradients with the leader's weights, and never updates any itself."""
+    """Another rank: computes gradients with the weights of rank 0, and never updates any itself."""
 
     def __init__(self, settings: TrainerSettings, build: Build) -> None:
         self._settings = settings
@@ -232,7 +231,7 @@ class Rank:
         self._began = time.process_time()
 
     def run(self) -> None:
-        """Help until the leader says that it is over."""
+        """Compute until rank 0 ends it."""
         lower_priority(self._settings.threads)
         while not isinstance(message := _orders.decode(receive(0)), End):
             self._obey(message)

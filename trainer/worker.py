@@ -60,8 +60,8 @@ class Worker:
         trainer, executor = settings.trainer, context.executor
         self._settings, self._context, self._domain = settings, context, settings.domain
         self._scheduler = scheduler or DomainScheduler((self._domain,), executor.clock)
-        self._board = ReplicaLoads(redis_url)
-        self._capacity = Capacity(self._board, trainer, lambda: executor.clock() / (executor.size * trainer.threads))
+        self._loads = ReplicaLoads(redis_url)
+        self._capacity = Capacity(self._loads, trainer, lambda: executor.clock() / (executor.size * trainer.threads))
         events = TrackedEvents(redis_url, lambda: tracking.make(settings))
         self._service = Service(self._domain, Registry(settings.registry_dir), Pointer(redis_url), events)
         self._publisher = Publisher(self._service, trainer, context.build)
@@ -98,7 +98,7 @@ class Worker:
             self.checkpoint()
         finally:
             self._scheduler.give(self._domain)
-            parts = (self.intake, self._service.pointer, self._service.events, self._board, self._ledger)
+            parts = (self.intake, self._service.pointer, self._service.events, self._loads, self._ledger)
             for connection in (*parts, self._forgetting):
                 connection.close()
 

@@ -82,11 +82,11 @@ def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventuall
     loop.send(40)
     worker = loop.start()
     eventually(lambda: worker.status()["steps"] > 3)
-    board, stop = ReplicaLoads(loop.url), threading.Event()
+    loads, stop = ReplicaLoads(loop.url), threading.Event()
 
     def serve():
         while not stop.wait(0.05):
-            board.report("replica", ReplicaLoad(3, 5, 4, 100.0, 20.0))
+            loads.report("replica", ReplicaLoad(3, 5, 4, 100.0, 20.0))
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -102,7 +102,7 @@ def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventuall
     finally:
         stop.set()
         thread.join()
-        board.close()
+        loads.close()
 
 
 def test_what_was_purged_while_no_trainer_ran_is_never_learnt_from(make_loop, eventually):

@@ -130,7 +130,7 @@ def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
                     found.add(child.pid)
         return found
 
-    def leader():
+    def rank_zero():
         return ray.get(
             handle.__ray_call__.remote(
                 lambda group: ray.get(group._worker._actor.__ray_call__.remote(lambda _: os.getpid()))
@@ -145,14 +145,14 @@ def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
         assert ray.get(handle.pause.remote())
         before = status(handle)
         assert before["state"] == "paused"
-        first, helpers = leader(), ranks()
-        assert len(helpers) == 2
-        os.kill((helpers - {first}).pop(), signal.SIGKILL)
+        first, others = rank_zero(), ranks()
+        assert len(others) == 2
+        os.kill((others - {first}).pop(), signal.SIGKILL)
         send(60, 20)
         ray.get(handle.resume.remote())
         # From the checkpoint, and beyond what was there before.
         eventually(lambda: status(handle)["steps"] > before["steps"], seconds=200)
-        assert leader() != first
+        assert rank_zero() != first
         # Whether the other rank finds its connection gone before Ray Train ends it as well, nobody knows.
         assert re.search("Connection|died", status(handle)["failure"])
         assert status(handle)["version"] >= before["version"] > 1

@@ -17,16 +17,16 @@ def test_training_stands_still_while_requests_wait(make_loop, eventually, monkey
     monkeypatch.setattr(ReplicaLoads, "read", lambda self: looks.append(1) or read(self))
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
-    board = ReplicaLoads(loop.url)
-    board.report("replica", ReplicaLoad(8, 3, 1, 100.0))
+    loads = ReplicaLoads(loop.url)
+    loads.report("replica", ReplicaLoad(8, 3, 1, 100.0))
     loop.send(40)
     worker = loop.start()
     eventually(lambda: worker.status()["state"] == "yielding")
     eventually(lambda: len(looks) > 10)
     assert worker.status()["steps"] == 0
-    board.report("replica", ReplicaLoad(8, 0, 1, 100.0))
+    loads.report("replica", ReplicaLoad(8, 0, 1, 100.0))
     eventually(lambda: worker.status()["steps"] > 5)
-    board.close()
+    loads.close()
 
 
 class Unshared(Local):
@@ -58,21 +58,21 @@ def test_training_yields_within_200_ms_when_serving_needs_the_machine(make_loop,
     loop = make_loop(steps_per_candidate=10_000, micro_batch_tokens=256, latency_objective_ms=50.0)
     loop.build, loop.executor = Slow, Unshared()
     loop.first_version(Slow())
-    board = ReplicaLoads(loop.url)
+    loads = ReplicaLoads(loop.url)
     loop.send(40)
     loop.start()
     eventually(lambda: len(steps) > 8)  # the first micro-steps are too long, and shrink
     for _ in range(2):
         told = time.monotonic()
         while time.monotonic() < told + 0.4:
-            board.report("replica", load)
+            loads.report("replica", load)
             time.sleep(0.05)
         late = [at - told for at in steps if at > told]
         assert all(after < 0.2 for after in late), late
         seen = len(steps)
-        board.report("replica", ReplicaLoad(1, 0, 1, 100.0, 20.0))
+        loads.report("replica", ReplicaLoad(1, 0, 1, 100.0, 20.0))
         eventually(lambda seen=seen: len(steps) > seen + 1)
-    board.close()
+    loads.close()
 
 
 def test_micro_steps_that_wait_for_a_core_keep_their_size(make_loop, eventually, monkeypatch):
@@ -111,15 +111,15 @@ def test_beside_running_requests_training_and_judging_take_their_duty_of_the_tim
     loop.build, loop.executor = Timed, Unshared()
     loop.first_version(Timed())
     loop.send(60)
-    board = ReplicaLoads(loop.url)
-    board.report("replica", ReplicaLoad(running, 0, 1, 100.0))
+    loads = ReplicaLoads(loop.url)
+    loads.report("replica", ReplicaLoad(running, 0, 1, 100.0))
     worker = loop.start()
     eventually(lambda: worker.status()["steps"] > 3)
     since, seconds = time.monotonic(), 3.0
     while time.monotonic() < since + seconds:
-        board.report("replica", ReplicaLoad(running, 0, 1, 100.0))
+        loads.report("replica", ReplicaLoad(running, 0, 1, 100.0))
         time.sleep(0.1)
     share = sum(took for began, took in worked if began > since) / seconds
     assert least < share < most, share
     assert worker.status()["gate"]
-    board.close()
+    loads.close()

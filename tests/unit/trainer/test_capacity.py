@@ -12,7 +12,7 @@ from osd.registry.replica_loads import ReplicaLoad
 from trainer.capacity import LONGEST_STEP, Capacity, lower_priority
 
 
-class Board:
+class ScriptedLoads:
     """Says what the test wants."""
 
     def __init__(self, *waiting, running=1, latency=0.0):
@@ -39,9 +39,9 @@ class Machine:
         return self.computed
 
 
-def capacity(board=None, machine=None, **changes):
+def capacity(loads=None, machine=None, **changes):
     settings = TrainerSettings(**{"micro_batch_tokens": 400, **changes})
-    return Capacity(board or Board(), settings, (machine or Machine()).clock)
+    return Capacity(loads or ScriptedLoads(), settings, (machine or Machine()).clock)
 
 
 def fit(it, machine, seconds):
@@ -58,10 +58,10 @@ def work(it, machine):
 
 
 def test_training_waits_while_any_replica_has_a_request_waiting():
-    board = Board(0, 1, 0)
-    it = capacity(board)
+    loads = ScriptedLoads(0, 1, 0)
+    it = capacity(loads)
     said: list[str] = []
-    threading.Timer(0.2, lambda: board.waiting.__setitem__(1, 0)).start()
+    threading.Timer(0.2, lambda: loads.waiting.__setitem__(1, 0)).start()
     began = time.monotonic()
     assert it.wait(threading.Event(), threading.Event(), said.append)
     assert 0.15 < time.monotonic() - began < 0.4
@@ -70,7 +70,7 @@ def test_training_waits_while_any_replica_has_a_request_waiting():
 
 def test_running_requests_do_not_hold_training_up():
     began = time.monotonic()
-    assert capacity(Board(0, 0)).wait(threading.Event(), threading.Event(), print)
+    assert capacity(ScriptedLoads(0, 0)).wait(threading.Event(), threading.Event(), print)
     assert time.monotonic() - began < 0.05
 
 
@@ -79,21 +79,21 @@ def test_running_requests_do_not_hold_training_up():
     [(None, 1e6, 0.5), (50.0, 49.0, 0.5), (50.0, 51.0, 0.0), (50.0, 0.0, 0.5)],
 )
 def test_tokens_that_come_slower_than_the_objective_hold_training_up(objective, latency, spare):
-    assert capacity(Board(0, 0, latency=latency), latency_objective_ms=objective, duty=0.5).spare() == spare
+    assert capacity(ScriptedLoads(0, 0, latency=latency), latency_objective_ms=objective, duty=0.5).spare() == spare
 
 
 def test_a_stop_ends_the_wait():
     stop = threading.Event()
     threading.Timer(0.1, stop.set).start()
-    assert not capacity(Board(5)).wait(stop, threading.Event(), lambda why: None)
+    assert not capacity(ScriptedLoads(5)).wait(stop, threading.Event(), lambda why: None)
 
 
-def test_an_unreadable_board_lets_training_go_on_and_is_not_asked_at_every_step():
-    board = Board(5)
-    board.gone = True
-    it = capacity(board)
+def test_an_unreadable_load_lets_training_go_on_and_is_not_asked_at_every_step():
+    loads = ScriptedLoads(5)
+    loads.gone = True
+    it = capacity(loads)
     assert [it.spare() for _ in range(50)] == [1.0] * 50
-    assert board.reads == 1
+    assert loads.reads == 1
     assert not it.reachable
 
 
@@ -126,7 +126,7 @@ def test_micro_steps_never_shrink_to_nothing():
 
 def test_a_micro_step_that_hardly_gets_a_core_is_neither_shrunk_nor_rested_from():
     machine = Machine()
-    it = capacity(Board(0, 0), machine, duty=0.5)
+    it = capacity(ScriptedLoads(0, 0), machine, duty=0.5)
     with it.working():
         machine.computed += 0.1
         time.sleep(0.3)
@@ -142,7 +142,7 @@ def test_a_micro_step_that_hardly_gets_a_core_is_neither_shrunk_nor_rested_from(
 )
 def test_beside_running_requests_training_rests_as_duty_says(duty, running, rest):
     machine = Machine()
-    it = capacity(Board(0, 0, running=running), machine, duty=duty)
+    it = capacity(ScriptedLoads(0, 0, running=running), machine, duty=duty)
     work(it, machine)
     began = time.monotonic()
     assert it.wait(threading.Event(), threading.Event(), lambda why: None)
@@ -150,11 +150,11 @@ def test_beside_running_requests_training_rests_as_duty_says(duty, running, rest
 
 
 def test_a_rest_ends_with_the_last_request():
-    board = Board(0, running=1)
+    loads = ScriptedLoads(0, running=1)
     machine = Machine()
-    it = capacity(board, machine, duty=0.01)
+    it = capacity(loads, machine, duty=0.01)
     work(it, machine)
-    threading.Timer(0.2, lambda: setattr(board, "running", 0)).start()
+    threading.Timer(0.2, lambda: setattr(loads, "running", 0)).start()
     began = time.monotonic()
     assert it.wait(threading.Event(), threading.Event(), lambda why: None)
     assert 0.15 < time.monotonic() - began < 0.4

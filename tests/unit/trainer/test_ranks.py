@@ -1,4 +1,4 @@
-"""Two processes that train one drafter: the leader is this one, and the helper says which weights it computes with."""
+"""Two processes that train one drafter: rank 0 is this one, and the other says which weights it computes with."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def leader(folder):
+def rank_zero(folder):
     process = multiprocessing.get_context("spawn").Process(target=help_out, args=(folder,), daemon=True)
     process.start()
     join(0, folder)
-    leader = RankZero()
-    yield leader
-    leader.end()
+    rank_zero = RankZero()
+    yield rank_zero
+    rank_zero.end()
     process.join(20)
     dist.destroy_process_group()
     assert process.exitcode == 0
@@ -99,8 +99,8 @@ def drafter(kind=Toy):
     return kind()
 
 
-def share(leader, distiller, halves):
-    return leader.step(distiller, [Sample([trace], []) for trace in halves])
+def share(rank_zero, distiller, halves):
+    return rank_zero.step(distiller, [Sample([trace], []) for trace in halves])
 
 
 def same_bits(folder, domain, number, weights):
@@ -112,18 +112,18 @@ def copy(weights):
     return {name: value.clone() for name, value in weights.items()}
 
 
-def test_two_ranks_with_half_of_each_batch_learn_what_one_learns_from_all_of_it(leader, folder):
-    alone, shared = Distiller(drafter(), SETTINGS), leader.distiller("halves", drafter(), SETTINGS)
+def test_two_ranks_with_half_of_each_batch_learn_what_one_learns_from_all_of_it(rank_zero, folder):
+    alone, shared = Distiller(drafter(), SETTINGS), rank_zero.distiller("halves", drafter(), SETTINGS)
     first = copy(shared.drafter.weights())
     for step in range(9):
         before = copy(shared.drafter.weights())
-        together = share(leader, shared, traces(step))
+        together = share(rank_zero, shared, traces(step))
         whole = alone.step(collate(traces(step)))
         assert together.loss == pytest.approx(whole.loss, rel=1e-5)
         assert same_bits(folder, "halves", step, before)
     assert shared.steps == alone.steps == 9
     assert not shared.skipped
-    # Four updates, and the ninth micro-step waits for the next; then it is applied, with what the helper has of it.
+    # Four updates, and the ninth micro-step waits for the next; then it is applied, with what rank 1 has of it.
     for name, weight in shared.drafter.weights().items():
         assert not torch.equal(weight, first[name])
         torch.testing.assert_close(weight, alone.drafter.weights()[name], rtol=1e-4, atol=1e-6)
@@ -131,34 +131,34 @@ def test_two_ranks_with_half_of_each_batch_learn_what_one_learns_from_all_of_it(
     alone.update()
     for name, weight in shared.drafter.weights().items():
         torch.testing.assert_close(weight, alone.drafter.weights()[name], rtol=1e-4, atol=1e-6)
-    assert leader.clock() - time.process_time() > 0.01  # the helper's part
+    assert rank_zero.clock() - time.process_time() > 0.01  # of rank 1
 
 
-def test_what_is_not_finite_on_one_rank_changes_no_weight_on_any(leader, folder):
-    poisoned = leader.distiller("poisoned", drafter(Poisoned), SETTINGS)
-    poisoned.drafter.batches = 100  # never the leader's own
+def test_what_is_not_finite_on_one_rank_changes_no_weight_on_any(rank_zero, folder):
+    poisoned = rank_zero.distiller("poisoned", drafter(Poisoned), SETTINGS)
+    poisoned.drafter.batches = 100  # never on rank 0
     for step in range(2):
-        assert not share(leader, poisoned, traces(step)).skipped
+        assert not share(rank_zero, poisoned, traces(step)).skipped
     before = copy(poisoned.drafter.weights())
-    assert not share(leader, poisoned, traces(2)).skipped
-    assert share(leader, poisoned, traces(3)).skipped  # its update has the helper's third gradient
+    assert not share(rank_zero, poisoned, traces(2)).skipped
+    assert share(rank_zero, poisoned, traces(3)).skipped  # its update has the other rank's third gradient
     assert poisoned.skipped == 1
-    assert not share(leader, poisoned, traces(4)).skipped
+    assert not share(rank_zero, poisoned, traces(4)).skipped
     assert same_bits(folder, "poisoned", 4, before)
     assert all(torch.equal(value, before[name]) for name, value in poisoned.drafter.weights().items())
     mine, theirs = traces(5)
     nowhere = Array.of(np.full(theirs.hidden.shape, np.nan, np.float32))
-    step = share(leader, poisoned, [mine, msgspec.structs.replace(theirs, hidden=nowhere)])
+    step = share(rank_zero, poisoned, [mine, msgspec.structs.replace(theirs, hidden=nowhere)])
     assert np.isfinite(step.loss)
     assert poisoned.skipped == 2
     assert poisoned.counts[0] == 3 * POSITIONS  # the micro-batch that was finite counts
-    share(leader, poisoned, traces(6))
+    share(rank_zero, poisoned, traces(6))
     assert not any(torch.equal(value, before[name]) for name, value in poisoned.drafter.weights().items())
-    share(leader, poisoned, traces(7))
+    share(rank_zero, poisoned, traces(7))
     assert same_bits(folder, "poisoned", 7, copy(poisoned.drafter.weights()))
 
 
-def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_rank(leader, folder):
+def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_rank(rank_zero, folder):
     class Words(Toy):
         def config(self):
             return {"kind": "toy", "acceptance_head": True}
@@ -175,26 +175,26 @@ def test_another_vocabulary_a_checkpoint_and_the_acceptance_head_reach_every_ran
         ]
 
     judging = WithAcceptanceHead(drafter(Words))
-    shared = leader.distiller("head", judging, SETTINGS)
+    shared = rank_zero.distiller("head", judging, SETTINGS)
     head = copy(judging.acceptance.state_dict())
     for step in range(6):
         if step == 3:  # between two updates
             shared.adapt_vocabulary(torch.zeros(VOCABULARY))
         before = copy(judging.weights())
-        share(leader, shared, drafted(step))
+        share(rank_zero, shared, drafted(step))
         assert same_bits(folder, "head", step, before)
     assert shared.head_loss is not None
     assert any(not torch.equal(value, head[name]) for name, value in judging.acceptance.state_dict().items())
     tensors, counters = shared.state_dict()
     follower = WithAcceptanceHead(drafter(Words))
-    resumed = leader.distiller("resumed", follower, SETTINGS)
+    resumed = rank_zero.distiller("resumed", follower, SETTINGS)
     resumed.load_state_dict(copy(tensors), counters)
-    share(leader, resumed, drafted(6))
+    share(rank_zero, resumed, drafted(6))
     assert same_bits(folder, "resumed", 6, copy(judging.weights()))
 
 
 @pytest.mark.timeout(60)
-def test_rank_zero_evaluates_without_waiting_for_the_others(leader):
+def test_rank_zero_evaluates_without_waiting_for_the_others(rank_zero):
     figures = evaluate(drafter(Toy), [collate(traces(0))], 2, "forward_kl")
     assert figures.positions > 0
     assert figures.divergence > 0
