@@ -15,6 +15,7 @@ from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession, a
 from osd.drafters.base import OPTIONAL, Drafter, DrafterError, Needs, check
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
+from osd.speculation.growth import make_growth
 
 _CONFIG = "acceptance_head"
 _BLOCKS = 3
@@ -157,7 +158,7 @@ class JudgingSession(WrappedSession):
 
 def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:
     """The drafter with all that a growth policy asks of it, so that any version of it can be swapped in."""
-    if growth.kind == "acceptance_head" and isinstance(drafter, Trainable) and drafter.acceptance is None:
+    if make_growth(growth).needs_acceptance_head and isinstance(drafter, Trainable) and drafter.acceptance is None:
         return WithAcceptanceHead(drafter)
     return drafter
 

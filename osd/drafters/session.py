@@ -101,7 +101,7 @@ class Tree:
         """One token after the other."""
         return cls(tokens, list(range(ROOT, len(tokens) - 1)), [source] * len(tokens))
 
-    def told(self, tokens: list[int]) -> Tree:
+    def with_tokens(self, tokens: list[int]) -> Tree:
         """A chain whose tokens are known by now, and how many they are."""
         return replace(self, tokens=tokens, parents=self.parents[: len(tokens)], sources=self.sources[: len(tokens)])
 

@@ -113,7 +113,7 @@ class DraftGroup:
             batch, levels = self.proposal.pending.drafted.shape
             sizes = list(islice(numbers, batch))
             known = [list(islice(numbers, levels))[:size] for size in sizes]
-            trees = [tree.told(tokens) for tree, tokens in zip(trees, known, strict=True)]
+            trees = [tree.with_tokens(tokens) for tree, tokens in zip(trees, known, strict=True)]
         walk = self.policy.walk
         return [
             Decision(tree, *walk(tree.tokens, tree.parents, mine[: 1 + len(tree.tokens)]))

@@ -112,10 +112,10 @@ class EagleSession(AutoregressiveSession):
             at, slot_ids, above = torch.tensor(grown, device=self.device).T
             features[at] = self.features[slot_ids, above]
         step = self._step if self._native is None else self._native.step
-        told, last = packed.rows(), packed.last
+        fed, last = packed.rows(), packed.last
         if self._graphs is not None:
-            told, last = laid_out(told, last, self.cache)
-        output, logits = step(told.token_ids, features, told, last)
+            fed, last = laid_out(fed, last, self.cache)
+        output, logits = step(fed.token_ids, features, fed, last)
         self.features[torch.tensor(asked, device=self.device), 1 + nodes] = self._following(output)
         self._states = output
         return logits

@@ -41,14 +41,14 @@ class Siblings:
         left = torch.empty(batch, vocabulary, dtype=p.dtype, device=p.device)
         drawn = draft.distributions.new_empty(batch, draft.distributions.shape[-1])
         shares, stays = draft.shares(), draft.drawn(Draw.IID)  # whether d stays q
-        urns = not bool(stays.all())
+        d_changes = not bool(stays.all())
 
         while len(rows := (candidate >= 0).nonzero().squeeze(-1)):
             nodes, new = candidate[rows], fresh[rows]
             tokens, columns = draft.tokens[rows, nodes], draft.columns[rows, nodes]
             r = torch.where(new, p[rows, here[rows], tokens], left[rows, tokens])
             d = shares[rows, nodes]
-            if urns:
+            if d_changes:
                 d = torch.where(new | stays[rows, nodes], d, drawn[rows, columns])
             keep = noise.rows(rows).accept(r / d, Purpose.ACCEPT, nodes)
 
@@ -65,11 +65,11 @@ class Siblings:
             r, d = p[off, here[off]], draft.q_at(off, node)
             if not bool(new.all()):
                 r = torch.where(new[:, None], r, left[off])
-                if urns:
+                if d_changes:
                     d = torch.where((new | stays[off, node])[:, None], d, drawn[off])
             left[off] = residual(r, draft.spread(d, off, node, vocabulary))[0]
             candidate[off], fresh[off] = following[off, node], False
-            if urns:
+            if d_changes:
                 m = ((candidate[off] >= 0) & ~stays[off, node]).nonzero().squeeze(-1)  # the others need d no more
                 d[m, columns[~keep][m]] = 0.0
                 d = d[m]

@@ -61,8 +61,8 @@ class _Walk:
         self.left = recycled((*levels, vocabulary), p.dtype, device)
         self.shares, q = draft.shares(), draft.distributions
         self.stays = draft.drawn(Draw.IID)  # whether d stays q
-        urns = not bool(self.stays.all())
-        self.drawn = recycled((*levels, q.shape[-1]), q.dtype, device) if urns else None
+        d_changes = not bool(self.stays.all())
+        self.drawn = recycled((*levels, q.shape[-1]), q.dtype, device) if d_changes else None
 
     def verdict(self) -> Verdict:
         sequences = torch.arange(len(self.depth), device=self.depth.device)
