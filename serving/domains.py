@@ -13,7 +13,7 @@ from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version
 from osd.runtime.device import one_core
-from serving.rollout_follower import POLL_SECONDS, Follower, Makes
+from serving.rollout_follower import POLL_SECONDS, DrafterCache, Follower
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 class DomainWatcher:
     """Loads and follows the drafters of every domain that has a rollout pointer, up to ``engine.domains``, in a thread.
 
-    When there is no more room, a domain that requests ask for takes the place of the one that was not used for longest,
-    as soon as no request uses that. A domain's drafters are dropped when its pointer is taken away. Requests of a domain
-    that has none are served by the own domain's.
+    When there is no more room, a domain that requests ask for takes the place of the one that was not used for
+    longest, as soon as no request uses that. A domain's drafters are dropped when its pointer is taken away. A
+    domain that has none is served by the own one's.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class DomainWatcher:
         registry: Registry,
         pointer: Pointer,
         events: Events,
-        makes: Makes,
+        cache: DrafterCache,
         engine: Engine,
     ) -> None:
         assert engine.pool is not None  # noqa: S101  the replica has a drafter
         self._most, self._pool, self._engine = settings.engine.domains, engine.pool, engine
-        self._registry, self._pointer, self._events, self._makes = registry, pointer, events, makes
+        self._registry, self._pointer, self._events, self._cache = registry, pointer, events, cache
         self._followers: dict[str, Follower] = {}
         self._seen: dict[str, Rollout] = {}
         self._wanted: set[str] = set()
@@ -109,12 +109,12 @@ class DomainWatcher:
 
     def _open(self, domain: str, rollout: Rollout) -> None:
         number, handle = rollout.stable, self._engine.drafters(domain)
-        new = Follower(domain, self._registry, self._events, self._makes, handle, self._stop)
+        new = Follower(domain, self._registry, self._events, self._cache, handle, self._stop)
         follower = self._followers.setdefault(domain, new)
         self._seen[domain] = rollout  # refused or not, it is tried again only when the pointer moves
 
         def open_domain(version: Version) -> None:
-            self._pool.open(domain, number, version.weights, self._makes.of(version.config))
+            self._pool.open(domain, number, version.weights, self._cache.of(version.config))
 
         if follower.use(number, open_domain):
             logger.info("drafter version %d of %s is in service", number, domain)

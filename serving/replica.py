@@ -31,7 +31,7 @@ from serving.dashboard import data
 from serving.domains import DomainWatcher
 from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
-from serving.rollout_follower import Makes, Start, VersionWatcher, starting_drafter
+from serving.rollout_follower import DrafterCache, Start, VersionWatcher, starting_drafter
 from serving.service import ChatTemplateError, Model
 
 logger = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ class Replica:
         self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer)
         self._watchers: list[VersionWatcher | DomainWatcher] = []
         if start is not None:
-            makes = Makes(start.drafter, settings.growth, directory)
-            common = (settings, registry, self._pointer, self._events, makes)
+            cache = DrafterCache(start.drafter, settings.growth, directory)
+            common = (settings, registry, self._pointer, self._events, cache)
             own = self.engine.drafters(settings.domain)
             self._watchers = [VersionWatcher(*common, own, start), DomainWatcher(*common, self.engine)]
         self._feeds = data.Feeds(settings, redis_url, registry, self._events)

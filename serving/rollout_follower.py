@@ -65,7 +65,7 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
     return Start(suited(first, settings.growth), 0, refused)
 
 
-class Makes:
+class DrafterCache:
     """Drafters by the configuration that a version has: the weights of all versions alike belong to one of them."""
 
     def __init__(self, drafter: Drafter, growth: GrowthSettings, target_dir: Path) -> None:
@@ -97,11 +97,17 @@ class Follower:
     """
 
     def __init__(
-        self, domain: str, registry: Registry, events: Events, makes: Makes, handle: DomainHandle, stop: threading.Event
+        self,
+        domain: str,
+        registry: Registry,
+        events: Events,
+        cache: DrafterCache,
+        handle: DomainHandle,
+        stop: threading.Event,
     ) -> None:
         """Follow for ``domain`` with the drafters of ``handle``, until ``stop``."""
         self._domain, self._registry, self._events, self._handle, self._stop = domain, registry, events, handle, stop
-        self._makes = makes
+        self._cache = cache
         self.known_bad: set[int] = set()
         self.rejected = 0
 
@@ -139,7 +145,7 @@ class Follower:
             return
 
         def stage(version: Version) -> None:
-            self._handle.stage(number, version.weights, self._makes.of(version.config))
+            self._handle.stage(number, version.weights, self._cache.of(version.config))
 
         if self.use(number, stage) and self._swapped(number):
             logger.info("drafter version %d is in service, before it %d", number, before)
@@ -149,7 +155,7 @@ class Follower:
         number, running = rollout.canary, self._handle.canary_version
 
         def try_out(version: Version) -> None:
-            self._handle.try_canary(rollout, version.weights, self._makes.of(version.config))
+            self._handle.try_canary(rollout, version.weights, self._cache.of(version.config))
 
         if number is None or number == rollout.stable or not rollout.share:
             if running is not None:
@@ -186,13 +192,13 @@ class VersionWatcher:
         registry: Registry,
         pointer: Pointer,
         events: Events,
-        makes: Makes,
+        cache: DrafterCache,
         handle: DomainHandle,
         start: Start,
     ) -> None:
         """Follow for ``settings.domain``; the versions that ``start`` refused are told of now."""
         self._domain, self._pointer, self._stop = settings.domain, pointer, threading.Event()
-        self._follower = Follower(settings.domain, registry, events, makes, handle, self._stop)
+        self._follower = Follower(settings.domain, registry, events, cache, handle, self._stop)
         self._follower.known_bad.update(start.refused)
         self._thread = threading.Thread(target=self._run, name="version-watcher", daemon=True)
 

@@ -19,7 +19,7 @@ from osd.engine.request import SamplingParams, Update
 from serving import dashboard, errors, prometheus
 from serving.errors import ApiError
 from serving.generation import Disconnected, Generation, seed_of
-from serving.limits import KeyGuard, Admission, check_bias, check_prompt, completion_budget, policy_of, read_body
+from serving.limits import Admission, KeyGuard, check_bias, check_prompt, completion_budget, policy_of, read_body
 from serving.responses import Answer, EventStream, Logprobs, collect, events
 from serving.schemas import (
     ChatRequest,

@@ -5,8 +5,8 @@
     other ranks                      '--|---> their micro-batches ---'         '-- weights, before the next micro-step
 
 Only rank 0 has state that could be lost. It sends its weights to the others, and whatever changes them (an update,
-another vocabulary, a checkpoint that is loaded) happens on rank 0. While it has nothing to do, or yields to serving, the
-others wait in a receive call that costs no CPU.
+another vocabulary, a checkpoint that is loaded) happens on rank 0. While it has nothing to do, or yields to serving,
+the others wait in a receive call that costs no CPU.
 
 Messages are msgpack, gradients and weights plain tensors; ``torch.distributed`` carries both. Every error in that, such
 as another process's death, ends ``RankZero.step`` and ``Rank.run``: the group is then started anew.

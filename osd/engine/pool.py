@@ -67,7 +67,7 @@ class ActiveDrafter:
 class DomainDrafters:
     """A domain's drafters: the stable version's and, while there is one, the canary's.
 
-    A version of the same make as the stable one is swapped into it; one of another make takes its place.
+    A version of the same configuration as the stable one is swapped into it; another takes its place.
     """
 
     def __init__(self, stable: ActiveDrafter, drafter: Drafter) -> None:

@@ -78,7 +78,7 @@ class Handle:
         return getattr(self._engine.domains[self._domain], name)
 
 
-class OneMake:
+class OneDrafter:
     """Weights of any version are for the drafter at hand."""
 
     def of(self, config):
@@ -110,7 +110,7 @@ def make(registry):
     def make(most=4, misfits=(), pointer=None):
         engine, events = ScriptedEngine(misfits), ScriptedEvents()
         settings = Settings(engine={"domains": most})
-        return DomainWatcher(settings, registry, pointer, events, OneMake(), engine), engine, events
+        return DomainWatcher(settings, registry, pointer, events, OneDrafter(), engine), engine, events
 
     return make
 

@@ -12,7 +12,7 @@ from osd.config import AcceptanceHeadSettings, EagleSettings, Settings
 from osd.drafters.base import DrafterError
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
-from serving.rollout_follower import Makes, Start, VersionWatcher, starting_drafter
+from serving.rollout_follower import DrafterCache, Start, VersionWatcher, starting_drafter
 
 
 class ScriptedPointer:
@@ -124,7 +124,7 @@ class ScriptedEvents:
         self.events.append((kind, version))
 
 
-class OneMake:
+class OneDrafter:
     """Weights of any version are for the drafter at hand."""
 
     def of(self, config):
@@ -141,7 +141,7 @@ def watch(settings, registry, engine, events, *rollouts, refused=frozenset()):
             stop.wait()
 
     watcher = VersionWatcher(
-        settings, registry, Pointer(*rollouts), events, OneMake(), engine, Start(None, 1, set(refused))
+        settings, registry, Pointer(*rollouts), events, OneDrafter(), engine, Start(None, 1, set(refused))
     )
     watcher.start()
     assert done.wait(10)
@@ -227,7 +227,7 @@ def test_a_canary_that_cannot_be_used_is_refused_and_stable_serves_its_share(set
 def test_closing_ends_the_thread_soon(settings, registry):
     start = Start(None, 1)
     watcher = VersionWatcher(
-        settings, registry, ScriptedPointer(at(1)), ScriptedEvents(), OneMake(), ScriptedEngine(), start
+        settings, registry, ScriptedPointer(at(1)), ScriptedEvents(), OneDrafter(), ScriptedEngine(), start
     )
     watcher.start()
     begun = time.monotonic()
@@ -236,12 +236,12 @@ def test_closing_ends_the_thread_soon(settings, registry):
 
 
 def test_versions_of_one_configuration_share_a_drafter_and_another_configuration_makes_another(first, tiny_target):
-    makes = Makes(first, AcceptanceHeadSettings(), tiny_target)
-    assert makes.of(first.config()) is first
-    assert makes.of({**first.config(), "acceptance_head": True}) is first, "with or without a head"
+    cache = DrafterCache(first, AcceptanceHeadSettings(), tiny_target)
+    assert cache.of(first.config()) is first
+    assert cache.of({**first.config(), "acceptance_head": True}) is first, "with or without a head"
     eagle = drafters.initial(EagleSettings(vocabulary=64), tiny_target, tiny_target)
-    other = makes.of(eagle.config())
-    assert other is makes.of(eagle.config()) is not first
+    other = cache.of(eagle.config())
+    assert other is cache.of(eagle.config()) is not first
     assert other.config() == {**eagle.config(), "acceptance_head": True}, "as the growth policy asks"
     with pytest.raises(drafters.DrafterError, match="drafter kind 'magic' is not one of"):
-        makes.of({"kind": "magic"})
+        cache.of({"kind": "magic"})
