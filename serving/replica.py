@@ -28,7 +28,7 @@ from osd.runtime.taps import decoder_layers
 from osd.target.load import load_tokenizer, resolve
 from osd.target.model import load_config, load_model
 from serving.dashboard import data
-from serving.domains import DomainWatcher
+from serving.domain_watcher import DomainWatcher
 from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
 from serving.rollout_follower import DrafterCache, Start, VersionWatcher, starting_drafter

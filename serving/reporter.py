@@ -15,7 +15,7 @@ from redis.exceptions import DataError, RedisError
 from osd.capture.stream import TraceWriter
 from osd.redis_client import connect
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from serving.domains import DomainWatcher
+from serving.domain_watcher import DomainWatcher
 from serving.replica_metrics import Report
 from serving.rollout_follower import VersionWatcher
 

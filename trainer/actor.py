@@ -102,7 +102,7 @@ class Trainer:
 
     def _train(self) -> None:
         # Importing PyTorch and transformers takes seconds, and only the process that trains needs them.
-        from trainer.domains import DomainWorkers
+        from trainer.domain_workers import DomainWorkers
 
         worker = DomainWorkers(self._settings, self._redis_url, open_target(self._settings))
         with self._lock:

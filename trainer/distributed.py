@@ -17,7 +17,7 @@ from trainer.status import Status
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from trainer.domains import DomainWorkers
+    from trainer.domain_workers import DomainWorkers
 
 CALLS = 8
 """Calls to the actor at the same time: rank 0 reports while somebody waits for the end."""
@@ -150,7 +150,7 @@ def work(config: dict[str, Any]) -> None:
 
 
 def _lead(settings: Settings, redis_url: str, group: ActorHandle[Any]) -> None:
-    from trainer.domains import DomainWorkers
+    from trainer.domain_workers import DomainWorkers
     from trainer.ranks import RankZero
 
     global _workers

@@ -28,10 +28,10 @@ from trainer.accounts import Accounts, CostMeter
 from trainer.candidates import Candidates, LiveRequests, StoppedError
 from trainer.capacity import Capacity, lower_priority
 from trainer.checkpoint import Checkpoints
+from trainer.domain_scheduler import DRIFT_WEIGHT, DomainScheduler
 from trainer.executor import TargetContext
 from trainer.intake import Forgetting, Intake
 from trainer.rollout import Publisher, Service
-from trainer.scheduler import DRIFT_WEIGHT, DomainScheduler
 from trainer.status import Status
 from trainer.tracking.events import TrackedEvents
 

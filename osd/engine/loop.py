@@ -10,12 +10,12 @@ from osd.config import Settings
 from osd.drafters.base import Drafter
 from osd.engine.calibration import forward_seconds
 from osd.engine.counters import DecodeSeconds, EngineCounters
-from osd.engine.ledger import savings
 from osd.engine.planner import Planner
 from osd.engine.policy import Policy
 from osd.engine.pool import DrafterPool
+from osd.engine.request_router import RequestRouter
 from osd.engine.round import Keeping, Outcome, commit, draft, verify
-from osd.engine.router import RequestRouter
+from osd.engine.savings import savings
 from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import Sequence
 from osd.engine.slots import SlotManager

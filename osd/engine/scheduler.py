@@ -8,8 +8,8 @@ from dataclasses import replace
 from osd.config import EngineSettings
 from osd.engine.planner import Planner
 from osd.engine.pool import DrafterPool
+from osd.engine.request_router import RequestRouter
 from osd.engine.round import Scheduled, ScheduledSequence
-from osd.engine.router import RequestRouter
 from osd.engine.sequence import Sequence, Unrouted
 from osd.engine.slots import SlotManager
 from osd.engine.tracing import Tracer

@@ -94,7 +94,7 @@ def test_other_domains_come_back_too_where_their_versions_fit(settings, server, 
     assert pointed(settings, server.url, "code") == 2
 
 
-def test_a_line_that_is_to_be_trained_begins_with_the_drafter_in_service_and_only_once(settings, server, tiny_target):
+def test_a_domain_that_is_to_be_trained_begins_with_the_drafter_in_service_and_only_once(settings, server, tiny_target):
     ensure_version(settings, server.url, tiny_target)
     another(settings)
     with Pointer(server.url) as pointer:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from osd.engine.counters import DecodeSeconds
-from osd.engine.ledger import savings
+from osd.engine.savings import savings
 from osd.speculation.cost_model import CostModel
 from tests.unit.engine.harness import prompts, running
 

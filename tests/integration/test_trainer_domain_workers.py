@@ -16,7 +16,7 @@ from osd.config import Settings
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
-from trainer.domains import DomainWorkers
+from trainer.domain_workers import DomainWorkers
 from trainer.executor import TargetContext
 
 Start = Callable[..., DomainWorkers]
@@ -72,7 +72,7 @@ def start(redis_url: str, settings: Settings, pointer: Pointer) -> Iterator[Star
     writer.close()
 
 
-def test_every_line_learns_from_its_own_traffic_and_has_versions_of_its_own(
+def test_every_domain_learns_from_its_own_traffic_and_has_versions_of_its_own(
     start: Start, settings: Settings, pointer: Pointer, eventually
 ) -> None:
     workers = start(general=40, code=50)
@@ -87,7 +87,7 @@ def test_every_line_learns_from_its_own_traffic_and_has_versions_of_its_own(
         assert gate["acceptance"] > gate["baseline_acceptance"]
 
 
-def test_a_line_without_traffic_costs_the_others_nothing_and_all_rest_when_told(start: Start, eventually) -> None:
+def test_a_domain_without_traffic_costs_the_others_nothing_and_all_rest_when_told(start: Start, eventually) -> None:
     workers = start(code=40)
     eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 10)
     assert workers.status()["steps"] == 0
@@ -99,7 +99,7 @@ def test_a_line_without_traffic_costs_the_others_nothing_and_all_rest_when_told(
     eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > steps)
 
 
-def test_an_error_in_one_line_ends_the_others_and_is_raised(
+def test_an_error_in_one_domain_ends_the_others_and_is_raised(
     redis_url: str, settings: Settings, pointer: Pointer, start: Start
 ) -> None:
     def broken(config: dict[str, Any]) -> Toy:

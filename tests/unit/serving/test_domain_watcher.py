@@ -13,7 +13,7 @@ from osd.config import Settings
 from osd.drafters.base import DrafterError
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
-from serving.domains import DomainWatcher
+from serving.domain_watcher import DomainWatcher
 
 
 def at(number, canary=None, changed=1.0):
@@ -119,7 +119,7 @@ def versions(engine):
     return {domain: line.drafter_version for domain, line in engine.domains.items()}
 
 
-def test_a_domain_gets_a_line_when_its_pointer_appears_and_is_followed_from_then_on(make):
+def test_a_domain_gets_drafters_when_its_pointer_appears_and_is_followed_from_then_on(make):
     watcher, engine, events = make()
     watcher.look({"general": at(2)})
     assert versions(engine) == {"general": 1}, "the own domain is followed by another"
@@ -191,7 +191,7 @@ def test_a_domain_whose_version_cannot_be_used_has_no_line_until_its_pointer_mov
 
 
 def test_the_thread_outlives_a_redis_that_goes_and_ends_soon(make, monkeypatch):
-    monkeypatch.setattr("serving.domains.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("serving.domain_watcher.POLL_SECONDS", 0.01)
     answers = iter([RedisGone(), {"code": at(1)}])
     done = threading.Event()
 

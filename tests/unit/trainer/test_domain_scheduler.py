@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer.scheduler import DomainScheduler
+from trainer.domain_scheduler import DomainScheduler
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from osd.config import Settings
+from trainer.domain_scheduler import DomainScheduler
 from trainer.executor import TargetContext
-from trainer.scheduler import DomainScheduler
 from trainer.worker import Worker
 
 
