@@ -91,7 +91,7 @@ class GraphChains:
         self._graphs: GraphCache[tuple[GridShape, int, int], tuple[_Draft, Play]] = GraphCache()
 
     def chains(self, new: NewTokens, limits: Sequence[int], floor: float) -> Chains:
-        """See ``osd.drafters.base.Session.chains``; the host has not read the tokens."""
+        """See ``osd.drafters.autoregressive.AutoregressiveSession.chains``; the host has not read the tokens."""
         count, levels = len(limits), max(limits)
         shape = self._shape(new, levels)
         if shape is None:  # a prompt: all of it but the last tokens only leaves keys and values behind
