@@ -101,10 +101,16 @@ class _Maker:
         """A drafter with ``weights``, those that it has when None.
 
         Raises:
-            DrafterError: the weights do not fit, or the drafter reads layers where the target was not tapped.
+            DrafterError: the weights do not fit, the drafter reads layers where the target was not tapped, or it has
+                more riders than there is room for.
         """
-        columns, settings = self._columns(drafter), self._settings
-        runtime = Runtime(settings.slots, settings.context, settings.max_draft + 1, self._target.device)
+        columns, settings, target = self._columns(drafter), self._settings, self._target
+        room = target.cache.places - target.context - settings.max_draft - 1
+        if drafter.needs.riders > room:
+            raise DrafterError(
+                f"this {drafter.kind} drafter has {drafter.needs.riders} riders, and there is room for {room}"
+            )
+        runtime = Runtime(settings.slots, settings.context, settings.max_draft + 1, target.device)
         session = drafter.session(runtime)
         if weights is not None:
             one_core()

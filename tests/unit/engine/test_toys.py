@@ -152,11 +152,13 @@ def test_a_version_of_another_kind_is_tried_and_swapped_in_while_requests_run(
     assert counts.swaps == 1
 
 
-def test_a_drafter_that_reads_layers_where_the_target_is_not_tapped_is_refused_by_name(target_dir: Path) -> None:
+def test_a_drafter_that_wants_more_than_the_engine_gives_is_refused_by_name(target_dir: Path) -> None:
     with running(target_dir, drafter=Lookup()) as client:
         pool, eagle = client.engine.pool, make_drafter("eagle", target_dir)
         assert pool is not None
         assert eagle is not None
+        with pytest.raises(DrafterError, match="this rider drafter has 2 riders, and there is room for 0"):
+            pool.open("poems", 7, {}, Rider())
         with pytest.raises(DrafterError, match=r"this eagle drafter reads layers \[0, 2, 2\], the target gives \[\]"):
             pool.open("code", 7, eagle.weights(), eagle)
         assert list(pool.domains) == ["general"]
