@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import filelock
@@ -72,9 +71,7 @@ class Embedded:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:

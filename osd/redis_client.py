@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Self
 
 import redis
 from redis.backoff import NoBackoff
@@ -21,6 +22,23 @@ def connect(url: str, timeout: float = 0.5) -> redis.Redis:
     return redis.Redis.from_url(
         url, socket_timeout=timeout, socket_connect_timeout=timeout, protocol=2, retry=Retry(NoBackoff(), 0)
     )
+
+
+class RedisClient:
+    """Something kept in Redis, read and written over connections of its own; leaving it as a context closes them."""
+
+    def __init__(self, url: str) -> None:
+        self._client = connect(url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
 
 
 class Backoff:

@@ -13,7 +13,7 @@ import msgspec
 from redis.exceptions import DataError, RedisError
 
 from osd.capture.stream import TraceWriter
-from osd.redis_client import connect
+from osd.redis_client import RedisClient
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from serving.domain_watcher import DomainWatcher
 from serving.replica_metrics import Report
@@ -41,15 +41,12 @@ class Switches(msgspec.Struct, frozen=True):
     speculation: bool = True
 
 
-class Control:
+class Control(RedisClient):
     """Reads and sets the switches, one round trip each.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
     """
-
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
 
     def get(self) -> Switches:
         """The switches as they are; the defaults when nobody has set any."""
@@ -64,10 +61,6 @@ class Control:
     def set(self, switches: Switches) -> None:
         """Set the switches; replicas follow within a second."""
         self._client.set(_SWITCHES_KEY, msgspec.json.encode(switches))
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
 
 
 class Reporter:

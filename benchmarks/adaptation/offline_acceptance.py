@@ -166,7 +166,7 @@ class OfflineAcceptance:
         for text, tree in zip(texts, proposal.trees, strict=True):
             before, sequence = len(text.sequence.tokens), text.sequence
             kept = text.test(tree.tokens, tree.parents)
-            sequence.limit = self._policy.next_limit(sequence.limit, len(tree.tokens), kept)
+            sequence.limit = self._policy.growth.next_limit(sequence.limit, len(tree.tokens), kept)
             self._commit(text, before - 1, min(before + kept + 1, len(text.tokens)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from torch import Tensor
@@ -42,9 +41,7 @@ class Rehearsal:
         self._engine.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._engine.stop()
 
     def draw(self, weights: dict[str, Tensor], traces: Sequence[Trace]) -> list[Trace]:

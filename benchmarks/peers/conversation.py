@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from benchmarks.peers.environments import PeerError, last_error
@@ -51,9 +50,7 @@ class Worker:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[list[int]]]:

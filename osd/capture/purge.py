@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import DataError
 
-from osd.redis_client import connect
+from osd.redis_client import RedisClient
 
 REMEMBERED_SECONDS = 86_400.0
 """How long a purged request is refused: longer than any record is on its way."""
@@ -27,15 +27,12 @@ class Removed(msgspec.Struct, frozen=True):
     learnt: bool
 
 
-class Purges:
+class Purges(RedisClient):
     """The list of purged requests and the trainers' answers; each method is one round trip.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer, or holds something else under the keys.
     """
-
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
 
     def ask(self, request: str) -> None:
         """Have a request forgotten by every trainer, and refused when it still comes."""
@@ -73,7 +70,3 @@ class Purges:
     def trainers(self) -> set[str]:
         """The domains whose trainer runs."""
         return {key.decode().removeprefix(_TRAINER) for key in self._client.scan_iter(_TRAINER + "*")}
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()

@@ -137,7 +137,7 @@ class DecodeLoop:
         self._count(outcome)
         for one in outcome.sequences:
             s = one.sequence
-            s.limit = s.policy.next_limit(s.limit, len(one.tree.tokens), len(one.path))
+            s.limit = s.policy.growth.next_limit(s.limit, len(one.tree.tokens), len(one.path))
             s.report()
             self._tracer.emit(s, *self.drafted_by(s))
             if s.finish and self.router is not None and self.speculate:

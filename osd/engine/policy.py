@@ -22,15 +22,6 @@ class Policy:
     rule: Rule
     walk: Walk = follow
 
-    @property
-    def first_limit(self) -> int:
-        """Nodes of a request's first draft at most."""
-        return self.growth.first_limit
-
-    def next_limit(self, limit: int, drafted: int, accepted: int) -> int:
-        """The limit of a request's next draft, after one with ``limit`` and what came of it."""
-        return self.growth.next_limit(limit, drafted, accepted)
-
     @classmethod
     def of(cls, growth: GrowthSettings, verification: str) -> Policy:
         """The policy that these settings name.

@@ -60,7 +60,7 @@ class Sequence:
     ) -> None:
         self.domain = domain
         self.request, self.policy, self._on_update = request, policy, on_update
-        self.limit = policy.first_limit
+        self.limit = policy.growth.first_limit
         self.tokens = list(request.prompt_ids)
         self.fed = self.cached = 0
         self.slot = -1

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import msgspec
 from redis.exceptions import DataError
 
-from osd.redis_client import connect
+from osd.redis_client import RedisClient
 
 Kind = Literal[
     "published", "rejected", "canary", "promoted", "swapped", "rolled_back", "pinned", "unpinned", "drift", "train_step"
@@ -20,15 +20,12 @@ MAX_EVENTS = 1000
 _MILESTONES, _STEPS = "osd:events", "osd:events:train_step"
 
 
-class Events:
+class Events(RedisClient):
     """Two bounded lists in Redis, so that the many training steps never push out a swap; one round trip a method.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
     """
-
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
 
     def add(self, kind: Kind, domain: str, version: int | None = None, **figures: Any) -> None:
         """Append an event with the time of now and any JSON figures.
@@ -65,7 +62,3 @@ class Events:
             return sorted(events, key=lambda event: event["time"])
         except (msgspec.MsgspecError, KeyError, TypeError) as error:
             raise DataError(f"event list: {error}") from None
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()

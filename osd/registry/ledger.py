@@ -8,7 +8,7 @@ import msgspec
 from redis.exceptions import DataError
 
 from osd.config import check_domain
-from osd.redis_client import connect
+from osd.redis_client import RedisClient
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -25,16 +25,13 @@ class Spent(msgspec.Struct, frozen=True):
         return sum(self.by_version.values()) + self.unpublished
 
 
-class Ledger:
+class Ledger(RedisClient):
     """Reads and sets what was spent on a domain, one round trip each.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
         ValueError: the domain is not a valid name.
     """
-
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
 
     def get(self, domain: str) -> Spent:
         """What was spent; nothing when nobody has said so."""
@@ -49,10 +46,6 @@ class Ledger:
     def set(self, domain: str, spent: Spent) -> None:
         """Say what was spent."""
         self._client.set(_key(domain), msgspec.json.encode(spent))
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
 
 
 def _key(domain: str) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import msgspec
 from redis.exceptions import DataError, RedisError, WatchError
 
 from osd.config import check_domain
 from osd.hashing import unit_hash
-from osd.redis_client import connect
+from osd.redis_client import RedisClient
 
 logger = logging.getLogger(__name__)
 
@@ -40,23 +40,14 @@ class Rollout(msgspec.Struct, frozen=True):
         return self.stable
 
 
-class Pointer:
-    """Reads and moves the rollout pointers in Redis, one round trip each; leaving it as a context closes it.
+class Pointer(RedisClient):
+    """Reads and moves the rollout pointers in Redis, one round trip each.
 
     Raises:
         redis.exceptions.RedisError: from every method but ``watch``: Redis does not answer, or holds no rollout
             under that name.
         ValueError: the domain is not a valid name.
     """
-
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def get(self, domain: str) -> Rollout | None:
         """The domain's rollout, None when it has none yet."""
@@ -123,10 +114,6 @@ class Pointer:
                     seen = rollout
                     yield rollout
             stop.wait(interval)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
 
 
 def _key(domain: str) -> str:

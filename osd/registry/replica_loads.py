@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from redis.exceptions import DataError
 
-from osd.redis_client import connect
+from osd.redis_client import RedisClient
 
 EXPIRY_MS = 2000
 """A replica that has not reported for so long is gone."""
@@ -50,7 +50,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     inter_token_ms: float = 0.0
 
 
-class ReplicaLoads:
+class ReplicaLoads(RedisClient):
     """The loads of all replicas, in one Redis hash; each method is one round trip.
 
     Raises:
@@ -58,7 +58,7 @@ class ReplicaLoads:
     """
 
     def __init__(self, url: str) -> None:
-        self._client = connect(url)
+        super().__init__(url)
         self._report = self._client.register_script(_REPORT)
         self._read = self._client.register_script(_READ)
 
@@ -76,7 +76,3 @@ class ReplicaLoads:
             }
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise DataError(f"replica loads: {error}") from None
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()

@@ -48,9 +48,8 @@ class LeanDecoder:
     def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
         """See ``Decoder.forward``."""
         backend = attention.prepare(rows, self._cache)
-        x = (
-            self._embedding(rows.token_ids) if states is None else states.to(self._embedding.weight.dtype)
-        )  # [R, hidden]
+        # [R, hidden]
+        x = self._embedding(rows.token_ids) if states is None else states.to(self._embedding.weight.dtype)
         cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)  # [R, 1, dim]
         turned = self._heads + self._kv_heads
         tapped: dict[int, Tensor] = {}
@@ -61,7 +60,7 @@ class LeanDecoder:
             # The two halves of dim are the planes' axes: one half goes to the other's place.
             turn = torch.addcmul(turn * cos, turn.roll(self._dim // 2, -1), sin)
             query, key = turn[:, : self._heads], turn[:, self._heads :]
-            mixed = backend.attend(index, query, key, value, scale=self._dim**-0.5, window=self._window)
+            mixed = backend.attend(index, query, key, value, scale=self._dim**-0.5, window=self._window, softcap=0.0)
             x = x + layer.self_attn.o_proj(mixed.flatten(-2))
             gate, up = widen(self._normed(x, layer.post_attention_layernorm)).chunk(2, -1)
             x = x + layer.mlp.down_proj(F.silu(gate) * up)

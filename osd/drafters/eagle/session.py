@@ -221,8 +221,8 @@ class EagleSession(AutoregressiveSession):
         x = torch.cat([embedded, normed], -1)
         q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in self._project(_READ, x))
         cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)
-        attend = attention.prepare(rows, self.cache).attend
-        mixed = attend(0, rotate(q, cos, sin), rotate(k, cos, sin), v, scale=shape.head_dim**-0.5)
+        q, k, backend = rotate(q, cos, sin), rotate(k, cos, sin), attention.prepare(rows, self.cache)
+        mixed = backend.attend(0, q, k, v, scale=shape.head_dim**-0.5, window=None, softcap=0.0)
         x = (normed if shape.residual_norm else features) + linear["o"](mixed.flatten(-2))
         gate, up = self._project(_WIDENED, self._norm(x, "mlp_norm"))
         x = (x + linear["down"](F.silu(gate) * up))[last]

@@ -27,20 +27,12 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float = 0.0,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
         """Store the new keys and values of ``layer`` in their slots, and attend.
 
         query [R, heads, dim]; key and value [R, kv_heads, dim], all of one dtype; ``window`` is how many places a row
-        sees, itself included, None for all. Returns [R, heads, dim] of the query's dtype.
+        sees, itself included, None for all; ``softcap`` 0 caps no score. Returns [R, heads, dim] of the query's dtype.
         """
 
 

@@ -34,15 +34,7 @@ class GridAttention(AttentionBackend):
         return rows.grid is not None
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float = 0.0,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
         """See ``AttentionBackend.attend``."""
         rows, grid, keys, values = self._rows, self._grid, self._cache.keys[layer], self._cache.values[layer]

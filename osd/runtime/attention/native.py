@@ -22,15 +22,7 @@ class NativeAttention(FromPlace):
         return fitting and rows.grid is None and kernels() is not None
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float = 0.0,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
         """See ``AttentionBackend.attend``."""
         library, rows = kernels(), self._rows

@@ -21,15 +21,7 @@ class ReferenceAttention(FromPlace):
         return rows.grid is None
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float = 0.0,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
         """See ``AttentionBackend.attend``."""
         rows, keys, values = self._rows, self._cache.keys[layer], self._cache.values[layer]

@@ -71,10 +71,10 @@ def test_a_pair_that_would_bias_the_output_is_no_policy() -> None:
 
 def test_a_request_with_the_heuristic_moves_its_own_draft_length() -> None:
     chosen = policy("heuristic", "chain")
-    assert chosen.first_limit == 2
-    assert chosen.next_limit(2, drafted=2, accepted=2) == 4
-    assert chosen.next_limit(2, drafted=2, accepted=1) == 1
-    assert policy("chain", "chain").next_limit(3, drafted=3, accepted=0) == 3
+    assert chosen.growth.first_limit == 2
+    assert chosen.growth.next_limit(2, drafted=2, accepted=2) == 4
+    assert chosen.growth.next_limit(2, drafted=2, accepted=1) == 1
+    assert policy("chain", "chain").growth.next_limit(3, drafted=3, accepted=0) == 3
 
 
 @pytest.mark.parametrize(("odds", "size"), [(30.0, 4), (-30.0, 2)], ids=["sure", "in doubt"])

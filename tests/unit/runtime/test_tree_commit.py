@@ -74,7 +74,7 @@ def test_a_node_sees_what_is_committed_its_ancestors_itself_and_nothing_else(
         cache.values[0, slot, 0, :, 2] = 100.0 * (places >= committed + len(batch[slot]))
     own = cache.values[0, rows.slots.long(), 0, rows.stores.long()][:, None]
     zero = torch.zeros(len(asked), 1, 4)
-    seen = attention.prepare(rows, cache).attend(0, zero, zero, own, scale=1.0)[:, 0]
+    seen = attention.prepare(rows, cache).attend(0, zero, zero, own, scale=1.0, window=None, softcap=0.0)[:, 0]
     for (slot, node), mean in zip(asked, seen, strict=True):
         path = path_to(batch[slot], node)
         count = committed + len(path)
