@@ -44,7 +44,7 @@ class Accounts:
         return replace(self.status, steps=distiller.steps, skipped=distiller.skipped, **asdict(learner.counters))
 
     def figures(self, learner: Learner) -> dict[str, Any]:
-        """What is told of a micro-step."""
+        """The figures of a micro-step, for its event."""
         distiller, counters = learner.distiller, learner.counters
         head = {} if distiller.head_loss is None else {"head_loss": distiller.head_loss}
         figures = {
@@ -123,7 +123,7 @@ class CostMeter:
         self.tell()
 
     def resume(self, saved: Spent) -> None:
-        """Go on from what a checkpoint says, or from what serving was told since then."""
+        """Go on from the checkpoint or from the ledger, whichever counts more."""
         try:
             told = self._ledger.get(self._domain)
         except (RedisError, ValueError) as error:
@@ -133,7 +133,7 @@ class CostMeter:
         self._spent = Spent(before.by_version, before.unpublished + mine.unpublished)
 
     def tell(self) -> None:
-        """Tell serving, at most once a second; without Redis it is told later."""
+        """Write the ledger, at most once a second; without Redis it is written later."""
         now = time.monotonic()
         if now - self._told_at < _TELL_SECONDS:
             return

@@ -39,9 +39,9 @@ class Training(Protocol):
 
 
 class Trainer:
-    """Runs the workers; after an error that nobody foresaw new ones take up their checkpoints, later and later.
+    """Runs the workers; after an unexpected error new ones go on from the checkpoints, with a growing delay.
 
-    When the process dies Ray starts it again with the same arguments, and the workers take up the checkpoints too.
+    When the process dies Ray starts it again with the same arguments, and the workers go on from the checkpoints too.
     """
 
     def __init__(self, settings: Settings, redis_url: str) -> None:
@@ -57,13 +57,13 @@ class Trainer:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """What ``DomainWorkers.status`` says, and ``failure``: the last error that nobody foresaw, or ""."""
+        """What ``DomainWorkers.status`` says, and ``failure``: the last unexpected error, or ""."""
         with self._lock:
             status = self._worker.status() if self._worker else Status().__dict__
             return {**status, "failure": self._failure}
 
     def fail(self, failure: str) -> None:
-        """Remember an error that nobody foresaw, for ``status``."""
+        """Keep an unexpected error for ``status``."""
         self._failure = failure
 
     def pause(self) -> bool:

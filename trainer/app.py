@@ -19,7 +19,7 @@ NAME = "osd-trainer"
 def start(settings: Settings, redis_url: str, **options: Any) -> ActorProxy[Trainer]:
     """Start the trainer of all that ``settings`` name under the name "osd-trainer" in the caller's Ray namespace.
 
-    It takes no core from Ray's books: it lives on what serving leaves over. Ray starts it again whenever it dies.
+    It reserves no CPU with Ray: it uses what serving leaves over. Ray starts it again whenever it dies.
 
     Args:
         settings: of the service; with more than one of ``trainer.workers`` the actor is a ``DistributedTrainer``.

@@ -63,7 +63,7 @@ class Arm:
     speed: Ratio = field(default_factory=Ratio)
 
     def add(self, trace: Trace) -> None:
-        """Take in a request; one without any draft says nothing."""
+        """Take in a request; one without any draft is ignored."""
         accepted, tested = tested_tokens(trace)
         if tested:
             self.tested.add(accepted, tested)
@@ -109,7 +109,7 @@ class Canary:
         self._arms = {version: Arm(), stable: Arm()}
 
     def add(self, trace: Trace) -> None:
-        """Take in a request; those of other versions are none of its business."""
+        """Take in a request; those of other versions are ignored."""
         arm = self._arms.get(trace.drafter_version)
         if arm is not None:
             arm.add(trace)

@@ -114,11 +114,11 @@ class Candidates:
 
 
 class LiveRequests:
-    """Looks at what each live request says of the drafter that served it: evidence on the canary, and drift.
+    """Takes evidence on the canary and on drift from each live request.
 
     Args:
         settings: of the trainer.
-        publisher: of the domain; told of its requests.
+        publisher: of the domain; it observes its requests.
         status: where falls of acceptance are counted.
         drifted: called at each of them.
     """

@@ -70,7 +70,7 @@ class Capacity:
         """The share of the time that may be trained now.
 
         0 while in some replica a request waits or tokens come slower than the objective allows, ``trainer.duty`` while
-        requests run, all of it otherwise. With the loads out of reach nobody is known to need anything.
+        requests run, all of it otherwise. When the loads cannot be read, serving is taken to need nothing.
         """
         now = time.monotonic()
         if now < self._unreadable_until:
@@ -95,7 +95,7 @@ class Capacity:
         Args:
             stop: ends the wait.
             paused: while set, nothing runs.
-            say: told "paused" or "yielding" at each look.
+            say: called with "paused" or "yielding" at each look.
         """
         while not stop.is_set():
             if paused.is_set():

@@ -41,7 +41,7 @@ _workers: DomainWorkers | None = None
 class DistributedTrainer(Trainer):
     """A ``Trainer`` whose training runs in ``trainer.workers`` processes of a Ray Train job, spread over the nodes.
 
-    Like the trainer of one process they take no core from Ray's books. When one of them dies, or its node is taken
+    Like the trainer of one process they reserve no CPU with Ray. When one of them dies, or its node is taken
     away, all end, and as many go on from the checkpoint on the nodes that are left: what was acknowledged is in there,
     and the rest is delivered again.
     """
@@ -49,7 +49,7 @@ class DistributedTrainer(Trainer):
     _told = False  # the error that ended the group that is there now
 
     def join(self, actor: ActorHandle[Any]) -> tuple[bool, bool]:
-        """Rank 0 of a new group is there; returns whether it shall pause, and whether it shall stop."""
+        """Register rank 0 of a new group; returns whether it is to pause, and whether to stop."""
         with self._lock:
             if self._worker is not None and not self._told:
                 self._failure = "a process of the group died"

@@ -65,7 +65,7 @@ class DomainScheduler:
             self._give(domain)
 
     def clock(self, domain: str) -> float:
-        """CPU seconds of all that computes, on all its threads, that are this domain's.
+        """This domain's CPU seconds, on all threads.
 
         Those are the ones of its turns, and its part of what was computed when it was nobody's: those of all domains
         add up to what was computed.

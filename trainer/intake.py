@@ -41,7 +41,7 @@ class Intake:
         context: of the target.
         status: where refused records are counted.
         replay: where the learner keeps records; expired and purged ones leave it.
-        observe: told of each new record, held out or not, in the order of arrival.
+        observe: called with each new record, held out or not, in the order of arrival.
 
     Attributes:
         purged: requests that are refused.

@@ -34,7 +34,7 @@ from trainer.executor import Build
 
 
 class Take(msgspec.Struct, tag=True):
-    """Have this drafter; ``weights`` is a safetensors file."""
+    """Use this drafter; ``weights`` is a safetensors file."""
 
     domain: str
     config: dict[str, Any]

@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Service:
-    """Where one domain's versions are kept, pointed at, and told of."""
+    """One domain's registry, rollout pointer and events."""
 
     domain: str
     registry: Registry

@@ -53,7 +53,7 @@ def _zeros(inputs: int, outputs: int) -> nn.Linear:
 
 
 class WithAcceptanceHead(Trainable):
-    """Any trainable drafter that gives states, with a head on them.
+    """A trainable drafter with an acceptance head on its states.
 
     A version has the drafter's own tensors and, under a prefix, the head's. One without a head can be loaded too: the
     head then says 1/2 again. A drafter without a head leaves it out.
@@ -157,7 +157,7 @@ class JudgingSession(WrappedSession):
 
 
 def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:
-    """The drafter with all that a growth policy asks of it, so that any version of it can be swapped in."""
+    """The drafter, with an acceptance head where the growth policy needs one."""
     if make_growth(growth).needs_acceptance_head and isinstance(drafter, Trainable) and drafter.acceptance is None:
         return WithAcceptanceHead(drafter)
     return drafter

@@ -1,4 +1,4 @@
-"""Sessions of drafters that say a distribution of the next token: a growth policy decides, node by node."""
+"""Sessions of drafters that give next-token distributions: a growth policy grows their trees node by node."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AutoregressiveSession(Session, ABC):
 
 
 def autoregressive(session: Session) -> AutoregressiveSession:
-    """The session, where its drafter can be asked node by node.
+    """The same session, checked to be one that can be expanded node by node.
 
     Raises:
         DrafterError: it proposes whole drafts only.
@@ -76,7 +76,7 @@ def autoregressive(session: Session) -> AutoregressiveSession:
 
 
 class WrappedSession(AutoregressiveSession):
-    """A session that does what another one does; those that inherit from it do some of that otherwise."""
+    """A session that delegates to another one; subclasses override what they change."""
 
     def __init__(self, session: AutoregressiveSession) -> None:
         self._session = session

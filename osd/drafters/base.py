@@ -14,17 +14,17 @@ from osd.drafters.session import Runtime, Session
 
 
 class DrafterError(ValueError):
-    """Weights or a configuration do not make a drafter; the message is one line that says why."""
+    """Weights or a configuration do not fit; the message is one line that says why."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter wants of the engine.
+    """What a drafter needs from the engine.
 
     Attributes:
-        taps: target layers whose outputs it reads, with each committed token.
-        target_rows: what the target said at every verified row, kept or not.
-        riders: rows of its own that it may have in the target's forward for each sequence; it gets their logits.
+        taps: target layers whose outputs it reads, for each committed token.
+        target_rows: whether it reads the target's logits at every verified row, accepted or not.
+        riders: rows of its own in the target's forward, at most, for each sequence; it gets their logits.
     """
 
     taps: tuple[int, ...] = ()
@@ -39,7 +39,7 @@ class Drafter(ABC):
 
     @property
     def needs(self) -> Needs:
-        """What it wants of the engine."""
+        """What it needs from the engine."""
         return Needs()
 
     @abstractmethod

@@ -19,7 +19,7 @@ Play = Callable[[], tuple[Tensor, Tensor, Tensor]]
 
 
 class Step(Protocol):
-    """One forward of a drafter, on its device and without asking it for any value."""
+    """One forward of a drafter on its device, without a copy to the host."""
 
     def __call__(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
         """Logits [n, draft vocabulary] after the rows ``wanted`` [n], and the states [n, ...] that a next step reads.
@@ -36,9 +36,9 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What the sequences of a draft have been told since the last one.
+    """The committed tokens of the sequences of a draft since their last one.
 
-    ``places`` are of each its slot, the places committed there before, and how many tokens follow, none where it
+    ``places`` hold of each its slot, the places committed there before, and how many tokens follow, none where it
     drafts nothing; ``tokens`` of all of them, one after the other, and the ``states`` [tokens, ...] of the target
     before each, if the drafter reads any.
     """
@@ -84,7 +84,7 @@ class GraphChains:
             cache: its slots, the last place of which must be nobody's.
             scratch: places behind the committed ones, and rows of a sequence in a graph at most.
             support: [Vd] target ids of the draft vocabulary, at an address that stays; None for all.
-            recordable: False runs the same as it comes.
+            recordable: False runs the same without CUDA graphs.
         """
         self._step, self._cache, self._scratch, self._support = step, cache, scratch, support
         self._recorder, self._recordable = GraphRecorder(cache.keys.device), recordable

@@ -1,4 +1,4 @@
-"""A drafter at work: what it is asked each round, what it proposes, and what it is told of the outcome."""
+"""A drafter's session: what it is asked for in a round, what it proposes, and what it gets of the outcome."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Asked:
 
     @cached_property
     def sampling(self) -> SamplingBatch:
-        """The settings as tensors, made when somebody asks: what is greedy seldom does."""
+        """The settings as tensors, made on first use: greedy drafts seldom need them."""
         return SamplingBatch.of(self.settings, self.device)
 
 
@@ -77,7 +77,7 @@ class Chains:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Those of each draft."""
+        """The token ids of each draft."""
         return [ids[:size] for ids, size in zip(self.drafted.tolist(), self.sizes.tolist(), strict=True)]
 
 
@@ -98,24 +98,24 @@ class Tree:
 
     @classmethod
     def chain(cls, tokens: list[int], source: str) -> Tree:
-        """One token after the other."""
+        """A chain of ``tokens``."""
         return cls(tokens, list(range(ROOT, len(tokens) - 1)), [source] * len(tokens))
 
     def with_tokens(self, tokens: list[int]) -> Tree:
-        """A chain whose tokens are known by now, and how many they are."""
+        """The same chain with its ``tokens``, which may be fewer than it had room for."""
         return replace(self, tokens=tokens, parents=self.parents[: len(tokens)], sources=self.sources[: len(tokens)])
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Draft trees of B sequences, and what the drafter said of their tokens.
+    """Draft trees of B sequences, and the distributions that their tokens came from.
 
     Attributes:
         trees: of each sequence; empty where nothing is proposed. While ``pending`` they have as many nodes as there
             may be, of unknown tokens.
         draft: the same trees for the rules, with the q that they were drawn from; None for greedy sequences, whose
             drafts are only compared with the most probable tokens.
-        chosen: candidates were chosen without chance: they are verified by ``naive`` where a rule takes no such draw.
+        chosen: candidates were chosen deterministically: ``naive`` verifies them where a rule takes no such draw.
         logits: [B, 1 + N, Vd] of the drafter, entry 1 + i after node i, for traces; None where it has none.
         support: [Vd] their target ids, None for the whole vocabulary.
         pending: greedy chains that the host has not read.
@@ -148,7 +148,7 @@ class Proposal:
 
     @classmethod
     def of_choice(cls, trees: Sequence[Tree], asked: Asked) -> Proposal:
-        """Trees whose tokens were chosen without chance, such as a retrieved continuation."""
+        """Trees whose tokens were chosen deterministically, such as a retrieved continuation."""
         if asked.greedy:
             return cls(trees)
         draft = DraftBatch.chosen([(tree.tokens, tree.parents) for tree in trees], asked.device)
@@ -168,7 +168,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class TargetRows:
-    """What the target said in one round: ``logits`` [1 + N + riders, vocabulary], before any sampling setting.
+    """The target's ``logits`` [1 + N + riders, vocabulary] of one round, before any sampling setting.
 
     Entry 0 is after the last committed token, entry 1 + i after node i of ``tree``, kept or not; the riders' follow.
     ``path`` are the nodes that were kept.
@@ -181,10 +181,10 @@ class TargetRows:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a sequence's text goes on with: ``tokens``, and as much of what the target computed as the drafter needs.
+    """The ``tokens`` that a sequence goes on with, and what its drafter needs of what the target computed.
 
     ``hidden`` [len(tokens), taps * hidden] are the states of the token before each, for drafters that read taps, and
-    ``rows`` what the target said in the round, for those that read its rows or have rows of their own.
+    ``rows`` the target's logits of the round, for those that read them or have rows of their own.
     """
 
     tokens: list[int]
@@ -193,9 +193,9 @@ class Kept:
 
 
 class Session(Protocol):
-    """A drafter at work for the sequences of an engine. It is not trained; ``load`` swaps its weights.
+    """Drafts for the sequences of an engine; ``load`` swaps its weights.
 
-    A slot is told every committed token; ``propose`` continues from there and leaves no trace but the proposal.
+    Every committed token of a slot comes by ``commit``; ``propose`` continues from there, and commits nothing.
     """
 
     def open(self, slot: int, token: int) -> None:
@@ -205,8 +205,8 @@ class Session(Protocol):
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         """Draft for any of the sequences, or for none.
 
-        A drafter that says a distribution of the next token lets ``growth`` decide where to go on and when to stop, and
-        draws by ``noise``; one that only has candidates proposes these within the limits.
+        A drafter that gives next-token distributions lets ``growth`` decide where to go on and when to stop, and draws
+        by ``noise``; one that only has candidates proposes these within the limits.
         """
         ...
 

@@ -28,7 +28,7 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class Loss:
-    """What a micro-batch loses, a scalar, and the number of positions that have a weight in it.
+    """The loss of a micro-batch, a scalar, and the number of positions that have a weight in it.
 
     ``value`` has no gradient where there is nothing to learn from.
     """
@@ -50,7 +50,7 @@ class Objective(Protocol):
         ...
 
     def loss(self, batch: Batch, levels: Sequence[Tensor], draft_ids: Tensor | None) -> Loss:
-        """What the logits [N, draft vocabulary] of each unrolled step lose."""
+        """The loss of the logits [N, draft vocabulary] of all unrolled steps."""
         ...
 
 
@@ -72,7 +72,7 @@ class Trainable(Drafter, nn.Module):
 
     @property
     def state_width(self) -> int:
-        """Numbers of one of its states, 0 where it gives none."""
+        """Width of its states, 0 where it gives none."""
         return 0
 
     def trained(self) -> dict[str, Tensor]:
@@ -88,8 +88,8 @@ class Trainable(Drafter, nn.Module):
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """Logits [N, draft vocabulary] for each of ``depth`` steps on its own outputs, as a draft would run.
 
-        ``drafted`` [B, L] are the tokens that later steps read as the draft before ``place``, each for itself: what
-        they differ in from the batch is nobody else's past. None for the batch's own.
+        ``drafted`` [B, L] are the tokens that later steps read as the draft before ``place``; one that differs from the
+        batch's is context for no other position. None for the batch's own.
 
         Entry d predicts ``place`` having seen the target's hidden states up to ``place - 2 - d`` only,
         and every token before ``place``. Rows with ``place < d + 2`` mean nothing.

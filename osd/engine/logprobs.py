@@ -1,4 +1,4 @@
-"""What clients are told about how likely the generated tokens were."""
+"""Log-probabilities of the generated tokens, for clients that ask for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's thread: it swaps drafters, admits requests and runs rounds, until it is told to stop."""
+"""The engine's thread: it swaps drafters, admits requests and runs rounds, until it is stopped."""
 
 from __future__ import annotations
 

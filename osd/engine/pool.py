@@ -46,13 +46,13 @@ class ActiveDrafter:
         self.session.close(slot)
 
     def commit(self, slot: int, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
-        """Tell the session committed tokens, and what it needs to know of them.
+        """Pass committed tokens to the session, with what it needs of the target.
 
         Args:
             slot: of the sequence.
             tokens: what its text goes on with.
             states: [len(tokens), taps * hidden] of the target before each, all that there are.
-            rows: what the target said in the round.
+            rows: the target's logits of the round.
         """
         needed = rows if self.needs.target_rows or self.needs.riders else None
         self.session.commit(slot, Kept(tokens, self.hidden(states), needed))
@@ -197,10 +197,10 @@ class DrafterPool:
             domain: whose they are.
             version: of the weights.
             weights: of the stable version.
-            drafter: of the make that the weights are for; None for that of the own domain.
+            drafter: that the weights are for; None for that of the own domain.
 
         Raises:
-            DrafterError: the weights do not fit the make, or that does not fit the target.
+            DrafterError: the weights do not fit the drafter, or that does not fit the target.
         """
         make = drafter or self.domains[self.domain].make
         stable = self._maker.make(make, domain, version, weights)
@@ -238,7 +238,7 @@ class DrafterPool:
             domain: one that is at hand.
             version: of the weights.
             weights: of the version.
-            drafter: of the make that the weights are for; None for that of the running version.
+            drafter: that the weights are for; None for that of the running version.
 
         Raises:
             DrafterError: the weights do not fit; the running version stays.
@@ -282,7 +282,7 @@ class DrafterPool:
             domain: one that is at hand.
             rollout: names the canary and its share.
             weights: of the canary; None when it runs already.
-            drafter: of the make that the weights are for; None for that of the stable version.
+            drafter: that the weights are for; None for that of the stable version.
 
         Raises:
             DrafterError: the weights do not fit; nothing changes.
@@ -309,7 +309,7 @@ class DrafterPool:
 
 
 class DomainHandle:
-    """One domain's drafters, as whoever follows its rollout pointer sees them."""
+    """One domain's drafters, for the follower of its rollout pointer."""
 
     def __init__(self, pool: DrafterPool, domain: str) -> None:
         self._pool, self._domain = pool, domain

@@ -79,7 +79,7 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Verified:
-    """What the target said, what the sequences that end keep, and the seconds that it took.
+    """The target's logits, what each sequence that ends keeps of its draft, and the seconds of both models.
 
     ``captured`` says that a CUDA graph was made, so that times are longer than they will be.
     """

@@ -104,7 +104,7 @@ class Scheduler:
         return Scheduled([replace(one, limit=limits.get(one.sequence, 0)) for one in scheduled], missed)
 
     def _take_cached(self, s: Sequence, start: int) -> None:
-        """Tell whom it concerns that the prompt from ``start`` to where ``s`` is did not have to be read."""
+        """Count, and pass on, the part of the prompt from ``start`` on that the prefix cache had."""
         if s.fed > start:
             s.hand_on(s.tokens[start + 1 : s.fed + 1], self._slots.states(s.slot, start, s.fed))
             s.cached += s.fed - start

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Unrouted:
-    """What a drafter will have to be told of a sequence that has none yet: tokens, and the states before each."""
+    """What the drafter of a sequence that has none yet will have to read: tokens, and the states before each."""
 
     tokens: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
@@ -114,12 +114,12 @@ class Sequence:
         drafter.open(self.slot, self.tokens[0])
 
     def hand_on(self, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
-        """Tell what drafts for it, or will, and its trace.
+        """Pass committed tokens on to its drafter, or keep them until it has one, and their states to its trace.
 
         Args:
             tokens: what the text goes on with.
             states: [len(tokens), taps * hidden] of the target before each, None without taps.
-            rows: what the target said in the round.
+            rows: the target's logits of the round.
         """
         if self.unrouted is not None and states is not None:
             self.unrouted.tokens += tokens

@@ -154,10 +154,10 @@ class TraceBuilder:
         self._next(hidden, places)
         return trace
 
-    def _next(self, hidden: Tensor | None, told: list[_Place]) -> None:
+    def _next(self, hidden: Tensor | None, built: list[_Place]) -> None:
         self.number += 1
-        context = self._context + [p.token for p in told]
-        self._context, self._places = context[-self.size :], self._places[len(told) :]
+        context = self._context + [p.token for p in built]
+        self._context, self._places = context[-self.size :], self._places[len(built) :]
         if hidden is not None:
             # The state of the last token is there only once it has been fed.
             self._hidden = [hidden[len(context) - len(self._context) :]]

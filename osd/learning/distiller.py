@@ -49,7 +49,7 @@ class Step:
 class Distiller:
     """Trains a drafter in micro-steps, each one forward and backward over one micro-batch.
 
-    The drafter makes the loss, see ``osd.learning.objective``.
+    The drafter computes the loss, see ``osd.learning.objective``.
 
     Gradients add up over micro-steps until they cover ``trainer.update_tokens`` positions with a weight, and then make
     one update by AdamW: how short a micro-step must be has nothing to do with how many positions make a good gradient.

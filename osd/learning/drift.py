@@ -97,7 +97,7 @@ class DriftWatch:
         self._tests: OrderedDict[tuple[str, str, int], Cusum] = OrderedDict()
 
     def add(self, trace: Trace) -> Drift | None:
-        """Take in a record as it arrives. After an alarm the level is estimated anew: a fall is told once."""
+        """Take in a record as it arrives. After an alarm the level is estimated anew: a fall is reported once."""
         key = trace.domain, trace.drafter_domain, trace.drafter_version
         test = self._tests.setdefault(key, Cusum(self._fall, self._records))
         self._tests.move_to_end(key)

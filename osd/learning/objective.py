@@ -58,7 +58,7 @@ class Objective:
         return None if samples is None else samples.token_ids
 
     def loss(self, batch: Batch, levels: Sequence[Tensor], draft_ids: Tensor | None) -> Loss:
-        """What the logits [N, draft vocabulary] of each unrolled step lose."""
+        """The loss of the logits [N, draft vocabulary] of all unrolled steps."""
         batch = cast(DistillBatch, batch)
         weights, samples = weigh(batch, self.settings), self._samples(batch)
         divergence, index = divergence_of(self.settings), draft_index(draft_ids)

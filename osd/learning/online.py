@@ -219,7 +219,7 @@ class Learner:
         return self.distiller.steps >= self.next_candidate
 
     def candidate(self) -> Trainable:
-        """The drafter in training, with all that was gathered, drafting what traffic uses by now."""
+        """The drafter in training, with all gathered gradients applied and its vocabulary adapted to the traffic."""
         self.distiller.update()
         self.adapt_vocabulary()
         return self.distiller.drafter
@@ -237,7 +237,7 @@ class Learner:
         self.trigger.judged(decision, self.counters.held_out)
 
     def adapt_vocabulary(self) -> None:
-        """Draft what traffic uses by now: the first records show few of its tokens."""
+        """Adapt the draft vocabulary to the traffic so far: the first records show few of its tokens."""
         self.distiller.adapt_vocabulary(torch.from_numpy(self.replay.token_counts(self._vocabulary)))
 
     def held_out(self) -> Iterator[DistillBatch]:

@@ -36,7 +36,7 @@ class Draw(Enum):
 
     @property
     def code(self) -> int:
-        """What stands for it in a tensor."""
+        """Its number in tensors."""
         return _CODES[self]
 
 
@@ -79,7 +79,7 @@ class DraftBatch:
     def chosen(
         cls, trees: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str = "cpu"
     ) -> DraftBatch:
-        """Trees whose tokens were chosen without chance, given as tokens and parents of their nodes; they have no q."""
+        """Trees of deterministically chosen tokens, given as tokens and parents of their nodes; they have no q."""
         sizes = [len(tokens) for tokens, _ in trees]
         width = max(sizes, default=0)
         padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens, _ in trees]

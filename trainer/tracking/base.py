@@ -1,4 +1,4 @@
-"""What a tracker is."""
+"""The interface of trackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that the trainer tells of itself, in the tracker too."""
+"""The trainer's events, which its tracker gets too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class TrackedEvents(Events):
     """Events that are also kept as numbers, ``<kind>/<figure>``, and words by the step of training.
 
-    A tracker that fails is told about once and then left alone: training goes on.
+    A failure of the tracker is logged once; training goes on without it.
     """
 
     def __init__(self, url: str, make: Callable[[], Tracker]) -> None:

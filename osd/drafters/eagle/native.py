@@ -98,7 +98,7 @@ class NativeEagle:
     def chains(
         self, places: list[tuple[int, int, int]], limits: Sequence[int], tokens: list[int], hidden: Tensor, floor: float
     ) -> Chains:
-        """Draft greedily, every sequence to its limit or until it doubts.
+        """Draft greedily, every sequence to its limit or until a token is less probable than ``floor``.
 
         Args:
             places: of each sequence its slot, the places committed there, and how many pending pairs follow.

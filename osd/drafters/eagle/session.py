@@ -1,4 +1,4 @@
-"""EAGLE at work: its layer over KV slots, many sequences in one forward."""
+"""EAGLE's session: its layer over KV slots, many sequences in one forward."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from osd.drafters.base import DrafterError
 class EagleShape:
     """Everything that fixes the tensors of an EAGLE drafter, and how they are used.
 
-    Drafters of ours are the defaults of the last three; those trained elsewhere may differ. ``tap_norm`` says what is
+    The defaults of the last three are those of drafters made here; imported ones may differ. ``tap_norm`` says what is
     normalised before the taps are fused: each tap, all of them as one vector, or nothing. With ``residual_norm`` the
     layer's residual is the normalised feature, with ``output_norm`` the next step reads the normalised output.
     """
@@ -37,7 +37,7 @@ class EagleShape:
 
     @property
     def ours(self) -> bool:
-        """Whether it is used as the drafters are that we make; the native kernels compute no others."""
+        """Whether the last three have their defaults; the native kernels compute no others."""
         return (self.tap_norm, self.residual_norm, self.output_norm) == ("each", False, False)
 
     def fused(self, taps: Tensor, weight: Tensor) -> Tensor:

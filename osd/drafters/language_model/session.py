@@ -1,4 +1,4 @@
-"""A small language model at work: its layers over KV slots of their own."""
+"""A small language model's session: its layers over KV slots of their own."""
 
 from __future__ import annotations
 
