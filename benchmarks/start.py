@@ -165,7 +165,7 @@ def weight_bytes(settings: Settings) -> int:
                 target += math.prod(shape) * (1 if quantised else size)
     drafter = 0
     whole = [info.number for info in Registry(settings.registry_dir).list(settings.domain) if not info.problem]
-    if whole and settings.drafter.kind != "none":
+    if whole and settings.drafts:
         drafter = (settings.registry_dir / settings.domain / str(whole[-1]) / "model.safetensors").stat().st_size
     return target + drafter
 

@@ -34,7 +34,7 @@ def build(args: dict[str, str]) -> serve.Application:
         raise ConfigError("redis_url must be set on a cluster: all nodes share one Redis")
     check_settings(settings)
     directory = resolve(settings.target.source, settings.home_dir)
-    if settings.drafter.kind != "none":
+    if settings.drafts:
         ensure_version(settings, settings.redis_url, directory)
         _end_trainer()
         if settings.trainer.enabled:

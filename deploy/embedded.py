@@ -90,7 +90,7 @@ class Embedded:
         handle = open_redis(settings)
         self._ends.callback(handle.close)
         self.redis_url = handle.url
-        if handle.server is not None and settings.drafter.kind != "none":
+        if handle.server is not None and settings.drafts:
             self._ends.callback(self._keep_pointers)
         # Ray and Serve need seconds to start and the target up to a minute: neither waits for the other.
         with ThreadPoolExecutor(1, "prepare") as pool:
@@ -103,7 +103,7 @@ class Embedded:
         logger.info("the target lies in %s", directory)
         self._report("loading the replicas")
         self._start_replicas()
-        if settings.trainer.enabled and settings.drafter.kind != "none":
+        if settings.trainer.enabled and settings.drafts:
             import trainer.app
 
             self.trainer = trainer.app.start(settings, self.redis_url)
@@ -117,7 +117,7 @@ class Embedded:
 
         check_settings(self.settings)
         directory = resolve(self.settings.target.source, self.settings.home_dir, self._report)
-        if self.settings.drafter.kind == "none":
+        if not self.settings.drafts:
             return directory
         self._report("preparing the drafter")
         from transformers.utils import logging as progress

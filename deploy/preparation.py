@@ -115,7 +115,7 @@ class _First:
     @cached_property
     def config(self) -> dict[str, Any]:
         drafter = self._settings.drafter
-        if drafter.kind == "language_model" and drafter.source is not None:  # a model whose files may change
+        if not drafter.reproducible:
             return self._made()
         made_of = [drafter.model_dump_json(), (self._target / "config.json").read_text()]
         made_of += map(importlib.metadata.version, ("osd", "transformers"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
@@ -13,7 +12,7 @@ from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version
 from osd.runtime.device import one_core
-from serving.rollout_follower import POLL_SECONDS, DrafterCache, Follower
+from serving.rollout_follower import POLL_SECONDS, DrafterCache, Follower, Watcher
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class DomainWatcher:
+class DomainWatcher(Watcher):
     """Loads and follows the drafters of every domain that has a rollout pointer, up to ``engine.domains``, in a thread.
 
     When there is no more room, a domain that requests ask for takes the place of the one that was not used for
@@ -38,28 +37,18 @@ class DomainWatcher:
         cache: DrafterCache,
         engine: Engine,
     ) -> None:
+        super().__init__("domain-watcher")
         assert engine.pool is not None  # noqa: S101  the replica has a drafter
         self._most, self._pool, self._engine = settings.engine.domains, engine.pool, engine
         self._registry, self._pointer, self._events, self._cache = registry, pointer, events, cache
         self._followers: dict[str, Follower] = {}
         self._seen: dict[str, Rollout] = {}
         self._wanted: set[str] = set()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="domain-watcher", daemon=True)
 
     @property
     def rejected(self) -> int:
-        """Versions that were refused."""
+        """See ``Watcher.rejected``."""
         return sum(follower.rejected for follower in list(self._followers.values()))
-
-    def start(self) -> None:
-        """Begin to watch."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._stop.set()
-        self._thread.join(timeout=5)
 
     def _run(self) -> None:
         one_core()

@@ -31,7 +31,7 @@ from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
 from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
-from serving.rollout_follower import DrafterCache, Start, VersionWatcher, starting_drafter
+from serving.rollout_follower import DrafterCache, Start, VersionWatcher, Watcher, starting_drafter
 from serving.service import ChatTemplateError, Model
 
 logger = logging.getLogger(__name__)
@@ -74,11 +74,11 @@ class Replica:
         self._pointer, self._events, self._control = Pointer(redis_url), Events(redis_url), Control(redis_url)
         self._loads = ReplicaLoads(redis_url)
         start: Start | None = None
-        if settings.drafter.kind != "none":
+        if settings.drafts:
             start = starting_drafter(settings, registry, self._pointer, directory)
         self._writer = TraceWriter(redis_url, settings.capture) if settings.capture.enabled else None
         self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer)
-        self._watchers: list[VersionWatcher | DomainWatcher] = []
+        self._watchers: list[Watcher] = []
         if start is not None:
             cache = DrafterCache(start.drafter, settings.growth, directory)
             common = (settings, registry, self._pointer, self._events, cache)

@@ -15,9 +15,8 @@ from redis.exceptions import DataError, RedisError
 from osd.capture.stream import TraceWriter
 from osd.redis_client import RedisClient
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from serving.domain_watcher import DomainWatcher
 from serving.replica_metrics import Report
-from serving.rollout_follower import VersionWatcher
+from serving.rollout_follower import Watcher
 
 if TYPE_CHECKING:
     from osd.engine.counters import EngineCounters
@@ -74,7 +73,7 @@ class Reporter:
         name: str,
         engine: Engine,
         writer: TraceWriter | None,
-        watchers: Sequence[VersionWatcher | DomainWatcher],
+        watchers: Sequence[Watcher],
         loads: ReplicaLoads,
         control: Control,
         push: Callable[[Report], None],

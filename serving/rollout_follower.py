@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,7 +184,33 @@ class Follower:
             logger.warning("event %s of version %d is lost: %s", kind, number, error)
 
 
-class VersionWatcher:
+class Watcher(ABC):
+    """Something that watches in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    @abstractmethod
+    def rejected(self) -> int:
+        """Versions that were refused."""
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Watch until ``_stop`` is set."""
+
+
+class VersionWatcher(Watcher):
     """Follows the rollout pointer of the own domain in a thread; with Redis gone nothing changes."""
 
     def __init__(
@@ -197,24 +224,15 @@ class VersionWatcher:
         start: Start,
     ) -> None:
         """Follow for ``settings.domain``; the versions that ``start`` refused are told of now."""
-        self._domain, self._pointer, self._stop = settings.domain, pointer, threading.Event()
+        super().__init__("version-watcher")
+        self._domain, self._pointer = settings.domain, pointer
         self._follower = Follower(settings.domain, registry, events, cache, handle, self._stop)
         self._follower.known_bad.update(start.refused)
-        self._thread = threading.Thread(target=self._run, name="version-watcher", daemon=True)
 
     @property
     def rejected(self) -> int:
-        """Versions that were refused."""
+        """See ``Watcher.rejected``."""
         return self._follower.rejected
-
-    def start(self) -> None:
-        """Begin to watch."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._stop.set()
-        self._thread.join(timeout=5)
 
     def _run(self) -> None:
         one_core()

@@ -24,7 +24,7 @@ def demo(
     settings = settings_of(config, overrides)
     if report is not None and not report.absolute().parent.is_dir():
         fail(f"--report {report}: there is no directory {report.absolute().parent}")
-    if settings.drafter.kind == "none" or not (settings.trainer.enabled and settings.capture.enabled):
+    if not settings.drafts or not (settings.trainer.enabled and settings.capture.enabled):
         fail("the demo needs drafter.kind other than none, and trainer.enabled and capture.enabled")
     from deploy.demo.run import Plan, run
     from deploy.embedded import START_ERRORS

@@ -9,22 +9,34 @@ from pydantic import Field
 from osd.config.base import Section, by_kind, of_kind
 
 
-class EagleSettings(Section):
+class _Drafter(Section):
+    @property
+    def reproducible(self) -> bool:
+        """Whether the same settings make the same drafter for the same target."""
+        return True
+
+
+class EagleSettings(_Drafter):
     """One layer on the target's hidden states."""
 
     kind: Literal["eagle"] = "eagle"
     vocabulary: int = Field(default=8192, ge=16, description="most frequent target ids that it may draft")
 
 
-class LanguageModelSettings(Section):
+class LanguageModelSettings(_Drafter):
     """A smaller language model with the target's vocabulary."""
 
     kind: Literal["language_model"] = "language_model"
     layers: int = Field(default=2, ge=1, description="target layers that it keeps where it has no source")
     source: str | None = Field(default=None, description="model that it starts from")
 
+    @property
+    def reproducible(self) -> bool:
+        """See ``EagleSettings``; the files of another model may change."""
+        return self.source is None
 
-class NoDrafterSettings(Section):
+
+class NoDrafterSettings(_Drafter):
     """Plain decoding."""
 
     kind: Literal["none"] = "none"

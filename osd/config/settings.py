@@ -101,6 +101,11 @@ class Settings(Section):
     serving: ServingSettings = ServingSettings()
 
     @property
+    def drafts(self) -> bool:
+        """Whether there is a drafter."""
+        return self.drafter.kind != "none"
+
+    @property
     def home_dir(self) -> Path:
         """The absolute home directory."""
         return self.home.expanduser().absolute()

@@ -23,8 +23,8 @@ def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Drafter:
     Raises:
         DrafterError: the settings do not fit the target.
     """
-    if settings.kind == "none":
-        raise DrafterError("drafter.kind none is no drafter")
+    if settings.kind not in DRAFTERS:
+        raise DrafterError(f"drafter.kind {settings.kind} is no drafter")
     return DRAFTERS[settings.kind].initial(settings, target_dir, home)
 
 

@@ -47,9 +47,9 @@ def test_a_version_is_named_before_it_is_counted(make_loop, eventually, monkeypa
     told = []
     charge = CostMeter.published
 
-    def published(spending, version):
+    def published(meter, version):
         told.append((worker.status()["published"], worker.status()["version"], version))
-        charge(spending, version)
+        charge(meter, version)
 
     monkeypatch.setattr(CostMeter, "published", published)
     loop = make_loop()

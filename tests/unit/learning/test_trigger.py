@@ -14,7 +14,7 @@ def verdict(candidate, baseline, passed=True):
     return GateDecision(passed, False, "", first, second)
 
 
-def pace(resumed=False, **settings):
+def trigger(resumed=False, **settings):
     it = TrainingTrigger(TrainerSettings(**settings))
     if resumed:
         it.resumed()
@@ -28,13 +28,13 @@ def worn(it):
 
 
 def test_the_first_candidate_is_waited_for_however_thin_traffic_is():
-    it = pace()
+    it = trigger()
     it.arrived(10)
     assert worn(it).due(0, 0.0)
 
 
 def test_the_same_records_are_trained_on_while_candidates_improve_and_no_longer():
-    it = worn(pace())
+    it = worn(trigger())
     it.judged(verdict(1.0, 2.0), held_out=5)
     assert it.due(0, 0.0)
     it.judged(verdict(0.9, 1.0), held_out=5)
@@ -45,7 +45,7 @@ def test_the_same_records_are_trained_on_while_candidates_improve_and_no_longer(
 
 
 def test_a_candidate_must_improve_on_the_last_one_too_even_when_that_was_rejected():
-    it = worn(pace())
+    it = worn(trigger())
     it.judged(verdict(0.8, 1.0, passed=False), held_out=5)
     assert it.due(0, 0.0)
     it.judged(verdict(0.85, 1.0, passed=False), held_out=5)
@@ -53,23 +53,23 @@ def test_a_candidate_must_improve_on_the_last_one_too_even_when_that_was_rejecte
 
 
 def test_figures_of_other_held_out_records_are_not_compared():
-    it = worn(pace())
+    it = worn(trigger())
     it.judged(verdict(0.2, 1.0), held_out=5)
     it.judged(verdict(0.85, 1.0), held_out=6)
     assert it.due(0, 0.0)
 
 
 def test_without_a_judgement_or_with_one_that_is_not_finite_training_waits():
-    it = worn(pace())
+    it = worn(trigger())
     it.judged(GateDecision(False, True, "not enough held-out records"), held_out=0)
     assert not it.due(0, 0.0)
-    it = worn(pace())
+    it = worn(trigger())
     it.judged(verdict(float("nan"), 1.0), held_out=0)
     assert not it.due(0, 0.0)
 
 
 def test_new_records_get_their_passes_whatever_the_last_candidate_was():
-    it = worn(pace())
+    it = worn(trigger())
     it.judged(verdict(1.0, 1.0), held_out=5)
     assert not it.due(0, 0.0)
     it.arrived(10)
@@ -81,7 +81,7 @@ def test_new_records_get_their_passes_whatever_the_last_candidate_was():
 
 
 def test_an_update_starts_at_so_many_records():
-    it = pace(resumed=True, trigger_records=4, trigger_seconds=1000)
+    it = trigger(resumed=True, trigger_records=4, trigger_seconds=1000)
     it.arrived(100)
     assert [it.due(fresh, float(fresh)) for fresh in (1, 2, 3, 4)] == [False, False, False, True]
     assert it.due(0, 5.0)
@@ -90,7 +90,7 @@ def test_an_update_starts_at_so_many_records():
 
 
 def test_an_update_starts_when_a_record_has_waited_too_long():
-    it = pace(resumed=True, trigger_records=100, trigger_seconds=30)
+    it = trigger(resumed=True, trigger_records=100, trigger_seconds=30)
     assert not it.due(0, 0.0)
     assert not it.due(1, 500.0)
     assert not it.due(2, 529.0)
@@ -98,7 +98,7 @@ def test_an_update_starts_when_a_record_has_waited_too_long():
 
 
 def test_an_update_starts_at_drift_with_the_first_record_that_can_teach_it():
-    it = pace(resumed=True, trigger_records=100, trigger_seconds=1e6)
+    it = trigger(resumed=True, trigger_records=100, trigger_seconds=1e6)
     it.drifted()
     assert not it.due(0, 0.0)
     assert it.due(1, 1.0)

@@ -39,36 +39,36 @@ def clock():
 
 def test_each_version_is_charged_with_what_was_spent_since_the_one_before(clock):
     book = Book()
-    spending = CostMeter("general", book, clock)
+    meter = CostMeter("general", book, clock)
     clock.seconds += 5
-    spending.published(2)
+    meter.published(2)
     clock.seconds += 3
-    spending.published(3)
+    meter.published(3)
     clock.seconds += 1
-    assert spending.spent() == Spent({2: 5.0, 3: 3.0}, 1.0)
-    assert spending.spent().total == 9.0
+    assert meter.spent() == Spent({2: 5.0, 3: 3.0}, 1.0)
+    assert meter.spent().total == 9.0
     assert book.told == Spent({2: 5.0, 3: 3.0}, 0.0)
 
 
 def test_a_successor_goes_on_from_the_checkpoint_or_from_what_serving_knows_whichever_is_more(clock):
     saved, told = Spent({2: 5.0}, 1.0), Spent({2: 5.0, 3: 4.0}, 0.5)
     for book in (Book(told), Book(Spent({}, 0.1))):
-        spending = CostMeter("general", book, clock)
+        meter = CostMeter("general", book, clock)
         clock.seconds += 2
-        spending.resume(saved)
+        meter.resume(saved)
         before = max(saved, book.told, key=lambda spent: spent.total)
-        assert spending.spent() == Spent(before.by_version, before.unpublished + 2)
+        assert meter.spent() == Spent(before.by_version, before.unpublished + 2)
 
 
 def test_without_redis_nothing_is_lost_and_it_is_told_later(clock):
     book = Book()
     book.gone = True
-    spending = CostMeter("general", book, clock)
-    spending.resume(Spent({2: 5.0}, 1.0))
+    meter = CostMeter("general", book, clock)
+    meter.resume(Spent({2: 5.0}, 1.0))
     clock.seconds += 4
-    spending.published(3)
+    meter.published(3)
     book.gone = False
-    spending.published(4)
+    meter.published(4)
     assert book.told == Spent({2: 5.0, 3: 5.0, 4: 0.0}, 0.0)
 
 
@@ -76,9 +76,9 @@ def test_the_clock_is_the_cpu_time_of_the_whole_process_and_not_the_wall():
     import threading
     import time
 
-    spending = CostMeter("general", Book())
+    meter = CostMeter("general", Book())
     time.sleep(0.1)
-    assert spending.spent().total < 0.05
+    assert meter.spent().total < 0.05
     deadline = time.process_time() + 0.15
 
     def burn():
@@ -88,4 +88,4 @@ def test_the_clock_is_the_cpu_time_of_the_whole_process_and_not_the_wall():
     other = threading.Thread(target=burn)
     other.start()
     other.join()
-    assert spending.spent().total >= 0.15
+    assert meter.spent().total >= 0.15
