@@ -16,12 +16,12 @@ from torch import Tensor
 
 from osd.drafters.session import TargetRows, Tree
 from osd.engine.draft_group import NOTHING, Decision, DraftGroup
-from osd.engine.logprobs import token_logprobs
 from osd.engine.packing import Feed, Packed, pack
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
 from osd.engine.sequence import Sequence as Decoding
 from osd.engine.slots import SlotManager
+from osd.engine.top import token_logprobs
 from osd.engine.tracing import Traced, trace_group
 from osd.runtime.cuda_graph import GraphRecorder
 from osd.runtime.decoder import Forward

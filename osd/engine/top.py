@@ -1,4 +1,4 @@
-"""What a trace keeps of a distribution: its most probable tokens, and the mass of all others."""
+"""The most probable tokens of distributions: with the mass of all others for traces, with their own for clients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from osd.engine.request import TokenLogprobs
 from osd.runtime.device import sent
 from osd.runtime.native import kernels
 
@@ -68,3 +69,22 @@ def _reference(logits: Tensor, rows: Sequence[int], k: int) -> Top:
     logp = values - chosen.logsumexp(-1, keepdim=True)
     rest = (1.0 - logp.double().exp().sum(-1)).clamp_min(1e-12).log()
     return Top(ids, logp, rest.float())
+
+
+def token_logprobs(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogprobs]:
+    """The log-probabilities of tokens in the target's own distributions, before any sampling setting.
+
+    Args:
+        logits: [n, V] raw, of the places of the tokens.
+        tokens: [n] generated.
+        top: how many of the most probable tokens to report beside each, 0 for none.
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+    chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
+    mine = (logits.gather(-1, chosen) - total).squeeze(-1).tolist()
+    values, ids = logits.topk(min(top, logits.shape[-1]), -1)
+    best = zip(ids.tolist(), (values - total).tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(*pairs, strict=True)))
+        for token, logprob, pairs in zip(tokens, mine, best, strict=True)
+    ]
