@@ -116,9 +116,9 @@ def test_chains_end_after_the_first_token_of_too_little_probability(eagle: Eagle
 @native
 def test_a_sequence_that_drafts_nothing_keeps_what_it_was_told(eagle: Eagle) -> None:
     slots = [3, 0]
-    told, _ = drafting(eagle, slots)
-    assert told.chains(slots, [2, 0], 0.0) is not None
-    after = told.chains([0], [3], 0.0)
+    session, _ = drafting(eagle, slots)
+    assert session.chains(slots, [2, 0], 0.0) is not None
+    after = session.chains([0], [3], 0.0)
     fresh = drafting(eagle, slots)[0].chains([0], [3], 0.0)
     assert after is not None
     assert fresh is not None

@@ -1,4 +1,4 @@
-"""Chains drafted in one recording, without the host, against those that are drafted step by step."""
+"""Chains drafted in one CUDA graph, without the host, against those that are drafted step by step."""
 
 from __future__ import annotations
 
@@ -46,37 +46,39 @@ def opened(drafter: Eagle | LanguageModel, device: torch.device | None = None) -
     return session
 
 
-def tell(session: EagleSession | LanguageModelSession, slots: list[int], told: int = 3) -> None:
-    """Begin sequences of ``told`` tokens and more."""
+def begin(session: EagleSession | LanguageModelSession, slots: list[int], committed: int = 3) -> None:
+    """Begin sequences of ``committed`` tokens and more."""
     generator = torch.Generator().manual_seed(1)
     for row, slot in enumerate(slots):
-        tokens = torch.randint(0, VOCABULARY, (told + row + 1,), generator=generator).tolist()
+        tokens = torch.randint(0, VOCABULARY, (committed + row + 1,), generator=generator).tolist()
         session.open(slot, tokens[0])
-        states = torch.randn(told + row, 3 * HIDDEN, generator=generator)
+        states = torch.randn(committed + row, 3 * HIDDEN, generator=generator)
         session.commit(slot, Kept(tokens[1:], states.to(session.device)))
 
 
-def drafting(drafter: Eagle | LanguageModel, slots: list[int], told: int = 3) -> EagleSession | LanguageModelSession:
-    """A recorded session whose sequences have been told tokens."""
+def drafting(
+    drafter: Eagle | LanguageModel, slots: list[int], committed: int = 3
+) -> EagleSession | LanguageModelSession:
+    """A session as on a GPU whose sequences have committed tokens."""
     session = opened(drafter)
-    tell(session, slots, told)
+    begin(session, slots, committed)
     return session
 
 
-def stepwise(drafter: Eagle | LanguageModel, slots: list[int], chains: Chains, told: int) -> list[Tensor]:
+def stepwise(drafter: Eagle | LanguageModel, slots: list[int], chains: Chains, committed: int) -> list[Tensor]:
     """Logits [B, draft vocabulary] of each level."""
-    session: Any = drafting(drafter, slots, told)
+    session: Any = drafting(drafter, slots, committed)
     return expand_chain(session, slots, chains.drafted)[: chains.drafted.shape[1]]
 
 
-@pytest.mark.parametrize("told", [3, 20], ids=["as after a round", "as after a prompt"])
-def test_they_are_the_same_tokens_by_the_same_logits(drafter: Eagle | LanguageModel, told: int) -> None:
+@pytest.mark.parametrize("committed", [3, 20], ids=["as after a round", "as after a prompt"])
+def test_they_are_the_same_tokens_by_the_same_logits(drafter: Eagle | LanguageModel, committed: int) -> None:
     slots, limits = [3, 0, 4], [4, 2, 6]
-    chains = drafting(drafter, slots, told).chains(slots, limits, 0.0)
+    chains = drafting(drafter, slots, committed).chains(slots, limits, 0.0)
     assert chains is not None
     assert not chains.settled
     assert chains.sizes.tolist() == limits
-    for level, logits in enumerate(stepwise(drafter, slots, chains, told)):
+    for level, logits in enumerate(stepwise(drafter, slots, chains, committed)):
         scale = float(logits.abs().max())
         for row, limit in enumerate(limits):
             if level < limit:
@@ -103,10 +105,10 @@ def test_a_sequence_that_drafts_nothing_keeps_what_it_was_told_and_disturbs_nobo
     drafter: Eagle | LanguageModel,
 ) -> None:
     slots = [3, 0, 1]
-    told = drafting(drafter, slots)
-    beside = told.chains(slots, [2, 0, 2], 0.0)
+    session = drafting(drafter, slots)
+    beside = session.chains(slots, [2, 0, 2], 0.0)
     alone = drafting(drafter, slots).chains([3, 1], [2, 2], 0.0)
-    after = told.chains([0], [3], 0.0)
+    after = session.chains([0], [3], 0.0)
     fresh = drafting(drafter, slots).chains([0], [3], 0.0)
     assert beside is not None
     assert alone is not None
@@ -131,7 +133,7 @@ def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(
     staged = session.stage(weights)
     with torch.inference_mode():
         session.load(staged)
-    tell(session, slots)
+    begin(session, slots)
     after = session.chains(slots, limits, 0.0)
     assert [value.data_ptr() for value in held(session)] == addresses
     other = from_config(drafter.config(), target_dir)
@@ -190,8 +192,8 @@ def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(dr
 
 
 def test_what_is_too_much_for_a_recording_is_told_in_two_parts() -> None:
-    told = NewTokens([(4, 3, 2), (0, 0, 0), (1, 9, 3)], [10, 11, 20, 21, 22], torch.arange(5.0)[:, None])
-    early, late = told.split()
+    new = NewTokens([(4, 3, 2), (0, 0, 0), (1, 9, 3)], [10, 11, 20, 21, 22], torch.arange(5.0)[:, None])
+    early, late = new.split()
     assert (early.places, early.tokens) == ([(4, 3, 1), (0, 0, 0), (1, 9, 2)], [10, 20, 21])
     assert (late.places, late.tokens) == ([(4, 4, 1), (0, 0, 0), (1, 11, 1)], [11, 22])
     assert early.states is not None
@@ -206,7 +208,7 @@ def test_on_a_gpu_a_draft_waits_for_nothing_and_has_the_tokens_of_the_cpu(drafte
     goal = drafting(drafter, slots).chains(slots, limits, 0.0)
     session = opened(drafter, torch.device("cuda"))
     for times in range(2):
-        tell(session, slots)
+        begin(session, slots)
         if times:
             torch.cuda.set_sync_debug_mode("error")
         try:

@@ -1,4 +1,4 @@
-"""The engine as it runs on a GPU: padded forwards, whole drafts in one recording, one wait for the device a round."""
+"""The engine as it runs on a GPU: padded forwards, whole drafts in one CUDA graph, one wait for the device a round."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def test_every_way_of_drafting_gives_the_text_that_it_gives_unpadded(
 
 
 def test_traces_tell_the_same_drafts_and_verdicts(target_dir: Path) -> None:
-    told: list[list[Trace]] = [[], []]
+    traces: list[list[Trace]] = [[], []]
     policy = Policy.of(ConfidenceSettings(depth=4, eta=0.3), "chain")
     for bucketed in (False, True):
-        mine = told[bucketed]
+        mine = traces[bucketed]
         with running(target_dir, "eagle", bucketed=bucketed, traces=mine, enabled=True) as client:
             client.submit("r", prompts([30])[0], 24, ignore_eos=True, policy=policy, capture=True)
             client.wait()
-    (plain,), (padded,) = told
+    (plain,), (padded,) = traces
     assert (padded.drafted.numpy() >= 0).any()
     assert padded.completion_ids.numpy().tolist() == plain.completion_ids.numpy().tolist()
     torch.testing.assert_close(

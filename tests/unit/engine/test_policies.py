@@ -119,11 +119,11 @@ def test_the_governor_changes_no_output_and_stops_drafts_that_do_not_pay(
 def test_the_governor_is_told_how_many_still_read_their_prompts(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, int, int]] = []
+    planned: list[tuple[int, int, int]] = []
     plan = Governor.plan
 
     def watched(self: Governor, sequences: Sequence[Ready], others: int, rows: int, coming: int = 0) -> list[int]:
-        told.append((len(sequences), others, coming))
+        planned.append((len(sequences), others, coming))
         return plan(self, sequences, others, rows, coming)
 
     monkeypatch.setattr(Governor, "plan", watched)
@@ -131,9 +131,9 @@ def test_the_governor_is_told_how_many_still_read_their_prompts(
         for index, prompt in enumerate(prompts((8, 40, 40, 40))):  # a round reads 16 tokens of prompts
             client.submit(str(index), prompt, 60, ignore_eos=True)
         client.wait()
-    assert max(ready + others + coming for ready, others, coming in told) == 4
-    assert any(coming for _, _, coming in told)
-    assert not told[-1][2]
+    assert max(ready + others + coming for ready, others, coming in planned) == 4
+    assert any(coming for _, _, coming in planned)
+    assert not planned[-1][2]
 
 
 def test_what_a_request_asks_for_is_not_governed(target_dir: Path) -> None:

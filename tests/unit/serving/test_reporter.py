@@ -34,10 +34,10 @@ class Loads:
     """Keeps every report with its time."""
 
     def __init__(self):
-        self.told = []
+        self.reported = []
 
     def report(self, name, load):
-        self.told.append((time.monotonic(), load))
+        self.reported.append((time.monotonic(), load))
 
 
 class Control:
@@ -59,27 +59,27 @@ def test_waiting_requests_are_told_at_once_and_that_none_waits_any_more_too(scen
     for waiting in (2, 0, 1, 0):
         engine.now = EngineLoad(8, waiting)
         changed = time.monotonic()
-        while not loads.told or loads.told[-1][1].waiting != waiting:
-            assert time.monotonic() - changed < 0.08, "the load was told too late"
+        while not loads.reported or loads.reported[-1][1].waiting != waiting:
+            assert time.monotonic() - changed < 0.08, "the load was reported too late"
             time.sleep(0.001)
 
 
 def test_a_load_that_does_not_change_is_told_regularly(scene):
     _, loads, _ = scene
     time.sleep(6 * LOAD_SECONDS)
-    assert 3 <= len(loads.told) <= 7
+    assert 3 <= len(loads.reported) <= 7
 
 
 def test_the_latency_is_that_of_the_tokens_since_the_report_before(scene):
     engine, loads, _ = scene
-    while not loads.told:
+    while not loads.reported:
         time.sleep(0.001)
     engine.counts.token_seconds, engine.counts.completion_tokens = 0.6, 20
-    while loads.told[-1][1].inter_token_ms == 0:
+    while loads.reported[-1][1].inter_token_ms == 0:
         time.sleep(0.001)
-    assert loads.told[-1][1].inter_token_ms == pytest.approx(30.0)
+    assert loads.reported[-1][1].inter_token_ms == pytest.approx(30.0)
     time.sleep(2.5 * LOAD_SECONDS)
-    assert loads.told[-1][1].inter_token_ms == 0.0
+    assert loads.reported[-1][1].inter_token_ms == 0.0
 
 
 def test_a_report_has_the_seconds_of_each_version(scene):
@@ -94,8 +94,8 @@ def test_a_report_counts_drafts_by_version_and_by_source(scene):
     for version, source in ((3, "eagle"), (4, "eagle"), (4, "recall")):
         counts = engine.counts.by_version.setdefault(("general", version), SpeculationCounts())
         counts.count({source: 3}, [source, source])
-    told = reporter.report().counters
-    assert (told["rounds"], told["drafted"], told["accepted"]) == (3, 9, 6)
-    assert (told["version_drafted", "general", 3], told["version_accepted", "general", 4]) == (3, 4)
-    assert (told["source_drafted", "eagle"], told["source_accepted", "eagle"]) == (6, 4)
-    assert (told["source_drafted", "recall"], told["source_accepted", "recall"]) == (3, 2)
+    counters = reporter.report().counters
+    assert (counters["rounds"], counters["drafted"], counters["accepted"]) == (3, 9, 6)
+    assert (counters["version_drafted", "general", 3], counters["version_accepted", "general", 4]) == (3, 4)
+    assert (counters["source_drafted", "eagle"], counters["source_accepted", "eagle"]) == (6, 4)
+    assert (counters["source_drafted", "recall"], counters["source_accepted", "recall"]) == (3, 2)

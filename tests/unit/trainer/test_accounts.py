@@ -10,19 +10,19 @@ from trainer.accounts import CostMeter
 class Book:
     """Stands in for the ledger in Redis."""
 
-    def __init__(self, told=None):
-        self.told = told or Spent()
+    def __init__(self, spent=None):
+        self.spent = spent or Spent()
         self.gone = False
 
     def get(self, domain):
         if self.gone:
             raise RedisConnectionError("gone")
-        return self.told
+        return self.spent
 
     def set(self, domain, spent):
         if self.gone:
             raise RedisConnectionError("gone")
-        self.told = spent
+        self.spent = spent
 
 
 class Clock:
@@ -47,16 +47,16 @@ def test_each_version_is_charged_with_what_was_spent_since_the_one_before(clock)
     clock.seconds += 1
     assert meter.spent() == Spent({2: 5.0, 3: 3.0}, 1.0)
     assert meter.spent().total == 9.0
-    assert book.told == Spent({2: 5.0, 3: 3.0}, 0.0)
+    assert book.spent == Spent({2: 5.0, 3: 3.0}, 0.0)
 
 
 def test_a_successor_goes_on_from_the_checkpoint_or_from_what_serving_knows_whichever_is_more(clock):
-    saved, told = Spent({2: 5.0}, 1.0), Spent({2: 5.0, 3: 4.0}, 0.5)
-    for book in (Book(told), Book(Spent({}, 0.1))):
+    saved, spent = Spent({2: 5.0}, 1.0), Spent({2: 5.0, 3: 4.0}, 0.5)
+    for book in (Book(spent), Book(Spent({}, 0.1))):
         meter = CostMeter("general", book, clock)
         clock.seconds += 2
         meter.resume(saved)
-        before = max(saved, book.told, key=lambda spent: spent.total)
+        before = max(saved, book.spent, key=lambda spent: spent.total)
         assert meter.spent() == Spent(before.by_version, before.unpublished + 2)
 
 
@@ -69,7 +69,7 @@ def test_without_redis_nothing_is_lost_and_it_is_told_later(clock):
     meter.published(3)
     book.gone = False
     meter.published(4)
-    assert book.told == Spent({2: 5.0, 3: 5.0, 4: 0.0}, 0.0)
+    assert book.spent == Spent({2: 5.0, 3: 5.0, 4: 0.0}, 0.0)
 
 
 def test_the_clock_is_the_cpu_time_of_the_whole_process_and_not_the_wall():

@@ -110,8 +110,8 @@ def test_a_checkpoint_from_before_the_learner_had_a_state_of_its_own_is_read(tmp
     assert learner.next_candidate == 7
     assert accounts.cost.spent() == Spent({2: 1.5}, 0.25)
     assert accounts.learnt.state() == ["aa"]
-    told = accounts.status_of(learner)
-    assert (told.refused, told.published, told.rejected, told.drifts, told.steps) == (6, 8, 9, 10, 1)
+    status = accounts.status_of(learner)
+    assert (status.refused, status.published, status.rejected, status.drifts, status.steps) == (6, 8, 9, 10, 1)
     assert checkpoints.save(learner)
     again = checkpoint.load(settings.home_dir / "trainer" / "general.safetensors")
     assert again is not None

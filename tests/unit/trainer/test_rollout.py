@@ -21,7 +21,7 @@ class Redis:
     def __init__(self, *answers):
         self.answers = list(answers)
         self.moves = []
-        self.told = []
+        self.events = []
 
     def get(self, domain):
         if self.moves:
@@ -38,7 +38,7 @@ class Redis:
         return True
 
     def add(self, kind, domain, version, **figures):
-        self.told.append((kind, version))
+        self.events.append((kind, version))
 
 
 STABLE = Rollout(1, None, 0.0, 1.0)
@@ -72,7 +72,7 @@ def test_a_candidate_that_passes_is_published_and_put_in_service(propose):
     assert outcome.version == 2
     assert [move.stable for move in redis.moves] == [2]
     assert registry.load("general", 2).manifest["parent"] == 1
-    assert redis.told == [("published", 2)]
+    assert redis.events == [("published", 2)]
 
 
 def test_a_pointer_that_somebody_moved_during_the_evaluation_is_left_alone(propose):
@@ -90,7 +90,7 @@ def test_a_pointer_that_somebody_moved_while_the_version_was_written_is_left_alo
     outcome, _, publisher = propose(redis)
     assert outcome.version is None
     assert outcome.decision.waits
-    assert redis.moves == redis.told == []
+    assert redis.moves == redis.events == []
     assert publisher.stable == 1
 
 
@@ -136,7 +136,7 @@ def test_what_passes_the_gate_serves_a_share_of_requests_first(canary):
     publisher, _, redis = canary
     (move,) = redis.moves
     assert (move.stable, move.canary, move.share) == (1, 2, 0.2)
-    assert redis.told == [("canary", 2)]
+    assert redis.events == [("canary", 2)]
     assert publisher.stable == 1
     assert publisher.decide(move.changed + 1).action == "watch"
     assert len(redis.moves) == 1
@@ -148,7 +148,7 @@ def test_a_canary_that_is_better_becomes_the_stable_version_and_the_next_baselin
     show(publisher, 2, 0.5)
     assert publisher.decide(redis.moves[0].changed + 1).action == "promote"
     assert (redis.moves[-1].stable, redis.moves[-1].canary, redis.moves[-1].share) == (2, None, 0.0)
-    assert redis.told[-1] == ("promoted", 2)
+    assert redis.events[-1] == ("promoted", 2)
     assert publisher.stable == 2
     assert publisher.decide(redis.moves[-1].changed) is None
 
@@ -159,7 +159,7 @@ def test_a_canary_that_is_worse_is_rolled_back_by_itself(canary):
     show(publisher, 2, 0.4)
     assert publisher.decide(redis.moves[0].changed + 1).action == "roll_back"
     assert (redis.moves[-1].stable, redis.moves[-1].canary) == (1, None)
-    assert redis.told[-1] == ("rolled_back", 1)
+    assert redis.events[-1] == ("rolled_back", 1)
     assert publisher.canary is None
     assert [version.number for version in registry.list("general")] == [1, 2]
 

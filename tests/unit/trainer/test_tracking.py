@@ -71,20 +71,20 @@ class Kept:
 
 
 @pytest.fixture
-def told(monkeypatch):
-    told = []
-    monkeypatch.setattr(Events, "add", lambda self, kind, domain, version=None, **figures: told.append(kind))
-    return told
+def added(monkeypatch):
+    added = []
+    monkeypatch.setattr(Events, "add", lambda self, kind, domain, version=None, **figures: added.append(kind))
+    return added
 
 
-def test_everything_the_trainer_tells_is_tracked_at_the_step_of_training(told):
+def test_everything_the_trainer_tells_is_tracked_at_the_step_of_training(added):
     kept = Kept()
     events = TrackedEvents("redis://127.0.0.1:1", lambda: kept)
     events.add("train_step", "general", None, loss=0.5, step=7, lag=None)
     events.add("rejected", "general", 2, reason="fell", acceptance=0.25, per_depth=[0.5])
     events.add("published", "general", 3, loss=math.nan)
     events.close()
-    assert told == ["train_step", "rejected", "published"]
+    assert added == ["train_step", "rejected", "published"]
     assert kept.given == [
         (7, {"train_step/loss": 0.5, "train_step/step": 7.0}),
         (7, {"rejected/version": 2.0, "rejected/acceptance": 0.25}),
@@ -94,25 +94,25 @@ def test_everything_the_trainer_tells_is_tracked_at_the_step_of_training(told):
     ]
 
 
-def test_a_tracker_that_fails_costs_no_event_and_is_left_alone(told, caplog):
+def test_a_tracker_that_fails_costs_no_event_and_is_left_alone(added, caplog):
     kept = Kept()
     events = TrackedEvents("redis://127.0.0.1:1", lambda: kept)
     kept.fails = True
     for step in range(3):
         events.add("train_step", "general", None, step=step)
     events.close()
-    assert told == ["train_step"] * 3
+    assert added == ["train_step"] * 3
     assert kept.given == []
     assert len([r for r in caplog.records if "not tracked any more: OSError: disk full" in r.getMessage()]) == 1
 
 
-def test_a_tracker_that_cannot_be_made_costs_no_training(told, caplog):
+def test_a_tracker_that_cannot_be_made_costs_no_training(added, caplog):
     def fail():
         raise RuntimeError("no server")
 
     events = TrackedEvents("redis://127.0.0.1:1", fail)
     events.add("train_step", "general", None, step=1)
-    assert told == ["train_step"]
+    assert added == ["train_step"]
     assert "not tracked any more: RuntimeError: no server" in caplog.text
 
 

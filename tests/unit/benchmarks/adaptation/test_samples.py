@@ -57,9 +57,9 @@ def test_the_target_scores_what_comes_after_each_rejected_token(experiment, draw
     scored = 0
     for trace in theirs:
         for row, place in enumerate(np.flatnonzero(trace.verdict.numpy() == REJECTED).tolist()):
-            told = [*trace.prompt_ids.numpy().tolist(), *answer(trace)[:place], int(trace.drafted.numpy()[place])]
+            tokens = [*trace.prompt_ids.numpy().tolist(), *answer(trace)[:place], int(trace.drafted.numpy()[place])]
             with torch.inference_mode():
-                logp = model(torch.tensor([told])).logits[0, -1].float().log_softmax(-1)
+                logp = model(torch.tensor([tokens])).logits[0, -1].float().log_softmax(-1)
             ids = torch.from_numpy(trace.after_ids.numpy()[row].astype(np.int64))
             kept = torch.from_numpy(trace.after_logp.numpy()[row].astype(np.float32))
             torch.testing.assert_close(kept, logp[ids], atol=2e-2, rtol=1e-2)
