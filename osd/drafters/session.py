@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from osd.runtime.model import SlotModel
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties
@@ -26,6 +27,7 @@ class Runtime:
     ``slots`` sequences at the same time, ``context`` tokens of each, and ``scratch`` places behind them, one more than
     a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
     few sizes; None does so on a GPU alone. With ``states`` the session keeps the states behind its last ``expand``.
+    ``target`` is there for drafters that run through layers of it.
     """
 
     slots: int
@@ -34,6 +36,7 @@ class Runtime:
     device: torch.device = _CPU
     bucketed: bool | None = None
     states: bool = False
+    target: SlotModel | None = None
 
 
 @dataclass(frozen=True)

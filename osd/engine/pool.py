@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -111,6 +111,8 @@ class _Maker:
                 f"this {drafter.kind} drafter has {drafter.needs.riders} riders, and there is room for {room}"
             )
         runtime = Runtime(settings.slots, settings.context, settings.max_draft + 1, target.device)
+        if drafter.needs.layers:
+            runtime = replace(runtime, target=target)
         session = drafter.session(runtime)
         if weights is not None:
             one_core()

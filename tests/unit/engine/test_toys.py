@@ -15,9 +15,9 @@ from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.registry.pointer import Rollout
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
-from tests.unit.engine.toys import Lookup, Rider
+from tests.unit.engine.toys import Lookup, Rider, Skip
 
-TOYS = [Lookup, Rider]
+TOYS = [Lookup, Rider, Skip]
 LENGTHS = (1, 5, 40, 16, 3)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
 

@@ -1,11 +1,15 @@
-"""Two drafters that are no modules: one has no weights, the other rides in the target's forward."""
+"""Drafters that are no modules: one has no weights, one rides in the target's forward, one skips layers of it."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+
 from osd.drafters.base import Drafter, Needs
 from osd.drafters.session import Asked, Kept, Proposal, Runtime, Tree
+from osd.runtime.batch import following
+from osd.runtime.model import SlotModel
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT
@@ -104,3 +108,40 @@ class RiderSession(_Session):
         if kept.rows is not None and kept.rows.tree.rider_tokens:
             rider = 1 + len(kept.rows.tree.tokens) + len(kept.rows.path)
             self.guesses[slot] = int(kept.rows.logits[rider].argmax())
+
+
+class Skip(Drafter):
+    """Drafts with the target's own first and last layer, over the target's own keys and values."""
+
+    kind: ClassVar[str] = "skip"
+    needs = Needs(layers=True)
+
+    def config(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+    def session(self, runtime: Runtime) -> SkipSession:
+        assert runtime.target is not None
+        return SkipSession(runtime.target)
+
+
+class SkipSession(_Session):
+    def __init__(self, target: SlotModel) -> None:
+        super().__init__()
+        self.target = target
+
+    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+        drafts = [self._draft(*one) for one in zip(asked.slots, asked.limits, strict=True)]
+        return Proposal.of_choice([Tree.chain(tokens, Skip.kind) for tokens in drafts], asked)
+
+    def _draft(self, slot: int, limit: int) -> list[int]:
+        last, wanted = len(self.target.layers) - 1, torch.zeros(1, dtype=torch.int64)
+        tokens = [self.texts[slot][-1]]
+        for place in range(self.target.cache.length[slot], self.target.cache.length[slot] + limit):
+            rows = following(slot, place, tokens[-1:])
+            states = self.target.forward(rows, wanted, range(1)).states
+            logits = self.target.forward(rows, wanted, range(last, last + 1), states).logits
+            tokens.append(int(logits[0].argmax()))
+        return tokens[1:]
+
+    def commit(self, slot: int, kept: Kept) -> None:
+        self.texts[slot] += kept.tokens
