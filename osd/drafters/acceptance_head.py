@@ -101,9 +101,9 @@ class WithAcceptanceHead(Trainable):
         """See ``Drafter.config``."""
         return {**self.drafter.config(), _CONFIG: True}
 
-    def loss(self, batch: Batch, objective: Objective, target: nn.Module | None = None) -> Loss:
+    def loss(self, batch: Batch, objective: Objective) -> Loss:
         """See ``Trainable.loss``."""
-        return self.drafter.loss(batch, objective, target)
+        return self.drafter.loss(batch, objective)
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """See ``Trainable.unroll``."""

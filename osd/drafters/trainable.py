@@ -79,8 +79,8 @@ class Trainable(Drafter, nn.Module):
         """What the loss trains, by name."""
         return {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
 
-    def loss(self, batch: Batch, objective: Objective, target: nn.Module | None = None) -> Loss:
-        """What the distiller minimises; gradients may run through the frozen ``target``."""
+    def loss(self, batch: Batch, objective: Objective) -> Loss:
+        """What the distiller minimises; a drafter that wants gradients through the frozen target was made with it."""
         levels = self.unroll(batch, objective.depth, objective.drafted(batch))
         return objective.loss(batch, levels, self.draft_ids)
 
