@@ -18,11 +18,13 @@ class AcceptanceTable:
     was kept. That is Sequoia's acceptance by child rank and PPD's by depth and candidate. What was never tested, as
     ranks that no tree has had yet, is guessed: as many times the first guess as the rank before it turned out to be,
     so that trees find their way to places that the first guess thought little of.
+
+    ``prior`` is the guess by now, by depth and then by rank.
     """
 
     def __init__(self, prior: Sequence[Sequence[float]]) -> None:
         """Begin with a guess: shares by depth, then by rank. The table has no other places than these."""
-        self._prior = [list(level) for level in prior]
+        self.prior = [list(level) for level in prior]
         self._tests = [[0.0] * len(level) for level in prior]
         self._passed = [[0.0] * len(level) for level in prior]
         self._drafts, self._interval = 0, _FIRST
@@ -35,7 +37,7 @@ class AcceptanceTable:
             path: the nodes that were kept.
         """
         self._drafts += 1
-        for depth, owner in enumerate([ROOT, *path][: len(self._prior)]):
+        for depth, owner in enumerate([ROOT, *path][: len(self.prior)]):
             children = [node for node, parent in enumerate(parents) if parent == owner]
             kept = path[depth] if depth < len(path) else None
             tests, passed = self._tests[depth], self._passed[depth]
@@ -52,23 +54,23 @@ class AcceptanceTable:
 
     def forget(self) -> None:
         """Let what comes next outweigh what was counted, which stays the guess: the drafter is another one."""
-        self._prior = self.by_depth()
-        self._tests = [[0.0] * len(level) for level in self._prior]
-        self._passed = [[0.0] * len(level) for level in self._prior]
+        self.prior = self.by_depth()
+        self._tests = [[0.0] * len(level) for level in self.prior]
+        self._passed = [[0.0] * len(level) for level in self.prior]
         self._drafts, self._interval = 0, _FIRST
 
     def by_depth(self) -> list[list[float]]:
         """The shares, by depth and then by rank."""
         found: list[list[float]] = []
         scale = 1.0  # of the first rank of the depth above
-        for counts in zip(self._passed, self._tests, self._prior, strict=True):
+        for counts in zip(self._passed, self._tests, self.prior, strict=True):
             found.append(_shares(*counts, scale))
             scale = _scale(found[-1][0], counts[2][0])
         return found
 
     def by_rank(self) -> list[float]:
         """The shares by rank, those of all depths together."""
-        guesses = _columns(self._prior)
+        guesses = _columns(self.prior)
         return _shares(
             [sum(column) for column in _columns(self._passed)],
             [sum(column) for column in _columns(self._tests)],

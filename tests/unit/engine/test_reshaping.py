@@ -78,4 +78,4 @@ def test_another_drafter_begins_to_count_anew(target_dir: Path, monkeypatch: pyt
         client.engine.stage(2, drafter.weights())
         client.submit("after", [1, 2, 3], 2, ignore_eos=True, policy=policy)
         client.wait()
-    assert table._prior == counted
+    assert table.prior == counted

@@ -10,6 +10,7 @@ import pytest
 from osd.speculation.growth import GROWTHS
 from osd.speculation.growth.acceptance_table import AcceptanceTable
 from osd.speculation.growth.static_tree import StaticTree
+from osd.speculation.growth.tree_shape import shape_of_paths
 
 PRIOR = [[0.5, 0.2, 0.1], [0.4, 0.2], [0.3]]
 FLAT, STEEP = {1: 1.0, 64: 1.0}, {1: 1.0, 2: 1.9, 64: 60.0}
@@ -82,7 +83,7 @@ def live(growth: StaticTree, depths: list[list[float]], drafts: int = 2000) -> l
     chance = random.Random(1)  # noqa: S311 - repeatable, not secret
     assert growth.table is not None
     for draft in range(drafts):
-        parents, path, at = list(growth._shape), [], -1
+        parents, path, at = list(shape_of_paths(growth.paths)), [], -1
         while len(path) < len(depths):
             u = chance.random()
             ends = list(itertools.accumulate(depths[len(path)]))
