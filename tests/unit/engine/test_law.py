@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd.config import GROWTH_SETTINGS, DynamicTreeSettings, StaticTreeSettings
+from osd.drafters import Drafter
 from osd.drafters.eagle.drafter import Eagle
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
@@ -42,6 +43,7 @@ from osd.speculation.verification import VERIFICATIONS
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
 from tests.unit.engine.harness import settings
+from tests.unit.engine.toys import Lookup, Rider, Skip
 from tests.unit.speculation.test_penalties import written_out
 
 VOCABULARY, LENGTH, COUNT, PROMPT = 5, 3, 4000, (3, 1, 4)
@@ -115,6 +117,7 @@ def p_value(
     length: int = LENGTH,
     cells: Callable[[Tensor], Tensor] | None = None,
     slots: int = 64,
+    drafter: Drafter | None = None,
     governor: Any = None,
     domain: str | None = "general",
     prepare: Callable[[Engine], None] = lambda engine: None,
@@ -126,11 +129,17 @@ def p_value(
     ``meanwhile`` is called for each update that arrives.
     """
     torch.manual_seed(2)
-    drafter = Eagle.from_target(copy.deepcopy(model), 4)
+    drafter = drafter or Eagle.from_target(copy.deepcopy(model), 4)
     slotted = copy.deepcopy(model)
     slotted.set_attn_implementation(NAME)
     chosen = settings(Path("tiny"), slots=slots, depth=2, chunk=4096, governed=governor is not None)
-    target = SlotModel(slotted, slots=slots, context=128, scratch=chosen.engine.max_draft + 1, taps=drafter.needs.taps)
+    target = SlotModel(
+        slotted,
+        slots=slots,
+        context=128,
+        scratch=chosen.engine.max_draft + 1 + drafter.needs.riders,
+        taps=drafter.needs.taps,
+    )
     engine = Engine(target, Mute(), chosen, drafter, 1)  # type: ignore[arg-type]
     if governor is not None:
         engine.loop.planner.governor = lambda drafter: governor  # type: ignore[method-assign]
@@ -288,6 +297,19 @@ def test_a_canary_that_comes_and_is_promoted_in_the_middle_of_requests_leaves_th
     assert len(versions) > 10
 
 
+@pytest.mark.parametrize("toy", [Lookup, Rider, Skip])
+def test_candidates_that_are_chosen_without_chance_leave_the_law_alone(
+    model: LlamaForCausalLM, toy: type[Drafter]
+) -> None:
+    drafted: list[int] = []
+
+    def look(engine: Engine) -> None:
+        drafted.append(engine.counters().speculation().drafted)
+
+    assert p_value(model, SamplingParams(1.0), count=1500, drafter=toy(), meanwhile=look) > 1e-4
+    assert drafted[-1] > 500
+
+
 class Coin:
     """A router that cannot decide."""
 
@@ -380,6 +402,14 @@ def test_a_rule_that_keeps_what_it_should_not_is_caught(
     monkeypatch.setitem(VERIFICATIONS, "honest", VERIFICATIONS["chain"])
     monkeypatch.setitem(VERIFICATIONS, "chain", AcceptEverything())
     assert p_value(model, SamplingParams(1.0)) < 1e-9
+
+
+def test_chosen_candidates_that_are_kept_whatever_the_target_says_are_caught(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(VERIFICATIONS, "honest", VERIFICATIONS["naive"])
+    monkeypatch.setattr("osd.engine.draft_group.Naive", AcceptEverything)
+    assert p_value(model, SamplingParams(1.0), count=1500, drafter=Skip()) < 1e-9
 
 
 def test_penalties_that_forget_the_draft_path_are_caught(
