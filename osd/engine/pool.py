@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.config import EngineSettings
-from osd.drafters.base import Drafter, DrafterError, Needs
+from osd.drafters.base import Drafter, DrafterError
 from osd.drafters.session import Kept, Runtime, Session, TargetRows
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
@@ -23,17 +23,20 @@ _MOST_WANTED = 64
 class ActiveDrafter:
     """A drafter at work: its session, and the domain and version whose weights that has; ``users`` sequences use it.
 
-    A sequence holds on to its drafter to its end. ``columns`` are those of the target's tapped states that it reads,
-    None for all of them.
+    ``make`` is the drafter that the session was made of: versions of its configuration can be swapped in. A sequence
+    holds on to its drafter to its end. ``columns`` are those of the target's tapped states that it reads, None for all.
     """
 
     session: Session
-    kind: str
-    needs: Needs
+    make: Drafter
     columns: Tensor | None
     domain: str
     version: int
     users: int = 0
+
+    def __post_init__(self) -> None:
+        """Read once what every round asks for."""
+        self.kind, self.needs = self.make.kind, self.make.needs
 
     def open(self, slot: int, token: int) -> None:
         """Give a slot to a sequence that starts with ``token``."""
@@ -70,8 +73,8 @@ class DomainDrafters:
     A version of the same configuration as the stable one is swapped into it; another takes its place.
     """
 
-    def __init__(self, stable: ActiveDrafter, drafter: Drafter) -> None:
-        self.stable, self.make = stable, drafter
+    def __init__(self, stable: ActiveDrafter) -> None:
+        self.stable = stable
         self.canary: tuple[ActiveDrafter, Rollout] | None = None
         self.used = 0
 
@@ -119,7 +122,7 @@ class _Maker:
             staged = session.stage(weights)
             with torch.inference_mode():
                 session.load(staged)
-        return ActiveDrafter(session, drafter.kind, drafter.needs, columns, domain, version)
+        return ActiveDrafter(session, drafter, columns, domain, version)
 
     def _columns(self, drafter: Drafter) -> Tensor | None:
         """Of the target's tapped states those that a drafter reads, None for all of them."""
@@ -158,7 +161,7 @@ class DrafterPool:
         self._wanted: set[str] = set()
         self._staged: dict[str, tuple[ActiveDrafter, int, dict[str, Tensor] | None]] = {}
         self._retired: list[ActiveDrafter] = []  # until ``sweep``: the decode thread must not spend its time on memory
-        self.domains = {domain: DomainDrafters(self._maker.make(drafter, domain, version), drafter)}
+        self.domains = {domain: DomainDrafters(self._maker.make(drafter, domain, version))}
 
     @property
     def own(self) -> ActiveDrafter:
@@ -204,10 +207,9 @@ class DrafterPool:
         Raises:
             DrafterError: the weights do not fit the drafter, or that does not fit the target.
         """
-        make = drafter or self.domains[self.domain].make
-        stable = self._maker.make(make, domain, version, weights)
+        stable = self._maker.make(drafter or self.own.make, domain, version, weights)
         with self._changed:
-            self.domains.setdefault(domain, DomainDrafters(stable, make))
+            self.domains.setdefault(domain, DomainDrafters(stable))
 
     def drop_idle(self) -> str | None:
         """End the domain that was not used for longest, of those that no sequence uses and not the own; says which."""
@@ -247,16 +249,16 @@ class DrafterPool:
             KeyError: the domain has no drafters.
         """
         drafters = self.domains[domain]
-        if drafter is None or drafter.config() == drafters.make.config():
+        stable = drafters.stable
+        if drafter is None or drafter.config() == stable.make.config():
             one_core()
-            staged = drafters.stable, version, drafters.stable.session.stage(weights)
+            staged = stable, version, stable.session.stage(weights)
         else:
             staged = self._maker.make(drafter, domain, version, weights), version, None
         with self._changed:
-            if drafter is not None:
-                drafters.make = drafter
-            self._staged[domain] = staged
-            self._changed.notify_all()
+            if self.domains.get(domain) is drafters:  # else they have been dropped meanwhile
+                self._staged[domain] = staged
+                self._changed.notify_all()
 
     def swap(self) -> ActiveDrafter | None:
         """Take one staged version into service, None where there is none; must hold ``changed``."""
@@ -293,7 +295,7 @@ class DrafterPool:
         drafters, number = self.domains[domain], rollout.canary
         canary = drafters.canary[0] if drafters.canary else None
         if weights is not None and number is not None:
-            canary = self._maker.make(drafter or drafters.make, domain, number, weights)
+            canary = self._maker.make(drafter or drafters.stable.make, domain, number, weights)
         if canary is None or canary.version != number:
             raise ValueError(f"{domain} has no canary of version {number}")
         with self._changed:

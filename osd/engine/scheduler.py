@@ -128,7 +128,7 @@ class Scheduler:
 
     def named(self, ids: set[str]) -> list[Sequence]:
         """The sequences of some requests."""
-        return [s for s in [*self.running, *self.waiting] if s.request.id in ids]
+        return [s for s in self.everything() if s.request.id in ids]
 
     def everything(self) -> list[Sequence]:
         """All sequences."""

@@ -79,10 +79,12 @@ class LiveCurve:
         return self._level * self._shape.at(count) if self._known else 0.0
 
     def observe(self, count: int, seconds: float) -> None:
-        """Take in one measurement."""
+        """Take in one measurement; what took no time says nothing."""
+        if seconds <= 0:
+            return
         shape = self._shape.at(count)
         if not self._known:
-            self._known, self._level = seconds > 0, seconds / shape
+            self._known, self._level = True, seconds / shape
         self._level += _STEP * (min(seconds / shape, _OUTLIER * self._level) - self._level)
         self._shape.observe(count, min(max(seconds / self._level, shape / _MISFIT), shape * _MISFIT), _SHAPE_STEP)
 
@@ -138,7 +140,7 @@ class CostModel:
 
     def observe_host(self, rows: int, seconds: float) -> None:
         """Take in what a round took beside its proposals and its forward of ``rows`` rows."""
-        self._host.observe(rows, max(0.0, seconds))
+        self._host.observe(rows, seconds)
 
     def observe_proposal(self, kind: str, sequences: int, nodes: int, seconds: float, missed: int = 0) -> None:
         """Take in a proposal of up to ``nodes`` nodes for each of several sequences.

@@ -200,3 +200,20 @@ def test_what_the_target_said_at_rejected_rows_is_learnt_too(target_dir: Path) -
         assert pool is not None
         said: Any = pool.own.session
     assert set(said.said) - set(tokens), "tokens that were rejected, and what the target says after them"
+
+
+def test_versions_of_another_kind_that_are_staged_one_after_the_other_never_meet_the_old_session(
+    target_dir: Path, oracle: Oracle
+) -> None:
+    with running(target_dir, "eagle", riders=2) as client:
+        handle, toy, pool = client.engine.drafters("general"), Lookup(), client.engine.pool
+        assert pool is not None
+        with client.engine.loop.changed:  # the engine swaps nothing meanwhile
+            handle.stage(2, {}, toy)
+            handle.stage(3, {}, toy)
+        deadline = time.monotonic() + 20
+        while handle.drafter_version != 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        client.submit("r", [1, 2, 3], 20, ignore_eos=True)
+        assert client.wait()["r"].tokens == oracle.greedy([1, 2, 3], 20)
+        assert pool.own.make is toy

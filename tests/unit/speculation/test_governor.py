@@ -270,3 +270,13 @@ def test_drafts_of_another_shape_are_planned_up_to_their_own_size() -> None:
     for nodes in (2, NODES + 2):
         governor.reshape(nodes)
         assert run(governor, machine, 1, 100)[-1] == nodes
+
+
+def test_a_measurement_of_no_time_says_nothing() -> None:
+    costs = CostModel({1: 10.0, 4: 12.0})
+    for seconds in (0.0, -1.0):
+        costs.observe_host(1, seconds)
+        costs.observe_forward(1, seconds)
+    assert costs.round(1) == 10
+    costs.observe_host(1, 2.0)
+    assert costs.round(4) == 14
