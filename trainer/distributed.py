@@ -1,26 +1,27 @@
-"""The trainer as a Ray Train job: rank 0 trains, the others help, and when one dies Ray Train starts all anew."""
+"""The trainer as a Ray Train job: rank 0 trains, the others help, and when one dies Ray Train starts all anew.
+
+Nobody calls rank 0: it joins the trainer's actor, reports how it does, and is answered with what it is to do.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
 
 from osd.config import Settings
-from trainer.actor import Trainer, open_target
+from trainer.actor import Trainer, Training, open_target
 from trainer.status import Status
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from trainer.domain_workers import DomainWorkers
-
 CALLS = 8
-"""Calls to the actor at the same time: rank 0 reports while somebody waits for the end."""
+"""Calls to the actor at the same time: rank 0 waits for orders while somebody waits for the end."""
 
 _SILENCE_SECONDS = 365 * 86_400
 """How long ranks wait for each other: serving may need the machine for days. A death is noticed without it."""
@@ -32,10 +33,70 @@ _CALM_SECONDS = 5.0
 """An error that comes again and again is not to keep the nodes busy with starts. A death is answered at once."""
 
 _POLL_SECONDS = 1.0
-_ANSWER_SECONDS = 15.0
+_REPORT_SECONDS = 0.5
+_GONE_SECONDS = 15.0
 
-_workers: DomainWorkers | None = None
-"""Of rank 0, in its process."""
+
+class Orders(NamedTuple):
+    """What the ``group``-th group is to do; each change has the next ``number``."""
+
+    group: int
+    number: int
+    paused: bool
+    stopped: bool
+
+
+class RemoteWorkers:
+    """The ``DomainWorkers`` of a group's rank 0 as it reports them. One that is gone trains nothing, and is at rest."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self._changed = threading.Condition()
+        self._status: dict[str, Any] = dict(Status().__dict__)
+        self._resting, self._heard_at = False, time.monotonic()
+
+    def report(self, done: Orders, status: dict[str, Any], resting: bool) -> Orders:
+        """Keep what rank 0 says, which carried out ``done``; returns new orders at once, the old ones after a while."""
+        with self._changed:
+            self._status, self._heard_at = status, time.monotonic()
+            self._resting = resting and done == self.orders
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.orders != done, _REPORT_SECONDS)
+            return self.orders
+
+    def status(self) -> dict[str, Any]:
+        """See ``DomainWorkers.status``."""
+        with self._changed:
+            return dict(Status().__dict__) if self._gone() else self._status
+
+    def pause(self, timeout: float = 5.0) -> bool:
+        """See ``DomainWorkers.pause``."""
+        self._order(paused=True)
+        with self._changed:
+            return self._changed.wait_for(lambda: self._resting or self._gone(), timeout)
+
+    def resume(self) -> None:
+        """See ``DomainWorkers.resume``."""
+        self._order(paused=False)
+
+    def stop(self) -> None:
+        """See ``DomainWorkers.stop``."""
+        self._order(stopped=True)
+
+    def end(self) -> None:
+        """It is gone."""
+        with self._changed:
+            self._heard_at = -_GONE_SECONDS
+            self._changed.notify_all()
+
+    def _order(self, **changed: bool) -> None:
+        with self._changed:
+            self.orders = self.orders._replace(number=self.orders.number + 1, **changed)
+            self._resting = False
+            self._changed.notify_all()
+
+    def _gone(self) -> bool:
+        return time.monotonic() - self._heard_at > _GONE_SECONDS
 
 
 class DistributedTrainer(Trainer):
@@ -46,15 +107,28 @@ class DistributedTrainer(Trainer):
     and the rest is delivered again.
     """
 
+    _group: RemoteWorkers | None = None
     _told = False  # the error that ended the group that is there now
 
-    def join(self, actor: ActorHandle[Any]) -> tuple[bool, bool]:
-        """Register rank 0 of a new group; returns whether it is to pause, and whether to stop."""
+    def join(self) -> Orders:
+        """Take up rank 0 of a new group; returns its first orders."""
         with self._lock:
-            if self._worker is not None and not self._told:
-                self._failure = "a process of the group died"
-            self._worker, self._told = Remote(actor), False
-            return self._paused, self._stop.is_set()
+            before = self._group
+            if before is not None:
+                before.end()
+                if not self._told:
+                    self._failure = "a process of the group died"
+            orders = Orders(before.orders.group + 1 if before else 0, 0, self._paused, self._stop.is_set())
+            self._worker = self._group = RemoteWorkers(orders)
+            self._told = False
+            return orders
+
+    def report(self, done: Orders, status: dict[str, Any], resting: bool) -> Orders:
+        """See ``RemoteWorkers.report``; a group that another one has replaced is to stop."""
+        group = self._group
+        if group is None or group.orders.group != done.group:
+            return done._replace(stopped=True)
+        return group.report(done, status, resting)
 
     def fail(self, failure: str) -> None:
         """See ``Trainer.fail``; of a rank too, but one that was killed cannot tell."""
@@ -70,7 +144,11 @@ class DistributedTrainer(Trainer):
         # Told that its node will go, a rank could do nothing but go on: nobody needs to watch for that.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # a relative home means the same in every process
-        config = {"settings": self._settings, "redis_url": self._redis_url, "group": _this_actor()}
+        config = {
+            "settings": self._settings,
+            "redis_url": self._redis_url,
+            "group": ray.get_runtime_context().current_actor,
+        }
         scaling = ScalingConfig(
             num_workers=self._settings.trainer.workers, resources_per_worker=_TOKEN, placement_strategy="SPREAD"
         )
@@ -86,46 +164,6 @@ class DistributedTrainer(Trainer):
             ),
         )
         trainer.fit()
-
-
-class Remote:
-    """The ``DomainWorkers`` of a group's rank 0. One that is gone trains nothing, and is at rest."""
-
-    def __init__(self, actor: ActorHandle[Any]) -> None:
-        self._actor = actor
-
-    def status(self) -> dict[str, Any]:
-        """See ``DomainWorkers.status``."""
-        return self._ask("status") or dict(Status().__dict__)
-
-    def pause(self, timeout: float = 5.0) -> bool:
-        """See ``DomainWorkers.pause``."""
-        return self._ask("pause", timeout) is not False
-
-    def resume(self) -> None:
-        """See ``DomainWorkers.resume``."""
-        self._ask("resume")
-
-    def stop(self) -> None:
-        """See ``DomainWorkers.stop``."""
-        self._ask("stop")
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        try:
-            return ray.get(self._actor.__ray_call__.remote(_answer, method, *arguments), timeout=_ANSWER_SECONDS)
-        except GetTimeoutError:
-            raise
-        except RayError:
-            return None
-
-
-def _answer(actor: object, method: str, *arguments: Any) -> Any:
-    """Call the workers of this process; ``actor`` is Ray Train's."""
-    return getattr(_workers, method)(*arguments)
-
-
-def _this_actor() -> ActorHandle[Any]:
-    return ray.get_runtime_context().current_actor
 
 
 def work(config: dict[str, Any]) -> None:
@@ -153,13 +191,26 @@ def _lead(settings: Settings, redis_url: str, group: ActorHandle[Any]) -> None:
     from trainer.domain_workers import DomainWorkers
     from trainer.ranks import RankZero
 
-    global _workers
     executor = RankZero()
-    _workers = DomainWorkers(settings, redis_url, open_target(settings, executor))
-    paused, stopped = ray.get(group.join.remote(_this_actor()))
-    if paused:
-        _workers.pause(timeout=0)
-    if stopped:
-        _workers.stop()
-    _workers.run()
+    workers = DomainWorkers(settings, redis_url, open_target(settings, executor))
+    orders = cast(Orders, ray.get(group.join.remote()))
+    if orders.paused:
+        workers.pause(timeout=0)
+    if orders.stopped:
+        workers.stop()
+    threading.Thread(target=_follow, args=(workers, orders, group), name="trainer-orders", daemon=True).start()
+    workers.run()
     executor.end()
+
+
+def _follow(workers: Training, orders: Orders, group: ActorHandle[Any]) -> None:
+    """Report to the trainer's actor, and do what it answers, until that is to stop or cannot be had."""
+    try:
+        while not orders.stopped:
+            resting = workers.pause(_REPORT_SECONDS) if orders.paused else False
+            wanted = cast(Orders, ray.get(group.report.remote(orders, workers.status(), resting)))
+            if orders.paused and not wanted.paused:
+                workers.resume()
+            orders = wanted
+    finally:
+        workers.stop()
