@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.table import Table as Grid
@@ -17,6 +18,7 @@ from benchmarks.report import columns
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import Drafter
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.runtime.causal_lm import ends_of
 from osd.runtime.linear import PackedLinear, fused_dtype
 from osd.runtime.model import SlotModel
 
@@ -71,12 +73,14 @@ class Linears:
     """
 
     def __init__(self, target: SlotModel) -> None:
-        modules = [m for m in target.model.modules() if hasattr(m, "in_features") and hasattr(m, "out_features")]
+        modules: list[Any] = [
+            m for m in target.model.modules() if hasattr(m, "in_features") and hasattr(m, "out_features")
+        ]
         self.moved = sum(_bytes(layer, target.dtype) for layer in modules)
         outputs: dict[tuple[type[nn.Module], int, torch.dtype], int] = defaultdict(int)
         for layer in modules:
             held = layer.packed.dtype if isinstance(layer, PackedLinear) else target.dtype
-            outputs[type(layer), int(layer.in_features), held] += int(layer.out_features)  # type: ignore[arg-type]
+            outputs[type(layer), layer.in_features, held] += layer.out_features
         self._layers = [
             (_made(kind, width, size, held, target), torch.float32 if kind is PackedLinear else target.dtype)
             for (kind, width, held), size in outputs.items()
@@ -86,10 +90,7 @@ class Linears:
     @torch.inference_mode()
     def seconds(self, rows: int) -> float:
         """Seconds that all of them take for ``rows`` rows."""
-        inputs = [
-            torch.randn(rows, int(layer.in_features), device=self._device).to(dtype)  # type: ignore[arg-type]
-            for layer, dtype in self._layers
-        ]
+        inputs = [torch.randn(rows, layer.in_features, device=self._device).to(dtype) for layer, dtype in self._layers]
         result = inputs[0]
         begun = time.perf_counter()
         for (layer, _), x in zip(self._layers, inputs, strict=True):
@@ -98,7 +99,7 @@ class Linears:
         return time.perf_counter() - begun
 
 
-def _made(kind: type[nn.Module], inputs: int, outputs: int, held: torch.dtype, target: SlotModel) -> nn.Module:
+def _made(kind: type[nn.Module], inputs: int, outputs: int, held: torch.dtype, target: SlotModel) -> Any:
     weight = torch.randn(outputs, inputs, dtype=target.dtype, device=target.device)
     if kind is PackedLinear:
         return PackedLinear(weight, None, held)
@@ -109,10 +110,10 @@ def _made(kind: type[nn.Module], inputs: int, outputs: int, held: torch.dtype, t
     return kind(weight)
 
 
-def _bytes(layer: nn.Module, dtype: torch.dtype) -> int:
+def _bytes(layer: Any, dtype: torch.dtype) -> int:
     """Of the weights as the layer holds them; a layout that is no ordinary tensor has as many as the plain one."""
     held = sum(value.numel() * value.element_size() for value in (*layer.parameters(), *layer.buffers()))
-    return held or int(layer.in_features) * int(layer.out_features) * dtype.itemsize  # type: ignore[arg-type]
+    return held or layer.in_features * layer.out_features * dtype.itemsize
 
 
 def moved(target: SlotModel, tokens: int, linear: int) -> int:
@@ -132,7 +133,7 @@ def step_bytes(drafter: Drafter, device: torch.device) -> int:
     matrices.pop("fuse.weight", None)  # only what the target's hidden states feed
     head = 0
     if isinstance(drafter, LanguageModel) and drafter.shared:
-        head = drafter.model.get_output_embeddings().weight.numel()  # type: ignore[operator]
+        head = ends_of(drafter.model)[1].weight.numel()
     return (sum(value.numel() for value in matrices.values()) + head) * fused_dtype(device).itemsize
 
 

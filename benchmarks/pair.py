@@ -16,8 +16,8 @@ from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.session import Runtime
 from osd.engine.engine import Engine
 from osd.registry.versions import Registry, VersionError
+from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.model import SlotModel
-from osd.runtime.taps import decoder_layers
 from osd.target.load import load_tokenizer, resolve
 from osd.target.model import load_model
 from osd.traffic.prompt import Prompt

@@ -127,7 +127,7 @@ def policy_of(speculation: Speculation | None, settings: Settings) -> Policy | N
         return None
     growth = speculation.growth or settings.growth
     try:
-        policy = _policy(growth, speculation.verification or settings.verification)  # type: ignore[arg-type]  # frozen
+        policy = _policy(growth, speculation.verification or settings.verification)  # type: ignore[arg-type] # frozen, so they hash
     except ValueError as error:
         raise ApiError(400, f"'osd': {error}.", param="osd", code="invalid_value") from None
     largest, limit = policy.growth.max_nodes, settings.engine.max_draft

@@ -22,9 +22,9 @@ from osd.registry.events import Events
 from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry
+from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
-from osd.runtime.taps import decoder_layers
 from osd.target.load import load_tokenizer, resolve
 from osd.target.model import load_config, load_model
 from serving.dashboard import data

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import gguf
-from transformers import PreTrainedModel
 
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.target.model import DTYPES
@@ -14,7 +14,7 @@ from osd.target.model import DTYPES
 
 def write_drafter(drafter: LanguageModel, dtype: str, directory: Path) -> Path:
     """A drafter as a model of transformers in ``dtype``."""
-    model: PreTrainedModel = copy.deepcopy(drafter.model).to(DTYPES[dtype])  # type: ignore[assignment]
+    model: Any = copy.deepcopy(drafter.model).to(DTYPES[dtype])
     model.save_pretrained(directory)
     return directory
 

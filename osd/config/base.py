@@ -56,8 +56,8 @@ def of_kind(kinds: Mapping[str, type[Any]], default: str) -> BeforeValidator:
         keys = [name for name in kinds[kind].model_fields if name != "kind"]
         for name, value in given.items():
             if name != "kind" and name not in keys:
-                reason = f"is not read by kind {kind}, which has {', '.join(keys) or 'no other key'}"
-                error = PydanticCustomError("not_of_kind", reason)  # type: ignore[arg-type]
+                context = {"kind": kind, "keys": ", ".join(keys) or "no other key"}
+                error = PydanticCustomError("not_of_kind", "is not read by kind {kind}, which has {keys}", context)
                 raise _refused(InitErrorDetails(type=error, loc=(str(name),), input=value))
         return kinds[kind].model_validate(given)
 

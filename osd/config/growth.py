@@ -68,7 +68,8 @@ class HeuristicSettings(_DeepGrowth):
     @classmethod
     def _within_depth(cls, value: int, info: ValidationInfo) -> int:
         if value > info.data.get("depth", value):
-            raise PydanticCustomError("too_large", f"must be at most growth.depth {info.data['depth']}")  # type: ignore[arg-type]
+            depth = {"depth": info.data["depth"]}
+            raise PydanticCustomError("too_large", "must be at most growth.depth {depth}", depth)
         return value
 
 

@@ -90,5 +90,6 @@ class TrainerSettings(Section):
             "rejected_weight": ("positions", "weighted"),
         }[info.field_name or ""]
         if value != cls.model_fields[info.field_name or ""].default and info.data.get(key) != needed:
-            raise PydanticCustomError("not_used", f"counts only with trainer.{key}={needed}")  # type: ignore[arg-type]
+            context = {"key": key, "needed": needed}
+            raise PydanticCustomError("not_used", "counts only with trainer.{key}={needed}", context)
         return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +46,10 @@ class AcceptanceHead(nn.Module):
 
 
 def _zeros(inputs: int, outputs: int) -> nn.Linear:
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    layer = cast(nn.Linear, nn.utils.skip_init(nn.Linear, inputs, outputs))
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
-    return layer  # type: ignore[return-value]
+    return layer
 
 
 class WithAcceptanceHead(Trainable):
@@ -84,7 +84,7 @@ class WithAcceptanceHead(Trainable):
         return self.head
 
     @property
-    def draft_ids(self) -> Tensor | None:  # type: ignore[override]
+    def draft_ids(self) -> Tensor | None:
         """See ``Trainable.draft_ids``."""
         return self.drafter.draft_ids
 

@@ -55,12 +55,12 @@ class Objective(Protocol):
 
 
 class Trainable(Drafter, nn.Module):
-    """A drafter whose weights are trained.
+    """A drafter whose weights are trained."""
 
-    ``draft_ids`` [draft vocabulary] are the target ids that it may draft, None for all of them.
-    """
-
-    draft_ids: Tensor | None = None
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """[draft vocabulary] the target ids that it may draft, None for all of them."""
+        return None
 
     @property
     def acceptance(self) -> nn.Module | None:

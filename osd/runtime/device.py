@@ -69,7 +69,7 @@ def copied(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     After each call the interpreter's lock must be had again, which takes long beside a busy thread.
     """
     values = list(values)
-    torch._foreach_copy_(list(places), values)  # type: ignore[attr-defined]
+    torch._foreach_copy_(list(places), values)  # type: ignore[attr-defined] # PyTorch has it for its own optimisers, without a type
     for value in values:
         if value.is_cuda:  # made on another stream, which must not use its memory again too early
             value.record_stream(torch.cuda.current_stream(value.device))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from osd.runtime.batch import PackedRows
+from osd.runtime.causal_lm import decoder_of, ends_of
 from osd.runtime.decoder import Forward, llama_shaped, window_of
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import PackedLinear
@@ -37,8 +38,8 @@ class FusedDecoder:
     def __init__(self, model: nn.Module, cache: KVCache, taps: tuple[int, ...]) -> None:
         """Point at the weights of ``model`` and the slots of ``cache``; neither may be reallocated afterwards."""
         config: Any = model.config
-        decoder: Any = model.get_decoder()  # type: ignore[operator]
-        self._head: PackedLinear = model.get_output_embeddings()  # type: ignore[operator]
+        decoder = decoder_of(model)
+        self._head: PackedLinear = ends_of(model)[1]
         embedding, norm = decoder.embed_tokens.weight, decoder.norm.weight
         layers = (structs.Layer * len(decoder.layers))()
         for index, layer in enumerate(decoder.layers):

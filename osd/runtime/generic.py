@@ -16,9 +16,10 @@ from transformers import AttentionInterface
 
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, following
+from osd.runtime.causal_lm import decoder_layers, text_config
 from osd.runtime.decoder import Forward, joined
 from osd.runtime.kv_cache import KVCache
-from osd.runtime.taps import decoder_layers, only, tapped
+from osd.runtime.taps import only, tapped
 
 NAME = "osd_slots"
 
@@ -48,7 +49,7 @@ def slot_attention(
         raise NotImplementedError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError("models with attention sinks are not supported")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer: Any = module.layer_idx
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     # [1, heads, R, dim] -> [R, heads, dim]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -64,7 +65,7 @@ class GenericDecoder:
 
     def __init__(self, model: nn.Module, cache: KVCache, taps: tuple[int, ...]) -> None:
         """Make ``model`` attend over slots."""
-        model.config.get_text_config()._attn_implementation = NAME  # type: ignore[union-attr, operator]
+        text_config(model)._attn_implementation = NAME
         self._model, self._cache, self._taps = model, cache, taps
         self._count = len(decoder_layers(model))
 

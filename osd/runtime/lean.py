@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows
+from osd.runtime.causal_lm import decoder_of, ends_of
 from osd.runtime.decoder import Forward, joined, window_of
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import Stacked
@@ -29,9 +30,9 @@ class LeanDecoder:
     def __init__(self, model: nn.Module, cache: KVCache, taps: tuple[int, ...]) -> None:
         """Rearrange the weights of ``model``, which may not be reallocated afterwards."""
         config: Any = model.config
-        decoder: Any = model.get_decoder()  # type: ignore[operator]
-        self._embedding, self._norm = decoder.embed_tokens, decoder.norm
-        self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        decoder = decoder_of(model)
+        self._norm = decoder.norm
+        self._embedding, self._head = ends_of(model)
         self._cache, self._taps, self._window = cache, taps, window_of(config)
         self._eps, self._hidden = float(config.rms_norm_eps), int(config.hidden_size)
         self._heads, self._kv_heads, self._dim = config.num_attention_heads, cache.keys.shape[2], cache.keys.shape[-1]

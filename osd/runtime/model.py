@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from osd.runtime.batch import PackedRows, padded
+from osd.runtime.causal_lm import decoder_layers, ends_of, text_config
 from osd.runtime.cuda_graph import BucketedForward
 from osd.runtime.decoder import Decoder, Forward, llama_shaped, recordable
 from osd.runtime.device import copied
@@ -14,7 +17,6 @@ from osd.runtime.generic import GenericDecoder
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.lean import LeanDecoder
 from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
-from osd.runtime.taps import decoder_layers
 
 
 class SlotModel:
@@ -40,14 +42,13 @@ class SlotModel:
         bucketed: bool | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
-        config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        self.config = config
+        self.config = config = text_config(model)
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.context = context
         self.eos_ids = _eos_ids(model)
-        self._embedding = model.get_input_embeddings()  # type: ignore[operator]
-        self.device, self.dtype = self._embedding.weight.device, self._embedding.weight.dtype
+        embedding, _ = ends_of(model)
+        self.device, self.dtype = embedding.weight.device, embedding.weight.dtype
         self.layers = decoder_layers(model)
         self.taps = tuple(range(len(self.layers))[tap] for tap in taps)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -136,5 +137,6 @@ def _let_go_of_file(model: nn.Module) -> None:
 
 
 def _eos_ids(model: nn.Module) -> frozenset[int]:
-    eos = getattr(model.generation_config, "eos_token_id", None) or model.config.eos_token_id  # type: ignore[union-attr]
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])  # type: ignore[list-item]
+    every = (getattr(config, "eos_token_id", None) for config in (model.generation_config, model.config))
+    eos: Any = next((found for found in every if found), None)
+    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])

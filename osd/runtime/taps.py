@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from osd.runtime.causal_lm import decoder_layers
+
 
 @contextmanager
 def tapped(model: nn.Module, layers: Iterable[int]) -> Generator[dict[int, Tensor]]:
@@ -50,17 +52,3 @@ def only(model: nn.Module, layers: range, tuples: bool, states: Tensor | None) -
     finally:
         for layer in every:
             layer.__dict__.pop("forward", None)
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a causal language model.
-
-    Raises:
-        NotImplementedError: it keeps them where no known model does.
-    """
-    decoder = model.get_decoder()  # type: ignore[operator]
-    for name in ("layers", "h", "blocks"):
-        layers = getattr(decoder, name, None)
-        if isinstance(layers, nn.ModuleList):
-            return layers
-    raise NotImplementedError(f"{type(model).__name__}: cannot find its decoder layers")

@@ -17,10 +17,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 def load_model(directory: Path, dtype: str, device: str) -> nn.Module:
     """Read a causal language model from a directory, ready for ``SlotModel``; "auto" keeps the dtype of its file."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=DTYPES.get(dtype, dtype), attn_implementation=NAME, local_files_only=True
     )
-    return model.to(pick_device(device))  # type: ignore[arg-type]
+    return model.to(pick_device(device))
 
 
 def load_config(directory: Path) -> Any:

@@ -79,7 +79,7 @@ class Eagle(Trainable):
             DrafterError: the target is too small for three taps.
         """
         shape = initial.shape_for(target, vocabulary)
-        drafter = cls(shape, initial.embedding_of(target), initial.head_of(target))
+        drafter = cls(shape, *initial.ends(target))
         drafter.set_vocabulary(torch.arange(shape.vocabulary))
         initial.fill(dict(drafter.named_parameters()), shape, target)
         return drafter
@@ -90,7 +90,7 @@ class Eagle(Trainable):
         target = load_model(target_dir, "auto", "cpu")
         fields = {name: value for name, value in config.items() if name != "kind"}
         fields["taps"] = tuple(fields["taps"])
-        return cls(EagleShape(**fields), initial.embedding_of(target), initial.head_of(target))
+        return cls(EagleShape(**fields), *initial.ends(target))
 
     @property
     def needs(self) -> Needs:
@@ -118,7 +118,7 @@ class Eagle(Trainable):
         self.set_vocabulary(ids)
 
     @property
-    def draft_ids(self) -> Tensor:  # type: ignore[override]
+    def draft_ids(self) -> Tensor:
         """[vocabulary] the target id of each draft id: ``d2t`` holds the differences, as EAGLE-3's files do."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from osd.drafters.base import DrafterError
 from osd.drafters.eagle.shape import EagleShape
+from osd.runtime.causal_lm import ends_of, text_config
 from osd.runtime.taps import tapped
 
 
@@ -20,7 +23,7 @@ def shape_for(target: nn.Module, vocabulary: int) -> EagleShape:
     Raises:
         DrafterError: the target is too small for three taps.
     """
-    config = target.config.get_text_config()  # type: ignore[union-attr, operator]
+    config = text_config(target)
     layers = config.num_hidden_layers
     if layers < 3:
         raise DrafterError(f"drafter.kind eagle needs a target of at least 3 layers, this one has {layers}")
@@ -39,14 +42,10 @@ def shape_for(target: nn.Module, vocabulary: int) -> EagleShape:
     )
 
 
-def embedding_of(target: nn.Module) -> Tensor:
-    """[vocabulary, hidden] bfloat16."""
-    return target.get_input_embeddings().weight.detach().to(torch.bfloat16)  # type: ignore[operator]
-
-
-def head_of(target: nn.Module) -> Tensor:
-    """[vocabulary, hidden] bfloat16."""
-    return target.get_output_embeddings().weight.detach().to(torch.bfloat16)  # type: ignore[operator]
+def ends(target: nn.Module) -> tuple[Tensor, Tensor]:
+    """The weights of a target's embedding and head, each [vocabulary, hidden] bfloat16."""
+    embedding, head = ends_of(target)
+    return embedding.weight.detach().to(torch.bfloat16), head.weight.detach().to(torch.bfloat16)
 
 
 @torch.no_grad()
@@ -57,11 +56,11 @@ def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module)
     last one where the shapes agree, starts on the numbers that it knows.
     """
     state = target.state_dict()
-    weights["head.weight"].copy_(head_of(target)[: shape.vocabulary])
+    weights["head.weight"].copy_(ends(target)[1][: shape.vocabulary])
     weights["fuse.weight"].mul_(0.1)
     weights["fuse.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
     weights["tap_norm"][-1] *= _size_of_hidden(target, shape.taps[-1])
-    last = f"layers.{target.config.num_hidden_layers - 1}."  # type: ignore[union-attr]
+    last = f"layers.{text_config(target).num_hidden_layers - 1}."
     for mine, theirs in LAST_LAYER.items():
         found = [value for name, value in state.items() if name.endswith(last + theirs)]
         weight = weights[mine]
@@ -90,11 +89,12 @@ LAST_LAYER = {
 
 def _size_of_hidden(target: nn.Module, tap: int) -> float:
     """The median root mean square of the output of layer ``tap``, over some frequent tokens."""
-    vocabulary: int = target.config.vocab_size  # type: ignore[union-attr, assignment]
+    model: Any = target
+    vocabulary: int = text_config(model).vocab_size
     ids = torch.arange(min(64, vocabulary // 2), min(192, vocabulary))[None]  # the first ids are often special ones
-    restore = target.config._attn_implementation  # type: ignore[union-attr]
-    target.set_attn_implementation("eager")  # type: ignore[operator]
-    with tapped(target, (tap,)) as outputs:
-        target(input_ids=ids, use_cache=False)
-    target.set_attn_implementation(restore)  # type: ignore[operator]
+    restore = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with tapped(model, (tap,)) as outputs:
+        model(input_ids=ids, use_cache=False)
+    model.set_attn_implementation(restore)
     return float(outputs[tap].pow(2).mean(-1).sqrt().median())

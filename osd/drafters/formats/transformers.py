@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from osd.drafters.formats.base import FormatError, Origin
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.trainable import Trainable
+from osd.runtime.causal_lm import ends_of, text_config
 from osd.target.load import load_tokenizer
 from osd.target.model import load_model
 
@@ -24,7 +25,8 @@ class Transformers:
         """See ``Format.write``."""
         if not isinstance(drafter, LanguageModel):
             raise FormatError(f"transformers has no {drafter.kind} drafter; export it with --format speculators")
-        drafter.model.save_pretrained(folder, max_shard_size="1TB")  # type: ignore[operator]
+        model: Any = drafter.model
+        model.save_pretrained(folder, max_shard_size="1TB")
         load_tokenizer(origin.target).save_pretrained(folder)
 
     def recognises(self, config: dict[str, Any]) -> bool:
@@ -34,28 +36,26 @@ class Transformers:
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
         """See ``Format.read``; an embedding and head that equal the target's are shared with it, and stay frozen."""
         try:
-            model, told = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa",
                 output_loading_info=True, trust_remote_code=False,
             )  # fmt: skip
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise FormatError(f"{folder} is no causal language model of transformers: {_line(error)}") from None
+        model, told = loaded
         wrong = {name: told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[name]}
         for name, keys in wrong.items():
             raise FormatError(f"{folder}: {name.replace('_keys', '')} weight {min(map(str, keys))}")
         of_target = load_model(target, "float32", "cpu")
-        mine, theirs = model.config.vocab_size, of_target.config.vocab_size  # type: ignore[union-attr]
+        mine, theirs = text_config(model).vocab_size, text_config(of_target).vocab_size
         if mine != theirs:
             raise FormatError(f"{folder} has {mine} tokens, but the target has {theirs}; they must be the same")
         return LanguageModel(model, shared=_same_ends(model, of_target))
 
 
 def _same_ends(one: nn.Module, other: nn.Module) -> bool:
-    pairs = (
-        (getattr(one, name)().weight, getattr(other, name)().weight)
-        for name in ("get_input_embeddings", "get_output_embeddings")
-    )
-    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    pairs = zip(ends_of(one), ends_of(other), strict=True)
+    return all(torch.equal(mine.weight, theirs.weight) for mine, theirs in pairs)
 
 
 def _line(error: Exception) -> str:

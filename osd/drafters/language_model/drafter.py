@@ -13,14 +13,15 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from osd.drafters.base import DrafterError, check
 from osd.drafters.language_model.alternative_tokens import AlternativeTokens
 from osd.drafters.language_model.session import LanguageModelSession
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch, Trainable
-from osd.runtime.taps import decoder_layers, tapped
+from osd.runtime.causal_lm import decoder_layers, decoder_of, ends_of, text_config
+from osd.runtime.taps import tapped
 from osd.target.load import resolve
 from osd.target.model import load_model
 
@@ -35,7 +36,7 @@ class LanguageModel(Trainable):
         super().__init__()
         self.model, self.shared = model.float().train(False).requires_grad_(True), shared
         if shared:
-            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
+            for layer in ends_of(model):
                 layer.requires_grad_(False)
 
     @classmethod
@@ -45,7 +46,7 @@ class LanguageModel(Trainable):
         if settings.source is None:
             return cls.first_layers(target, settings.layers)
         drafter = cls(load_model(resolve(settings.source, home), "float32", "cpu"), shared=False)
-        mine, theirs = drafter.model.config.vocab_size, target.config.vocab_size  # type: ignore[union-attr]
+        mine, theirs = text_config(drafter.model).vocab_size, text_config(target).vocab_size
         if mine != theirs:
             raise DrafterError(f"drafter.source has {mine} tokens, but the target has {theirs}; they must be the same")
         return drafter
@@ -63,7 +64,7 @@ class LanguageModel(Trainable):
     @classmethod
     def first_layers(cls, target: nn.Module, layers: int) -> Self:
         """The first ``layers`` layers of ``target``."""
-        config: PretrainedConfig = deepcopy(target.config)  # type: ignore[assignment]
+        config: Any = deepcopy(target.config)
         if not 1 <= layers <= config.num_hidden_layers:
             raise DrafterError(f"drafter.layers is {layers}, but the target has {config.num_hidden_layers} layers")
         config.num_hidden_layers = layers
@@ -77,18 +78,18 @@ class LanguageModel(Trainable):
 
     def _share(self, target: nn.Module) -> None:
         with torch.no_grad():
-            for name in ("get_input_embeddings", "get_output_embeddings"):
-                getattr(self.model, name)().weight.copy_(getattr(target, name)().weight)
+            for mine, theirs in zip(ends_of(self.model), ends_of(target), strict=True):
+                mine.weight.copy_(theirs.weight)
 
     def config(self) -> dict[str, Any]:
         """See ``Drafter.config``."""
-        model: dict[str, Any] = self.model.config.to_dict()  # type: ignore[union-attr, operator, assignment]
-        return {"kind": self.kind, "shared": self.shared, "model": model}
+        config: Any = self.model.config
+        return {"kind": self.kind, "shared": self.shared, "model": config.to_dict()}
 
     @property
     def state_width(self) -> int:
         """See ``Trainable.state_width``."""
-        return self.model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator, return-value]
+        return text_config(self.model).hidden_size
 
     def weights(self) -> dict[str, Tensor]:
         """See ``Drafter.weights``."""
@@ -97,9 +98,7 @@ class LanguageModel(Trainable):
 
     def names(self) -> dict[str, list[str]]:
         """The tensors of a version by name, each with all the names that the model has for it: tied ones have two."""
-        left_out = set()
-        for get in ("get_input_embeddings", "get_output_embeddings"):
-            left_out |= {id(p) for p in getattr(self.model, get)().parameters()} if self.shared else set()
+        left_out = {id(p) for layer in ends_of(self.model) for p in layer.parameters()} if self.shared else set()
         state = self.model.state_dict(keep_vars=True)
         tied: dict[int, list[str]] = {}
         for name, value in state.items():
@@ -113,8 +112,7 @@ class LanguageModel(Trainable):
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """See ``Trainable.unroll``; it reads tokens only, so every step over the same tokens is the same."""
-        decoder = self.model.get_decoder()  # type: ignore[operator]
-        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        decoder, (_, head) = decoder_of(self.model), ends_of(self.model)
         if drafted is None:
             mask = torch.arange(batch.token_ids.shape[1], device=batch.token_ids.device) < batch.lengths[:, None]
             hidden = decoder(input_ids=batch.token_ids, attention_mask=mask, use_cache=False).last_hidden_state
@@ -132,7 +130,7 @@ class LanguageModel(Trainable):
         mask = torch.arange(tokens.shape[1], device=tokens.device) < batch.lengths[:, None]
         last = len(decoder_layers(self.model)) - 1
         with tapped(self.model, (last,)) as outputs:
-            self.model.get_decoder()(input_ids=tokens, attention_mask=mask, use_cache=False)  # type: ignore[operator]
+            decoder_of(self.model)(input_ids=tokens, attention_mask=mask, use_cache=False)
         return [outputs[last][batch.sequence, batch.place]] * depth
 
     def session(self, runtime: Runtime) -> LanguageModelSession:

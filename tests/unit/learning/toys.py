@@ -22,11 +22,15 @@ class Toy(Trainable):
 
     def __init__(self, draft_ids=None):
         super().__init__()
-        self.draft_ids = draft_ids
+        self._draft_ids = draft_ids
         size = VOCABULARY if draft_ids is None else len(draft_ids)
         self.table = nn.Embedding(VOCABULARY, size)
         self.read = nn.Linear(HIDDEN, size)
         nn.init.zeros_(self.table.weight)
+
+    @property
+    def draft_ids(self):
+        return self._draft_ids
 
     def config(self):
         return {"kind": self.kind}

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.fused import FusedDecoder
 from osd.runtime.generic import NAME
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
-from osd.runtime.taps import decoder_layers
 from tests.unit.runtime.rows import rows_of
 
 SIZES: dict[str, Any] = {

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from osd.runtime.taps import decoder_layers, tapped
+from osd.runtime.causal_lm import decoder_layers
+from osd.runtime.taps import tapped
 
 
 class Decoder(nn.Module):
