@@ -21,9 +21,7 @@ def build(args: dict[str, str]) -> serve.Application:
     """Prepare target and first drafter version, start the trainer, and return the application.
 
     Every node must see the same ``home``. Deploying again replaces the trainer; it resumes from its checkpoint.
-
-    Args:
-        args: settings by their dotted keys, over those of the environment; ``redis_url`` must be among the two.
+    ``args`` are settings by their dotted keys, over those of the environment; ``redis_url`` must be among the two.
 
     Raises:
         ConfigError: a setting is refused, settings contradict each other, or there is no ``redis_url``.

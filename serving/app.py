@@ -101,12 +101,7 @@ class Server:
 
 
 def build(settings: Settings, redis_url: str) -> serve.Application:
-    """The application for ``serve.run(..., route_prefix="/")``.
-
-    Args:
-        settings: all of them; every replica gets the same.
-        redis_url: the Redis that carries pointer, traces and events; may hold a password.
-    """
+    """The application for ``serve.run(..., route_prefix="/")``; ``redis_url`` carries pointer, traces and events."""
     metrics = DeploymentActorConfig(
         name=METRICS, actor_class=ray.remote(ReplicaMetrics), actor_options={"num_cpus": 0, "max_concurrency": 1}
     )

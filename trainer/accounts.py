@@ -24,13 +24,7 @@ _SAVED = ("refused", "published", "rejected", "drifts")
 
 @dataclass(frozen=True)
 class Accounts:
-    """What is kept beside the learner's state, by checkpoints too.
-
-    Attributes:
-        status: what the trainer says of itself.
-        cost: charged to each version.
-        learnt: requests that no manifest names yet.
-    """
+    """What is kept beside the learner's state, by checkpoints too; no manifest names the requests ``learnt`` yet."""
 
     status: Status
     cost: CostMeter
@@ -91,13 +85,9 @@ class CostMeter:
     """The trainer's side of the ledger.
 
     All that the trainer computes is charged, on all threads of all its processes: micro-steps, gates, candidates that
-    were rejected, reading the stream, checkpoints. It is CPU time, so that a trainer that stands back for serving costs
-    nothing while it waits. What was spent since the last version belongs to the next one that is published.
-
-    Args:
-        domain: whose drafter is trained.
-        ledger: where serving reads it.
-        clock: CPU seconds of the trainer.
+    were rejected, reading the stream, checkpoints. It is CPU time by ``clock``, so that a trainer that stands back for
+    serving costs nothing while it waits. What was spent since the last version belongs to the next one that is
+    published.
     """
 
     def __init__(self, domain: str, ledger: Ledger, clock: Callable[[], float] = time.process_time) -> None:

@@ -19,12 +19,8 @@ NAME = "osd-trainer"
 def start(settings: Settings, redis_url: str, **options: Any) -> ActorProxy[Trainer]:
     """Start the trainer of all that ``settings`` name under the name "osd-trainer" in the caller's Ray namespace.
 
-    It reserves no CPU with Ray: it uses what serving leaves over. Ray starts it again whenever it dies.
-
-    Args:
-        settings: of the service; with more than one of ``trainer.workers`` the actor is a ``DistributedTrainer``.
-        redis_url: where the stream is.
-        options: further ones of the actor.
+    It reserves no CPU with Ray: it uses what serving leaves over. Ray starts it again whenever it dies. ``options`` are
+    further ones of the actor.
     """
     kind: type[Trainer] = Trainer
     if settings.trainer.workers > 1:

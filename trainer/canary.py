@@ -85,18 +85,9 @@ class Canary:
     times at once (Robbins' normal mixture, 1970), so that looking often does not make errors likelier. The canary is
 
     * rolled back when its acceptance, or its accepted tokens per token, is certainly below the stable version's;
-    * rolled back when its acceptance is certainly below half of what the gate found: silent corruption;
+    * rolled back when its acceptance is certainly below half of what the gate ``expected``: silent corruption;
     * promoted when both are certainly not lower by more than ``margin``;
-    * rolled back when none of this is clear after ``seconds``.
-
-    Args:
-        version: the canary's number.
-        stable: the number of the version that it would replace.
-        expected: its acceptance per tested token at the gate, see ``expected_rate``.
-        began: when the canary began to serve, seconds since the epoch.
-        seconds: time limit.
-        margin: largest drop that does not count as worse.
-        risk: probability of each wrong decision, at most.
+    * rolled back when none of this is clear ``seconds`` after it ``began``, in seconds since the epoch.
     """
 
     def __init__(

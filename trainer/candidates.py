@@ -33,11 +33,8 @@ class StoppedError(Exception):
 class Candidates:
     """Takes the learner's candidates to the publisher, and follows the canary.
 
-    Args:
-        publisher: takes a candidate through gate and canary.
-        accounts: where candidates and versions are counted.
-        spare: waits until serving can spare the capacity for a micro-batch; False when the loop shall end.
-        working: takes note of each one's work.
+    ``spare`` waits until serving can spare the capacity for a micro-batch, and is False when the loop shall end;
+    ``working`` takes note of each one's work.
     """
 
     def __init__(
@@ -114,14 +111,7 @@ class Candidates:
 
 
 class LiveRequests:
-    """Takes evidence on the canary and on drift from each live request.
-
-    Args:
-        settings: of the trainer.
-        publisher: of the domain; it observes its requests.
-        status: where falls of acceptance are counted.
-        drifted: called at each of them.
-    """
+    """Takes evidence on canary and drift from each live request; ``drifted`` is called at each fall of acceptance."""
 
     def __init__(
         self, settings: TrainerSettings, publisher: Publisher, status: Status, drifted: Callable[[], None]

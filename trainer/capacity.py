@@ -49,12 +49,8 @@ class Capacity:
     """Says when to train, and how many tokens at a time.
 
     ``tokens`` starts at ``trainer.micro_batch_tokens`` and never exceeds it. It shrinks when micro-steps come near to
-    0.15 s and grows back slowly while they are short.
-
-    Args:
-        loads: what the replicas say of their load.
-        settings: of the trainer.
-        clock: CPU seconds that each core of the trainer's has worked.
+    0.15 s and grows back slowly while they are short. ``clock`` gives the CPU seconds that each of its cores has
+    worked.
     """
 
     def __init__(self, loads: ReplicaLoads, settings: TrainerSettings, clock: Callable[[], float]) -> None:
@@ -90,13 +86,7 @@ class Capacity:
         return self._settings.duty if any(load.running > 0 for load in loads.values()) else 1.0
 
     def wait(self, stop: threading.Event, paused: threading.Event, say: Callable[[str], None]) -> bool:
-        """Return when a micro-step may run, or False when ``stop`` was set.
-
-        Args:
-            stop: ends the wait.
-            paused: while set, nothing runs.
-            say: called with "paused" or "yielding" at each look.
-        """
+        """Return when a micro-step may run, or False when ``stop`` was set; ``say`` hears at each look why not."""
         while not stop.is_set():
             if paused.is_set():
                 say("paused")

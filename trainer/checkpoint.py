@@ -93,21 +93,14 @@ class Checkpoints:
         self._saved_steps = 0
 
     def age(self, learner: Learner, finished: int) -> float:
-        """Seconds for which something has been unsaved, 0 when there is nothing to save.
-
-        Args:
-            learner: what is in training.
-            finished: records that wait for their acknowledgement.
-        """
+        """Seconds for which training, or ``finished`` records, have been unsaved; 0 when there is nothing to save."""
         changed = finished or learner.distiller.steps != self._saved_steps
         return time.monotonic() - self._saved_at if changed else 0.0
 
     def resume(self, learner: Learner, version: Version) -> bool:
-        """Go on from the checkpoint; False when there is none, or none that can be used.
+        """Go on from the checkpoint; False when there is none, or none of the kind and size of ``version``, in service.
 
-        Args:
-            learner: of a drafter made of ``version``; after a failure it is not to be used.
-            version: in service; the checkpoint must be of its kind and size.
+        ``learner`` is of a drafter made of that version; after a failure it is not to be used.
         """
         try:
             found = load(self._path)

@@ -35,16 +35,8 @@ class Intake:
     A record is finished once it was trained on, kept as held-out, refused, or pushed out of the replay buffer, and
     ``acknowledge`` tells the stream of all that are. Call it only when a checkpoint on disk contains that training.
 
-    Args:
-        settings: of the service.
-        redis_url: where the stream is.
-        context: of the target.
-        status: where refused records are counted.
-        replay: where the learner keeps records; expired and purged ones leave it.
-        observe: called with each new record, held out or not, in the order of arrival.
-
-    Attributes:
-        purged: requests that are refused.
+    ``observe`` is called with each new record, held out or not, in the order of arrival; requests ``purged`` are
+    refused.
     """
 
     def __init__(

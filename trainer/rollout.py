@@ -65,11 +65,7 @@ class Service:
 
 
 class CanaryWatch:
-    """Gathers evidence on the canary that the pointer names, and promotes it or rolls it back.
-
-    Attributes:
-        canary: the one under way, None when there is none.
-    """
+    """Gathers evidence on the ``canary`` that the pointer names, if any, and promotes it or rolls it back."""
 
     def __init__(self, service: Service, seconds: float) -> None:
         self._service, self._seconds = service, seconds
@@ -96,10 +92,7 @@ class CanaryWatch:
             self.canary.add(trace)
 
     def decide(self, now: float) -> Judgement | None:
-        """Promote the canary or roll it back when it is time; None without a canary.
-
-        Args:
-            now: seconds since the epoch.
+        """Promote the canary or roll it back when it is time, in seconds since the epoch; None without a canary.
 
         Raises:
             redis.exceptions.RedisError: Redis is gone; nothing was decided.
@@ -134,9 +127,7 @@ class CanaryWatch:
 class Publisher:
     """Takes candidates of one domain through gate and canary, against the version that the rollout pointer names.
 
-    Attributes:
-        service: where versions go.
-        stable: the version that candidates are compared with, 0 before the first look.
+    ``stable`` is the version that candidates are compared with, 0 before the first look.
     """
 
     def __init__(self, service: Service, settings: TrainerSettings, build: Build) -> None:
@@ -182,11 +173,7 @@ class Publisher:
     ) -> Outcome:
         """Judge a candidate and put it in service, as a canary first where that is asked for, if it passes.
 
-        Args:
-            candidate: the drafter in training.
-            judge: asks the gate.
-            trained_on: records, tokens and steps, for the manifest.
-            learnt: hashes of the requests that were learnt from since the last version, for the manifest.
+        ``trained_on`` and ``learnt``, hashes of the requests since the last version, are for the manifest.
 
         Raises:
             redis.exceptions.RedisError: Redis is gone; nothing was put in service.

@@ -163,14 +163,9 @@ def write(path: Path, story: Story, held_out: HeldOut) -> None:
 def chart(
     points: Sequence[tuple[float, float]], marks: Sequence[float], seconds: float, width: int, height: int
 ) -> str:
-    """Columns for values between 0 and 1, and under them a ``^`` for each mark.
+    """Columns for ``points``, times and values between 0 and 1, and under them a ``^`` for the time of each mark.
 
-    Args:
-        points: (time, value); the last one of a column counts, and a column without any repeats the one before.
-        marks: times.
-        seconds: what the whole width stands for.
-        width: columns of values.
-        height: lines of values.
+    The last point of a column counts, and a column without any repeats the one before; the whole width is ``seconds``.
     """
     column = width / max(seconds, 1e-9)
     levels = [0] * width

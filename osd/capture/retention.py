@@ -46,11 +46,7 @@ class Retention:
         self._client, self._settings = client, settings
 
     def enforce(self, now: float) -> int:
-        """Delete the oldest records as ``capture.keep_days`` and ``capture.keep_mb`` ask for; returns how many.
-
-        Args:
-            now: seconds since the epoch.
-        """
+        """Delete the oldest records as ``capture.keep_days`` and ``capture.keep_mb`` ask for; returns how many."""
         return self._expire(now) + self.shrink()
 
     def shrink(self) -> int:

@@ -21,12 +21,7 @@ RENAMED = {"capture.piece": "capture.segment", "trainer.lines": "trainer.extra_d
 def load_settings(
     file: Path | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Read the settings of this process from every source.
-
-    Args:
-        file: YAML file, or None.
-        overrides: ``key=value`` or ``section.key=value``, as given to ``--set``.
-        environ: variables that start with ``OSD_`` are settings, ``OSD_SECTION__KEY`` those of a section.
+    """Read the settings of this process from every source; ``overrides`` are ``key=value``, as given to ``--set``.
 
     Raises:
         ConfigError: a source cannot be read, or a key or value in it is refused.

@@ -15,11 +15,8 @@ from osd.speculation.tree import TreeBuilder
 class TreeRows:
     """Collects committed tokens and tree nodes of several slots into one ragged forward.
 
-    Committed tokens go to the places behind the slot's length; node i of a tree goes to the scratch
-    place i behind them and sees the committed places, its ancestors and itself.
-
-    Attributes:
-        parents: of the nodes of each tree.
+    Committed tokens go to the places behind the slot's length; node i of a tree goes to the scratch place i behind them
+    and sees the committed places, its ancestors and itself. ``parents`` are those of each tree's nodes.
     """
 
     def __init__(self, builder: TreeBuilder, cache: KVCache) -> None:

@@ -39,15 +39,11 @@ class Engine:
         version: int = 0,
         sink: TraceSink | None = None,
     ) -> None:
-        """Make an engine; ``version`` is the number of ``drafter``.
+        """Make an engine on a target whose slots are all free, tapped at the layers that ``drafter`` reads.
 
-        Args:
-            target: a model whose slots are all free, tapped at the layers that ``drafter`` reads.
-            tokenizer: the target's.
-            settings: ``engine``, ``growth``, ``verification``, ``capture`` and ``trainer.samples`` are read.
-            drafter: what to speculate with; None decodes plainly.
-            version: of the drafter.
-            sink: takes the traces of requests that allow it.
+        ``version`` is the number of ``drafter``; without one it decodes plainly. ``sink`` takes the traces of requests
+        that allow it. Of the settings ``engine``, ``growth``, ``verification``, ``capture`` and ``trainer.samples`` are
+        read.
         """
         self.target, self.tokenizer, self.settings = target, tokenizer, settings
         self._policy = Policy.of(settings.growth, settings.verification)

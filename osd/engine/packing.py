@@ -44,9 +44,8 @@ class Packed:
 def pack(feeds: Sequence[Feed], unread: Iterable[tuple[Sequence[int], Tensor]] = ()) -> Packed:
     """Put every feed and its draft one below the other.
 
-    Args:
-        feeds: of all sequences.
-        unread: drafts that the host has not read: the feeds that they are of, and the tokens [B, levels] on a device.
+    ``unread`` are drafts that the host has not read: the feeds that they are of, and the tokens [B, levels] on a
+    device.
     """
     builder = RowBuilder()
     wanted: list[int] = []

@@ -18,12 +18,8 @@ def savings(outcome: Outcome, seconds: float, costs: CostModel) -> dict[tuple[st
     Assumptions, all to the drafter's disadvantage or small: plain decoding pays for nothing but the target's forwards,
     although it chooses and keeps tokens too; the n sequences share a round equally; and they would have been the same n
     without drafts. Rounds in which nobody drafted are plain decoding: they save nothing and are not counted, and
-    neither are sequences that asked not to be drafted for. Seconds are of wall clock while the engine computes.
-
-    Args:
-        outcome: of the round.
-        seconds: that all of it took.
-        costs: that have taken in this round.
+    neither are sequences that asked not to be drafted for. Seconds are of wall clock while the engine computes;
+    ``costs`` have taken in this round.
     """
     added: dict[tuple[str, int], DecodeSeconds] = {}
     if not any(one.tree.tokens for one in outcome.sequences):

@@ -73,14 +73,10 @@ class SlotManager:
         kept: list[list[int]],
         hidden: Tensor | None,
     ) -> None:
-        """Keep what a forward computed.
+        """Keep what a forward computed of ``sequences``.
 
-        Args:
-            sequences: that had rows in it.
-            starts: the place of the first row of each.
-            first: that row of the forward.
-            kept: the rows of each that stay, counted from its first.
-            hidden: [R, taps * hidden] the states of all rows, None without taps.
+        The rows of each begin with ``first`` in the forward and go to the place ``starts``; those ``kept`` are counted
+        from there. ``hidden`` [R, taps * hidden] are the states of all rows, None without taps.
         """
         rows: list[int] = []
         places: list[int] = []

@@ -71,12 +71,9 @@ def length(trace: Trace) -> int:
 
 
 def check(trace: Trace, vocabulary: int, width: int) -> None:
-    """Check that a record can be trained on.
+    """Check that a record can be trained on; its arrays fit each other already.
 
-    Args:
-        trace: what came from the stream; its arrays fit each other already.
-        vocabulary: number of the target's ids.
-        width: taps * hidden of the drafter in training, 0 when it reads no hidden states.
+    ``vocabulary`` is the number of the target's ids, ``width`` taps * hidden of the drafter, 0 when it reads no states.
 
     Raises:
         TraceError: ids, probabilities or hidden states are not what the drafter needs.

@@ -19,12 +19,7 @@ def key_of(trace: Trace) -> Key:
 
 
 class RecentBuffer:
-    """The newest records, oldest first, up to ``room`` tokens.
-
-    Attributes:
-        records: by key, in order of arrival.
-        tokens: of all of them.
-    """
+    """The newest ``records`` by key, oldest first, up to ``room`` tokens; ``tokens`` of all of them."""
 
     def __init__(self, room: int) -> None:
         self.records: OrderedDict[Key, Trace] = OrderedDict()

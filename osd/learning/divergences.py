@@ -53,12 +53,8 @@ def overlap(
 ) -> Overlap:
     """Line the drafter up with what was kept of the target.
 
-    Args:
-        logits: [N, draft_vocab] of the drafter.
-        target_ids: [N, K] the kept ids, -1 for none.
-        target_logp: [N, K] their log-probabilities.
-        target_tail: [N] the log-mass of all other ids.
-        index: where each id is in the drafter's vocabulary, see ``draft_index``; None when the two are the same.
+    ``logits`` [N, draft_vocab] are the drafter's; ``target_ids`` and ``target_logp`` [N, K] what was kept, -1 for none,
+    and ``target_tail`` [N] the log-mass of all other ids; ``index`` is that of ``draft_index``.
     """
     log_q = logits.float().log_softmax(-1)  # [N, draft_vocab]
     size = log_q.shape[1]

@@ -87,9 +87,7 @@ class Cusum:
 class DriftWatch:
     """A test for each domain of requests and drafter version; a new version has a level of its own.
 
-    Args:
-        fall: the drop of the acceptance rate that shall be found quickly.
-        records: mean number of records between two false alarms, at least, for each domain.
+    A ``fall`` of the acceptance rate is found quickly; two false alarms are ``records`` of a domain apart on average.
     """
 
     def __init__(self, fall: float, records: int) -> None:

@@ -95,11 +95,7 @@ class ExpectedAcceptance(Metric):
 def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, divergence: str) -> GateFigures:
     """Evaluate a drafter over a chain of ``depth`` tokens on the distributions that verification captured.
 
-    Args:
-        drafter: left as it is, its training mode included.
-        batches: held-out positions; the same batches in the same order make figures that can be paired.
-        depth: draft tokens of a round.
-        divergence: a name in ``DIVERGENCES``.
+    The drafter stays as it is, in its mode too. The same batches in the same order make figures that can be paired.
     """
     index = draft_index(drafter.draft_ids)
     expected = ExpectedAcceptance(depth)

@@ -22,14 +22,9 @@ MIN_POSITIONS = 256
 
 @dataclass(frozen=True)
 class GateDecision:
-    """What the gate decided.
+    """What the gate decided, with a ``reason`` of one line for people; figures are None where nothing was evaluated.
 
-    Attributes:
-        passed: the candidate may be published.
-        waits: it was not judged, because too little was held out to judge by.
-        reason: one line for people.
-        candidate: its figures, None when it was not evaluated.
-        baseline: the figures of the version in service, None when it was not evaluated.
+    ``waits`` says that the candidate was not judged, because too little was held out to judge by.
     """
 
     passed: bool
@@ -48,16 +43,12 @@ class GateDecision:
 
 @dataclass(frozen=True)
 class Gate:
-    """Compares a candidate with the version in service on the same held-out positions.
+    """Compares a candidate with the version in service on the same held-out positions, ``min_positions`` at least.
 
     It passes when every weight is finite, its acceptance is not below (up to one standard error of the paired
     difference over sequences, and never more than 0.005), and neither are its expected tokens per second. Both are of
-    the same kind and size, so that a round costs the same and tokens per second compare as tokens per round do.
-
-    Attributes:
-        depth: draft tokens of a round.
-        divergence: the figure reported beside the acceptance.
-        min_positions: held-out positions without which nothing is judged.
+    the same kind and size, so that a round costs the same and tokens per second compare as tokens per round do: rounds
+    of ``depth`` draft tokens. The ``divergence`` is only reported.
     """
 
     depth: int

@@ -32,12 +32,7 @@ class Objective:
     Every fourth micro-step unrolls ``trainer.unroll`` steps, the others two at most: a drafter that was never unrolled
     as far as it drafts is confident and wrong there, yet what it learns at two depths carries over to the next ones,
     and each step costs as much as the first. Behind the first step the drafter reads the target's tokens or, as
-    ``trainer.samples`` says, its own where it was rejected: "mixed" takes turns.
-
-    Attributes:
-        settings: which divergence, and how positions are weighted.
-        depth: steps to unroll.
-        own: whether later steps read the drafter's own tokens, where the batch knows them.
+    ``trainer.samples`` says, its ``own`` where it was rejected and the batch knows them: "mixed" takes turns.
     """
 
     settings: TrainerSettings

@@ -94,12 +94,7 @@ class TrainingTrigger:
         self._budget = max(self._budget - positions, 0)
 
     def judged(self, decision: GateDecision, held_out: int) -> None:
-        """The gate looked at a candidate.
-
-        Args:
-            decision: what it said.
-            held_out: records that were ever held out; figures compare only while it stays the same.
-        """
+        """The gate looked at a candidate; figures compare only while the number of records ever ``held_out`` stays."""
         if decision.candidate is None or decision.baseline is None:
             self._improving = False
             return
@@ -115,12 +110,7 @@ class TrainingTrigger:
         return {"budget": self._budget} | ({} if math.isinf(self._best) else {"best_divergence": self._best})
 
     def due(self, fresh: int, now: float) -> bool:
-        """Whether a micro-step is worth it.
-
-        Args:
-            fresh: records that were never trained on.
-            now: a monotonic clock, in seconds.
-        """
+        """Whether a micro-step is worth it, with ``fresh`` records never trained on; ``now`` in monotonic seconds."""
         if not fresh:
             self._waiting_since = None
         elif self._waiting_since is None:
@@ -162,17 +152,9 @@ class Learned:
 class Learner:
     """Distils one drafter from traces as they come.
 
-    Whoever runs it adds traces, steps while ``trigger`` finds that worth it, and proposes when a candidate is due.
-    Records of at least ``trainer.min_records`` requests come before the first step. A rejected candidate is trained on
-    from where it is.
-
-    Attributes:
-        distiller: of the drafter in training.
-        replay: the traces that were added.
-        gate: compares a candidate with what is in service.
-        trigger: whether a micro-step is worth it.
-        counters: what was done.
-        next_candidate: the micro-step after which the next candidate is proposed.
+    Whoever runs it adds traces, steps while ``trigger`` finds that worth it, and proposes when a candidate is due,
+    after micro-step ``next_candidate``. Records of at least ``trainer.min_records`` requests come before the first
+    step. A rejected candidate is trained on from where it is.
     """
 
     def __init__(

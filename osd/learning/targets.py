@@ -79,14 +79,7 @@ class OwnSamples:
 def own_samples(
     traces: list[Trace], token_ids: np.ndarray, target: TopKTargets, device: torch.device | str
 ) -> OwnSamples:
-    """What ``traces`` know of the drafter's own tokens, over the batch that they make.
-
-    Args:
-        traces: one or more with ``after_ids``; those without keep the target's tokens.
-        token_ids: [B, L] of the batch.
-        target: its N distributions.
-        device: for the tensors.
-    """
+    """What ``traces``, one or more of them with ``after_ids``, know of the drafter's own tokens, over their batch."""
     token_ids, target = token_ids.copy(), target.copy()
     since: list[np.ndarray] = []
     start = 0

@@ -47,9 +47,7 @@ class Events(RedisClient):
     def recent(self, count: int = MAX_EVENTS, steps: bool = True) -> list[dict[str, Any]]:
         """The last ``count`` events, oldest first, as ``{"time", "kind", "domain", "version", ...figures}``.
 
-        Args:
-            count: at most so many of the milestones and so many of the training steps.
-            steps: with False training steps are left out.
+        At most so many milestones and so many training steps, which are left out without ``steps``.
         """
         if count < 1:
             return []

@@ -39,12 +39,7 @@ class Router:
         self.bandit = Bandit()
 
     def pick(self, embedding: np.ndarray, domains: Sequence[str]) -> Pick:
-        """Decide which of ``domains``, those whose drafters are at hand, serves a prompt.
-
-        Args:
-            embedding: [dimensions] of the prompt, finite.
-            domains: one or more, in any order.
-        """
+        """Decide which of one or more ``domains`` at hand serves a prompt, by its embedding [dimensions]."""
         cluster, bandit = self.clusters.assign(embedding), self.bandit
         bandit.forget_others(domains, [other.arms for other in self.clusters.clusters])
         order = sorted(domains, key=lambda domain: (domain != self._fallback, domain))

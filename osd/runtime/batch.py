@@ -59,11 +59,9 @@ class DeviceTokens:
 
     @classmethod
     def of(cls, rows: int, drafts: Iterable[tuple[Tensor, Iterable[tuple[int, int]]]]) -> DeviceTokens | None:
-        """The unread tokens of ``rows`` rows; None where there are none.
+        """The unread tokens of a forward of ``rows`` rows; None where there are none.
 
-        Args:
-            rows: of the forward.
-            drafts: tokens [B, levels], and for each of the B sequences the row of its first one and how many it has.
+        ``drafts`` are tokens [B, levels], and for each of the B sequences the row of its first one and how many it has.
         """
         source, parts, at = np.full(rows, -1), [], 0
         for tokens, spans in drafts:

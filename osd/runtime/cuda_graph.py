@@ -31,10 +31,8 @@ class GraphRecorder:
 
     A function must read all that changes from tensors whose addresses stay, must never ask the device for a value, and
     must do no harm when it runs several times with the same input: recording runs it to warm up. What it returns is
-    overwritten when any function of the same recorder is played again.
-
-    Attributes:
-        made: graphs of all recorders so far. One takes far longer than playing it, which spoils measurements.
+    overwritten when any function of the same recorder is played again. ``made`` counts the graphs of all recorders: one
+    takes far longer than playing it, which spoils measurements.
     """
 
     made: ClassVar[int] = 0
@@ -101,13 +99,10 @@ class BucketedForward:
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, scratch: int, recordable: bool) -> None:
-        """Record ``decoder`` over the slots of ``cache``.
+        """Record ``decoder`` over the slots of ``cache``, the last place of which must be nobody's.
 
-        Args:
-            decoder: must not ask the device for any value where ``recordable``.
-            cache: its last place must be nobody's.
-            scratch: rows of a sequence in a graph at most.
-            recordable: False runs every forward as it comes.
+        A graph has at most ``scratch`` rows of a sequence. A decoder that asks the device for values is not
+        ``recordable``.
         """
         self._decoder, self._cache, self._scratch, self._recordable = decoder, cache, scratch, recordable
         self._recorder = GraphRecorder(cache.keys.device)

@@ -37,10 +37,7 @@ def slot_attention(
     osd_attention: attention.AttentionBackend | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attend [1, heads, R, dim] queries over their slots; transformers' attention signature.
-
-    Returns:
-        [1, R, heads, dim] and no attention weights.
+    """Attend [1, heads, R, dim] queries over their slots by transformers' signature: [1, R, heads, dim] and no weights.
 
     Raises:
         NotImplementedError: the model wants attention sinks, which the slots do not have.

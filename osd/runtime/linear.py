@@ -105,9 +105,7 @@ class OneDnnLinear(nn.Module):
 def pack(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Pack [out, in] into panels of outputs, padded with zeros.
 
-    Args:
-        weight: float32 or bfloat16, on the CPU.
-        dtype: its own, or int8: each output channel in 255 steps, 127 being its largest element.
+    ``dtype`` is the weight's own or int8: each output channel in 255 steps, 127 being its largest element.
     """
     library = kernels()
     assert library is not None  # noqa: S101

@@ -79,14 +79,9 @@ class SlotModel:
     ) -> Forward:
         """Run the new tokens ``rows``, store their keys, and return the logits of rows ``wanted`` [n] int64.
 
-        Both are on the host; what comes back is on the device, and nothing waits for it.
-
-        Args:
-            rows: of the new tokens.
-            wanted: rows whose logits are computed, where the last layer is reached.
-            layers: those that run, neighbours; None for all. Only they store keys.
-            states: [R, hidden] before the first of ``layers``, as ``Forward.states`` of the layers before; None where
-                that is the model's first layer, which reads token ids.
+        Both are on the host; what comes back is on the device, and nothing waits for it. Only ``layers``, which are
+        neighbours, run and store keys: logits come where the last one is among them, and where the first is not the
+        ``states`` [R, hidden] before them must be given, as ``Forward.states`` of the layers before.
 
         Raises:
             ValueError: there are no such layers, or states where token ids are read, or none where they are not.

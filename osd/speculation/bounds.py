@@ -26,16 +26,9 @@ _LAST = 30.0  # a drafter whose n - 1 best tokens leave less than exp of minus t
 
 
 def optimal_acceptance(p: Tensor, q: Tensor, drafts: int, draw: Draw) -> Tensor:
-    """The highest acceptance rate that any lossless rule reaches.
+    """The highest acceptance rate [R] float64 that any lossless rule reaches with ``drafts`` tokens of q.
 
-    Args:
-        p: [R, V] the target's distributions.
-        q: [R, V] the drafter's.
-        drafts: number n of draft tokens, at least 1.
-        draw: IID or WITHOUT_REPLACEMENT.
-
-    Returns:
-        [R] float64.
+    ``p`` and ``q`` [R, V] are the target's and the drafter's distributions, ``draw`` IID or WITHOUT_REPLACEMENT.
 
     Raises:
         ValueError: no draft, or another way to draw.
@@ -60,15 +53,9 @@ def optimal_acceptance(p: Tensor, q: Tensor, drafts: int, draw: Draw) -> Tensor:
 
 
 def greedy_acceptance(p: Tensor, q: Tensor, drafts: int) -> Tensor:
-    """The acceptance rate of greedy multi-draft: the n - 1 most probable tokens and one drawn off them.
+    """The acceptance rate [R] of greedy multi-draft: the n - 1 most probable tokens of q and one drawn off them.
 
-    Args:
-        p: [R, V] the target's distributions.
-        q: [R, V] the drafter's; where fewer than n tokens have a probability, all of them are drafted.
-        drafts: number n of draft tokens, at least 1.
-
-    Returns:
-        [R] float64.
+    ``p`` and ``q`` are [R, V]; where fewer than n = ``drafts`` tokens have a probability, all of them are drafted.
     """
     p, q = p.double(), q.double()
     fixed = q.topk(drafts - 1)

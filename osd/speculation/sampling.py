@@ -215,17 +215,11 @@ def _nucleus(scores: Tensor, p: Tensor, mass: Tensor, head: int) -> tuple[Tensor
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """Draw one token per row by inversion of the distribution function.
+    """Draw one token per row of ``weights`` [R, V] by inversion of the distribution function at ``u`` [R] in (0, 1).
 
-    A token of weight 0 is never drawn, whatever the rounding. Sums run over blocks first, then within one block, so
-    that a row of 50,000 tokens is read once and cumulated hardly at all.
-
-    Args:
-        weights: [R, V], not negative, with a positive sum in each row; the sum need not be 1.
-        u: [R] float64 in (0, 1).
-
-    Returns:
-        [R] int64.
+    Weights are not negative, and have any positive sum. A token of weight 0 is never drawn, whatever the rounding. Sums
+    run over blocks first, then within one block, so that a row of 50,000 tokens is read once and cumulated hardly at
+    all.
     """
     count, vocabulary = weights.shape
     if vocabulary <= 4 * _BLOCK:

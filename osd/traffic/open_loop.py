@@ -106,15 +106,10 @@ async def replay(
     api_key: str | None = None,
     on_change: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Send prompts until the load is through and every answer is there.
+    """Send prompts, from the start again when the load needs more, until it is through and every answer is there.
 
-    Args:
-        prompts: taken in order, and from the start again when the load needs more.
-        url: of the service, without ``/v1``.
-        load: how many, how fast, how long.
-        tally: counted on, to be looked at meanwhile.
-        api_key: sent as bearer token.
-        on_change: called after each request that begins or ends.
+    The service is at ``url``, without ``/v1``; ``api_key`` is its bearer token. ``tally`` counts on and can be looked
+    at meanwhile; ``on_change`` is called after each request that begins or ends.
     """
     tally = Tally() if tally is None else tally
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -35,13 +35,7 @@ class Eagle(Trainable):
     d2t: Tensor
 
     def __init__(self, shape: EagleShape, embedding: Tensor, target_head: Tensor) -> None:
-        """Make the module.
-
-        Args:
-            shape: its sizes.
-            embedding: [target vocabulary, hidden] the target's own, frozen.
-            target_head: [target vocabulary, hidden] likewise; new draft ids start from it.
-        """
+        """Make the module with the target's own ``embedding`` and ``target_head``, both [target vocabulary, hidden]."""
         super().__init__()
         if embedding.shape != (shape.target_vocabulary, shape.hidden):
             raise DrafterError(f"the target's embedding is {list(embedding.shape)}, the drafter is for another target")

@@ -14,11 +14,7 @@ from osd.runtime.taps import tapped
 
 
 def shape_for(target: nn.Module, vocabulary: int) -> EagleShape:
-    """The shape of the drafter that a target starts with.
-
-    Args:
-        target: a causal language model of transformers.
-        vocabulary: how many target ids it may draft.
+    """The shape of the drafter that a target starts with, which may draft ``vocabulary`` target ids.
 
     Raises:
         DrafterError: the target is too small for three taps.

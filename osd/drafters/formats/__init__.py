@@ -43,14 +43,9 @@ def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
 
 
 def read(folder: Path, target: Path) -> tuple[str, Trainable]:
-    """Read a directory in whatever format it is, and check it: hash where one is given, names, shapes, finite numbers.
+    """Read a drafter of a target's, in whatever format it is; returns the name of the format too.
 
-    Args:
-        folder: the directory.
-        target: that of the target which the drafter is for.
-
-    Returns:
-        The name of the format, and the drafter.
+    Checked are the hash where one is given, names, shapes, and that numbers are finite.
 
     Raises:
         FormatError: no format recognises it, it is damaged, or we have no such drafter.

@@ -51,18 +51,10 @@ class Rule(Protocol):
 
 
 def residual(p: Tensor, q: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What p has left after a rejection: ``norm((weight p - q)+)`` and the mass before normalising.
+    """What p has left after a rejection: ``norm((weight p - q)+)`` [M, V] and the mass [M] before normalising.
 
-    The mass is 0 only where a rejection has probability 0; rounding may still lead there, and p itself is then what is
-    left.
-
-    Args:
-        p: [M, V], each row of mass 1.
-        q: [M, V].
-        weight: [M], 1 when None.
-
-    Returns:
-        [M, V] and [M].
+    ``p`` and ``q`` are [M, V], ``weight`` [M] is 1 without one. The mass is 0 only where a rejection has probability 0;
+    rounding may still lead there, and p itself is then what is left.
     """
     # Less than nothing, and divided by less than nothing in the end: one pass over the vocabulary fewer.
     left = (q - p if weight is None else torch.addcmul(q, p, weight[:, None], value=-1)).clamp_(max=0)

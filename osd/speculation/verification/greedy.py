@@ -19,10 +19,7 @@ class Walk(Protocol):
 def follow(tokens: Sequence[int], parents: Sequence[int], best: Sequence[int]) -> tuple[list[int], int]:
     """The nodes of a draft on the path of most probable tokens, and the token after them.
 
-    Args:
-        tokens: of the nodes.
-        parents: of the nodes, which come before them.
-        best: the most probable token after the root, then after each node.
+    ``parents`` come before their nodes; ``best`` is the most probable token after the root, then after each node.
     """
     at, path = ROOT, []
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
