@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,10 @@ import typer
 from osd.cli.common import fail, stop_signals
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from osd.engine.engine import Engine
+    from osd.traffic.prompt import Prompt
 
 Draft = Annotated[
     str,
@@ -32,6 +35,7 @@ Drafts = Annotated[int, typer.Option(min=1, max=8, help="Drafts of the first tok
 Depth = Annotated[int, typer.Option(min=1, max=8, help="Tokens of a path.")]
 Contexts = Annotated[int, typer.Option(min=2, help="Places of the text, for each temperature.")]
 Tokens = Annotated[int, typer.Option(min=8, help="Of each completion.")]
+Turns = Annotated[int, typer.Option(min=1, help="To take medians of.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures here.", metavar="FILE")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Write a picture here, as SVG.", metavar="FILE")]
 
@@ -74,6 +78,18 @@ def loading() -> Generator[None]:
         yield
     except (BenchError, TargetError, TrafficError) as error:
         fail(error)
+
+
+def short_enough(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Prompt], longest: int, source: str
+) -> list[tuple[int, ...]]:
+    """The token ids of prompts that have at most ``longest``, or the end of the command."""
+    from benchmarks.pair import encode
+
+    asked = encode(tokenizer, texts, longest)
+    if not asked:
+        fail(f"--prompts: {source} holds no prompt of at most {longest} tokens")
+    return asked
 
 
 @contextmanager

@@ -6,8 +6,21 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import Draft, Json, Prompts, Tokens, check_draft, check_output, loading, running, say, show
-from osd.cli.bench.options import write as write_figures
+from osd.cli.bench.options import (
+    Draft,
+    Json,
+    Prompts,
+    Tokens,
+    Turns,
+    check_draft,
+    check_output,
+    loading,
+    running,
+    say,
+    short_enough,
+    show,
+    write,
+)
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.config import LanguageModelSettings
 
@@ -17,7 +30,7 @@ def peers(
         list[str] | None, typer.Option(help="Only this one; may be given again. All of them otherwise.", metavar="NAME")
     ] = None,
     streams: Annotated[int, typer.Option(min=1, help="Prompts decoded at the same time.")] = 1,
-    turns: Annotated[int, typer.Option(min=1, help="To take medians of.")] = 5,
+    turns: Turns = 5,
     tokens: Tokens = 96,
     draft: Draft = "registry",
     prompts: Prompts = "unittest",
@@ -45,7 +58,7 @@ def peers(
     from dataclasses import asdict
     from pathlib import Path
 
-    from benchmarks.pair import encode, engine_with, find_drafter, reading_anew
+    from benchmarks.pair import engine_with, find_drafter, reading_anew
     from benchmarks.peers.measure import measure, ours, table
     from benchmarks.peers.models import write_drafter, write_first_layers
     from benchmarks.peers.roster import Models
@@ -84,12 +97,10 @@ def peers(
                 write_drafter(small, settings.target.dtype, Path(scratch, "draft")),
                 draft_gguf,
             )
-        asked = encode(engine.tokenizer, texts, settings.engine.context - tokens)
-        if not asked:
-            fail(f"--prompts: {prompts} holds no prompt that leaves room for {tokens} tokens")
+        asked = short_enough(engine.tokenizer, texts, settings.engine.context - tokens, prompts)
         chosen = {key: entry for key, entry in PEERS.items() if peer is None or key in peer}
         with running(engine):
             rows = measure(chosen, models, home, ours(engine, tokens), asked, tokens, turns, say)
     show(table(rows))
     about = {"target": settings.target.source, "draft": name, "prompts": prompts, "streams": streams, "tokens": tokens}
-    write_figures(json_file, {**about, "turns": turns, "peers": [asdict(row) for row in rows]})
+    write(json_file, {**about, "turns": turns, "peers": [asdict(row) for row in rows]})

@@ -1,10 +1,11 @@
-"""``osd bench rules``."""
+"""``osd bench rules`` and ``osd bench growth``: what is kept of drafts, by rule and by how they grew."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,8 +24,11 @@ from osd.cli.bench.options import (
     check_output,
     loading,
     say,
+    short_enough,
+    show,
+    write,
 )
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signals
+from osd.cli.common import ConfigFile, Overrides, settings_of, stop_signals
 
 if TYPE_CHECKING:
     from benchmarks.figures import Table
@@ -58,6 +62,37 @@ def rules(
     compare(settings, Plan(drafts, depth, contexts), draft, prompts, temperature, top_p, json_file, plot)
 
 
+def growth(
+    draft: Draft = "registry",
+    prompts: Prompts = "unittest",
+    budget: Annotated[int, typer.Option(min=1, max=64, help="Tokens of each draft.")] = 8,
+    depth: Annotated[int, typer.Option(min=1, max=32, help="Tokens of the longest path of a tree.")] = 8,
+    temperature: Annotated[
+        list[float], typer.Option("--temperature", min=0, max=2, help="May be given again for another table.")
+    ] = [0.0, 1.0],  # noqa: B006 - typer reads it and changes nothing
+    top_p: TopP = 1.0,
+    contexts: Annotated[int, typer.Option(min=8, help="Places of the text, for each temperature.")] = 192,
+    json_file: Json = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Compare trees that grow where the drafter hopes with the best static tree, and with a chain, of the same size."""
+    settings = settings_of(config, overrides)
+    check_output(json_file)
+    from benchmarks.growth import Plan, measure
+    from benchmarks.report import growths
+    from osd.engine.request import SamplingParams
+
+    plan = Plan(budget=budget, depth=depth, contexts=contexts)
+    with stop_signals():
+        pair, asked = load(settings, draft, prompts, plan.batch, budget)
+        found = [measure(pair, asked, SamplingParams(temperature=t, top_p=top_p), plan, say) for t in temperature]
+    for comparison in found:
+        show(growths(comparison))
+    about = {"target": settings.target.source, "draft": pair.draft, "prompts": prompts, "plan": asdict(plan)}
+    write(json_file, {**about, "tables": [asdict(comparison) for comparison in found]})
+
+
 def compare(
     settings: Settings,
     plan: Plan,
@@ -74,7 +109,8 @@ def compare(
     from osd.engine.request import SamplingParams
 
     with stop_signals():
-        pair, prompts = load(settings, plan, draft, source)
+        nodes = max(len(plan.paths), plan.depth)
+        pair, prompts = load(settings, draft, source, plan.batch, nodes, 4 * plan.contexts)
         tables = []
         for temperature in temperatures:
             sampling = SamplingParams(temperature=temperature, top_p=top_p)
@@ -87,21 +123,20 @@ def compare(
     conclude(tables, about, json_file, plot)
 
 
-def load(settings: Settings, plan: Plan, draft: str, source: str) -> tuple[Pair, list[tuple[int, ...]]]:
-    """The models and the prompts, or the end of the command."""
-    from benchmarks.pair import encode, load_pair
+def load(
+    settings: Settings, draft: str, source: str, batch: int, nodes: int, texts: int | None = None
+) -> tuple[Pair, list[tuple[int, ...]]]:
+    """The models and the prompts, the first ``texts`` of them at most, or the end of the command."""
+    from benchmarks.pair import load_pair
     from osd.runtime.device import several_cores
     from osd.traffic import load
 
     check_draft(draft)
     with loading():
-        texts = load(source)
-        pair = load_pair(settings, draft, slots=plan.batch, context=CONTEXT, nodes=max(len(plan.paths), plan.depth))
+        prompts = load(source)[:texts]
+        pair = load_pair(settings, draft, slots=batch, context=CONTEXT, nodes=nodes)
     several_cores(settings.engine.threads)
-    prompts = encode(pair.tokenizer, texts[: 4 * plan.contexts], _LONGEST_PROMPT)
-    if not prompts:
-        fail(f"--prompts: {source} holds no prompt of at most {_LONGEST_PROMPT} tokens")
-    return pair, prompts
+    return pair, short_enough(pair.tokenizer, prompts, _LONGEST_PROMPT, source)
 
 
 def conclude(tables: Sequence[Table], about: Mapping[str, object], json_file: Path | None, plot: Path | None) -> None:
