@@ -38,6 +38,11 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
+def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
+    """400: what a field asks for cannot be done."""
+    return ApiError(400, message, param=param, code=code)
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """Name the first field that is wrong, without repeating its value."""
     first = error.errors(include_url=False, include_input=False)[0]
@@ -46,15 +51,15 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, "The body is not valid JSON.", code="invalid_json")
     param = first.get("ctx", {}).get("param") or _path(first["loc"])
     if kind == "extra_forbidden":
-        return ApiError(400, f"'{param}' is not supported.", param=param, code="unsupported_parameter")
+        return invalid(f"'{param}' is not supported.", param, "unsupported_parameter")
     if kind == "unsupported":
-        return ApiError(400, first["msg"], param=param, code="unsupported_parameter")
+        return invalid(first["msg"], param, "unsupported_parameter")
     if kind == "missing":
-        return ApiError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
+        return invalid(f"'{param}' is required.", param, "missing_required_parameter")
     if not param:
         return ApiError(400, "The body must be a JSON object.", code="invalid_type")
     text = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"'{param}': {text[:1].lower()}{text[1:]}.", param=param, code="invalid_value")
+    return invalid(f"'{param}': {text[:1].lower()}{text[1:]}.", param)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from osd.config import GrowthSettings, Settings
 from osd.engine.policy import Policy
-from serving.errors import ApiError, from_validation
+from serving.errors import ApiError, from_validation, invalid
 from serving.schemas import Speculation
 
 OPEN_PATHS = frozenset({"/health"})
@@ -79,36 +79,21 @@ def check_prompt(ids: list[int], param: str, context: int, vocabulary: int) -> N
         ApiError: 400; it is empty, leaves no room for a completion, or holds unknown ids.
     """
     if not ids:
-        raise ApiError(400, f"'{param}' is empty: at least one token is needed.", param=param, code="invalid_value")
+        raise invalid(f"'{param}' is empty: at least one token is needed.", param)
     if len(ids) >= context:
-        raise ApiError(
-            400,
-            f"'{param}' has {len(ids)} tokens and the context is limited to {context}, completion included.",
-            param=param,
-            code="context_length_exceeded",
-        )
-    if max(ids) >= vocabulary:
-        raise ApiError(
-            400,
-            f"'{param}' holds a token id that is not below the vocabulary's size, {vocabulary}.",
-            param=param,
-            code="invalid_value",
-        )
+        message = f"'{param}' has {len(ids)} tokens and the context is limited to {context}, completion included."
+        raise invalid(message, param, "context_length_exceeded")
+    check_ids(ids, param, vocabulary)
 
 
-def check_bias(bias: Iterable[tuple[int, float]], vocabulary: int) -> None:
-    """Refuse a ``logit_bias`` of tokens that the model does not have.
+def check_ids(ids: Iterable[int], param: str, vocabulary: int) -> None:
+    """Refuse tokens that the model does not have.
 
     Raises:
         ApiError: 400; an id is not below ``vocabulary``.
     """
-    if any(token >= vocabulary for token, _ in bias):
-        raise ApiError(
-            400,
-            f"'logit_bias' holds a token id that is not below the vocabulary's size, {vocabulary}.",
-            param="logit_bias",
-            code="invalid_value",
-        )
+    if max(ids, default=0) >= vocabulary:
+        raise invalid(f"'{param}' holds a token id that is not below the vocabulary's size, {vocabulary}.", param)
 
 
 @lru_cache(64)
@@ -129,11 +114,11 @@ def policy_of(speculation: Speculation | None, settings: Settings) -> Policy | N
     try:
         policy = _policy(growth, speculation.verification or settings.verification)  # type: ignore[arg-type] # frozen, so they hash
     except ValueError as error:
-        raise ApiError(400, f"'osd': {error}.", param="osd", code="invalid_value") from None
+        raise invalid(f"'osd': {error}.", "osd") from None
     largest, limit = policy.growth.max_nodes, settings.engine.max_draft
     if largest > limit:
         message = f"'osd.growth' drafts up to {largest} tokens and this server's limit is {limit}."
-        raise ApiError(400, message, param="osd.growth", code="invalid_value")
+        raise invalid(message, "osd.growth")
     return policy
 
 
@@ -146,19 +131,10 @@ def completion_budget(asked: int | None, default: int, param: str, prompt: int, 
     if asked is None:
         return min(default, limit, context - prompt)
     if asked > limit:
-        raise ApiError(
-            400,
-            f"'{param}' is {asked} and this server's limit is {limit}.",
-            param=param,
-            code="invalid_value",
-        )
+        raise invalid(f"'{param}' is {asked} and this server's limit is {limit}.", param)
     if prompt + asked > context:
-        raise ApiError(
-            400,
-            f"The prompt has {prompt} tokens and '{param}' is {asked}, together more than the context of {context}.",
-            param=param,
-            code="context_length_exceeded",
-        )
+        sizes = f"The prompt has {prompt} tokens and '{param}' is {asked}"
+        raise invalid(f"{sizes}, together more than the context of {context}.", param, "context_length_exceeded")
     return asked
 
 
@@ -175,12 +151,7 @@ class Admission:
             ApiError: 400 when the request alone is over the limit, 429 with Retry-After when there is no room now.
         """
         if sequences > self.limit:
-            raise ApiError(
-                400,
-                f"The request asks for {sequences} choices and this server's limit is {self.limit}.",
-                param="n",
-                code="invalid_value",
-            )
+            raise invalid(f"The request asks for {sequences} choices and this server's limit is {self.limit}.", "n")
         if self.taken + sequences > self.limit:
             raise ApiError(
                 429,

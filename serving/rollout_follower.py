@@ -18,7 +18,7 @@ from osd import drafters
 from osd.config import GrowthSettings, Settings
 from osd.drafters.acceptance_head import suited, without_head
 from osd.drafters.base import Drafter, DrafterError
-from osd.registry.events import Events, Kind
+from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version, VersionError
 from osd.runtime.device import one_core
@@ -136,7 +136,7 @@ class Follower:
         """Count a version that is not used, and say why."""
         self.rejected += 1
         logger.error("drafter version %d of %s is refused, what runs stays: %s", number, self._domain, reason)
-        self.tell("rejected", number, reason=reason, stage="load")
+        self._events.tell("rejected", self._domain, number, reason=reason, stage="load")
 
     def _follow_stable(self, number: int) -> None:
         before = self._handle.drafter_version
@@ -150,7 +150,7 @@ class Follower:
 
         if self.use(number, stage) and self._swapped(number):
             logger.info("drafter version %d is in service, before it %d", number, before)
-            self.tell("swapped", number, previous=before)
+            self._events.tell("swapped", self._domain, number, previous=before)
 
     def _follow_canary(self, rollout: Rollout) -> None:
         number, running = rollout.canary, self._handle.canary_version
@@ -175,13 +175,6 @@ class Follower:
             if self._stop.wait(0.01):
                 return False
         return self._handle.drafter_version == number
-
-    def tell(self, kind: Kind, number: int, **figures: Any) -> None:
-        """Put an event on the list; without Redis it is only logged."""
-        try:
-            self._events.add(kind, self._domain, number, **figures)
-        except RedisError as error:
-            logger.warning("event %s of version %d is lost: %s", kind, number, error)
 
 
 class Watcher(ABC):

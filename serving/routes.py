@@ -17,18 +17,11 @@ from fastapi.responses import JSONResponse, Response
 from osd.engine.request import Request as Sequence
 from osd.engine.request import SamplingParams, Update
 from serving import dashboard, errors, prometheus
-from serving.errors import ApiError
+from serving.errors import ApiError, invalid
 from serving.generation import Disconnected, Generation, seed_of
-from serving.limits import Admission, KeyGuard, check_bias, check_prompt, completion_budget, policy_of, read_body
+from serving.limits import Admission, KeyGuard, check_ids, check_prompt, completion_budget, policy_of, read_body
 from serving.responses import Answer, EventStream, Logprobs, collect, events
-from serving.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Generate,
-    Message,
-    TokenizeRequest,
-)
+from serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Generate, Message, TokenizeRequest
 from serving.service import ChatTemplateError, Service
 
 COMPLETION_TOKENS = 16
@@ -103,9 +96,7 @@ class Routes:
         """``POST /detokenize``."""
         body = await read_body(request, DetokenizeRequest, self.limits.max_body_bytes)
         self._check_model(body.model)
-        if max(body.tokens, default=0) >= self.service.model.vocabulary:
-            size = self.service.model.vocabulary
-            raise ApiError(400, f"'tokens' holds an id that is not below {size}.", param="tokens", code="invalid_value")
+        check_ids(body.tokens, "tokens", self.service.model.vocabulary)
         return JSONResponse({"prompt": await self._in_thread(self.service.decode, body.tokens)})
 
     async def health(self) -> Response:
@@ -125,7 +116,7 @@ class Routes:
     async def _generate(self, request: Request, body: Generate, prompts: list[list[int]], default: int) -> Response:
         """Decode every prompt ``n`` times; ``default`` is how many tokens a body means that does not say."""
         model, param = self.service.model, "messages" if body.chat else "prompt"
-        check_bias(body.logit_bias or (), model.vocabulary)
+        check_ids((token for token, _ in body.logit_bias or ()), "logit_bias", model.vocabulary)
         response_id = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4().hex}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
         asked, name = body.limit
@@ -192,12 +183,8 @@ class Routes:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.service.model.id:
-            raise ApiError(
-                404,
-                f"The model does not exist; this server serves '{self.service.model.id}'.",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"The model does not exist; this server serves '{self.service.model.id}'."
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def _card(self) -> dict[str, Any]:
         model = self.service.model
@@ -216,18 +203,14 @@ class Routes:
 
     async def _encode_chat(self, messages: list[Message]) -> list[int]:
         if len(messages) > self.limits.max_messages:
-            raise ApiError(
-                400,
-                f"'messages' has {len(messages)} entries and this server's limit is {self.limits.max_messages}.",
-                param="messages",
-                code="invalid_value",
-            )
+            limit = self.limits.max_messages
+            raise invalid(f"'messages' has {len(messages)} entries and this server's limit is {limit}.", "messages")
         # Chat templates know the older name of the role.
         turns = [{"role": m.role.replace("developer", "system"), "content": m.content} for m in messages]
         try:
             return await self._in_thread(self.service.encode_chat, turns)
         except ChatTemplateError as error:
-            raise ApiError(400, str(error), param="messages", code="chat_template") from error
+            raise invalid(str(error), "messages", "chat_template") from error
 
     def _texts(self, ids: list[int]) -> list[str]:
         return [self.service.decode([token]) for token in ids]

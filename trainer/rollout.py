@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafters.trainable import Trainable
@@ -58,10 +56,7 @@ class Service:
 
     def tell(self, kind: Kind, version: int | None, **figures: Any) -> None:
         """Put an event on the list; without Redis it is only logged."""
-        try:
-            self.events.add(kind, self.domain, version, **figures)
-        except RedisError as error:
-            logger.warning("the event %s could not be told: %s", kind, error)
+        self.events.tell(kind, self.domain, version, **figures)
 
 
 class CanaryWatch:
@@ -164,13 +159,7 @@ class Publisher:
             return version
         return None
 
-    def propose(
-        self,
-        candidate: Trainable,
-        judge: Judge,
-        trained_on: dict[str, int],
-        learnt: list[str],
-    ) -> Outcome:
+    def propose(self, candidate: Trainable, judge: Judge, trained_on: dict[str, int], learnt: list[str]) -> Outcome:
         """Judge a candidate and put it in service, as a canary first where that is asked for, if it passes.
 
         ``trained_on`` and ``learnt``, hashes of the requests since the last version, are for the manifest.

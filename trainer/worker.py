@@ -25,6 +25,7 @@ from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry, Version
 from trainer import tracking
 from trainer.accounts import Accounts, CostMeter
+from trainer.actor import Status
 from trainer.candidates import Candidates, LiveRequests, StoppedError
 from trainer.capacity import Capacity, lower_priority
 from trainer.checkpoint import Checkpoints
@@ -32,8 +33,6 @@ from trainer.domain_scheduler import DRIFT_WEIGHT, DomainScheduler
 from trainer.executor import TargetContext
 from trainer.intake import Forgetting, Intake
 from trainer.rollout import Publisher, Service
-from trainer.status import Status
-from trainer.tracking.events import TrackedEvents
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class Worker:
         self._scheduler = scheduler or DomainScheduler((self._domain,), executor.clock)
         self._loads = ReplicaLoads(redis_url)
         self._capacity = Capacity(self._loads, trainer, lambda: executor.clock() / (executor.size * trainer.threads))
-        events = TrackedEvents(redis_url, lambda: tracking.make(settings))
+        events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
         self._service = Service(self._domain, Registry(settings.registry_dir), Pointer(redis_url), events)
         self._publisher = Publisher(self._service, trainer, context.build)
         self._ledger = Ledger(redis_url)

@@ -81,12 +81,7 @@ class HeldOut:
 
 
 def measure(
-    settings: Settings,
-    prompts: Sequence[Prompt],
-    first: int,
-    last: int,
-    max_tokens: int,
-    report: Callable[[str], None],
+    settings: Settings, prompts: Sequence[Prompt], first: int, last: int, max_tokens: int, report: Callable[[str], None]
 ) -> HeldOut:
     """Decode held-out prompts one at a time: plainly, with the first drafter, and with the last one.
 

@@ -6,18 +6,7 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import (
-    Contexts,
-    Depth,
-    Draft,
-    Drafts,
-    Json,
-    Plot,
-    Prompts,
-    Temperatures,
-    TopP,
-    check_output,
-)
+from osd.cli.bench.options import Contexts, Depth, Draft, Drafts, Json, Plot, Prompts, Temperatures, TopP, check_output
 from osd.cli.bench.rules import compare, conclude
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 

@@ -51,12 +51,7 @@ def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> Non
                 fail(f"Redis does not answer: {error}")
         for info in registry.list(domain):
             made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.manifest.get("created", 0)))
-            row = [
-                domain,
-                str(info.number),
-                _state(info.number, moved),
-                str(info.manifest.get("parent") or ""),
-            ]
+            row = [domain, str(info.number), _state(info.number, moved), str(info.manifest.get("parent") or "")]
             table.add_row(*row, made, info.problem or _figures(info.manifest.get("gate") or {}))
     if table.row_count:
         Console(highlight=False).print(table)

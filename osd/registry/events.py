@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any, Literal, get_args
 
 import msgspec
-from redis.exceptions import DataError
+from redis.exceptions import DataError, RedisError
 
 from osd.redis_client import RedisClient
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal[
     "published", "rejected", "canary", "promoted", "swapped", "rolled_back", "pinned", "unpinned", "drift", "train_step"
@@ -43,6 +46,13 @@ class Events(RedisClient):
             pipe.lpush(key, msgspec.json.encode(event))
             pipe.ltrim(key, 0, MAX_EVENTS - 1)
             pipe.execute()
+
+    def tell(self, kind: Kind, domain: str, version: int | None = None, **figures: Any) -> None:
+        """``add`` for whoever goes on without Redis too: it is only logged then."""
+        try:
+            self.add(kind, domain, version, **figures)
+        except RedisError as error:
+            logger.warning("event %s of version %s is lost: %s", kind, version, error)
 
     def recent(self, count: int = MAX_EVENTS, steps: bool = True) -> list[dict[str, Any]]:
         """The last ``count`` events, oldest first, as ``{"time", "kind", "domain", "version", ...figures}``.

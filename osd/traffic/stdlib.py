@@ -20,10 +20,7 @@ _PACKAGES = (
     *("multiprocessing", "sqlite3", "tomllib", "unittest", "urllib", "wsgiref", "xml", "zoneinfo"),
 )
 _MIN_LINES, _MAX_CHARACTERS = 3, 300
-_QUESTIONS = (
-    "Explain what this Python function does:",
-    "Write a docstring for this Python function:",
-)
+_QUESTIONS = ("Explain what this Python function does:", "Write a docstring for this Python function:")
 _TESTS = ("Write unit tests with unittest for this Python function:",)
 
 

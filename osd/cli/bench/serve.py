@@ -25,8 +25,7 @@ from osd.cli.common import (
 
 def serve(
     arrivals: Annotated[
-        Path | None,
-        typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; else they are Poisson.", metavar="FILE"),
+        Path | None, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; else they are Poisson.", metavar="FILE")
     ] = None,
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="Requests a second on average; else as the file has them.")

@@ -11,6 +11,7 @@ from redis.exceptions import ConnectionError as RedisGone
 from osd import drafters
 from osd.config import Settings
 from osd.drafters.base import DrafterError
+from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
 from serving.domain_watcher import DomainWatcher
@@ -85,7 +86,7 @@ class OneDrafter:
         return None
 
 
-class ScriptedEvents:
+class ScriptedEvents(Events):
     def __init__(self):
         self.events = []
 

@@ -10,6 +10,7 @@ from redis.exceptions import ConnectionError as RedisGone
 from osd import drafters
 from osd.config import AcceptanceHeadSettings, EagleSettings, Settings
 from osd.drafters.base import DrafterError
+from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
 from serving.rollout_follower import DrafterCache, Start, VersionWatcher, starting_drafter
@@ -112,7 +113,7 @@ class ScriptedEngine:
         self.shares.append((None, 0.0, self.drafter_version))
 
 
-class ScriptedEvents:
+class ScriptedEvents(Events):
     """Keeps events, or has no Redis for them."""
 
     def __init__(self, gone=False):

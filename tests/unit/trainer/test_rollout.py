@@ -8,6 +8,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from osd.config import TrainerSettings
 from osd.learning.batch import collate
 from osd.learning.gate import Gate
+from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
 from tests.unit.learning.toys import Toy, make_trace
@@ -15,7 +16,7 @@ from tests.unit.trainer.traffic import live
 from trainer.rollout import Publisher, Service
 
 
-class Redis:
+class Redis(Events):
     """Pointer and events in memory; ``answers`` are given by ``get`` one after the other, the last one for ever."""
 
     def __init__(self, *answers):

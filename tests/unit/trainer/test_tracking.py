@@ -10,8 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from osd.config import ConfigError, Settings
 from osd.registry.events import Events
 from trainer import tracking
-from trainer.tracking import TRACKERS
-from trainer.tracking.events import TrackedEvents
+from trainer.tracking import TRACKERS, TrackedEvents
 
 
 def settings(home, name):
