@@ -97,7 +97,7 @@ def check_ids(ids: Iterable[int], param: str, vocabulary: int) -> None:
 
 
 @lru_cache(64)
-def _policy(growth: GrowthSettings, verification: str) -> Policy:
+def _policy(growth: GrowthSettings, verification: str | None) -> Policy:
     # Sequences draft together when their policy is the same object.
     return Policy.of(growth, verification)
 

@@ -36,13 +36,27 @@ class LanguageModelSettings(_Drafter):
         return self.source is None
 
 
+class RecallSettings(Section):
+    """The table of what the target said after the same last tokens."""
+
+    megabytes: int = Field(default=26, ge=1, le=65536, description="memory of a domain's table, 64 bytes an entry")
+    shared: bool = Field(default=True, description="one table for all clients of a domain, not one for each API key")
+
+
+class RecallDrafterSettings(_Drafter):
+    """What the target said after the same last tokens."""
+
+    kind: Literal["recall"] = "recall"
+    recall: RecallSettings = RecallSettings()
+
+
 class NoDrafterSettings(_Drafter):
     """Plain decoding."""
 
     kind: Literal["none"] = "none"
 
 
-_Kinds = EagleSettings | LanguageModelSettings | NoDrafterSettings
+_Kinds = EagleSettings | LanguageModelSettings | RecallDrafterSettings | NoDrafterSettings
 
 DRAFTER_SETTINGS = by_kind(get_args(_Kinds))
 """The settings of each drafter, by kind."""

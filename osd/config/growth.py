@@ -123,8 +123,16 @@ class TopKTreeSettings(_DeepGrowth):
     top_k: int = Field(default=4, ge=1, le=32, description="tokens of one level of a tree")
 
 
+class BestFirstSettings(_Growth):
+    """As many tokens, of all sequences and sources the most probable, as raise tokens per second."""
+
+    kind: Literal["best_first"] = "best_first"
+    budget: Budget = 24
+
+
 _Kinds = (
-    ChainSettings
+    BestFirstSettings
+    | ChainSettings
     | ConfidenceSettings
     | HeuristicSettings
     | AcceptanceHeadSettings

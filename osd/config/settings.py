@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from osd.config.base import DOMAIN, Section
-from osd.config.drafter import DrafterSettings, EagleSettings
+from osd.config.drafter import DrafterSettings, EagleSettings, RecallSettings
 from osd.config.growth import ConfidenceSettings, GrowthSettings
 from osd.config.trainer import TrainerSettings
 
@@ -90,7 +90,9 @@ class Settings(Section):
     home: Path = Field(default=Path("~/.cache/osd"), description="models, registry and checkpoints")
     redis_url: str | None = Field(default=None, description="an existing Redis; osd starts one otherwise")
     domain: str = Field(default="general", pattern=DOMAIN)
-    verification: Verification = "chain"
+    verification: Verification | None = Field(
+        default=None, description="which rule decides what the target keeps, else one that suits the growth"
+    )
     target: TargetSettings = TargetSettings()
     engine: EngineSettings = EngineSettings()
     drafter: DrafterSettings = EagleSettings()
@@ -104,6 +106,11 @@ class Settings(Section):
     def drafts(self) -> bool:
         """Whether there is a drafter."""
         return self.drafter.kind != "none"
+
+    @property
+    def recall(self) -> RecallSettings:
+        """Of the drafter, where it recalls."""
+        return getattr(self.drafter, "recall", RecallSettings())
 
     @property
     def home_dir(self) -> Path:

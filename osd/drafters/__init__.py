@@ -10,9 +10,10 @@ from osd.drafters.acceptance_head import WithAcceptanceHead, has_head, without_h
 from osd.drafters.base import Drafter, DrafterError, Kind
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.recall.drafter import Recall
 from osd.drafters.trainable import Trainable
 
-DRAFTERS: dict[str, Kind] = {"eagle": Eagle, "language_model": LanguageModel}
+DRAFTERS: dict[str, Kind] = {"eagle": Eagle, "language_model": LanguageModel, "recall": Recall}
 
 __all__ = ["DRAFTERS", "Drafter", "DrafterError", "Trainable", "from_config", "initial", "trainable"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.base import DrafterError
-from osd.drafters.session import Asked, Chains, Kept, Proposal, Session
+from osd.drafters.session import NOBODY, Asked, Chains, Kept, Origin, Proposal, Session
 from osd.runtime.memory import recycled
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
@@ -92,9 +92,9 @@ class WrappedSession(AutoregressiveSession):
         """See ``AutoregressiveSession.states``."""
         return self._session.states
 
-    def open(self, slot: int, token: int) -> None:
+    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
-        self._session.open(slot, token)
+        self._session.open(slot, token, origin)
 
     def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""

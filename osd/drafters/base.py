@@ -23,7 +23,7 @@ class Needs:
 
     Attributes:
         taps: target layers whose outputs it reads, for each committed token.
-        target_rows: whether it reads the target's logits at every verified row, accepted or not.
+        target_rows: whether it reads the target's most probable tokens at every verified row, accepted or not.
         riders: rows of its own in the target's forward, at most, for each sequence; it gets their logits.
         layers: whether it runs layers of the target itself, over the target's own keys and values.
     """

@@ -10,12 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from osd.drafters.recall.memories import Memories
 from osd.runtime.model import SlotModel
+from osd.runtime.top import Top
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties
 from osd.speculation.sampling import SamplingBatch, SamplingSettings
 from osd.speculation.tree import ROOT, DraftBatch
+from osd.speculation.worth import Worth
 
 _CPU = torch.device("cpu")
 
@@ -27,7 +30,8 @@ class Runtime:
     ``slots`` sequences at the same time, ``context`` tokens of each, and ``scratch`` places behind them, one more than
     a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
     few sizes; None does so on a GPU alone. With ``states`` the session keeps the states behind its last ``expand``.
-    ``target`` is there for drafters that run through layers of it.
+    ``target`` is there for drafters that run through layers of it, and ``memories`` are the domain's, which all of its
+    drafters share, for those that recall.
     """
 
     slots: int
@@ -37,6 +41,20 @@ class Runtime:
     bucketed: bool | None = None
     states: bool = False
     target: SlotModel | None = None
+    memories: Memories | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Whose request a sequence is: its id, the ``client`` that sent it, and whether it may be ``remembered``."""
+
+    request: str = ""
+    client: str = ""
+    remembered: bool = False
+
+
+NOBODY = Origin()
+"""A request that leaves no trace."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,8 @@ class Asked:
     """B sequences that a session may draft for, all of them greedy or none.
 
     ``slots`` are theirs and ``limits`` the nodes that each may have at most, 0 for none. ``settings`` make p of each;
-    ``penalties`` change the logits along every path, None where no sequence has any.
+    ``penalties`` change the logits along every path, None where no sequence has any. ``worth`` says what nodes have to
+    bring, None where the limits alone decide.
     """
 
     slots: Sequence[int]
@@ -52,6 +71,7 @@ class Asked:
     settings: Sequence[SamplingSettings]
     penalties: Penalties | None = None
     device: torch.device = _CPU
+    worth: Worth | None = None
 
     @property
     def greedy(self) -> bool:
@@ -122,6 +142,7 @@ class Proposal:
         logits: [B, 1 + N, Vd] of the drafter, entry 1 + i after node i, for traces; None where it has none.
         support: [Vd] their target ids, None for the whole vocabulary.
         pending: greedy chains that the host has not read.
+        expected: tokens of it that are expected to be kept, where that is known.
     """
 
     trees: Sequence[Tree]
@@ -130,6 +151,7 @@ class Proposal:
     logits: Tensor | None = None
     support: Tensor | None = None
     pending: Chains | None = None
+    expected: float = 0.0
 
     @classmethod
     def of(cls, draft: DraftBatch, source: str, logits: Tensor | None = None) -> Proposal:
@@ -150,12 +172,12 @@ class Proposal:
         return cls(trees, logits=chains.logits, support=support, pending=None if chains.settled else chains)
 
     @classmethod
-    def of_choice(cls, trees: Sequence[Tree], asked: Asked) -> Proposal:
+    def of_choice(cls, trees: Sequence[Tree], asked: Asked, expected: float = 0.0) -> Proposal:
         """Trees whose tokens were chosen deterministically, such as a retrieved continuation."""
         if asked.greedy:
-            return cls(trees)
+            return cls(trees, expected=expected)
         draft = DraftBatch.chosen([(tree.tokens, tree.parents) for tree in trees], asked.device)
-        return cls(trees, draft, chosen=True)
+        return cls(trees, draft, chosen=True, expected=expected)
 
     def check(self, asked: Asked, riders: int) -> None:
         """Check that each tree keeps to its limit and has at most so many ``riders``: there is room for no more rows.
@@ -174,12 +196,14 @@ class TargetRows:
     """The target's ``logits`` [1 + N + riders, vocabulary] of one round, before any sampling setting.
 
     Entry 0 is after the last committed token, entry 1 + i after node i of ``tree``, kept or not; the riders' follow.
-    ``path`` are the nodes that were kept.
+    ``path`` are the nodes that were kept. ``top`` has the most probable tokens of the same entries, for drafters that
+    read target rows.
     """
 
     tree: Tree
     path: Sequence[int]
     logits: Tensor
+    top: Top | None
 
 
 @dataclass(frozen=True)
@@ -201,7 +225,7 @@ class Session(Protocol):
     Every committed token of a slot comes by ``commit``; ``propose`` continues from there, and commits nothing.
     """
 
-    def open(self, slot: int, token: int) -> None:
+    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """Give a slot to a sequence that starts with ``token``."""
         ...
 

@@ -22,6 +22,7 @@ from osd.speculation.tree import ROOT, DraftBatch, Draw
 from osd.speculation.verification import Rule
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.naive import Naive
+from osd.speculation.worth import Worth
 
 NOTHING = Tree([], [], ())
 """The draft of a sequence that has none."""
@@ -63,9 +64,17 @@ class DraftGroup:
 
     @classmethod
     def of(
-        cls, drafter: ActiveDrafter | None, policy: Policy, limits: dict[Decoding, int], device: torch.device
+        cls,
+        drafter: ActiveDrafter | None,
+        policy: Policy,
+        limits: dict[Decoding, int],
+        device: torch.device,
+        worth: Worth | None = None,
     ) -> DraftGroup:
-        """Ask ``drafter`` for drafts of the sequences in ``limits``, with as many nodes as stand there at most."""
+        """Ask ``drafter`` for drafts of the sequences in ``limits``, with as many nodes as stand there at most.
+
+        With ``worth`` they have as many as pay, beside what the round does already.
+        """
         sequences = list(limits)
         settings = [s.request.sampling for s in sequences]
         penalties = None
@@ -74,13 +83,19 @@ class DraftGroup:
             outputs = [s.tokens[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]
             penalties = Penalties(settings, prompts, outputs, device)
         allowed = [min(limit, policy.growth.max_nodes) for limit in limits.values()]
-        asked = Asked([s.slot for s in sequences], allowed, settings, penalties, device)
+        asked = Asked([s.slot for s in sequences], allowed, settings, penalties, device, worth)
         noise = _noise(sequences, [s.step for s in sequences], device)
         drafts = drafter is not None and any(allowed)
         proposal = drafter.session.propose(asked, policy.growth, noise) if drafter is not None and drafts else None
         if drafter is not None and proposal is not None:
             proposal.check(asked, drafter.needs.riders)
         return cls(drafter, policy, sequences, asked, noise, proposal)
+
+    @property
+    def size(self) -> tuple[int, float]:
+        """Nodes of all drafts, and how many of them are expected to be kept."""
+        expected = 0.0 if self.proposal is None else self.proposal.expected
+        return sum(len(tree.tokens) for tree in self.trees), expected
 
     @property
     def trees(self) -> Sequence[Tree]:

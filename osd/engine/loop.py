@@ -60,7 +60,7 @@ class DecodeLoop:
         self.pool: DrafterPool | None = None
         self.router: RequestRouter | None = None
         if drafter is not None:
-            self.pool = DrafterPool(drafter, settings.domain, version, settings.engine, self.changed, target)
+            self.pool = DrafterPool(drafter, settings.domain, version, settings, self.changed, target)
             if target.taps:
                 self.router = RequestRouter(self.pool, target)
         self.planner = Planner(policy, target.context, CostModel(), settings.growth.governed)

@@ -13,6 +13,10 @@ from osd.engine.sequence import Sequence as Decoding
 from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Drafted, Governor, Ready
 from osd.speculation.growth import Growth
+from osd.speculation.worth import Worth
+
+_MOST = 64
+"""Nodes of all drafts of a round together, where these are as large as pays."""
 
 
 class Planner:
@@ -31,8 +35,10 @@ class Planner:
 
     def limits(
         self, scheduled: Sequence[ScheduledSequence], running: int
-    ) -> tuple[dict[Decoding, int], dict[Decoding, int]]:
-        """How many nodes each sequence may draft, and what the drafters of governed ones would first have to read.
+    ) -> tuple[dict[Decoding, int], dict[Decoding, int], Worth | None]:
+        """How many nodes each sequence may draft, what the drafters of governed ones would first have to read.
+
+        And what a round is worth without the drafts that are as large as pays, where there are such.
 
         Args:
             scheduled: what feeds in this round, without limits.
@@ -41,7 +47,9 @@ class Planner:
         limits = {one.sequence: self._room(one) for one in scheduled if one.may_draft}
         missed: dict[Decoding, int] = {}
         if not self._governed:
-            return limits, missed
+            return limits, missed, None
+        if self._policy.growth.by_worth:
+            return limits, missed, self._worth(scheduled, limits, running)
         by_drafter: dict[ActiveDrafter, list[Decoding]] = defaultdict(list)
         for s, limit in limits.items():
             if limit and s.drafter is not None and s.policy is self._policy:
@@ -56,7 +64,15 @@ class Planner:
             for s, most in zip(mine, nodes, strict=True):
                 limits[s] = min(limits[s], most)
                 rows += limits[s]
-        return limits, missed
+        return limits, missed, None
+
+    def _worth(self, scheduled: Sequence[ScheduledSequence], limits: dict[Decoding, int], running: int) -> Worth:
+        """What the round gives and takes without the drafts of the own policy."""
+        ends = sum(one.ends for one in scheduled)
+        rows = sum(one.count for one in scheduled)
+        rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
+        most = rows + min(sum(limits.values()), _MOST)
+        return Worth(float(ends), rows, self.costs.rounds(most)[: most + 1], running if rows > ends else None)
 
     def observe(self, outcome: Outcome, seconds: float) -> None:
         """Take in what a round of so many seconds cost and gave."""
@@ -95,7 +111,7 @@ class Planner:
     def _teach_governors(
         self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[tuple[Decoding, Drafted]]], seconds: float
     ) -> None:
-        if not self._governed:
+        if not self._governed or self._policy.growth.by_worth:
             return
         own = seconds - sum(outcome.draft_seconds.values())
         for drafter in {one.sequence.drafter: None for one in outcome.sequences}:

@@ -23,13 +23,14 @@ class Policy:
     walk: Walk = follow
 
     @classmethod
-    def of(cls, growth: GrowthSettings, verification: str) -> Policy:
-        """The policy that these settings name.
+    def of(cls, growth: GrowthSettings, verification: str | None = None) -> Policy:
+        """The policy that these settings name; without ``verification`` the rule that suits the growth.
 
         Raises:
             ValueError: the growth's settings contradict each other.
             IncompatibleError: growth and rule would bias the output together.
         """
-        policy = cls(make_growth(growth), VERIFICATIONS[verification])
-        compatible(policy.growth, policy.rule)
+        made = make_growth(growth)
+        policy = cls(made, VERIFICATIONS[verification or made.rule])
+        compatible(made, policy.rule)
         return policy

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from osd.config import EngineSettings
+from osd.config import Settings
 from osd.drafters.base import Drafter, DrafterError
-from osd.drafters.session import Kept, Runtime, Session, TargetRows
+from osd.drafters.recall.memories import Memories
+from osd.drafters.session import Kept, Origin, Runtime, Session, TargetRows
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
@@ -38,9 +39,9 @@ class ActiveDrafter:
         """Read once what every round asks for."""
         self.kind, self.needs = self.make.kind, self.make.needs
 
-    def open(self, slot: int, token: int) -> None:
+    def open(self, slot: int, token: int, origin: Origin) -> None:
         """Give a slot to a sequence that starts with ``token``."""
-        self.session.open(slot, token)
+        self.session.open(slot, token, origin)
         self.users += 1
 
     def close(self, slot: int) -> None:
@@ -93,10 +94,19 @@ class DomainDrafters:
 
 
 class _Maker:
-    """Makes drafters that work beside a target."""
+    """Makes drafters that work beside a target; those of one domain share its memories."""
 
-    def __init__(self, settings: EngineSettings, target: SlotModel) -> None:
-        self._settings, self._target = settings, target
+    def __init__(self, settings: Settings, target: SlotModel) -> None:
+        self._settings, self._recall, self._target = settings.engine, settings.recall, target
+        self._memories: dict[str, Memories] = {}
+
+    def memories(self, domain: str) -> Memories:
+        """Those of a domain."""
+        return self._memories.setdefault(domain, Memories(self._recall))
+
+    def forget(self, domain: str) -> None:
+        """Let the memories of a domain go, when the last of its drafters does."""
+        self._memories.pop(domain, None)
 
     def make(
         self, drafter: Drafter, domain: str, version: int, weights: dict[str, Tensor] | None = None
@@ -114,6 +124,8 @@ class _Maker:
                 f"this {drafter.kind} drafter has {drafter.needs.riders} riders, and there is room for {room}"
             )
         runtime = Runtime(settings.slots, settings.context, settings.max_draft + 1, target.device)
+        if drafter.needs.target_rows:
+            runtime = replace(runtime, memories=self.memories(domain))
         if drafter.needs.layers:
             runtime = replace(runtime, target=target)
         session = drafter.session(runtime)
@@ -150,7 +162,7 @@ class DrafterPool:
         drafter: Drafter,
         domain: str,
         version: int,
-        settings: EngineSettings,
+        settings: Settings,
         changed: threading.Condition,
         target: SlotModel,
     ) -> None:
@@ -167,6 +179,10 @@ class DrafterPool:
     def own(self) -> ActiveDrafter:
         """The own domain's stable drafter."""
         return self.domains[self.domain].stable
+
+    def memories(self, domain: str) -> Memories:
+        """What the drafters of a domain recall."""
+        return self._maker.memories(domain)
 
     @property
     def staged(self) -> bool:
@@ -227,6 +243,7 @@ class DrafterPool:
             self.end_canary(domain)
             self._staged.pop(domain, None)
             self._retired.append(self.domains.pop(domain).stable)
+            self._maker.forget(domain)
 
     def sweep(self) -> None:
         """Free the drafters that get no new sequences and have seen their last."""

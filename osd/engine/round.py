@@ -16,18 +16,20 @@ from torch import Tensor
 
 from osd.drafters.session import TargetRows, Tree
 from osd.engine.draft_group import NOTHING, Decision, DraftGroup
+from osd.engine.logprobs import token_logprobs
 from osd.engine.packing import Feed, Packed, pack
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
 from osd.engine.sequence import Sequence as Decoding
 from osd.engine.slots import SlotManager
-from osd.engine.top import token_logprobs
 from osd.engine.tracing import Traced, trace_group
 from osd.runtime.cuda_graph import GraphRecorder
 from osd.runtime.decoder import Forward
 from osd.runtime.device import Mark, between, mark
 from osd.runtime.model import SlotModel
+from osd.runtime.top import Top, top
 from osd.speculation.tree import ROOT
+from osd.speculation.worth import Worth
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +63,14 @@ class ScheduledSequence:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What all sequences feed; ``missed`` of those whose drafts are governed, the tokens that a drafter reads first."""
+    """What all sequences feed; ``missed`` of those whose drafts are governed, the tokens that a drafter reads first.
+
+    ``worth`` is what the round gives and takes without the drafts that are as large as pays.
+    """
 
     sequences: Sequence[ScheduledSequence]
     missed: dict[Decoding, int]
+    worth: Worth | None = None
 
 
 @dataclass(frozen=True)
@@ -149,9 +155,12 @@ def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
             alike[s.drafter, s.policy, s.request.sampling.temperature == 0][s] = one.limit
     groups: list[DraftGroup] = []
     marks: list[tuple[ActiveDrafter, Mark, Mark]] = []
+    worth = scheduled.worth
     for (drafter, policy, _), limits in alike.items():
         begun = mark(device)
-        groups.append(DraftGroup.of(drafter, policy, limits, device))
+        groups.append(DraftGroup.of(drafter, policy, limits, device, worth if policy.growth.by_worth else None))
+        if worth is not None and policy.growth.by_worth:
+            worth = worth.after(*groups[-1].size)
         if drafter is not None:
             marks.append((drafter, begun, mark(device)))
     return Drafted(scheduled, groups, marks, graphs)
@@ -223,6 +232,7 @@ def commit(verified: Verified, slots: SlotManager, eos_ids: frozenset[int], keep
     slots.keep([one.sequence for one in scheduled], [one.start for one in scheduled], packed.first, kept, hidden)
     outcomes: dict[Decoding, SequenceOutcome] = {}
     traced: dict[Decoding, Traced] = {}
+    tops = _tops(verified, keeping.top_k)
     for number, (one, offsets) in enumerate(zip(scheduled, kept, strict=True)):
         s, decision = one.sequence, verified.decisions.get(one.sequence)
         states = None if hidden is None else _rows(hidden, packed.first[number], offsets)
@@ -232,14 +242,14 @@ def commit(verified: Verified, slots: SlotManager, eos_ids: frozenset[int], keep
             continue
         first, tree = packed.logits[number], decision.tree
         said = verified.forward.logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)]
-        s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said))
+        s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said, tops.get(s)))
         taken = s.append(decision.tokens, eos_ids)
         if s.request.logprobs is not None:
             rows = [1 + node for node in [ROOT, *decision.path][: len(taken)]]
             s.tell(token_logprobs(said[rows], taken, s.request.logprobs))
         s.step += 1
         outcomes[s] = SequenceOutcome(s, len(taken), tree, decision.path)
-        traced[s] = Traced(decision, taken, first, s.trace)
+        traced[s] = Traced(decision, taken, first, s.trace, tops.get(s))
     for group in verified.groups:
         mine = [traced[s] for s in group.sequences]
         trace_group(group, mine, verified.forward.logits, keeping.top_k, keeping.after)
@@ -247,6 +257,22 @@ def commit(verified: Verified, slots: SlotManager, eos_ids: frozenset[int], keep
         list(outcomes.values()), verified.scheduled.missed, len(packed.rows.token_ids),
         sum(one.count for one in scheduled), verified.draft_seconds, verified.forward_seconds, verified.captured,
     )  # fmt: skip
+
+
+def _tops(verified: Verified, k: int) -> dict[Decoding, Top]:
+    """The target's ``k`` most probable tokens at every verified row, for the drafters that read them, on the host."""
+    rows: list[int] = []
+    parts: dict[Decoding, tuple[int, int]] = {}
+    for number, one in enumerate(verified.scheduled.sequences):
+        s, decision = one.sequence, verified.decisions.get(one.sequence)
+        if decision is not None and s.drafter is not None and s.drafter.needs.target_rows:
+            first, count = verified.packed.logits[number], 1 + len(decision.tree.tokens)
+            parts[s] = len(rows), len(rows) + count
+            rows += range(first, first + count)
+    if not rows:
+        return {}
+    found = top(verified.forward.logits, rows, k).on_host()
+    return {s: found.part(*part) for s, part in parts.items()}
 
 
 def _offsets(one: ScheduledSequence, decision: Decision | None) -> list[int]:

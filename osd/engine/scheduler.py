@@ -100,8 +100,8 @@ class Scheduler:
                     reading.append(scheduled[-1])
         if not speculate or self._pool is None:
             return Scheduled(scheduled, {})
-        limits, missed = self._planner.limits(scheduled, len(self.running))
-        return Scheduled([replace(one, limit=limits.get(one.sequence, 0)) for one in scheduled], missed)
+        limits, missed, worth = self._planner.limits(scheduled, len(self.running))
+        return Scheduled([replace(one, limit=limits.get(one.sequence, 0)) for one in scheduled], missed, worth)
 
     def _take_cached(self, s: Sequence, start: int) -> None:
         """Count, and pass on, the part of the prompt from ``start`` on that the prefix cache had."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from osd.drafters.session import TargetRows
+from osd.drafters.session import Origin, TargetRows
 from osd.engine.policy import Policy
 from osd.engine.request import FinishReason, Request, TokenLogprobs, Update
 from osd.engine.text import TextStream
@@ -111,7 +111,7 @@ class Sequence:
     def begin(self, drafter: ActiveDrafter) -> None:
         """Draft with ``drafter`` from now on."""
         self.drafter = drafter
-        drafter.open(self.slot, self.tokens[0])
+        drafter.open(self.slot, self.tokens[0], Origin(self.request.id, self.request.client, self.request.capture))
 
     def hand_on(self, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
         """Pass committed tokens on to its drafter, or keep them until it has one, and their states to its trace.

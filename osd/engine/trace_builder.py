@@ -11,7 +11,7 @@ from torch import Tensor
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
 from osd.engine.request import Request
-from osd.engine.top import Top
+from osd.runtime.top import Top
 
 
 def _numbers(tops: list[Top]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

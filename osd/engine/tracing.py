@@ -12,8 +12,8 @@ from osd.capture.trace import Trace
 from osd.config import Settings
 from osd.engine.draft_group import Decision, DraftGroup
 from osd.engine.sequence import Sequence as Decoding
-from osd.engine.top import top
 from osd.engine.trace_builder import TraceBuilder
+from osd.runtime.top import Top, top
 from osd.speculation.tree import ROOT
 
 log = logging.getLogger(__name__)
@@ -48,12 +48,16 @@ class Tracer:
 
 @dataclass(frozen=True)
 class Traced:
-    """What one sequence of a group keeps, and where the logits after its last committed token are."""
+    """What one sequence of a group keeps, and where the logits after its last committed token are.
+
+    ``top`` are the target's most probable tokens there and after each node, where somebody has asked already.
+    """
 
     decision: Decision
     tokens: list[int]
     first: int
     trace: TraceBuilder | None
+    top: Top | None = None
 
 
 def trace_group(group: DraftGroup, kept: Sequence[Traced], logits: Tensor, k: int, after: bool) -> None:
@@ -79,19 +83,25 @@ def trace_group(group: DraftGroup, kept: Sequence[Traced], logits: Tensor, k: in
         on_path = [ROOT, *one.decision.path][: len(one.tokens)]
         tests.append(one.decision.tested()[: len(on_path)])
         rejected.append(tests[-1][len(one.decision.path) :] if after else [])
-        rows += (one.first + 1 + node for node in [*on_path, *rejected[-1]])
+        if one.top is None:
+            rows += (one.first + 1 + node for node in [*on_path, *rejected[-1]])
         drafted += (b * width + 1 + node for node in on_path[: len(tests[-1])])
-    target = top(logits, rows, k)
+    target = top(logits, rows, k) if rows else None
     support = None if group.proposal is None else group.proposal.support
     draft = None if not drafted or said is None else top(said, drafted, k, support)
     at = tested = 0
     for (_, one), nodes, lost in zip(traced, tests, rejected, strict=True):
         assert one.trace is not None  # noqa: S101
         tree, count = one.decision.tree, len(one.tokens)
-        mine = target.part(at, at + count)
-        behind = target.part(at + count, at + count + 1) if lost else None
+        if one.top is None:
+            assert target is not None  # noqa: S101
+            told = target.part(at, at + count + len(lost))
+            at += count + len(lost)
+        else:
+            told = one.top.at([1 + node for node in [*[ROOT, *one.decision.path][:count], *lost]])
+        mine = told.part(0, count)
+        behind = told.part(count, count + 1) if lost else None
         theirs = None if draft is None or not nodes else draft.part(tested, tested + len(nodes))
         named = [(tree.tokens[node], tree.sources[node]) for node in nodes]
         one.trace.add(one.tokens, mine, theirs, named, len(one.decision.path), behind)
-        at += count + len(lost)
         tested += len(nodes)

@@ -10,6 +10,7 @@ import numpy as np
 _STEP = 0.1  # of a measurement in a running mean
 _SHAPE_STEP = 0.02  # of a measurement in the shape of a curve: what is slower is the machine first, and then a size
 _MISFIT = 1.5  # times what the shape says; more is noise, which a size that is seen for the first time would keep
+_FRESH = 16  # forwards after which the costs of all rounds are looked up again
 _OUTLIER = 3.0  # times the running mean; a garbage collection must not change the plan
 
 
@@ -98,6 +99,7 @@ class CostModel:
     def __init__(self, forwards: Mapping[int, float] | None = None) -> None:
         """Begin with measured seconds of forwards by their rows."""
         self._host = LiveCurve({})
+        self._rounds, self._observed = np.empty(0), 0
         self._proposals: dict[str, dict[int, Curve]] = {}  # seconds a node, by the bucket of sequences
         self._readings: dict[str, Curve] = {}
         self.measure(forwards or {})
@@ -105,6 +107,7 @@ class CostModel:
     def measure(self, forwards: Mapping[int, float]) -> None:
         """Take measured seconds of forwards by their rows, of a machine at rest, for what they cost from now on."""
         self._forward, self._measured = LiveCurve(forwards), sorted(forwards)
+        self._rounds = np.empty(0)
 
     def forward(self, rows: int) -> float:
         """A forward of the target with so many rows."""
@@ -113,6 +116,14 @@ class CostModel:
     def round(self, rows: int) -> float:
         """The same with all that a round does beside it but proposing: choosing, keeping and sending tokens."""
         return self.forward(rows) + self._host.at(rows)
+
+    def rounds(self, most: int) -> np.ndarray:
+        """[most + 1] what ``round`` says of 0, 1, 2, ... rows, looked up again now and then; it never falls."""
+        if len(self._rounds) <= most or self._observed >= _FRESH:
+            self._observed = 0
+            seconds = [self.round(max(rows, 1)) for rows in range(most + 1)]
+            self._rounds = np.maximum.accumulate(np.maximum(seconds, 1e-9))
+        return self._rounds
 
     def proposal(self, kind: str, sequences: int, nodes: int) -> float:
         """Proposing ``nodes`` nodes for each of several sequences, by a drafter that has read everything."""
@@ -137,6 +148,7 @@ class CostModel:
     def observe_forward(self, rows: int, seconds: float) -> None:
         """Take in a forward of the target."""
         self._forward.observe(rows, seconds)
+        self._observed += 1
 
     def observe_host(self, rows: int, seconds: float) -> None:
         """Take in what a round took beside its proposals and its forward of ``rows`` rows."""

@@ -73,7 +73,7 @@ def test_values_of_every_kind_are_read_from_text():
         ("engine=3", ["engine", "section", "engine.slots"]),
         ("growth=3", ["growth", "section", "growth.kind"]),
         ("growth.depth=0", ["growth.depth", "at least 1", "0"]),
-        ("growth.kind=forest", ["growth.kind (--set) must be 'chain'", "or 'top_k_tree', not forest"]),
+        ("growth.kind=forest", ["growth.kind (--set) must be 'best_first'", "or 'top_k_tree', not forest"]),
         ("growth.budget=8", ["growth.budget (--set) is not read by kind confidence, which has governed, depth, eta"]),
         ("growth.acceptance.0=2", ["growth.acceptance (--set) is not read by kind confidence"]),
         ("drafter.layers=2", ["drafter.layers (--set) is not read by kind eagle, which has vocabulary"]),

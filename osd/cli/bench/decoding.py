@@ -105,7 +105,7 @@ def decode(
         fail(error)
     result = bench.conclude(found, timed, streams)
     about = {"target": settings.target.source, "draft": name, "prompts": prompts, "streams": streams, "tokens": tokens}
-    about |= {"temperature": temperature, "growth": settings.growth.kind, "rule": settings.verification}
+    about |= {"temperature": temperature, "growth": settings.growth.kind, "rule": policy.rule.name}
     about |= {"synthetic_acceptance": acceptance}
     about |= bench.figures(result)
     typer.echo(json.dumps(about))

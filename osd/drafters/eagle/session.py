@@ -14,7 +14,7 @@ from osd.drafters.eagle.native import NativeEagle
 from osd.drafters.eagle.shape import EagleShape, check_maps, rotate
 from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rows import TreeRows
-from osd.drafters.session import Chains, Kept, Runtime
+from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, laid_out, padded
 from osd.runtime.device import aside, copied
@@ -72,7 +72,9 @@ class EagleSession(AutoregressiveSession):
         """[draft vocabulary] target ids."""
         return self.vector["draft_ids"]
 
-    def open(self, slot: int, token: int) -> None:  # EAGLE is silent before the first hidden state
+    def open(
+        self, slot: int, token: int, origin: Origin = NOBODY
+    ) -> None:  # EAGLE is silent before the first hidden state
         """See ``Session.open``."""
         self.cache.length[slot] = 0
         self.pending[slot] = ([], [])

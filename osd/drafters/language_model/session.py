@@ -12,7 +12,7 @@ from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import check
 from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rows import TreeRows
-from osd.drafters.session import Chains, Kept, Runtime
+from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
 from osd.runtime.batch import PackedRows
 from osd.runtime.decoder import recordable
 from osd.runtime.device import aside
@@ -59,7 +59,7 @@ class LanguageModelSession(AutoregressiveSession):
     def support(self) -> None:
         """See ``AutoregressiveSession.support``; the whole vocabulary."""
 
-    def open(self, slot: int, token: int) -> None:
+    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
         self.model.cache.length[slot] = 0
         self.pending[slot] = [token]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from osd.config import GrowthSettings
 from osd.speculation.growth.base import Expander, Growth
+from osd.speculation.growth.best_first import BestFirst
 from osd.speculation.growth.chain import AcceptanceHead, Chain, Confidence, Heuristic
 from osd.speculation.growth.dynamic_tree import DynamicTree
 from osd.speculation.growth.sparse_tree import SparseTree
@@ -14,7 +15,17 @@ from osd.speculation.growth.top_k_tree import TopKTree
 
 GROWTHS: dict[str, Callable[..., Growth]] = {
     growth.name: growth
-    for growth in (Chain, Confidence, Heuristic, AcceptanceHead, DynamicTree, StaticTree, SparseTree, TopKTree)
+    for growth in (
+        BestFirst,
+        Chain,
+        Confidence,
+        Heuristic,
+        AcceptanceHead,
+        DynamicTree,
+        StaticTree,
+        SparseTree,
+        TopKTree,
+    )
 }
 
 __all__ = ["GROWTHS", "Expander", "Growth", "make_growth"]

@@ -65,8 +65,19 @@ class Growth(ABC):
     stops_below: float | None = None
     """The probability of a token below which its chain ends, None where that is not all that decides: greedy drafts of
     such a chain need nobody between two tokens."""
+    by_worth: ClassVar[bool] = False
+    """Whether drafts are as large as pays in each round, of all its sequences together: nobody plans them before."""
     needs_acceptance_head: ClassVar[bool] = False
     """Whether it asks ``Expander.acceptance``."""
+
+    @property
+    def rule(self) -> str:
+        """The verification rule that suits it, where none is asked for."""
+        if self.chains:
+            return "chain"
+        if Draw.DETERMINISTIC in self.draws:
+            return "naive"
+        return "greedy_multidraft" if Draw.TOP_THEN_DRAWN in self.draws else "traversal"
 
     @property
     def first_limit(self) -> int:

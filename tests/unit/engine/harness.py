@@ -18,7 +18,10 @@ from osd.config import (
     ChainSettings,
     EagleSettings,
     EngineSettings,
+    GrowthSettings,
     LanguageModelSettings,
+    RecallDrafterSettings,
+    RecallSettings,
     Settings,
     TargetSettings,
     TrainerSettings,
@@ -88,12 +91,15 @@ def settings(
     prefix_cache: bool = True,
     governed: bool = False,
     samples: Literal["teacher", "student"] = "teacher",
+    growth: GrowthSettings | None = None,
+    shared: bool = True,
     **capture: Any,
 ) -> Settings:
     return Settings(
         target=TargetSettings(source=str(directory), dtype="float32"),
         engine=EngineSettings(slots=slots, context=128, prefill_chunk=chunk, threads=1, prefix_cache=prefix_cache),
-        growth=ChainSettings(depth=depth, governed=governed),
+        drafter=RecallDrafterSettings(recall=RecallSettings(megabytes=1, shared=shared)),
+        growth=growth or ChainSettings(depth=depth, governed=governed),
         capture=CaptureSettings(**capture),
         trainer=TrainerSettings(samples=samples),
     )

@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from osd.config import GROWTH_SETTINGS, DynamicTreeSettings, StaticTreeSettings
 from osd.drafters import Drafter
 from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
@@ -149,7 +150,8 @@ def p_value(
     for seed in range(count):
         one = dataclasses.replace(sampling, seed=seed)
         engine.submit(
-            Request(str(seed), PROMPT, length + 1, one, ignore_eos=True, policy=policy, domain=domain), updates.put
+            Request(str(seed), PROMPT, length + 1, one, ignore_eos=True, capture=True, policy=policy, domain=domain),
+            updates.put,
         )
     engine.start()
     try:
@@ -297,7 +299,7 @@ def test_a_canary_that_comes_and_is_promoted_in_the_middle_of_requests_leaves_th
     assert len(versions) > 10
 
 
-@pytest.mark.parametrize("toy", [Lookup, Rider, Skip])
+@pytest.mark.parametrize("toy", [Lookup, Rider, Skip, Recall])
 def test_candidates_that_are_chosen_without_chance_leave_the_law_alone(
     model: LlamaForCausalLM, toy: type[Drafter]
 ) -> None:

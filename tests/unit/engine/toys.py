@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from osd.drafters.base import Drafter, Needs
-from osd.drafters.session import Asked, Kept, Proposal, Runtime, Tree
+from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Tree
 from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 from osd.speculation.growth import Growth
@@ -21,7 +21,7 @@ class _Session:
     def __init__(self) -> None:
         self.texts: dict[int, list[int]] = {}
 
-    def open(self, slot: int, token: int) -> None:
+    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         self.texts[slot] = [token]
 
     def close(self, slot: int) -> None:
@@ -70,9 +70,9 @@ class LookupSession(_Session):
     def commit(self, slot: int, kept: Kept) -> None:
         text = self.texts[slot]
         text += kept.tokens
-        if kept.rows is not None:
+        if kept.rows is not None and kept.rows.top is not None:
             after = [text[-2 - len(kept.rows.path)], *kept.rows.tree.tokens]
-            self.said |= zip(after, kept.rows.logits[: len(after)].topk(2).indices.tolist(), strict=True)
+            self.said |= zip(after, kept.rows.top.ids[: len(after), :2].tolist(), strict=True)
 
 
 class Rider(Drafter):

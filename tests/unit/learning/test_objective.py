@@ -6,10 +6,10 @@ import torch
 
 from osd.config import ConfigError, TrainerSettings, load_settings
 from osd.engine.request import Request, SamplingParams
-from osd.engine.top import top
 from osd.engine.trace_builder import TraceBuilder
 from osd.learning.batch import collate
 from osd.learning.objective import weigh
+from osd.runtime.top import top
 
 VOCABULARY = 12
 

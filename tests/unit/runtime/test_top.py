@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from osd.engine import top as module
-from osd.engine.top import top
+from osd.runtime import top as module
 from osd.runtime.native import kernels
+from osd.runtime.top import top
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="the kernels were not built, or this CPU has no AVX2")
 

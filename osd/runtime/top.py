@@ -1,4 +1,4 @@
-"""The most probable tokens of distributions: with the mass of all others for traces, with their own for clients."""
+"""The most probable tokens of distributions, and the mass of all others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from osd.engine.request import TokenLogprobs
 from osd.runtime.device import sent
 from osd.runtime.native import kernels
 
@@ -20,6 +19,15 @@ class Top:
     ids: Tensor
     logp: Tensor
     tail: Tensor
+
+    def on_host(self) -> Top:
+        """The same on the host."""
+        return self if self.ids.device.type == "cpu" else Top(self.ids.cpu(), self.logp.cpu(), self.tail.cpu())
+
+    def at(self, places: Sequence[int]) -> Top:
+        """Some of the distributions."""
+        chosen = torch.tensor(places, device=self.ids.device)
+        return Top(self.ids[chosen], self.logp[chosen], self.tail[chosen])
 
     def part(self, start: int, stop: int) -> Top:
         """The distributions ``start`` to ``stop``."""
@@ -69,22 +77,3 @@ def _reference(logits: Tensor, rows: Sequence[int], k: int) -> Top:
     logp = values - chosen.logsumexp(-1, keepdim=True)
     rest = (1.0 - logp.double().exp().sum(-1)).clamp_min(1e-12).log()
     return Top(ids, logp, rest.float())
-
-
-def token_logprobs(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogprobs]:
-    """The log-probabilities of tokens in the target's own distributions, before any sampling setting.
-
-    Args:
-        logits: [n, V] raw, of the places of the tokens.
-        tokens: [n] generated.
-        top: how many of the most probable tokens to report beside each, 0 for none.
-    """
-    total = logits.logsumexp(-1, keepdim=True)
-    chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
-    mine = (logits.gather(-1, chosen) - total).squeeze(-1).tolist()
-    values, ids = logits.topk(min(top, logits.shape[-1]), -1)
-    best = zip(ids.tolist(), (values - total).tolist(), strict=True)
-    return [
-        TokenLogprobs(token, logprob, tuple(zip(*pairs, strict=True)))
-        for token, logprob, pairs in zip(tokens, mine, best, strict=True)
-    ]

@@ -1,0 +1,68 @@
+"""The tables of one domain: one for everybody, or one for each client."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+from osd.config import RecallSettings
+from osd.drafters.recall.memory import Backend, Memory
+from osd.drafters.recall.native import NativeBackend
+from osd.drafters.recall.reference import PlainBackend
+from osd.runtime.native import quick_kernels
+
+log = logging.getLogger(__name__)
+
+ENTRY_BYTES = 64
+_CLIENTS = 16
+_LEAST = 1024
+
+
+def backend() -> Backend:
+    """The kernels, or Python where they cannot run."""
+    return PlainBackend() if quick_kernels() is None else NativeBackend()
+
+
+class Memories:
+    """What a domain remembers, for all drafters of the domain.
+
+    With ``shared`` there is one table. Without, each client has one of a 16th of the size, and the client that was not
+    seen for longest loses its own to a new one.
+    """
+
+    def __init__(self, settings: RecallSettings) -> None:
+        self._settings, self.backend = settings, backend()
+        self._of: OrderedDict[str, Memory] = OrderedDict()
+
+    @property
+    def tables(self) -> list[Memory]:
+        """Every table that there is."""
+        return list(self._of.values())
+
+    def of(self, client: str) -> Memory:
+        """The table that a client's requests are drafted from, and remembered in."""
+        name = "" if self._settings.shared else client
+        if name not in self._of:
+            if len(self._of) == _CLIENTS:
+                self._of.popitem(last=False)
+            self._of[name] = self._new()
+        self._of.move_to_end(name)
+        return self._of[name]
+
+    def _new(self) -> Memory:
+        megabytes = self._settings.megabytes
+        entries = max(megabytes * 1_000_000 // ENTRY_BYTES // (1 if self._settings.shared else _CLIENTS), _LEAST)
+        asked = entries
+        while True:
+            try:
+                memory = self.backend.memory(entries)
+            except MemoryError:
+                if entries <= _LEAST:
+                    raise
+                entries = max(entries // 2, _LEAST)
+            else:
+                break
+        if entries < asked:
+            reason = f"no memory for a recall table of {megabytes} MB (drafter.recall.megabytes)"
+            log.warning("%s: it has %d of %d entries", reason, entries, asked)
+        return memory

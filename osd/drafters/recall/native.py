@@ -1,0 +1,158 @@
+"""Recall's memory in C: see ``osd/runtime/native/recall.c``."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from osd.drafters.recall.memory import Contents, Found, Heard, Memory, Sought, Text
+from osd.runtime.native import kernels, quick_kernels
+
+
+class _Asked(ctypes.Structure):
+    """A sequence to draft for."""
+
+    _fields_ = [
+        ("recall", ctypes.c_void_p),
+        ("text", ctypes.c_void_p),
+        ("limit", ctypes.c_int64),
+        ("mode", ctypes.c_int64),
+        ("path", ctypes.c_void_p),
+        ("others", ctypes.c_void_p),
+        ("other_p", ctypes.c_void_p),
+        ("levels", ctypes.c_int64),
+    ]
+
+
+class NativeText:
+    """See ``osd.drafters.recall.memory.Text``."""
+
+    def __init__(self, room: int) -> None:
+        """Have room for so many tokens.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        self._library: Any = quick_kernels()
+        self.address = self._library.osd_text_new(room)
+        if not self.address:
+            raise MemoryError(f"no memory for a text of {room} tokens")
+        weakref.finalize(self, self._library.osd_text_free, self.address)
+
+    def clear(self) -> None:
+        """See ``Text.clear``."""
+        self._library.osd_text_clear(self.address)
+
+    def append(self, tokens: Sequence[int], certain: bool) -> None:
+        """See ``Text.append``."""
+        values = array("q", tokens)
+        self._library.osd_text_append(self.address, values.buffer_info()[0], len(values), certain)
+
+
+class NativeMemory:
+    """See ``osd.drafters.recall.memory.Memory``."""
+
+    def __init__(self, entries: int) -> None:
+        """Have room for so many entries.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        self._quick: Any = quick_kernels()
+        self._library: Any = kernels()
+        self.address = self._quick.osd_recall_new(entries)
+        if not self.address:
+            raise MemoryError(f"no memory for a table of {entries} entries")
+        self.entries = max(entries // 8, 1) * 8
+        weakref.finalize(self, self._quick.osd_recall_free, self.address)
+
+    def learn(self, text: Text, heard: Heard, greedy: bool, reader: int | None, now: int) -> None:
+        """See ``Memory.learn``."""
+        tokens, parents = array("q", heard.tokens), array("q", heard.parents)
+        following = array("q", heard.following)
+        ids, p = (None, None) if heard.others is None else (part.data_ptr() for part in heard.others)
+        self._quick.osd_recall_learn(
+            self.address, _address(text), len(tokens), tokens.buffer_info()[0], parents.buffer_info()[0],
+            heard.ids.data_ptr(), heard.logp.data_ptr(), heard.ids.shape[1], following.buffer_info()[0],
+            ids, p, not greedy, reader is not None, reader or 0, now,
+        )  # fmt: skip
+
+    def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
+        """See ``Memory.says``."""
+        ids, q, level = array("q", [0] * most), array("f", [0.0] * most), array("q", [0])
+        found = self._quick.osd_recall_query(
+            self.address, _address(text), most, ids.buffer_info()[0], q.buffer_info()[0], level.buffer_info()[0]
+        )
+        return ids.tolist()[:found], q.tolist()[:found]
+
+    def drop(self, before: int = 0, reader: int = 0) -> int:
+        """See ``Memory.drop``."""
+        return self._library.osd_recall_drop(self.address, before, reader)
+
+    def used(self) -> int:
+        """See ``Memory.used``."""
+        return self._library.osd_recall_used(self.address)
+
+    def contents(self) -> Contents:
+        """See ``Memory.contents``."""
+        places, each = 8, self._quick.osd_recall_entry_bytes()
+        sizes = self.entries * places, self.entries * (each - places), self._quick.osd_recall_weight_bytes()
+        parts = Contents(*(torch.empty(size, dtype=torch.uint8) for size in sizes))
+        self._copy(parts, out=True)
+        return parts
+
+    def load(self, contents: Contents) -> None:
+        """See ``Memory.load``."""
+        self._copy(contents, out=False)
+
+    def _copy(self, parts: Contents, out: bool) -> None:
+        addresses = (part.data_ptr() for part in (parts.places, parts.entries, parts.weights))
+        self._library.osd_recall_copy(self.address, *addresses, out)
+
+
+def _address(of: Text | Memory) -> int:
+    """That of the structure behind one of this backend's objects."""
+    return cast("NativeText | NativeMemory", of).address
+
+
+class NativeDrafting:
+    """Drafts by the memories of several sequences; its buffers are for one thread."""
+
+    def __init__(self) -> None:
+        self._library: Any = quick_kernels()
+        self._room = 0
+        self._reserve(64)
+
+    def _reserve(self, most: int) -> None:
+        if most > self._room:
+            self._room = most
+            self._integers = [array("q", [0] * most) for _ in range(4)]
+            self._chances = array("f", [0.0] * most)
+
+    def draft(self, sought: Sequence[Sought], most: int, floor: float, chains: bool) -> Found:
+        """See ``Drafting.draft``."""
+        self._reserve(most)
+        asked = (_Asked * len(sought))()
+        for place, one in zip(asked, sought, strict=True):
+            place.recall, place.text = _address(one.memory), _address(one.text)
+            place.limit, place.mode = one.limit, not one.greedy
+            if one.other is not None:
+                place.path, place.levels = one.other.path.data_ptr(), len(one.other.path)
+                place.others, place.other_p = one.other.ids.data_ptr(), one.other.p.data_ptr()
+        rooms = [numbers.buffer_info()[0] for numbers in (*self._integers, self._chances)]
+        count = self._library.osd_recall_draft(asked, len(sought), most, floor, chains, *rooms)
+        if count < 0:
+            raise MemoryError(f"no memory to draft {most} nodes")
+        owners, parents, tokens, levels = (numbers[:count].tolist() for numbers in self._integers)
+        return Found(owners, parents, tokens, levels, self._chances[:count].tolist())
+
+
+class NativeBackend:
+    """See ``osd.drafters.recall.memory.Backend``."""
+
+    memory, text, drafting = NativeMemory, NativeText, NativeDrafting

@@ -1,0 +1,372 @@
+"""Recall's memory in Python, where the kernels cannot run, and what tests compare these with."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import cast
+
+import numpy as np
+import torch
+
+from osd.drafters.recall.memory import COPY, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sought, Text
+
+_WAYS, _TAIL, _COPIED, _STEPS, _MEMORY, _CHILDREN = 8, 16, ORDERS + 1, 16, 32, 4
+_EDGES = (0.01, 0.03, 0.08, 0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+_MIDDLES = (0.005, 0.02, 0.055, 0.115, 0.2, 0.3, 0.425, 0.575, 0.725, 0.85, 0.935, 0.985)
+_AGES, _RANKS, _DEPTHS, _STEP = 4, 3, 3, 0.02
+_WORD = (1 << 64) - 1
+
+Said = Sequence[tuple[int, float]]
+"""Tokens and their probabilities, from the most probable on."""
+
+
+def _mixed(value: int, token: int) -> int:
+    value = (value ^ token) * 0x9E3779B97F4A7C15 & _WORD
+    value = (value ^ value >> 29) * 0xBF58476D1CE4E5B9 & _WORD
+    return value ^ value >> 32
+
+
+def _keys(tail: Sequence[int]) -> list[int]:
+    """The hash of the last n tokens for each order n; ``tail`` goes from the last token back."""
+    keys, value = [], 0
+    for order, token in enumerate(tail[:ORDERS]):
+        value = _mixed(value, token)
+        keys.append(value + order & _WORD)
+    return keys
+
+
+@dataclass
+class _Entry:
+    tag: int
+    stamp: int
+    said: list[tuple[int, int]] = field(default_factory=list)  # tokens and 65535ths
+    count: int = 0
+    readers: int = 0
+
+    def learn(self, said: Said, reader: int) -> None:
+        """Move to the mean of what was said so far, of which the most probable tokens stay."""
+        mean = {token: p * self.count / (self.count + 1) for token, p in self.said}
+        for token, p in said[:KEPT]:
+            mean[token] = mean.get(token, 0.0) + p * 65535 / (self.count + 1)
+        best = sorted(mean.items(), key=lambda one: -one[1])[:KEPT]
+        self.said = [(token, int(p + 0.5)) for token, p in best if p >= 0.5]
+        self.count = min(self.count + 1, _MEMORY)
+        self.readers |= reader
+
+
+class _Table:
+    """Sets of entries; a new one takes the place of the one of its set that was not learnt for longest."""
+
+    def __init__(self, entries: int) -> None:
+        self.sets: list[list[_Entry]] = [[] for _ in range(max(entries // _WAYS, 1))]
+
+    def _set(self, key: int) -> list[_Entry]:
+        return self.sets[(key >> 32) * len(self.sets) >> 32]
+
+    def find(self, key: int) -> _Entry | None:
+        return next((entry for entry in self._set(key) if entry.tag == key & 0xFFFFFFFF | 1), None)
+
+    def claim(self, key: int, now: int) -> _Entry:
+        entry = self.find(key)
+        if entry is None:
+            entries = self._set(key)
+            if len(entries) == _WAYS:
+                entries.remove(min(entries, key=lambda one: one.stamp))
+            entry = _Entry(key & 0xFFFFFFFF | 1, now)
+            entries.append(entry)
+        entry.stamp = now
+        return entry
+
+    def learn(self, tail: Sequence[int], said: Said, reader: int, now: int) -> None:
+        for key in _keys(tail):
+            self.claim(key, now).learn(said, reader)
+
+
+class PlainText:
+    """See ``osd.drafters.recall.memory.Text``."""
+
+    def __init__(self, room: int) -> None:
+        """Have room for so many tokens."""
+        self._room = room
+        self.clear()
+
+    def clear(self) -> None:
+        """See ``Text.clear``."""
+        self.table = _Table(ORDERS * self._room)
+        self.tokens: list[int] = []
+        self._ends: dict[int, list[int]] = {}  # places after five tokens, by their hash
+
+    def append(self, tokens: Sequence[int], certain: bool) -> None:
+        """See ``Text.append``."""
+        for token in tokens[: self._room - len(self.tokens)]:
+            if certain and self.tokens:
+                self.table.learn(self.tail(), [(token, 1.0)], 0, len(self.tokens))
+            self.tokens.append(token)
+            if len(self.tokens) >= _COPIED:
+                self._ends.setdefault(self._end(self.tail()), []).append(len(self.tokens))
+
+    def tail(self) -> list[int]:
+        """The last tokens, from the last one back."""
+        return self.tokens[: -_TAIL - 1 : -1]
+
+    def copy(self, tail: Sequence[int]) -> tuple[int, int] | None:
+        """How many tokens agree with their longest earlier occurrence, and the token after that; None for none."""
+        longest: tuple[int, int] | None = None
+        if len(tail) < _COPIED:
+            return None
+        for after in self._ends.get(self._end(tail), [])[: -_STEPS - 1 : -1]:
+            if after < len(self.tokens):
+                pairs = zip(tail, self.tokens[after - 1 :: -1], strict=False)
+                same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(tail), after))
+                if same >= _COPIED and same > (longest[0] if longest else 0):
+                    longest = same, self.tokens[after]
+        return longest
+
+    @staticmethod
+    def _end(tail: Sequence[int]) -> int:
+        value = 0
+        for token in tail[:_COPIED]:
+            value = _mixed(value, token)
+        return value
+
+
+@dataclass
+class _Mixture:
+    """What the levels say together; ``age`` is a bucket of how much is known at the last ``level``."""
+
+    level: int = -1
+    age: int = 0
+    q: dict[int, float] = field(default_factory=dict)
+
+    def add(self, said: Said, share: float, target: Said | None) -> float:
+        """Mix ``share`` of a level in; returns the derivative by it of how well ``target`` is told."""
+        before = self.q
+        mine = dict(said)
+        self.q = {token: p * (1 - share) for token, p in before.items()}
+        for token, p in said:
+            self.q[token] = self.q.get(token, 0.0) + share * p
+        slope = 0.0
+        for token, p in (target or ())[:KEPT]:
+            slope += p * (mine.get(token, 0.0) - before.get(token, 0.0)) / (self.q.get(token, 0.0) + 1e-3)
+        return min(max(slope, -8.0), 8.0)
+
+    def best(self, most: int) -> list[tuple[int, float]]:
+        """The most probable tokens."""
+        return sorted(self.q.items(), key=lambda one: -one[1])[:most]
+
+
+def _share_of(q: float) -> int:
+    return sum(q >= edge for edge in _EDGES)
+
+
+def _logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+class PlainMemory:
+    """See ``osd.drafters.recall.memory.Memory``."""
+
+    def __init__(self, entries: int) -> None:
+        """Have room for so many entries."""
+        self._table = _Table(entries)
+        self.entries = len(self._table.sets) * _WAYS
+        self._kappas = [math.log(2 if level % 2 else 0.7) for level in range(COPY)]
+        self._copies = [0.25 * (length - 8) for length in range(_TAIL + 1)]
+        self._others = [0.0] * (OTHER + 1)
+        self._coarse = np.zeros((2, _RANKS, len(_MIDDLES), 2))
+        self._fine = np.zeros((2, OTHER + 1, _AGES, _DEPTHS, _RANKS, len(_MIDDLES), 2))
+
+    def learn(self, text: Text, heard: Heard, greedy: bool, reader: int | None, now: int) -> None:
+        """See ``Memory.learn``."""
+        text = cast(PlainText, text)
+        tails, depths = [text.tail()], [0]
+        for token, parent in zip(heard.tokens, heard.parents, strict=True):
+            tails.append([token, *tails[1 + parent]][:_TAIL])
+            depths.append(depths[1 + parent] + 1)
+        rows = zip(tails, depths, heard.ids.tolist(), heard.logp.exp().tolist(), heard.following, strict=True)
+        for row, (tail, depth, ids, p, following) in enumerate(rows):
+            said = list(zip(ids, p, strict=True))[:KEPT]
+            if following >= 0:
+                other = None if heard.others is None else _pairs(*(part[row].tolist() for part in heard.others))
+                mixture = self._mix(text, tail, other, said)
+                self._calibrate(mixture, following, depth, int(not greedy))
+            if reader is not None:
+                self._table.learn(tail, said, reader, now)
+            text.table.learn(tail, said, 0, len(text.tokens))
+
+    def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
+        """See ``Memory.says``."""
+        text = cast(PlainText, text)
+        best = self._mix(text, text.tail(), None, None).best(most)
+        return [token for token, _ in best], [q for _, q in best]
+
+    def drop(self, before: int = 0, reader: int = 0) -> int:
+        """See ``Memory.drop``."""
+        count = self.used()
+        for entries in self._table.sets:
+            entries[:] = [
+                one for one in entries if one.stamp >= before and not (reader and one.readers & reader == reader)
+            ]
+        return count - self.used()
+
+    def used(self) -> int:
+        """See ``Memory.used``."""
+        return sum(map(len, self._table.sets))
+
+    def contents(self) -> Contents:
+        """See ``Memory.contents``."""
+        places, entries = bytearray(8 * self.entries), bytearray(56 * self.entries)
+        for number, held in enumerate(self._table.sets):
+            for way, one in enumerate(held):
+                at = number * _WAYS + way
+                struct.pack_into("<II", places, 8 * at, one.tag, one.stamp)
+                said = one.said + [(0, 0)] * (KEPT - len(one.said))
+                ids, shares = zip(*said, strict=True)
+                struct.pack_into("<8I8HHHI", entries, 56 * at, *ids, *shares, one.count, 0, one.readers)
+        weights = np.concatenate(
+            [np.array([*self._kappas, *self._copies, *self._others], np.float32)]
+            + [cells.astype(np.float32).ravel() for cells in (self._coarse, self._fine)]
+        )
+        parts = (bytes(places), bytes(entries), weights.tobytes())
+        return Contents(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts))
+
+    def load(self, contents: Contents) -> None:
+        """See ``Memory.load``."""
+        places, entries = contents.places.numpy().tobytes(), contents.entries.numpy().tobytes()
+        for number, held in enumerate(self._table.sets):
+            held.clear()
+            for at in range(number * _WAYS, (number + 1) * _WAYS):
+                tag, stamp = struct.unpack_from("<II", places, 8 * at)
+                if tag:
+                    *said, known, _, readers = struct.unpack_from("<8I8HHHI", entries, 56 * at)
+                    pairs = [pair for pair in zip(said[:KEPT], said[KEPT:], strict=True) if pair[1]]
+                    held.append(_Entry(tag, stamp, pairs, known, readers))
+        weights = contents.weights.numpy().view(np.float32).astype(float)
+        sizes = np.cumsum([COPY, _TAIL + 1, OTHER + 1, self._coarse.size])
+        kappas, copies, others, coarse, fine = np.split(weights, sizes)
+        self._kappas, self._copies, self._others = kappas.tolist(), copies.tolist(), others.tolist()
+        self._coarse, self._fine = coarse.reshape(self._coarse.shape), fine.reshape(self._fine.shape)
+
+    def candidates(
+        self, text: PlainText, tail: Sequence[int], depth: int, greedy: bool, other: Said | None, most: int
+    ) -> tuple[int, list[tuple[int, float]]]:
+        """The level of a context, and up to ``most`` tokens with the chances that the target takes them."""
+        mixture = self._mix(text, tail, other, None)
+        if mixture.level < 0:
+            return -1, []
+        best = mixture.best(most)
+        cells = (self._cells(mixture, rank, q, depth, int(not greedy)) for rank, (_, q) in enumerate(best))
+        return mixture.level, [(token, _chance(*cell, q)) for (token, q), cell in zip(best, cells, strict=True)]
+
+    def _mix(self, text: PlainText, tail: Sequence[int], other: Said | None, target: Said | None) -> _Mixture:
+        mixture = _Mixture()
+        for order, key in enumerate(_keys(tail)):
+            for level, table in ((2 * order, self._table), (2 * order + 1, text.table)):
+                entry = table.find(key)
+                if entry is not None:
+                    share = entry.count / (entry.count + math.exp(self._kappas[level]))
+                    slope = mixture.add([(token, p / 65535) for token, p in entry.said], share, target)
+                    if target is not None:
+                        self._kappas[level] = _clamped(self._kappas[level] - _STEP * slope * share * (1 - share))
+                    mixture.level, mixture.age = level, sum(entry.count >= least for least in (2, 3, 8))
+        copied = text.copy(tail)
+        if copied is not None:
+            length, token = copied
+            self._add(mixture, [(token, 1.0)], self._copies, length, target)
+            mixture.level, mixture.age = COPY, sum(length >= least for least in (7, 10, _TAIL))
+        if other:
+            self._add(mixture, other, self._others, mixture.level + 1, target)
+            below = mixture.level
+            mixture.level, mixture.age = OTHER, 0 if below < 0 else 3 if below == COPY else 1 + below // ORDERS
+        return mixture
+
+    def _add(self, mixture: _Mixture, said: Said, odds: list[float], place: int, target: Said | None) -> None:
+        share = _logistic(odds[place])
+        slope = mixture.add(said, share, target)
+        if target is not None:
+            odds[place] = _clamped(odds[place] + _STEP * slope * share * (1 - share))
+
+    def _cells(self, m: _Mixture, rank: int, q: float, depth: int, mode: int) -> tuple[np.ndarray, np.ndarray]:
+        place, share = min(rank, _RANKS - 1), _share_of(q)
+        return self._coarse[mode, place, share], self._fine[mode, m.level, m.age, min(depth, _DEPTHS - 1), place, share]
+
+    def _calibrate(self, mixture: _Mixture, following: int, depth: int, mode: int) -> None:
+        if mixture.level < 0:
+            return
+        for rank, (token, q) in enumerate(mixture.best(_CHILDREN)):
+            for cell, kept in zip(self._cells(mixture, rank, q, depth, mode), (0.9995, 0.999), strict=True):
+                cell[:] = cell * kept + (1, token == following)
+
+
+def _chance(coarse: np.ndarray, fine: np.ndarray, q: float) -> float:
+    usual = (coarse[1] + 4 * _MIDDLES[_share_of(q)]) / (coarse[0] + 4)
+    return float((fine[1] + 8 * usual) / (fine[0] + 8))
+
+
+def _clamped(value: float) -> float:
+    return min(max(value, -4.0), 4.0)
+
+
+def _pairs(ids: Sequence[int], p: Sequence[float]) -> Said:
+    return [(token, share) for token, share in zip(ids, p, strict=True) if token >= 0]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """Where a draft may go on: after the number ``parent`` of a sequence's nodes, -1 for its root."""
+
+    number: int
+    tail: Sequence[int]
+    depth: int
+    chance: float
+    along: int | None  # so many tokens of the other drafter's path
+
+
+class PlainDrafting:
+    """Drafts by the memories of several sequences."""
+
+    def draft(self, sought: Sequence[Sought], most: int, floor: float, chains: bool) -> Found:
+        """See ``Drafting.draft``."""
+        heap: list[tuple[float, int, int, _Node, int, int]] = []
+        order, sizes, found = count(), [0] * len(sought), Found([], [], [], [], [])
+
+        def push(owner: int, node: _Node) -> None:
+            one, other = sought[owner], None
+            if one.other is not None and node.along is not None:
+                other = _pairs(one.other.ids[node.along].tolist(), one.other.p[node.along].tolist())
+            memory, text, width = cast(PlainMemory, one.memory), cast(PlainText, one.text), 1 if chains else _CHILDREN
+            level, best = memory.candidates(text, node.tail, node.depth, one.greedy, other, width)
+            for token, chance in best:
+                if node.chance * chance >= floor:
+                    heapq.heappush(heap, (-node.chance * chance, next(order), owner, node, token, level))
+
+        for owner, one in enumerate(sought):
+            if one.limit > 0:
+                text = cast(PlainText, one.text)
+                push(owner, _Node(-1, text.tail(), 0, 1.0, None if one.other is None else 0))
+        while heap and len(found.owners) < most:
+            worth, _, owner, node, token, level = heapq.heappop(heap)
+            if sizes[owner] >= sought[owner].limit:
+                continue
+            found.owners.append(owner)
+            found.parents.append(node.number)
+            found.tokens.append(token)
+            found.levels.append(level)
+            found.chances.append(-worth)
+            other, along = sought[owner].other, node.along
+            if other is not None and along is not None:
+                along = along + 1 if along < len(other.path) and int(other.path[along]) == token else None
+            push(owner, _Node(sizes[owner], [token, *node.tail][:_TAIL], node.depth + 1, -worth, along))
+            sizes[owner] += 1
+        return found
+
+
+class PlainBackend:
+    """See ``osd.drafters.recall.memory.Backend``."""
+
+    memory, text, drafting = PlainMemory, PlainText, PlainDrafting

@@ -1,0 +1,130 @@
+"""Recall's session: drafts by what its memory says, and remembers every verified row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from osd.drafters.recall.memories import Memories
+from osd.drafters.recall.memory import SOURCES, Found, Heard, Memory, Sought, Text, mark_of
+from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Session, TargetRows, Tree
+from osd.speculation.growth import Growth
+from osd.speculation.noise import Noise
+from osd.speculation.tree import ROOT
+
+_FAINT = 0.02
+"""The chance below which nothing is drafted where nobody asks what it is worth."""
+
+
+@dataclass
+class _Reader:
+    """A sequence: its text, the memory of its client, and its mark there, None if it must not be remembered."""
+
+    text: Text
+    memory: Memory
+    mark: int | None
+
+
+class RecallSession(Session):
+    """Drafts for the sequences of an engine; see ``osd.drafters.session.Session``. It has no weights."""
+
+    def __init__(self, memories: Memories, runtime: Runtime) -> None:
+        """Draft by ``memories``, for as many slots and tokens as ``runtime`` says."""
+        self._memories, self._context = memories, runtime.context
+        self._drafting = memories.backend.drafting()
+        self._spare = [memories.backend.text(runtime.context) for _ in range(runtime.slots)]
+        self._readers: dict[int, _Reader] = {}
+        self._greedy: dict[int, bool] = {}
+
+    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
+        """See ``Session.open``."""
+        text = self._spare.pop()
+        text.clear()
+        text.append([token], certain=False)
+        mark = mark_of(origin.request) if origin.remembered else None
+        self._readers[slot] = _Reader(text, self._memories.of(origin.client), mark)
+
+    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+        """See ``Session.propose``; with ``Asked.worth`` as many nodes as pay, of all sequences the most probable."""
+        found, sought = self.sought(asked), asked.worth
+        nodes = self.draft(found, asked, growth)
+        count = len(nodes.tokens)
+        if sought is not None:
+            count, _ = sought.best(nodes.chances, len(asked.slots))
+        return Proposal.of_choice(trees_of(nodes, count, len(asked.slots)), asked, sum(nodes.chances[:count]))
+
+    def sought(self, asked: Asked) -> list[Sought]:
+        """The sequences as the memory is asked about them."""
+        for slot in asked.slots:
+            self._greedy[slot] = asked.greedy
+        readers = [self._readers[slot] for slot in asked.slots]
+        return [
+            Sought(reader.memory, reader.text, limit, asked.greedy)
+            for reader, limit in zip(readers, asked.limits, strict=True)
+        ]
+
+    def draft(self, sought: Sequence[Sought], asked: Asked, growth: Growth) -> Found:
+        """The most probable nodes of all sequences, as many as may be worth their rows."""
+        worth, most = asked.worth, sum(asked.limits)
+        floor = _FAINT
+        if worth is not None:
+            most, floor = min(most, worth.room), max(worth.floor(), _FAINT)
+        return self._drafting.draft(sought, most, floor, growth.chains)
+
+    def commit(self, slot: int, kept: Kept) -> None:
+        """See ``Session.commit``."""
+        self.remember(slot, kept)
+
+    def remember(self, slot: int, kept: Kept, others: tuple[Tensor, Tensor] | None = None) -> None:
+        """Learn from a round what the target said, beside what another drafter did, and go on with the text."""
+        reader, rows = self._readers[slot], kept.rows
+        drawn = 0 if rows is None else len(rows.path) + 1
+        read = len(kept.tokens) - drawn
+        reader.text.append(kept.tokens[:read], certain=True)
+        if rows is not None:
+            reader.memory.learn(
+                reader.text, heard(rows, kept.tokens[read:], others), self._greedy.get(slot, True), reader.mark,
+                int(time.time()),
+            )  # fmt: skip
+            reader.text.append(kept.tokens[read:], certain=False)
+
+    def close(self, slot: int) -> None:
+        """See ``Session.close``."""
+        self._spare.append(self._readers.pop(slot).text)
+        self._greedy.pop(slot, None)
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Any]:
+        """See ``Session.stage``."""
+        return {}
+
+    def load(self, staged: dict[str, Any]) -> None:
+        """See ``Session.load``."""
+
+
+def trees_of(nodes: Found, count: int, sequences: int) -> list[Tree]:
+    """The trees of the first ``count`` nodes."""
+    tokens: list[list[int]] = [[] for _ in range(sequences)]
+    parents: list[list[int]] = [[] for _ in range(sequences)]
+    sources: list[list[str]] = [[] for _ in range(sequences)]
+    for owner, parent, token, level in zip(
+        nodes.owners[:count], nodes.parents[:count], nodes.tokens[:count], nodes.levels[:count], strict=True
+    ):
+        tokens[owner].append(token)
+        parents[owner].append(parent)
+        sources[owner].append(SOURCES[level])
+    return [Tree(*parts) for parts in zip(tokens, parents, sources, strict=True)]
+
+
+def heard(rows: TargetRows, drawn: Sequence[int], others: tuple[Tensor, Tensor] | None = None) -> Heard:
+    """What the target said in a round that went on with ``drawn``: the tokens of the path, and one more."""
+    assert rows.top is not None  # noqa: S101  the engine gives it to drafters that read target rows
+    tree = rows.tree
+    count = 1 + len(tree.tokens)
+    following = [-1] * count
+    for node, token in zip([ROOT, *rows.path], drawn, strict=True):
+        following[1 + node] = token
+    return Heard(tree.tokens, tree.parents, rows.top.ids[:count], rows.top.logp[:count], following, others)

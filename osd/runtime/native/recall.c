@@ -1,0 +1,661 @@
+/* Recall: what the target said after the same last tokens. See osd/drafters/recall. */
+#include <pthread.h>
+
+#include "common.h"
+
+enum {
+  ORDERS = 4,                /* lengths of a key, from one token on */
+  KEPT = 8,                  /* tokens of an entry */
+  WAYS = 8,                  /* entries of a set: the tags of a set fill a cache line */
+  TAIL = 16,                 /* tokens of a context that are looked at */
+  COPIED = ORDERS + 1,       /* tokens that a copy repeats at least */
+  STEPS = 16,                /* earlier places that are tried for the longest copy */
+  LEVELS = 2 * ORDERS + 2,   /* of what is mixed: a shared and an own entry of each order, a copy, another drafter */
+  COPY = 2 * ORDERS,         /* the level of a copy */
+  OTHER = 2 * ORDERS + 1,    /* the level of another drafter */
+  MOST = (2 * ORDERS + 1) * KEPT + 1, /* tokens of a mixture */
+  AGES = 4,                  /* buckets of counts */
+  RANKS = 3,                 /* the most probable token, the next, all others */
+  SHARES = 12,               /* buckets of probabilities */
+  DEPTHS = 3,                /* of a draft: the first token, the second, all others */
+  MODES = 2,                 /* greedy, sampled */
+  MEMORY = 32,               /* of an entry: it never counts for more */
+};
+
+static const float EDGES[SHARES - 1] = {.01f, .03f, .08f, .15f, .25f, .35f, .5f, .65f, .8f, .9f, .97f};
+static const float MIDDLES[SHARES] = {.005f, .02f, .055f, .115f, .2f, .3f, .425f, .575f, .725f, .85f, .935f, .985f};
+
+typedef struct {
+  uint32_t tag, stamp; /* 0: free; seconds */
+} Place;
+
+typedef struct {
+  uint32_t ids[KEPT];
+  uint16_t p[KEPT]; /* in 1/65535, from the largest on */
+  uint16_t count, unused;
+  uint32_t readers; /* two bits for each request that it was learnt from */
+} Entry;
+
+typedef struct {
+  int64_t sets;
+  Place *places; /* [sets, WAYS] */
+  Entry *entries;
+} Table;
+
+typedef struct {
+  float tested, accepted;
+} Cell;
+
+/* What is learnt beside a table: how its levels are mixed, and how often what comes of it is right. */
+typedef struct {
+  float kappas[COPY];       /* logarithms, by level */
+  float copies[TAIL + 1];   /* log-odds of a copy, by its length */
+  float others[LEVELS];     /* log-odds of another drafter, by the level that recall has beside it */
+  Cell coarse[MODES][RANKS][SHARES];
+  Cell fine[MODES][LEVELS][AGES][DEPTHS][RANKS][SHARES];
+} Weights;
+
+typedef struct {
+  Table table;
+  Weights *weights;
+  pthread_mutex_t lock;
+} Recall;
+
+/* The text of one request: its own small table, and every place where COPIED tokens ended, the latest first. */
+typedef struct {
+  Table table;
+  int64_t length, room, heads;
+  int32_t *tokens;   /* [room] */
+  int32_t *latest;   /* [heads] the place after such tokens, by their hash */
+  int32_t *earlier;  /* [room] the one before it */
+} Text;
+
+/* What the levels say together after one context. */
+typedef struct {
+  int count, level, age;
+  int32_t ids[MOST];
+  float q[MOST];
+} Mixture;
+
+/* The distribution of the target that a mixture is compared with. */
+typedef struct {
+  const int64_t *ids;
+  const float *p;
+  int count;
+} Said;
+
+static uint64_t mixed(uint64_t hash, int32_t token) {
+  hash = (hash ^ (uint32_t)token) * 0x9e3779b97f4a7c15u;
+  hash ^= hash >> 29;
+  hash *= 0xbf58476d1ce4e5b9u;
+  return hash ^ (hash >> 32);
+}
+
+static int table_new(Table *table, int64_t entries) {
+  table->sets = entries > WAYS ? entries / WAYS : 1;
+  table->places = aligned_alloc(64, (size_t)table->sets * WAYS * sizeof(Place));
+  table->entries = calloc((size_t)table->sets * WAYS, sizeof(Entry));
+  if (!table->places || !table->entries) return 1;
+  memset(table->places, 0, (size_t)table->sets * WAYS * sizeof(Place));
+  return 0;
+}
+
+static void table_free(Table *table) {
+  free(table->places);
+  free(table->entries);
+}
+
+static int64_t set_of(const Table *table, uint64_t hash) {
+  return (int64_t)(((hash >> 32) * (uint64_t)table->sets) >> 32) * WAYS;
+}
+
+static uint32_t tag_of(uint64_t hash) { return (uint32_t)hash | 1u; }
+
+static Entry *find(const Table *table, uint64_t hash) {
+  const int64_t set = set_of(table, hash);
+  for (int way = 0; way < WAYS; way++)
+    if (table->places[set + way].tag == tag_of(hash)) return table->entries + set + way;
+  return NULL;
+}
+
+/* The entry of a key; a new one takes the place of the one that was not learnt for longest. */
+static Entry *claim(Table *table, uint64_t hash, uint32_t now) {
+  const int64_t set = set_of(table, hash);
+  int64_t at = set;
+  for (int way = 0; way < WAYS; way++) {
+    Place *place = table->places + set + way;
+    if (place->tag == tag_of(hash)) {
+      place->stamp = now;
+      return table->entries + set + way;
+    }
+    const Place *oldest = table->places + at;
+    if (oldest->tag && (!place->tag || place->stamp < oldest->stamp)) at = set + way;
+  }
+  table->places[at] = (Place){tag_of(hash), now};
+  memset(table->entries + at, 0, sizeof(Entry));
+  return table->entries + at;
+}
+
+/* p <- (count p + said) / (count + 1) over the tokens of both, of which the largest stay. */
+static void learn_entry(Entry *entry, const Said *said, uint32_t reader) {
+  uint32_t ids[2 * KEPT];
+  float p[2 * KEPT];
+  int found = 0;
+  const float old = entry->count, all = 1.0f / (old + 1.0f);
+  for (int i = 0; i < KEPT && entry->p[i]; i++) {
+    ids[found] = entry->ids[i];
+    p[found++] = entry->p[i] * old * all;
+  }
+  for (int i = 0; i < said->count && i < KEPT; i++) {
+    int at = 0;
+    while (at < found && ids[at] != (uint32_t)said->ids[i]) at++;
+    if (at == found) {
+      ids[found] = (uint32_t)said->ids[i];
+      p[found++] = 0;
+    }
+    p[at] += said->p[i] * 65535.0f * all;
+  }
+  for (int i = 0; i < KEPT; i++) {
+    int best = i;
+    for (int j = i + 1; j < found; j++) best = p[j] > p[best] ? j : best;
+    const int there = i < found && p[best] >= .5f;
+    entry->ids[i] = there ? ids[best] : 0;
+    entry->p[i] = there ? (uint16_t)(p[best] + .5f) : 0;
+    if (i < found) {
+      ids[best] = ids[i];
+      p[best] = p[i];
+    }
+  }
+  if (entry->count < MEMORY) entry->count++;
+  entry->readers |= reader;
+}
+
+/* The hash of the last n tokens for each order n, of a context from its last token back; returns how many there are. */
+static int hashes_of(const int32_t *tail, uint64_t *hashes) {
+  uint64_t hash = 0;
+  int order = 0;
+  for (; order < ORDERS && tail[order] >= 0; order++) hashes[order] = hash = mixed(hash, tail[order]);
+  return order;
+}
+
+static void learn_table(Table *table, const uint64_t *hashes, int orders, const Said *said, uint32_t reader, uint32_t now) {
+  for (int order = 0; order < orders; order++) learn_entry(claim(table, hashes[order] + (uint64_t)order, now), said, reader);
+}
+
+static int age_of(int count) { return count >= 8 ? 3 : count >= 3 ? 2 : count - 1; }
+
+static int share_of(float q) {
+  int share = 0;
+  while (share < SHARES - 1 && q >= EDGES[share]) share++;
+  return share;
+}
+
+static float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/* The probabilities in a mixture of what the target said, before the next level is mixed in. */
+typedef struct {
+  float q[KEPT];
+} Known;
+
+/* Mix a level in that has `lambda` of the mass. Returns by how much a little more of it would have told the target's
+ * distribution better: the derivative of sum p log q by lambda. */
+static float mix_in(Mixture *m, const int32_t *ids, const float *p, int count, float lambda, const Said *said, Known *known) {
+  float slope = 0;
+  if (said)
+    for (int j = 0; j < said->count && j < KEPT; j++) {
+      float mine = 0;
+      for (int i = 0; i < count; i++) mine = ids[i] == (int32_t)said->ids[j] ? p[i] : mine;
+      const float before = known->q[j], now = known->q[j] = lambda * mine + (1 - lambda) * before;
+      slope += said->p[j] * (mine - before) / (now + 1e-3f);
+    }
+  for (int i = 0; i < m->count; i++) m->q[i] *= 1 - lambda;
+  for (int i = 0; i < count; i++) {
+    int at = 0;
+    while (at < m->count && m->ids[at] != ids[i]) at++;
+    if (at == m->count) {
+      m->ids[m->count] = ids[i];
+      m->q[m->count++] = 0;
+    }
+    m->q[at] += lambda * p[i];
+  }
+  return slope < -8 ? -8 : slope > 8 ? 8 : slope;
+}
+
+static float clamped(float value, float most) { return value < -most ? -most : value > most ? most : value; }
+
+static const float STEP = .02f; /* of what mixes the levels */
+
+static void mix_entry(Mixture *m, const Entry *entry, float *kappa, int level, const Said *said, Known *known) {
+  int32_t ids[KEPT];
+  float p[KEPT];
+  int count = 0;
+  for (; count < KEPT && entry->p[count]; count++) {
+    ids[count] = (int32_t)entry->ids[count];
+    p[count] = entry->p[count] / 65535.0f;
+  }
+  const float lambda = entry->count / (entry->count + expf(*kappa));
+  const float slope = mix_in(m, ids, p, count, lambda, said, known);
+  if (said) *kappa = clamped(*kappa - STEP * slope * lambda * (1 - lambda), 4);
+  m->level = level;
+  m->age = age_of(entry->count);
+}
+
+/* The token after the longest earlier occurrence of the last tokens, and how many of these agree; 0 for none. */
+static int longest_copy(const Text *text, const int32_t *tail, int32_t *token) {
+  uint64_t hash = 0;
+  for (int i = 0; i < COPIED; i++) {
+    if (tail[i] < 0) return 0;
+    hash = mixed(hash, tail[i]);
+  }
+  int longest = 0, steps = 0;
+  for (int32_t after = text->latest[hash & (uint64_t)(text->heads - 1)]; after > 0 && steps < STEPS; steps++) {
+    if (after < text->length) {
+      int same = 0;
+      while (same < TAIL && same < after && tail[same] >= 0 && tail[same] == text->tokens[after - 1 - same]) same++;
+      if (same >= COPIED && same > longest) {
+        longest = same;
+        *token = text->tokens[after];
+      }
+    }
+    after = text->earlier[after];
+  }
+  return longest;
+}
+
+/* Mix all levels that know a context, from the last token back; with `said` they learn how to be mixed. */
+static void mix(Recall *recall, const Text *text, const int32_t *tail, const Said *said, const Said *other, Mixture *m) {
+  uint64_t hashes[ORDERS];
+  Weights *w = recall->weights;
+  Known known = {{0}};
+  const int orders = hashes_of(tail, hashes);
+  m->count = 0;
+  m->level = -1;
+  m->age = 0;
+  for (int order = 0; order < orders; order++) {
+    const uint64_t key = hashes[order] + (uint64_t)order;
+    const Entry *shared = find(&recall->table, key), *own = find(&text->table, key);
+    if (shared) mix_entry(m, shared, &w->kappas[2 * order], 2 * order, said, &known);
+    if (own) mix_entry(m, own, &w->kappas[2 * order + 1], 2 * order + 1, said, &known);
+  }
+  int32_t token;
+  const int length = longest_copy(text, tail, &token);
+  if (length) {
+    const float one = 1, lambda = logistic(w->copies[length]);
+    const float slope = mix_in(m, &token, &one, 1, lambda, said, &known);
+    if (said) w->copies[length] = clamped(w->copies[length] + STEP * slope * lambda * (1 - lambda), 4);
+    m->level = COPY;
+    m->age = length >= TAIL ? 3 : length >= 10 ? 2 : length >= 7 ? 1 : 0;
+  }
+  if (other) {
+    int32_t ids[KEPT];
+    for (int i = 0; i < other->count; i++) ids[i] = (int32_t)other->ids[i];
+    float *odds = &w->others[m->level + 1 < LEVELS ? m->level + 1 : LEVELS - 1];
+    const float lambda = logistic(*odds);
+    const float slope = mix_in(m, ids, other->p, other->count, lambda, said, &known);
+    if (said) *odds = clamped(*odds + STEP * slope * lambda * (1 - lambda), 4);
+    m->age = m->level < 0 ? 0 : m->level >= COPY ? 3 : 1 + m->level / ORDERS;
+    m->level = OTHER;
+  }
+}
+
+/* Put the `most` most probable tokens of a mixture first. */
+static int sort_first(Mixture *m, int most) {
+  if (most > m->count) most = m->count;
+  for (int i = 0; i < most; i++) {
+    int best = i;
+    for (int j = i + 1; j < m->count; j++) best = m->q[j] > m->q[best] ? j : best;
+    const int32_t id = m->ids[i];
+    const float q = m->q[i];
+    m->ids[i] = m->ids[best];
+    m->q[i] = m->q[best];
+    m->ids[best] = id;
+    m->q[best] = q;
+  }
+  return most;
+}
+
+/* The cell of the token of a rank in a mixture; `depth` counts from 0. */
+static Cell *cell_of(Weights *w, const Mixture *m, int rank, int depth, int mode, Cell **coarse) {
+  const int share = share_of(m->q[rank]), place = rank < RANKS ? rank : RANKS - 1;
+  *coarse = &w->coarse[mode][place][share];
+  return &w->fine[mode][m->level][m->age][depth < DEPTHS ? depth : DEPTHS - 1][place][share];
+}
+
+/* How probably the target takes the token of a rank. */
+static float chance_of(Weights *w, const Mixture *m, int rank, int depth, int mode) {
+  Cell *coarse;
+  const Cell *fine = cell_of(w, m, rank, depth, mode, &coarse);
+  const float usual = (coarse->accepted + 4 * MIDDLES[share_of(m->q[rank])]) / (coarse->tested + 4);
+  return (fine->accepted + 8 * usual) / (fine->tested + 8);
+}
+
+static void observe(Cell *cell, int accepted, float kept) {
+  cell->tested = cell->tested * kept + 1;
+  cell->accepted = cell->accepted * kept + (float)accepted;
+}
+
+static void calibrate(Weights *w, Mixture *m, int32_t next, int depth, int mode) {
+  if (m->level < 0) return;
+  const int most = sort_first(m, 4);
+  for (int rank = 0; rank < most; rank++) {
+    Cell *coarse, *fine = cell_of(w, m, rank, depth, mode, &coarse);
+    observe(coarse, m->ids[rank] == next, .9995f);
+    observe(fine, m->ids[rank] == next, .999f);
+  }
+}
+
+int64_t osd_recall_entry_bytes(void) { return sizeof(Place) + sizeof(Entry); }
+
+int64_t osd_recall_weight_bytes(void) { return sizeof(Weights); }
+
+/* A table of so many entries, or null when there is no memory for it. */
+Recall *osd_recall_new(int64_t entries) {
+  Recall *recall = calloc(1, sizeof(Recall));
+  if (!recall) return NULL;
+  recall->weights = calloc(1, sizeof(Weights));
+  if (table_new(&recall->table, entries) || !recall->weights) {
+    table_free(&recall->table);
+    free(recall->weights);
+    free(recall);
+    return NULL;
+  }
+  pthread_mutex_init(&recall->lock, NULL);
+  for (int level = 0; level < COPY; level++) recall->weights->kappas[level] = logf(level % 2 ? 2 : .7f);
+  for (int length = 0; length <= TAIL; length++) recall->weights->copies[length] = .25f * (float)(length - 8);
+  return recall;
+}
+
+void osd_recall_free(Recall *recall) {
+  pthread_mutex_destroy(&recall->lock);
+  table_free(&recall->table);
+  free(recall->weights);
+  free(recall);
+}
+
+/* Room for a text of so many tokens, or null. */
+Text *osd_text_new(int64_t room) {
+  Text *text = calloc(1, sizeof(Text));
+  if (!text) return NULL;
+  text->room = room;
+  for (text->heads = 64; text->heads < room; text->heads *= 2) continue;
+  text->tokens = malloc((size_t)room * sizeof(int32_t));
+  text->earlier = malloc((size_t)(room + 1) * sizeof(int32_t));
+  text->latest = calloc((size_t)text->heads, sizeof(int32_t));
+  if (table_new(&text->table, ORDERS * room) || !text->tokens || !text->earlier || !text->latest) {
+    table_free(&text->table);
+    free(text->tokens);
+    free(text->earlier);
+    free(text->latest);
+    free(text);
+    return NULL;
+  }
+  return text;
+}
+
+void osd_text_free(Text *text) {
+  table_free(&text->table);
+  free(text->tokens);
+  free(text->earlier);
+  free(text->latest);
+  free(text);
+}
+
+void osd_text_clear(Text *text) {
+  text->length = 0;
+  memset(text->latest, 0, (size_t)text->heads * sizeof(int32_t));
+  memset(text->table.places, 0, (size_t)text->table.sets * WAYS * sizeof(Place));
+}
+
+/* The last tokens of a text, from the last one back; -1 before its beginning. */
+static void tail_of(const Text *text, int32_t *tail) {
+  for (int i = 0; i < TAIL; i++) tail[i] = i < text->length ? text->tokens[text->length - 1 - i] : -1;
+}
+
+static void follow(int32_t *tail, const int32_t *before, int32_t token) {
+  memmove(tail + 1, before, (TAIL - 1) * sizeof(int32_t));
+  tail[0] = token;
+}
+
+/* Append tokens; with `heard` each counts as what the target would say where it stands. */
+void osd_text_append(Text *text, const int64_t *tokens, int64_t count, int heard) {
+  const float sure = 1;
+  int32_t tail[TAIL];
+  for (int64_t i = 0; i < count && text->length < text->room; i++) {
+    if (heard && text->length) {
+      uint64_t hashes[ORDERS];
+      const Said said = {tokens + i, &sure, 1};
+      tail_of(text, tail);
+      learn_table(&text->table, hashes, hashes_of(tail, hashes), &said, 0, (uint32_t)text->length);
+    }
+    text->tokens[text->length++] = (int32_t)tokens[i];
+    if (text->length >= COPIED) {
+      uint64_t hash = 0;
+      for (int64_t back = 1; back <= COPIED; back++) hash = mixed(hash, text->tokens[text->length - back]);
+      int32_t *latest = text->latest + (hash & (uint64_t)(text->heads - 1));
+      text->earlier[text->length] = *latest;
+      *latest = (int32_t)text->length;
+    }
+  }
+}
+
+/* Learn what the target said after the end of a text and after the `count` nodes of a draft on it.
+ *
+ * `ids` and `logp` [1 + count, k] are the target's most probable tokens there. `next` [1 + count] is the token that came
+ * where the output went on, in the order of the text, and -1 elsewhere. `others` and `other_p` [1 + count, KEPT] are what
+ * another drafter said, -1 for nothing; null without one. Without `keep` only the request's own table learns the words. */
+void osd_recall_learn(Recall *recall, Text *text, int64_t count, const int64_t *tokens, const int64_t *parents,
+                      const int64_t *ids, const float *logp, int64_t k, const int64_t *next, const int64_t *others,
+                      const float *other_p, int mode, int keep, uint32_t reader, uint32_t now) {
+  int32_t(*tails)[TAIL] = malloc((size_t)(1 + count) * sizeof(*tails));
+  int32_t *depths = malloc((size_t)(1 + count) * sizeof(int32_t));
+  if (!tails || !depths) {
+    free(tails);
+    free(depths);
+    return;
+  }
+  const int most = k < KEPT ? (int)k : KEPT;
+  Mixture m;
+  for (int64_t row = 0; row <= count; row++) {
+    if (row) {
+      follow(tails[row], tails[1 + parents[row - 1]], (int32_t)tokens[row - 1]);
+      depths[row] = depths[1 + parents[row - 1]] + 1;
+    } else {
+      tail_of(text, tails[0]);
+      depths[0] = 0;
+    }
+    float p[KEPT];
+    for (int i = 0; i < most; i++) p[i] = expf(logp[row * k + i]);
+    const Said said = {ids + row * k, p, most};
+    uint64_t hashes[ORDERS];
+    const int orders = hashes_of(tails[row], hashes);
+    pthread_mutex_lock(&recall->lock);
+    if (next[row] >= 0) {
+      Said other = {NULL, NULL, 0};
+      if (others) {
+        other = (Said){others + row * KEPT, other_p + row * KEPT, 0};
+        while (other.count < KEPT && other.ids[other.count] >= 0) other.count++;
+      }
+      mix(recall, text, tails[row], &said, other.count ? &other : NULL, &m);
+      calibrate(recall->weights, &m, (int32_t)next[row], depths[row], mode);
+    }
+    if (keep) learn_table(&recall->table, hashes, orders, &said, reader, now);
+    pthread_mutex_unlock(&recall->lock);
+    learn_table(&text->table, hashes, orders, &said, 0, (uint32_t)text->length);
+  }
+  free(tails);
+  free(depths);
+}
+
+typedef struct {
+  float worth;
+  int32_t sequence, parent, token, level;
+} Candidate;
+
+static int before(const Candidate *a, const Candidate *b) { return a->worth > b->worth; }
+
+static void raise_up(Candidate *heap, int64_t at, Candidate one) {
+  for (; at && before(&one, heap + (at - 1) / 2); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
+  heap[at] = one;
+}
+
+static Candidate take_best(Candidate *heap, int64_t *count) {
+  const Candidate best = heap[0], last = heap[--*count];
+  int64_t at = 0;
+  for (int64_t child; (child = 2 * at + 1) < *count; at = child) {
+    if (child + 1 < *count && before(heap + child + 1, heap + child)) child++;
+    if (!before(heap + child, &last)) break;
+    heap[at] = heap[child];
+  }
+  heap[at] = last;
+  return best;
+}
+
+enum { CHILDREN = 4 };
+
+typedef struct {
+  Recall *recall;
+  const Text *text;
+  int64_t limit; /* nodes at most */
+  int64_t mode;
+  const int64_t *path;   /* what another drafter drafted, `levels` tokens; null without one */
+  const int64_t *others; /* [1 + levels, KEPT] what it said after each of them, -1 for nothing */
+  const float *other_p;
+  int64_t levels;
+} Asked;
+
+/* Draft for several sequences: the most probable nodes of all of them, from the most probable on, at most `most` and as
+ * long as the chance that a node is kept is at least `floor`. With `chains` no node has a second child.
+ *
+ * Of each node: its sequence, parent (-1 for the root, else a number within the sequence), token, the level that it
+ * comes from and its chance. Returns how many there are, or -1 without memory. */
+int64_t osd_recall_draft(const Asked *asked, int64_t sequences, int64_t most, float floor, int chains, int64_t *owner,
+                         int64_t *parent, int64_t *token, int64_t *level, float *chance) {
+  const int64_t rows = sequences + most;
+  int32_t(*tails)[TAIL] = malloc((size_t)rows * sizeof(*tails));
+  Candidate *heap = malloc((size_t)(rows * CHILDREN + 1) * sizeof(Candidate));
+  int32_t *numbers = malloc((size_t)rows * 4 * sizeof(int32_t));
+  if (!tails || !heap || !numbers) {
+    free(tails);
+    free(heap);
+    free(numbers);
+    return -1;
+  }
+  /* Of each row, a root or a node: its number within the sequence, its depth, how far it follows the other drafter's
+   * path (-1: it has left it); and of each sequence its nodes. */
+  int32_t *number = numbers, *depth = numbers + rows, *along = numbers + 2 * rows, *size = numbers + 3 * rows;
+  int64_t waiting = 0, found = 0;
+  Mixture m;
+  for (int64_t row = 0; row < sequences + found; row++) {
+    const int64_t node = row - sequences;
+    const int64_t s = node < 0 ? row : owner[node];
+    const Asked *one = asked + s;
+    const float reach = node < 0 ? 1 : chance[node];
+    if (node < 0) {
+      tail_of(one->text, tails[row]);
+      number[row] = -1;
+      depth[row] = 0;
+      along[row] = one->path || one->others ? 0 : -1;
+      size[s] = 0;
+    }
+    if (one->limit > 0 && !(node >= 0 && found >= most)) {
+      Said other = {NULL, NULL, 0};
+      if (along[row] >= 0 && along[row] <= one->levels) {
+        other = (Said){one->others + along[row] * KEPT, one->other_p + along[row] * KEPT, 0};
+        while (other.count < KEPT && other.ids[other.count] >= 0) other.count++;
+      }
+      pthread_mutex_lock(&one->recall->lock);
+      mix(one->recall, one->text, tails[row], NULL, other.count ? &other : NULL, &m);
+      const int best = m.level < 0 ? 0 : sort_first(&m, chains ? 1 : CHILDREN);
+      for (int rank = 0; rank < best; rank++) {
+        const float worth = reach * chance_of(one->recall->weights, &m, rank, depth[row], (int)one->mode);
+        if (worth >= floor)
+          raise_up(heap, waiting++, (Candidate){worth, (int32_t)s, (int32_t)row, m.ids[rank], m.level});
+      }
+      pthread_mutex_unlock(&one->recall->lock);
+    }
+    /* The roots are all looked at before the first node is taken, and each node before the next. */
+    if (row < sequences - 1) continue;
+    while (waiting && found < most) {
+      const Candidate best = take_best(heap, &waiting);
+      const int64_t new = sequences + found;
+      const Asked *its = asked + best.sequence;
+      if (size[best.sequence] >= its->limit) continue;
+      follow(tails[new], tails[best.parent], best.token);
+      depth[new] = depth[best.parent] + 1;
+      const int32_t place = along[best.parent];
+      along[new] = place >= 0 && its->path && place < its->levels && its->path[place] == best.token ? place + 1 : -1;
+      number[new] = size[best.sequence]++;
+      owner[found] = best.sequence;
+      parent[found] = number[best.parent];
+      token[found] = best.token;
+      level[found] = best.level;
+      chance[found++] = best.worth;
+      break;
+    }
+  }
+  free(tails);
+  free(heap);
+  free(numbers);
+  return found;
+}
+
+/* What is known after the end of a text: up to `most` tokens and their probabilities; returns how many. */
+int64_t osd_recall_query(Recall *recall, const Text *text, int64_t most, int64_t *ids, float *q, int64_t *level) {
+  int32_t tail[TAIL];
+  Mixture m;
+  tail_of(text, tail);
+  pthread_mutex_lock(&recall->lock);
+  mix(recall, text, tail, NULL, NULL, &m);
+  pthread_mutex_unlock(&recall->lock);
+  const int count = sort_first(&m, (int)most);
+  for (int i = 0; i < count; i++) {
+    ids[i] = m.ids[i];
+    q[i] = m.q[i];
+  }
+  *level = m.level;
+  return count;
+}
+
+/* Drop the entries that were learnt before `oldest`, and those that a request may have been learnt into; returns how
+ * many. `reader` 0 names no request. */
+int64_t osd_recall_drop(Recall *recall, uint32_t oldest, uint32_t reader) {
+  int64_t dropped = 0;
+  for (int64_t start = 0; start < recall->table.sets * WAYS; start += 1024 * WAYS) {
+    pthread_mutex_lock(&recall->lock);
+    for (int64_t at = start; at < start + 1024 * WAYS && at < recall->table.sets * WAYS; at++) {
+      Place *place = recall->table.places + at;
+      const int named = reader && (recall->table.entries[at].readers & reader) == reader;
+      if (place->tag && (place->stamp < oldest || named)) {
+        *place = (Place){0, 0};
+        memset(recall->table.entries + at, 0, sizeof(Entry));
+        dropped++;
+      }
+    }
+    pthread_mutex_unlock(&recall->lock);
+  }
+  return dropped;
+}
+
+/* Entries in use. */
+int64_t osd_recall_used(const Recall *recall) {
+  int64_t used = 0;
+  for (int64_t at = 0; at < recall->table.sets * WAYS; at++) used += recall->table.places[at].tag != 0;
+  return used;
+}
+
+/* Copy everything out of a table (`out`), or into it. The parts are its places, entries and weights. */
+void osd_recall_copy(Recall *recall, void *places, void *entries, void *weights, int out) {
+  const Table *table = &recall->table;
+  for (int64_t start = 0; start < table->sets; start += 1024) {
+    const size_t count = (size_t)((table->sets - start < 1024 ? table->sets - start : 1024) * WAYS), at = (size_t)start * WAYS;
+    pthread_mutex_lock(&recall->lock);
+    char *mine = (char *)(table->places + at), *theirs = (char *)places + at * sizeof(Place);
+    memcpy(out ? theirs : mine, out ? mine : theirs, count * sizeof(Place));
+    mine = (char *)(table->entries + at), theirs = (char *)entries + at * sizeof(Entry);
+    memcpy(out ? theirs : mine, out ? mine : theirs, count * sizeof(Entry));
+    pthread_mutex_unlock(&recall->lock);
+  }
+  pthread_mutex_lock(&recall->lock);
+  memcpy(out ? weights : (void *)recall->weights, out ? (void *)recall->weights : weights, sizeof(Weights));
+  pthread_mutex_unlock(&recall->lock);
+}

@@ -1,0 +1,276 @@
+"""What recall remembers: the kernel beside the same thing in Python, and what both promise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from osd.drafters.recall.memory import Backend, Found, Heard, Memory, Other, Sought, Text, mark_of
+from osd.drafters.recall.native import NativeBackend
+from osd.drafters.recall.reference import PlainBackend
+from osd.runtime.native import quick_kernels
+
+needs_kernels = pytest.mark.skipif(quick_kernels() is None, reason="the kernels were not built, or this CPU lacks AVX2")
+BACKENDS = [pytest.param(NativeBackend(), id="kernel", marks=needs_kernels), pytest.param(PlainBackend(), id="python")]
+VOCABULARY = 30
+
+
+@dataclass
+class Language:
+    """Distributions after the last two tokens, random and always the same."""
+
+    sharpness: float = 3.0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        logits = torch.randn(VOCABULARY, VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
+        self.logp = (self.sharpness * logits).log_softmax(-1).float()
+
+    def top(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        found = torch.stack([self.logp[text[-2], text[-1]] for text in texts]).topk(10)
+        return found.indices, found.values
+
+    def next(self, text: Sequence[int], rng: random.Random | None = None) -> int:
+        row = self.logp[text[-2], text[-1]]
+        if rng is None:
+            return int(row.argmax())
+        return rng.choices(range(VOCABULARY), row.exp().tolist())[0]
+
+
+@dataclass
+class Round:
+    """A draft, and which of its nodes were tested and kept."""
+
+    found: Found
+    tested: list[int]
+    kept: list[int]
+    twin: Found | None = None
+
+
+def contexts(text: list[int], found: Found) -> list[list[int]]:
+    """The text, and the text with each node of a draft on it."""
+    all_of = [text]
+    for token, parent in zip(found.tokens, found.parents, strict=True):
+        all_of.append([*all_of[1 + parent], token])
+    return all_of
+
+
+def serve(
+    backend: Backend,
+    memory: Memory,
+    language: Language,
+    requests: int,
+    *,
+    seed: int = 0,
+    sampled: bool = False,
+    limit: int = 6,
+    keep: bool = True,
+    rounds: int = 15,
+    first: int = 0,
+    twin: tuple[Backend, Memory] | None = None,
+) -> Iterator[Round]:
+    """Decode requests one after the other as an engine would; a ``twin`` hears and drafts the same."""
+    rng, drafting = random.Random(seed), backend.drafting()  # noqa: S311 - repeatable, not secret
+    for number in range(first, first + requests):
+        text = backend.text(256)
+        tokens = [rng.randrange(VOCABULARY) for _ in range(9)]
+        text.append(tokens, certain=True)
+        copy = twin[0].text(256) if twin else None
+        if copy is not None:
+            copy.append(tokens, certain=True)
+        for _ in range(rounds):
+            found = drafting.draft([Sought(memory, text, limit, not sampled)], limit, 0.05, chains=False)
+            same = None
+            if twin and copy:
+                same = twin[0].drafting().draft([Sought(twin[1], copy, limit, not sampled)], limit, 0.05, chains=False)
+            after = contexts(tokens, found)
+            following, at, new, tested, kept = [-1] * len(after), 0, [], [], []
+            while True:
+                token = language.next(after[at], rng if sampled else None)
+                following[at] = token
+                new.append(token)
+                children = [i for i, parent in enumerate(found.parents) if parent == at - 1]
+                tested += children
+                right = [i for i in children if found.tokens[i] == token]
+                if not right:
+                    break
+                kept += right
+                at = 1 + right[0]
+            heard = Heard(found.tokens, found.parents, *language.top(after), following)
+            learnt = heard, not sampled, mark_of(str(number)) if keep else None, 1000 + number
+            memory.learn(text, *learnt)
+            text.append(new, certain=False)
+            if twin and copy:
+                twin[1].learn(copy, *learnt)
+                copy.append(new, certain=False)
+            tokens = tokens + new
+            yield Round(found, tested, kept, same)
+
+
+@needs_kernels
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_the_kernel_does_what_python_does(sampled: bool) -> None:
+    kernel, plain = NativeBackend().memory(4096), PlainBackend().memory(4096)
+    rounds = list(serve(NativeBackend(), kernel, Language(), 25, sampled=sampled, twin=(PlainBackend(), plain)))
+    assert kernel.used() == plain.used()
+    same = 0
+    for one in rounds:
+        # Equal chances may come in another order, and then leave another node out.
+        assert one.twin is not None
+        assert one.found.chances == pytest.approx(one.twin.chances, abs=2e-3)
+        mine, theirs = ((found.tokens, found.parents, found.levels) for found in (one.found, one.twin))
+        same += mine == theirs
+    assert same > 0.9 * len(rounds)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_was_said_is_drafted_and_soon_right(backend: Backend) -> None:
+    rounds = list(serve(backend, backend.memory(1 << 14), Language(), 80))
+    late = rounds[-200:]
+    assert sum(len(one.kept) for one in late) / len(late) > 2.5
+    assert sum(len(one.kept) for one in rounds[:30]) / 30 < 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_chances_are_calibrated(backend: Backend, sampled: bool) -> None:
+    """Ten equal bins of the chance that a node is kept: the mean of each is within .05 of what happened, weighted."""
+    bins = [[0.0, 0, 0] for _ in range(10)]
+    for number, one in enumerate(serve(backend, backend.memory(1 << 14), Language(1.5), 80, sampled=sampled)):
+        if number < 200:
+            continue
+        for node in one.tested:
+            parent, chance = one.found.parents[node], one.found.chances[node]
+            given = chance / (one.found.chances[parent] if parent >= 0 else 1.0)
+            place = bins[min(int(given * 10), 9)]
+            place[0] += given
+            place[1] += node in one.kept
+            place[2] += 1
+    tested = sum(count for _, _, count in bins)
+    error = sum(abs(said - kept) for said, kept, _ in bins) / tested
+    assert tested > 1000
+    assert error < 0.05
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_copy_goes_on_where_the_text_stood_before_the_longest_match_first(backend: Backend) -> None:
+    memory, text = backend.memory(64), backend.text(128)
+    text.append([9, 1, 2, 3, 4, 5, 20, 21, 8, 1, 2, 3, 4, 5, 22, 7, 9, 1, 2, 3, 4, 5], certain=False)
+    ids, _ = memory.says(text, 1)
+    assert ids == [20]  # six tokens agree; where 22 followed, and later, only five do
+    found = backend.drafting().draft([Sought(memory, text, 3, True)], 3, 0.0, chains=True)
+    assert found.tokens == [20, 21, 8]
+    assert found.levels == [8, 8, 8]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_full_table_forgets_what_was_not_learnt_for_longest_and_never_grows(backend: Backend) -> None:
+    memory, language = backend.memory(512), Language()
+    for _ in serve(backend, memory, language, 40, keep=True):
+        assert memory.used() <= 512
+    assert memory.used() > 400
+    dropped = memory.drop(before=1030)
+    assert dropped < memory.used() + dropped
+    assert memory.drop(before=1030) == 0
+    assert memory.used() > 0  # the last requests are still there
+    assert memory.drop(before=2000) > 0
+    assert memory.used() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_request_that_must_not_be_remembered_is_not(backend: Backend) -> None:
+    memory = backend.memory(512)
+    rounds = list(serve(backend, memory, Language(), 3, keep=False))
+    assert memory.used() == 0
+    assert any(one.found.tokens for one in rounds)  # its own text is drafted from all the same
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_entry_that_a_request_touched_can_be_dropped(backend: Backend) -> None:
+    alone, both = backend.memory(1 << 14), backend.memory(1 << 14)
+    list(serve(backend, alone, Language(), 1, first=0))
+    list(serve(backend, both, Language(), 1, first=0))
+    list(serve(backend, both, Language(), 1, first=1, seed=9))
+    before = both.used()
+    assert both.drop(reader=mark_of("0")) >= alone.used()
+    assert 0 < both.used() < before  # the other request's stay
+    assert both.drop(reader=mark_of("0")) == 0
+
+
+@pytest.mark.parametrize("reading", BACKENDS)
+@pytest.mark.parametrize("writing", BACKENDS)
+def test_contents_can_be_taken_over_by_another_table(writing: Backend, reading: Backend) -> None:
+    language, one, other = Language(), writing.memory(4096), reading.memory(4096)
+    list(serve(writing, one, language, 12))
+    other.load(one.contents())
+    assert other.used() == one.used()
+    asked = [7, 3, 2, 9, 4, 1]
+    texts = writing.text(64), reading.text(64)
+    for text in texts:
+        text.append(asked, certain=True)
+    (ids, q), (same, p) = one.says(texts[0], 8), other.says(texts[1], 8)
+    assert q == pytest.approx(p, abs=1e-4)
+    assert set(ids[:3]) == set(same[:3])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_limits_hold_for_each_sequence_and_for_all_together(backend: Backend) -> None:
+    memory, language = backend.memory(1 << 14), Language()
+    list(serve(backend, memory, language, 60))
+    texts: list[Text] = []
+    for number in range(4):
+        text = backend.text(64)
+        text.append([number, 3, 5, 8, 13], certain=True)
+        texts.append(text)
+    limits = [0, 1, 5, 9]
+    sought = [Sought(memory, text, limit, True) for text, limit in zip(texts, limits, strict=True)]
+    found = backend.drafting().draft(sought, 11, 0.0, chains=False)
+    sizes = [found.owners.count(owner) for owner in range(4)]
+    assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
+    assert sum(sizes) == len(found.tokens) == 11
+    assert found.chances == sorted(found.chances, reverse=True)
+    for owner in range(4):
+        mine = [parent for who, parent in zip(found.owners, found.parents, strict=True) if who == owner]
+        assert all(parent < node for node, parent in enumerate(mine))
+    chains = backend.drafting().draft(sought, 11, 0.0, chains=True)
+    for owner in range(4):
+        mine = [parent for who, parent in zip(chains.owners, chains.parents, strict=True) if who == owner]
+        assert mine == list(range(-1, len(mine) - 1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_drafter_is_mixed_in_along_its_path_and_weighs_as_much_as_it_is_right(backend: Backend) -> None:
+    memory, text, language = backend.memory(4096), backend.text(512), Language()
+    tokens = [4, 5]
+    text.append(tokens, certain=False)
+    path = torch.tensor([11, 12])
+    ids = torch.tensor([[11, *[-1] * 7], [12, *[-1] * 7], [13, *[-1] * 7]])
+    other = Other(path, ids, torch.full((3, 8), 0.9))
+    found = backend.drafting().draft([Sought(memory, text, 3, True, other)], 3, 0.01, chains=True)
+    assert found.tokens == [11, 12, 13]
+    assert found.levels == [9, 9, 9]
+
+    def trusted(right: bool) -> float:
+        memory = backend.memory(4096)
+        text, said = backend.text(512), [4, 5]
+        text.append(said, certain=False)
+        for _ in range(60):
+            token = language.next(said)
+            guess = token if right else (token + 1) % VOCABULARY
+            ids = torch.tensor([[guess, *[-1] * 7]])
+            heard = Heard([], [], *language.top([said]), [token], (ids, torch.full((1, 8), 0.9)))
+            memory.learn(text, heard, True, 1, 1000)
+            text.append([token], certain=False)
+            said = [*said, token]
+        asked = backend.text(16)
+        asked.append([29], certain=False)
+        other = Other(torch.empty(0, dtype=torch.int64), torch.tensor([[7, *[-1] * 7]]), torch.full((1, 8), 0.9))
+        return backend.drafting().draft([Sought(memory, asked, 1, True, other)], 1, 0.0, chains=True).chances[0]
+
+    assert trusted(right=True) > 0.8
+    assert trusted(right=False) < 0.3

@@ -1,0 +1,144 @@
+"""Recall in the engine: it drafts what was said before, for whoever may know of it, and costs nobody a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, GrowthSettings, TopKTreeSettings
+from osd.drafters.recall.drafter import Recall
+from osd.drafters.recall.memories import Memories
+from osd.engine.policy import Policy
+from osd.engine.request import SamplingParams
+from tests.unit.engine.harness import Client, Oracle, prompts, running
+
+LENGTHS = (1, 5, 40, 16, 3)
+BEST = BestFirstSettings()
+
+
+def memories(client: Client) -> Memories:
+    assert client.engine.pool is not None
+    return client.engine.pool.memories("general")
+
+
+def used(client: Client) -> int:
+    return sum(table.used() for table in memories(client).tables)
+
+
+def submit(client: Client, **more: Any) -> None:
+    for index, prompt in enumerate(prompts(LENGTHS)):
+        client.submit(str(index), prompt, 24, ignore_eos=True, **more)
+
+
+@pytest.mark.parametrize(
+    "growth",
+    [BEST, BestFirstSettings(governed=False), ChainSettings(), DynamicTreeSettings(budget=7)],
+    ids=["as much as pays", "as much as fits", "chain", "tree"],
+)
+def test_greedy_output_is_that_of_transformers_and_what_was_said_before_is_drafted(
+    target_dir: Path, oracle: Oracle, growth: GrowthSettings
+) -> None:
+    goals = [oracle.greedy(prompt, 24) for prompt in prompts(LENGTHS)]
+    with running(target_dir, drafter=Recall(), growth=growth) as client:
+        lengths = []
+        for _ in range(2):
+            before = client.engine.counters().speculation()
+            submit(client, capture=True)
+            assert [one.tokens for one in client.wait().values()] == goals
+            counts = client.engine.counters().speculation()
+            lengths.append((counts.accepted - before.accepted) / max(counts.rounds - before.rounds, 1))
+        assert counts.by_source.keys() <= {"recall", "request", "copy"}
+    if not growth.governed:
+        assert lengths[1] > 1.2 * lengths[0]
+        assert counts.by_source["recall"].accepted > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_seed_gives_the_same_text_with_and_without_recall(target_dir: Path, temperature: float) -> None:
+    prompt, sampling = prompts([21], seed=6)[0], SamplingParams(temperature, seed=77, repeatable=True)
+    policy = Policy.of(TopKTreeSettings(budget=6), "naive")
+    with running(target_dir, drafter=Recall()) as client:
+        client.submit("plain", prompt, 30, sampling, ignore_eos=True, speculate=False)
+        for number in range(3):
+            client.submit(str(number), prompt, 30, sampling, ignore_eos=True, policy=policy, capture=True)
+            client.wait()
+        results = client.wait()
+    assert results["2"].counts is not None
+    assert results["2"].counts.accepted > 10
+    assert {tuple(one.tokens) for one in results.values()} == {tuple(results["plain"].tokens)}
+
+
+def test_what_may_not_be_captured_is_not_remembered(target_dir: Path) -> None:
+    with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
+        submit(client, capture=False)
+        client.wait()
+        assert used(client) == 0
+        assert client.engine.counters().speculation().drafted > 0  # each request's own text is its own
+        submit(client, capture=True)
+        client.wait()
+        assert used(client) > 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_clients_share_a_table_unless_they_must_not(target_dir: Path, shared: bool) -> None:
+    prompt = prompts([21], seed=6)[0]
+    growth = BestFirstSettings(governed=False)
+    with running(target_dir, drafter=Recall(), growth=growth, shared=shared) as client:
+        client.submit("hers", prompt, 24, ignore_eos=True, capture=True, client="a")
+        client.wait()
+        for name in ("b", "a"):
+            client.submit(f"again {name}", prompt, 24, ignore_eos=True, capture=True, client=name)
+            client.wait()
+        accepted = {name: one.counts.accepted for name, one in client.results.items() if one.counts}
+        assert len(memories(client).tables) == (1 if shared else 2)
+    assert accepted["again a"] > accepted["hers"]
+    assert (accepted["again b"] > accepted["hers"]) is shared
+
+
+def test_the_client_that_was_not_seen_for_longest_loses_its_table(target_dir: Path) -> None:
+    with running(target_dir, drafter=Recall(), shared=False) as client:
+        for number in range(20):
+            client.submit(str(number), [1, 2, 3], 4, ignore_eos=True, capture=True, client=str(number))
+            client.wait()
+        tables = memories(client)
+        assert len(tables.tables) == 16
+        kept = tables.of("19")
+        assert kept in tables.tables
+        assert kept.used() > 0
+        assert tables.of("0").used() == 0  # a new one
+
+
+def test_all_drafters_of_a_domain_recall_the_same_and_another_domain_nothing_of_it(target_dir: Path) -> None:
+    prompt = prompts([21], seed=6)[0]
+    with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
+        pool = client.engine.pool
+        assert pool is not None
+        pool.open("code", 7, {}, Recall())
+        client.submit("general", prompt, 24, ignore_eos=True, capture=True)
+        client.wait()
+        client.submit("code", prompt, 24, ignore_eos=True, capture=True, domain="code")
+        client.wait()
+        client.submit("again", prompt, 24, ignore_eos=True, capture=True)
+        accepted = {name: one.counts.accepted for name, one in client.wait().items() if one.counts}
+        assert pool.memories("code") is not pool.memories("general")
+    assert accepted["again"] > accepted["code"] == accepted["general"]
+
+
+def test_no_memory_for_the_table_makes_it_smaller_and_says_so(
+    target_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(target_dir, drafter=Recall()) as client:
+        tables = memories(client)
+        make = tables.backend.memory
+
+        def scarce(entries: int) -> Any:
+            if entries > 4000:
+                raise MemoryError
+            return make(entries)
+
+        monkeypatch.setattr(tables, "backend", type("Scarce", (), {"memory": staticmethod(scarce)}))
+        with caplog.at_level("WARNING"):
+            assert tables.of("").entries <= 4000
+    assert "no memory for a recall table of 1 MB (drafter.recall.megabytes)" in caplog.text
