@@ -114,7 +114,7 @@ def test_a_request_may_say_its_domain_and_else_it_is_found_out(client, service):
         ),
         ({"growth": {"kind": "top_k_tree"}, "verification": "siblings"}, "osd", "siblings would bias the output"),
         ({"growth": {"kind": "chain", "governed": True}}, "osd.growth.governed", "is not supported"),
-        ({"verification": "typical"}, "osd.verification", "should be 'best_first'"),
+        ({"verification": "typical"}, "osd.verification", "should be 'chain'"),
         ({"drafter": "mine"}, "osd.drafter", "is not supported"),
         ({"domain": "../etc"}, "osd.domain", "should match pattern"),
         ({"domain": ""}, "osd.domain", "should match pattern"),
