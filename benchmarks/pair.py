@@ -152,9 +152,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], longes
     """Token ids of the first turn of each prompt that has at most ``longest`` tokens, as the service makes them."""
     encoded = []
     for prompt in prompts:
-        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        messages.append({"role": "user", "content": prompt.turns[0]})
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(prompt.opening(), add_generation_prompt=True, return_dict=False)
         if 2 <= len(ids) <= longest:
             encoded.append(tuple(ids))
     return encoded

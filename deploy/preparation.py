@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import time
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from osd import files
 from osd.config import ConfigError, Settings
 from osd.engine.policy import Policy
 from osd.registry.pointer import Pointer, Rollout
@@ -125,10 +125,7 @@ class _First:
             return json.loads(file.read_text())
         except (FileNotFoundError, ValueError):
             config = self._made()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(config))
-        temporary.replace(file)
+        files.replace(file, json.dumps(config).encode())
         return config
 
     def _made(self) -> dict[str, Any]:

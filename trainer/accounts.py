@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from osd.learning.online import Learner
 from osd.registry.learnt import Learnt
 from osd.registry.ledger import Ledger, Spent
-from trainer.actor import Status
+from trainer.status import Status
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from osd.learning.drift import DriftWatch
 from osd.learning.gate import GateDecision
 from osd.learning.online import Learner
 from trainer.accounts import Accounts
-from trainer.actor import Status
 from trainer.rollout import Publisher
+from trainer.status import Status
 
 logger = logging.getLogger(__name__)
 

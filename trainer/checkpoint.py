@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from osd import files
 from osd.config import Settings
 from osd.drafters.acceptance_head import without_head
 from osd.learning.online import Learner
@@ -31,32 +31,11 @@ class CheckpointError(ValueError):
 def save(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Replace the checkpoint; a crash at any moment leaves the old one or the new one.
 
-    Args:
-        path: the file; its directory is made.
-        tensors: what to keep, by name.
-        state: JSON.
-
     Raises:
         OSError: the disk does not take it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    data = safetensors.torch.save(
-        {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, {_STATE: json.dumps(state)}
-    )
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    files.replace(path, safetensors.torch.save(tensors, {_STATE: json.dumps(state)}))
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import ray
 
 from osd.config import Settings
-from trainer.actor import Status, Trainer, Training, open_target
+from trainer.actor import Trainer, Training, open_target
+from trainer.status import Status
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -18,8 +18,8 @@ from osd.learning.buffers import Key
 from osd.learning.online import Learner
 from osd.learning.replay import Replay
 from osd.registry.learnt import Learnt
-from trainer.actor import Status
 from trainer.executor import TargetContext
+from trainer.status import Status
 
 logger = logging.getLogger(__name__)
 

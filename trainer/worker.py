@@ -25,7 +25,6 @@ from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry, Version
 from trainer import tracking
 from trainer.accounts import Accounts, CostMeter
-from trainer.actor import Status
 from trainer.candidates import Candidates, LiveRequests, StoppedError
 from trainer.capacity import Capacity, lower_priority
 from trainer.checkpoint import Checkpoints
@@ -33,6 +32,7 @@ from trainer.domain_scheduler import DRIFT_WEIGHT, DomainScheduler
 from trainer.executor import TargetContext
 from trainer.intake import Forgetting, Intake
 from trainer.rollout import Publisher, Service
+from trainer.status import Status
 
 logger = logging.getLogger(__name__)
 

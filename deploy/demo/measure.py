@@ -135,9 +135,7 @@ def _encode(settings: Settings, directory: Path, prompts: Sequence[Prompt], max_
     tokenizer = load_tokenizer(directory)
     asked = []
     for prompt in prompts:
-        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        messages.append({"role": "user", "content": prompt.turns[0]})
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(prompt.opening(), add_generation_prompt=True, return_dict=False)
         if len(ids) + max_tokens <= settings.engine.context:
             asked.append(tuple(ids))
     return asked

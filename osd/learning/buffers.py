@@ -46,16 +46,10 @@ class RecentBuffer:
             left.append(gone)
         return left
 
-    def expire(self, created: float) -> list[Key]:
-        """Remove what was made before ``created``, in seconds since the epoch; returns which."""
-        return self.discard([key for key, trace in self.records.items() if trace.created < created])
-
-    def discard(self, keys: list[Key]) -> list[Key]:
-        """Remove these records as far as they are here; returns which."""
-        gone = [key for key in keys if key in self.records]
-        for key in gone:
+    def discard(self, keys: list[Key]) -> None:
+        """Remove these records as far as they are here."""
+        for key in self.records.keys() & set(keys):
             self._remove(key)
-        return gone
 
     def _remove(self, key: Key) -> None:
         self._count(self.records.pop(key), -1)
@@ -90,15 +84,9 @@ class UniformSample:
             _, gone = heapq.heappop(self._heap)
             self._tokens -= length(self.records.pop(gone))
 
-    def expire(self, created: float) -> list[Key]:
-        """Remove what was made before ``created``; returns which."""
-        return self.discard([key for key, trace in self.records.items() if trace.created < created])
-
-    def discard(self, keys: list[Key]) -> list[Key]:
-        """Remove these records as far as they are here; returns which."""
-        gone = [key for key in keys if key in self.records]
-        for key in gone:
+    def discard(self, keys: list[Key]) -> None:
+        """Remove these records as far as they are here."""
+        for key in self.records.keys() & set(keys):
             self._tokens -= length(self.records.pop(key))
         self._heap = [entry for entry in self._heap if entry[1] in self.records]
         heapq.heapify(self._heap)
-        return gone

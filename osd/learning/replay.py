@@ -63,6 +63,7 @@ class Replay:
         aside, kept = math.ceil(tokens * held_out), math.ceil(tokens * anchors)
         self._train, self._held_out = RecentBuffer(tokens - aside - kept), RecentBuffer(aside)
         self._anchors = UniformSample(kept)
+        self._parts = (self._train, self._held_out, self._anchors)
         self._fresh: OrderedDict[Key, None] = OrderedDict()
         self._random = np.random.Generator(np.random.PCG64(seed))
 
@@ -90,7 +91,7 @@ class Replay:
     def add(self, trace: Trace) -> Added:
         """Keep a record."""
         key = key_of(trace)
-        if any(key in part.records for part in (self._train, self._held_out, self._anchors)):
+        if any(key in part.records for part in self._parts):
             return Added("duplicate", [])
         if self.holds_out(trace):
             return Added("held_out", self._held_out.add(trace))
@@ -112,18 +113,11 @@ class Replay:
 
     def expire(self, created: float) -> list[Key]:
         """Drop every record, anchors and held-out ones too, that was made before ``created``; returns which."""
-        old = self._old()
-        expired = [key for part in (self._train, self._held_out) for key in part.expire(created)]
-        anchors = self._anchors.expire(created)
-        return self._forget([*expired, *(key for key in anchors if key in old)])
+        return self._drop(lambda trace: trace.created < created)
 
     def purge(self, wanted: Callable[[str], bool]) -> list[Key]:
         """Drop every record, anchors and held-out ones too, whose request id is ``wanted``; returns which."""
-        parts = (self._train, self._held_out, self._anchors)
-        keys = {key for part in parts for key in part.records if wanted(key[0])}
-        for part in parts:
-            part.discard(list(keys))
-        return self._forget(sorted(keys))
+        return self._drop(lambda trace: wanted(trace.request_id))
 
     def token_counts(self, vocabulary: int) -> np.ndarray:
         """How often each target id is expected in the part to train on: the target's mass, summed; [vocabulary]."""
@@ -192,6 +186,12 @@ class Replay:
     def _old(self) -> dict[Key, Trace]:
         """Anchors that the training part no longer has."""
         return {key: trace for key, trace in self._anchors.records.items() if key not in self._train.records}
+
+    def _drop(self, wanted: Callable[[Trace], bool]) -> list[Key]:
+        keys = list(dict.fromkeys(key for part in self._parts for key, one in part.records.items() if wanted(one)))
+        for part in self._parts:
+            part.discard(keys)
+        return self._forget(keys)
 
     def _forget(self, keys: list[Key]) -> list[Key]:
         for key in keys:

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from osd import files
 from osd.config import check_domain
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
@@ -99,13 +100,13 @@ class Registry:
         temporary.mkdir()
         try:
             for name, content in ((_WEIGHTS, data), (_CONFIG, config_data), (_MANIFEST, manifest_data)):
-                _write(temporary / name, content)
-            _sync_directory(temporary)
+                files.write(temporary / name, content)
+            files.sync_directory(temporary)
             number = self._claim(folder, temporary)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _sync_directory(folder)
+        files.sync_directory(folder)
         return number
 
     def begin(self, domain: str, intention: dict[str, Any]) -> str:
@@ -114,19 +115,11 @@ class Registry:
         Whoever finds it with ``begun`` after a crash can finish what was begun: a version that nobody put in service
         yet is told from one that somebody took out of service.
 
-        Args:
-            domain: of the version.
-            intention: JSON, for whoever takes over.
-
         Raises:
             OSError: the disk does not take it.
         """
-        folder, token = self._folder(domain), secrets.token_hex(8)
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{secrets.token_hex(8)}"
-        _write(temporary, _to_json({**intention, _ATTEMPT: token}))
-        os.replace(temporary, folder / f".{_ATTEMPT}.json")
-        _sync_directory(folder)
+        token = secrets.token_hex(8)
+        files.replace(self._folder(domain) / f".{_ATTEMPT}.json", _to_json({**intention, _ATTEMPT: token}))
         return token
 
     def begun(self, domain: str) -> tuple[dict[str, Any], int | None] | None:
@@ -270,22 +263,6 @@ def _parse_object(data: bytes, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise VersionError(f"{what} is not a JSON object")
     return value
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _package_version(name: str) -> str:

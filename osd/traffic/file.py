@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from osd.traffic.prompt import Prompt, TrafficError
+
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class _Message(BaseModel):
+    role: Literal["user", "system"]
+    content: _Text
+
+
+class _Record(BaseModel):
+    id: _Text
+    domain: _Text
+    messages: list[_Message] = Field(min_length=1)
 
 
 def read(path: Path) -> list[Prompt]:
@@ -29,37 +43,16 @@ def read(path: Path) -> list[Prompt]:
 
 def _prompt(line: str, where: str) -> Prompt:
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise TrafficError(f"{where}: not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise TrafficError(f"{where}: must be an object with id, domain and messages")
-    for field in ("id", "domain"):
-        if not isinstance(record.get(field), str) or not record[field]:
-            raise TrafficError(f"{where}, field {field}: must be a text")
-    messages = record.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise TrafficError(f"{where}, field messages: must be a list of at least one message")
-    system, turns = None, []
-    for number, message in enumerate(messages):
-        role, content = _message(message, f"{where}, field messages[{number}]")
-        if role == "user":
-            turns.append(content)
-        elif number == 0:
-            system = content
-        else:
-            raise TrafficError(f"{where}, field messages[{number}].role: system may only come first")
+        record = _Record.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
+        reason = "not JSON" if first["type"] == "json_invalid" else first["msg"]
+        raise TrafficError(f"{where}{', field ' * bool(field)}{field}: {reason}") from None
+    system, *later = (message.role == "system" for message in record.messages)
+    if any(later):
+        raise TrafficError(f"{where}, field messages[{later.index(True) + 1}].role: system may only come first")
+    turns = tuple(message.content for message in record.messages[system:])
     if not turns:
         raise TrafficError(f"{where}, field messages: holds no user message")
-    return Prompt(record["id"], record["domain"], tuple(turns), system)
-
-
-def _message(message: Any, where: str) -> tuple[str, str]:
-    if not isinstance(message, dict):
-        raise TrafficError(f"{where}: must be an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "system"):
-        raise TrafficError(f"{where}.role: must be user or system, answers come from the model")
-    if not isinstance(content, str) or not content:
-        raise TrafficError(f"{where}.content: must be a text")
-    return role, content
+    return Prompt(record.id, record.domain, turns, record.messages[0].content if system else None)

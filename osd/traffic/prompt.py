@@ -20,6 +20,11 @@ class Prompt:
     turns: tuple[str, ...]
     system: str | None = None
 
+    def opening(self) -> list[dict[str, str]]:
+        """The messages before the first answer: the system's, if any, and the user's first turn."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.turns[0]}]
+
 
 def draw(prompt: Prompt, purpose: str) -> float:
     """A number in [0, 1) that depends on what the prompt says and on nothing else."""

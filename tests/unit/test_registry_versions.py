@@ -122,7 +122,7 @@ def test_failed_publish_leaves_nothing_behind(registry: Registry, monkeypatch: p
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(versions, "_write", full)
+    monkeypatch.setattr("osd.files.write", full)
     with pytest.raises(OSError, match="No space"):
         publish(registry)
     assert list((registry.root / "code").iterdir()) == []
@@ -131,7 +131,7 @@ def test_failed_publish_leaves_nothing_behind(registry: Registry, monkeypatch: p
 def test_half_written_version_of_a_killed_publisher_is_not_seen(registry: Registry):
     code = (
         "import os, sys, torch; from pathlib import Path; from osd.registry import versions\n"
-        "versions._sync_directory = lambda path: os._exit(9)\n"
+        "versions.files.sync_directory = lambda path: os._exit(9)\n"
         "versions.Registry(Path(sys.argv[1])).publish('code', {'w': torch.ones(3)}, {}, {})"
     )
     root = Path(versions.__file__).parents[2]

@@ -16,7 +16,7 @@ from osd.registry.versions import Version
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
 from trainer import checkpoint
 from trainer.accounts import Accounts, CostMeter
-from trainer.actor import Status
+from trainer.status import Status
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(3)}
 
