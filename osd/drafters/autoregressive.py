@@ -53,10 +53,7 @@ class AutoregressiveSession(Session, ABC):
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """Draft the most probable tokens one after the other, in one call; None where ``expand`` is the only way.
 
-        Args:
-            slots: of the sequences.
-            limits: tokens of each draft, 0 for none.
-            floor: a draft ends after a token of less probability than this; that token is kept.
+        Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor``; that one is kept.
         """
 
     def acceptance(self) -> Tensor:

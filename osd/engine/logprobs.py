@@ -9,12 +9,9 @@ from osd.engine.request import TokenLogprobs
 
 
 def token_logprobs(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogprobs]:
-    """The log-probabilities of tokens in the target's own distributions, before any sampling setting.
+    """The log-probabilities of ``tokens`` [n] in the target's own distributions, before any sampling setting.
 
-    Args:
-        logits: [n, V] raw, of the places of the tokens.
-        tokens: [n] generated.
-        top: how many of the most probable tokens to report beside each, 0 for none.
+    ``logits`` [n, V] are those of their places; ``top`` of the most probable tokens are reported beside each.
     """
     total = logits.logsumexp(-1, keepdim=True)
     chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]

@@ -33,15 +33,9 @@ class Scheduler:
         router: RequestRouter | None,
         tracer: Tracer,
     ) -> None:
-        """Schedule over free ``slots``.
+        """Schedule over free ``slots``; without a ``pool`` it decodes plainly.
 
-        Args:
-            settings: of the engine.
-            slots: none of them in use.
-            planner: limits the drafts.
-            pool: the drafters; None decodes plainly.
-            router: for requests that do not say their domain.
-            tracer: begins a trace where a request allows it.
+        The ``router`` is for requests that do not say their domain, the ``tracer`` for those that allow a trace.
         """
         self._settings, self._slots, self._planner = settings, slots, planner
         self._pool, self._router, self._tracer = pool, router, tracer

@@ -116,10 +116,7 @@ class Sequence:
     def hand_on(self, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
         """Pass committed tokens on to its drafter, or keep them until it has one, and their states to its trace.
 
-        Args:
-            tokens: what the text goes on with.
-            states: [len(tokens), taps * hidden] of the target before each, None without taps.
-            rows: the target's logits of the round.
+        ``states`` [len(tokens), taps * hidden] are the target's before each, None without taps; ``rows`` the round's.
         """
         if self.unrouted is not None and states is not None:
             self.unrouted.tokens += tokens

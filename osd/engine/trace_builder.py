@@ -70,15 +70,11 @@ class TraceBuilder:
         accepted: int,
         after: Top | None = None,
     ) -> None:
-        """Add the tokens of one round.
+        """Add the ``tokens`` [n] of one round, of which the first ``accepted`` were drafted and kept.
 
-        Args:
-            tokens: [n] generated.
-            target: of the n places.
-            draft: of the first places, as far as a drafted token was tested there; None where it has no logits.
-            drafted: those tokens and their sources; the first ``accepted`` were kept.
-            accepted: how many.
-            after: [1] of the target after the one that was not kept, when that is to be learned from.
+        ``target`` is of the n places; ``draft`` of the first ones, as far as a token was ``drafted`` and tested there,
+        None where it has no logits. ``after`` [1] is the target's behind the token that was not kept, when that is
+        learned from.
         """
         for i, token in enumerate(tokens):
             mine = Top(target.ids[i], target.logp[i], target.tail[i])
@@ -97,12 +93,9 @@ class TraceBuilder:
         return len(self._places) >= self.size
 
     def build(self, domain: str, drafter_domain: str, drafter_version: int) -> Trace | None:
-        """The record of what was collected, or None when nothing was; the next segment starts after it.
+        """The record of what was collected for a request of ``domain``, or None when nothing was.
 
-        Args:
-            domain: whose request it is.
-            drafter_domain: whose drafter served it.
-            drafter_version: of that drafter.
+        The next segment starts after it.
         """
         places = self._places[: self.size]  # a round may have gone past the end of the segment
         if not places:

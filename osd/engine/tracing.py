@@ -63,12 +63,8 @@ class Traced:
 def trace_group(group: DraftGroup, kept: Sequence[Traced], logits: Tensor, k: int, after: bool) -> None:
     """Add a round's distributions to the traces: the target's, and the drafter's where it was tested.
 
-    Args:
-        group: of the round.
-        kept: of each of its sequences.
-        logits: [R, vocabulary] of the target.
-        k: log-probabilities to keep of each distribution.
-        after: keep also what the target says after a rejected token.
+    ``logits`` [R, vocabulary] are the target's. Of each distribution ``k`` log-probabilities are kept, and with
+    ``after`` those of what the target says after a rejected token.
     """
     traced = [(b, one) for b, one in enumerate(kept) if one.trace is not None]
     if not traced:

@@ -35,13 +35,10 @@ class Top:
 
 
 def top(logits: Tensor, rows: Sequence[int], k: int, support: Tensor | None = None) -> Top:
-    """Summarise rows of logits.
+    """Summarise the n ``rows`` of logits [.., vocabulary] by the ``k`` most probable tokens of each.
 
-    Args:
-        logits: [.., vocabulary]; the kernel reads float32 on a CPU, PyTorch everything else.
-        rows: which of them, n numbers.
-        k: tokens to keep of each, the whole vocabulary if that is smaller.
-        support: [vocabulary] target ids of the columns; none: they are the target's.
+    ``support`` [vocabulary] are the target ids of the columns; without it they are the target's. The kernel reads
+    float32 on a CPU, PyTorch everything else.
     """
     k = min(k, logits.shape[-1])
     readable = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
