@@ -97,7 +97,8 @@ class Embedded:
             prepared = pool.submit(self._prepare)
             wait([prepared], _MOMENT_SECONDS)  # a target that is not there shows at once
             if not prepared.done() or prepared.exception() is None:
-                self._start_ray()
+                self._ends.callback(ray.shutdown)
+                start_ray(settings)
                 self._start_serve()
             directory = prepared.result()
         logger.info("the target lies in %s", directory)
@@ -131,28 +132,6 @@ class Embedded:
             raise StartError(str(error)) from error
         return directory
 
-    def _start_ray(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        self._ends.callback(ray.shutdown)
-        stop = signal.getsignal(signal.SIGTERM)
-        ray.init(
-            address="local",
-            # Ray's books only: what computes at the same time is decided by threads and by the trainer's pauses.
-            num_cpus=max(os.cpu_count() or 1, self.settings.serving.replicas + 2),
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            namespace="osd",
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            configure_logging=True,
-            _node_ip_address="127.0.0.1",
-            # Ray's default is the lowest priority but four, and only the trainer is to stand back.
-            _system_config={"worker_niceness": 0},
-        )
-        # Ray has put handlers of its own in the place of whoever waits for the signal.
-        signal.signal(signal.SIGTERM, stop)
-
     def _start_serve(self) -> None:
         from ray import serve
 
@@ -184,6 +163,29 @@ class Embedded:
         except RayError as error:
             logger.warning("the trainer did not stop by itself: %s", _last_line(error))
         ray.kill(self.trainer)
+
+
+def start_ray(settings: Settings) -> None:
+    """Start Ray on this machine alone; signals keep the handlers that they have."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    stop = signal.getsignal(signal.SIGTERM)
+    ray.init(
+        address="local",
+        # Ray's books only: what computes at the same time is decided by threads and by the trainer's pauses.
+        num_cpus=max(os.cpu_count() or 1, settings.serving.replicas + 2),
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        namespace="osd",
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        configure_logging=True,
+        _node_ip_address="127.0.0.1",
+        # Ray's default is the lowest priority but four, and only the trainer is to stand back.
+        _system_config={"worker_niceness": 0},
+    )
+    # Ray has put handlers of its own in the place of whoever waits for the signal.
+    signal.signal(signal.SIGTERM, stop)
 
 
 def check_port(host: str, port: int) -> None:

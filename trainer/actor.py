@@ -93,14 +93,15 @@ class Trainer:
         backoff = 1.0
         while not self._stop.is_set():
             try:
-                self._train()
+                self.train()
             except Exception as error:
                 logger.exception("training failed, next try from the checkpoint in %.0f s", backoff)
                 self.fail(f"{type(error).__name__}: {error}")
                 self._stop.wait(backoff)
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
 
-    def _train(self) -> None:
+    def train(self) -> None:
+        """Train until ``stop``; the thread that calls it goes on after an error."""
         # Importing PyTorch and transformers takes seconds, and only the process that trains needs them.
         from trainer.domain_workers import DomainWorkers
 

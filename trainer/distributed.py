@@ -136,7 +136,8 @@ class DistributedTrainer(Trainer):
             super().fail(failure)
             self._told = True
 
-    def _train(self) -> None:
+    def train(self) -> None:
+        """See ``Trainer.train``."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 

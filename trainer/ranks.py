@@ -242,7 +242,7 @@ class Rank:
             return
         distiller = self._distillers[message.domain]
         if isinstance(message, Compute):
-            send(self._compute(distiller, message), 0)
+            send(self.compute(distiller, message), 0)
         elif isinstance(message, Refresh):
             for weight in distiller.weights:
                 dist.broadcast(weight.detach(), 0)
@@ -258,7 +258,8 @@ class Rank:
             self._distillers[message.domain] = Distiller(self._build(message.config), self._settings)
         self._distillers[message.domain].load_weights(safetensors.torch.load(message.weights))
 
-    def _compute(self, distiller: Distiller, message: Compute) -> Done:
+    def compute(self, distiller: Distiller, message: Compute) -> Done:
+        """Gather the gradients of a micro-batch, and say what they are worth."""
         distiller.steps = message.number
         before, skipped = distiller.counts, distiller.skipped
         step = distiller.gather(collate(message.traces))

@@ -139,7 +139,7 @@ def net(
     report("measuring what the service can take")
     size = min(4 * settings.engine.slots, settings.serving.max_queue, len(traffic.arrivals))
     with _homes(settings) as chosen:
-        burst = _pass(chosen[FROZEN], first, traffic.spread(size), FROZEN, (), report).clients
+        burst = one_pass(chosen[FROZEN], first, traffic.spread(size), FROZEN, (), report).clients
     seconds = burst["seconds"]
     capacity = Capacity(burst["finished"], burst["finished"] / seconds, burst["tokens"] / seconds)
     rate = load * capacity.requests_per_second
@@ -151,7 +151,7 @@ def net(
         with _homes(settings) as chosen:
             for way in ORDERS[turn % len(ORDERS)]:
                 report(f"turn {turn + 1} of {turns}: {way}")
-                done[way] = _pass(chosen[way], first, traffic.at(rate), way, due if way == FED else (), report)
+                done[way] = one_pass(chosen[way], first, traffic.at(rate), way, due if way == FED else (), report)
                 if way == TRAINING:
                     trained = Registry(chosen[way].registry_dir)
                     due = [
@@ -179,7 +179,8 @@ def _homes(settings: Settings) -> Generator[dict[str, Settings]]:
         }
 
 
-def _pass(settings: Settings, first: First, traffic: Traffic, way: str, due: Sequence[Due], report: Report) -> Turn:
+def one_pass(settings: Settings, first: First, traffic: Traffic, way: str, due: Sequence[Due], report: Report) -> Turn:
+    """Send all of ``traffic`` to a service of its own, one way."""
     own = Registry(settings.registry_dir)
     own.publish(settings.domain, first.weights, first.config, {"parent": None, "trained_on": {}})
     key = settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
@@ -189,7 +190,7 @@ def _pass(settings: Settings, first: First, traffic: Traffic, way: str, due: Seq
     with Embedded(settings) as service:
         if service.trainer is not None:
             _wait_for(service.trainer)
-        with ServiceSampler(service.url, key) as sampler, _feeding(settings, own, service.redis_url, due):
+        with ServiceSampler(service.url, key) as sampler, feeding(settings, own, service.redis_url, due):
             clients = serve.measure(traffic.prompts, service.url, load, key, report)
             if service.trainer is not None:
                 ray.get(service.trainer.pause.remote())  # what the last counters say is what the traffic cost
@@ -218,7 +219,7 @@ def _wait_for(trainer: Any) -> None:
 
 
 @contextmanager
-def _feeding(settings: Settings, own: Registry, redis_url: str, due: Sequence[Due]) -> Generator[None]:
+def feeding(settings: Settings, own: Registry, redis_url: str, due: Sequence[Due]) -> Generator[None]:
     """Bring each of ``due`` into service when its time has come, counted from now, until the traffic is over."""
     stop, begun = threading.Event(), time.monotonic()
 

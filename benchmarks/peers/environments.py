@@ -64,19 +64,24 @@ class Environment:
                 return python
             report(f"installing {self.requirement}")
             done.unlink(missing_ok=True)
-            _run([sys.executable, "-m", "venv", "--clear", str(place)])
+            run([sys.executable, "-m", "venv", "--clear", str(place)])
             pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
             if self.without:
-                _run([*pip, "--no-deps", self.requirement])
+                run([*pip, "--no-deps", self.requirement])
                 name = self.requirement.partition("==")[0]
-                _run([*pip, *json.loads(_run([str(python), "-c", _READ_REQUIREMENTS, name, *self.without]))])
+                run([*pip, *json.loads(run([str(python), "-c", _READ_REQUIREMENTS, name, *self.without]))])
             else:
-                _run([*pip, self.requirement], CMAKE_ARGS=" ".join(self.cmake()))
+                run([*pip, self.requirement], CMAKE_ARGS=" ".join(self.cmake()))
             done.write_text(wanted, encoding="utf-8")
         return python
 
 
-def _run(command: Sequence[str], **environment: str) -> str:
+def run(command: Sequence[str], **environment: str) -> str:
+    """What a command prints.
+
+    Raises:
+        PeerError: it fails.
+    """
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=os.environ | environment
     )

@@ -23,7 +23,10 @@ from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
 from serving.rollout_follower import Start
 
-_PROMPTS, _IDENTICAL_PROMPTS, _IDENTICAL_TOKENS = 16, 6, 48
+PROMPTS = 16
+"""Held-out prompts that are measured; one more warms the engine up."""
+
+_IDENTICAL_PROMPTS, _IDENTICAL_TOKENS = 6, 48
 
 Ids = tuple[int, ...]
 
@@ -97,17 +100,17 @@ def measure(
     directory = resolve(settings.target.source, settings.home_dir)
     registry = Registry(settings.registry_dir)
     versions = {number: registry.load(settings.domain, number) for number in {first, last}}
-    asked = _encode(settings, directory, prompts, max_tokens)[: _PROMPTS + 1]
+    asked = _encode(settings, directory, prompts, max_tokens)[: PROMPTS + 1]
     runs = {None: Run(), "first": Run(), "last": Run()}
     ways: list[tuple[str | None, int]] = [(None, last), ("first", first), ("last", last)]
     with _running(settings, directory, versions[last]) as engine:
         for number, prompt in enumerate(asked):
             if number % 4 == 0:
-                report(f"measuring on held-out prompts: {number} of {_PROMPTS}")
+                report(f"measuring on held-out prompts: {number} of {PROMPTS}")
             # Another way goes first each time, so that none always meets the warmer caches.
             for name, version in itertools.islice(itertools.cycle(ways), number % 3, number % 3 + 3):
                 _switch(engine, versions[version])
-                answer = _decode(engine, prompt, max_tokens, speculate=name is not None)
+                answer = decode(engine, prompt, max_tokens, speculate=name is not None)
                 if number:  # the first prompt warms the engine up
                     runs[name].speeds.append(answer.tokens_per_second)
                     runs[name].counts.add(answer.counts)
@@ -122,7 +125,7 @@ def _identical(settings: Settings, directory: Path, version: Version, asked: Seq
     with _running(settings, directory, version) as engine:
         for prompt in asked:
             plain, speculative = (
-                _decode(engine, prompt, _IDENTICAL_TOKENS, speculate=speculate) for speculate in (False, True)
+                decode(engine, prompt, _IDENTICAL_TOKENS, speculate=speculate) for speculate in (False, True)
             )
             drafted += speculative.counts.drafted
             if plain.ids != speculative.ids:
@@ -162,7 +165,8 @@ def _switch(engine: Engine, version: Version) -> None:
         time.sleep(0.001)
 
 
-def _decode(engine: Engine, prompt: Ids, max_tokens: int, *, speculate: bool) -> Answer:
+def decode(engine: Engine, prompt: Ids, max_tokens: int, *, speculate: bool) -> Answer:
+    """Decode one prompt greedily, and wait for it."""
     ids: list[int] = []
     times: list[float] = []
     done = threading.Event()

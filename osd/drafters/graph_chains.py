@@ -88,7 +88,7 @@ class GraphChains:
         """
         self._step, self._cache, self._scratch, self._support = step, cache, scratch, support
         self._recorder, self._recordable = GraphRecorder(cache.keys.device), recordable
-        self._graphs: GraphCache[tuple[GridShape, int, int], tuple[_Draft, Play]] = GraphCache()
+        self._graphs: GraphCache[tuple[GridShape, int, int], tuple[ChainGraph, Play]] = GraphCache()
 
     def chains(self, new: NewTokens, limits: Sequence[int], floor: float) -> Chains:
         """See ``osd.drafters.autoregressive.AutoregressiveSession.chains``; the host has not read the tokens."""
@@ -101,8 +101,8 @@ class GraphChains:
         assert shape is not None  # noqa: S101  one token of each sequence always fits
         padded = power_of_two(count)
 
-        def made() -> tuple[_Draft, Play]:
-            draft = _Draft(self._step, self._cache, self._support, shape, padded, levels)
+        def made() -> tuple[ChainGraph, Play]:
+            draft = ChainGraph(self._step, self._cache, self._support, shape, padded, levels)
             draft.fill(new, limits, floor)  # before it is recorded: recording runs it
             return draft, self._recorder.record(draft.run) if self._recordable else draft.run
 
@@ -121,7 +121,7 @@ class GraphChains:
         self._step(rows, wanted, new.states, True)
 
 
-class _Draft:
+class ChainGraph:
     """The buffers of one CUDA graph, and what it records."""
 
     def __init__(

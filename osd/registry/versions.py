@@ -168,7 +168,7 @@ class Registry:
         """
         folder = self._folder(domain)
         infos = []
-        for number in _numbers(folder):
+        for number in numbers_in(folder):
             path = folder / str(number)
             try:
                 infos.append(VersionInfo(domain, number, path, _read_object(path / _MANIFEST, f"{domain}/{number}")))
@@ -180,7 +180,7 @@ class Registry:
         """The domains that have a version, sorted."""
         if not self.root.is_dir():
             return []
-        return sorted(path.name for path in self.root.iterdir() if _is_domain(path.name) and _numbers(path))
+        return sorted(path.name for path in self.root.iterdir() if _is_domain(path.name) and numbers_in(path))
 
     def _folder(self, domain: str) -> Path:
         return self.root / check_domain(domain)
@@ -188,7 +188,7 @@ class Registry:
     @staticmethod
     def _claim(folder: Path, temporary: Path) -> int:
         """Rename to the next free number; a rename onto a version fails because a version is never empty."""
-        number = max(_numbers(folder), default=0) + 1
+        number = max(numbers_in(folder), default=0) + 1
         while True:
             try:
                 os.rename(temporary, folder / str(number))
@@ -200,7 +200,8 @@ class Registry:
                 return number
 
 
-def _numbers(folder: Path) -> list[int]:
+def numbers_in(folder: Path) -> list[int]:
+    """The numbers of the versions in a domain's folder, in order."""
     if not folder.is_dir():
         return []
     names = (entry.name for entry in folder.iterdir())

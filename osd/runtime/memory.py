@@ -12,7 +12,8 @@ from torch import Tensor
 
 _SMALL = 1 << 20  # bytes below which the allocator keeps memory itself
 
-_free: deque[np.ndarray] = deque()
+free: deque[np.ndarray] = deque()
+"""Blocks that no tensor uses now."""
 
 
 def recycled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -27,19 +28,19 @@ def recycled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | 
         return torch.empty(shape, dtype=dtype, device=device)
     block = _take(size)
     part = block[:size]  # an object of its own, which lives as long as the storage that is made of it
-    weakref.finalize(part, _free.append, block).atexit = False
+    weakref.finalize(part, free.append, block).atexit = False
     return torch.from_numpy(part).view(dtype).view(shape)
 
 
 def _take(size: int) -> np.ndarray:
     """The smallest free block that is large enough; when there is none, those that are too small are let go."""
     found: list[np.ndarray] = []
-    for _ in range(len(_free)):
+    for _ in range(len(free)):
         try:  # another thread may be faster
-            found.append(_free.popleft())
+            found.append(free.popleft())
         except IndexError:
             break
     fitting = [block for block in found if block.size >= size]
     best = min(fitting, key=lambda block: block.size, default=None)
-    _free.extend(block for block in fitting if block is not best)
+    free.extend(block for block in fitting if block is not best)
     return np.empty(size, np.uint8) if best is None else best

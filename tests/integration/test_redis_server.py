@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -92,8 +93,7 @@ def test_server_dies_with_a_process_that_was_killed(eventually):
 def test_port_taken_between_close_and_start_is_one_clear_line():
     first = RedisServer(32)
     first.start()
-    second = RedisServer(32)
-    second._port = first._port
+    second = RedisServer(32, urlsplit(first.url).port)
     try:
         with pytest.raises(RedisError, match=r"did not start: .*in use") as caught:
             second.start()

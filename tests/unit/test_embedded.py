@@ -4,7 +4,7 @@ import signal
 
 import ray
 
-from deploy.embedded import Embedded
+from deploy.embedded import start_ray
 from osd.config import Settings
 
 
@@ -16,7 +16,7 @@ def test_ray_takes_no_signal_away_from_the_command(tmp_path, monkeypatch):
     try:
         # As Ray's own does: its handler ends the process wherever it is.
         monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-        Embedded(Settings(home=tmp_path))._start_ray()
+        start_ray(Settings(home=tmp_path))
         assert signal.getsignal(signal.SIGTERM) is stop
     finally:
         signal.signal(signal.SIGTERM, before)

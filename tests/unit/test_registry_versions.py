@@ -97,7 +97,7 @@ def test_tied_and_strided_weights_are_published_as_their_values(registry: Regist
 def test_version_cannot_be_published_onto_another(registry: Registry, monkeypatch: pytest.MonkeyPatch):
     first = publish(registry, value=1.0)
     # As seen by a publisher that listed the folder before the other one was done.
-    monkeypatch.setattr(versions, "_numbers", lambda folder: [])
+    monkeypatch.setattr(versions, "numbers_in", lambda folder: [])
     assert publish(registry, value=2.0).name == "2"
     assert torch.equal(registry.load("code", 1).weights["fc.weight"], weights(1.0)["fc.weight"])
     assert first.is_dir()

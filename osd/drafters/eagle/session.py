@@ -64,7 +64,7 @@ class EagleSession(AutoregressiveSession):
         self._native = self._point() if self._fits() else None
         self._graphs: GraphChains | None = None
         if bucketed:
-            self._graphs = GraphChains(self._graph_step, self.cache, scratch, self.support, recordable=True)
+            self._graphs = GraphChains(self.graph_step, self.cache, scratch, self.support, recordable=True)
         self._spare: dict[str, Tensor] = {}  # weights before the last swap, which the decode thread must not free
 
     @property
@@ -192,9 +192,7 @@ class EagleSession(AutoregressiveSession):
         tensors["draft_ids"] = w["d2t"] + torch.arange(len(w["d2t"]), device=self.device)
         return tensors
 
-    def _graph_step(
-        self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool
-    ) -> tuple[Tensor, Tensor]:
+    def graph_step(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
         """See ``osd.drafters.graph_chains.Step``."""
         assert states is not None  # noqa: S101  the target's at first, its own later
         features = self._fuse(states.float()) if first else states

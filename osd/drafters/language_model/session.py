@@ -51,7 +51,7 @@ class LanguageModelSession(AutoregressiveSession):
         self._graphs: GraphChains | None = None
         if self.model.bucketed is not None:
             plays = recordable(self.model.config)
-            self._graphs = GraphChains(self._graph_step, self.model.cache, runtime.scratch, None, plays)
+            self._graphs = GraphChains(self.graph_step, self.model.cache, runtime.scratch, None, plays)
         self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
         self.pending: dict[int, list[int]] = {}
 
@@ -102,9 +102,7 @@ class LanguageModelSession(AutoregressiveSession):
                 self.pending[slot] = []
         return self._graphs.chains(NewTokens(places, tokens, None), limits, floor)
 
-    def _graph_step(
-        self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool
-    ) -> tuple[Tensor, Tensor]:
+    def graph_step(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
         """See ``osd.drafters.graph_chains.Step``; it reads tokens only."""
         logits = self.model.compute(rows, wanted).logits
         return logits, logits

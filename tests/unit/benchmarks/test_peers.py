@@ -112,7 +112,7 @@ def test_an_environment_is_made_once_and_anew_when_what_it_needs_changes(tmp_pat
             Path(arguments[-1]).mkdir(exist_ok=True)
         return '["needed>=1"]'
 
-    monkeypatch.setattr(environments, "_run", pretend)
+    monkeypatch.setattr(environments, "run", pretend)
     peer = Environment("some", "some==1", without=("torchvision",))
     python = peer.python(tmp_path, lambda step: None)
     assert python == tmp_path / "peers" / "some" / "bin" / "python"
@@ -127,7 +127,7 @@ def test_an_environment_is_made_once_and_anew_when_what_it_needs_changes(tmp_pat
 
 
 def test_an_environment_that_cannot_be_made_is_one_line_and_tried_again(tmp_path: Path, monkeypatch):
-    python, real = tmp_path / "peers" / "none" / "bin" / "python", environments._run
+    python, real = tmp_path / "peers" / "none" / "bin" / "python", environments.run
 
     def without_venv(arguments: list[str], **environment: str) -> str:
         if "venv" not in arguments:
@@ -137,7 +137,7 @@ def test_an_environment_that_cannot_be_made_is_one_line_and_tried_again(tmp_path
         python.chmod(0o755)
         return ""
 
-    monkeypatch.setattr(environments, "_run", without_venv)
+    monkeypatch.setattr(environments, "run", without_venv)
     peer = Environment("none", "./no-such-folder/none")
     for _ in range(2):
         with pytest.raises(PeerError, match="no-such-folder") as caught:

@@ -13,11 +13,12 @@ from osd.config import EagleSettings, LanguageModelSettings
 from osd.drafters import from_config, initial
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.session import EagleSession
-from osd.drafters.graph_chains import NewTokens, _Draft
+from osd.drafters.graph_chains import ChainGraph, NewTokens
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.language_model.session import LanguageModelSession
 from osd.drafters.session import Chains, Kept, Runtime
 from osd.runtime.batch import GridShape
+from osd.runtime.cuda_graph import GraphRecorder
 from tests.unit.drafters.sequences import expand_chain
 
 VOCABULARY, LENGTH, HIDDEN, SCRATCH = 150, 40, 64, 7
@@ -134,7 +135,9 @@ def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(
     with torch.inference_mode():
         session.load(staged)
     begin(session, slots)
+    made = GraphRecorder.made
     after = session.chains(slots, limits, 0.0)
+    assert GraphRecorder.made == made
     assert [value.data_ptr() for value in held(session)] == addresses
     other = from_config(drafter.config(), target_dir)
     other.load_weights(weights)
@@ -150,31 +153,30 @@ def test_a_swap_keeps_every_address_and_the_next_draft_is_the_new_versions(
 
 def held(session: EagleSession | LanguageModelSession) -> list[Tensor]:
     """All tensors that a recording reads by their addresses."""
-    assert session._graphs is not None
-    static = [draft._buffer.integers._bytes for draft, _ in session._graphs._graphs._kept.values()]
     if isinstance(session, LanguageModelSession):
         cache, weights = session.model.cache, [*session.model.model.state_dict().values()]
     else:
         weights = [layer.place for layer in session.linear.values()] + list(session.vector.values())
         cache = session.cache
-    assert static
-    return [cache.keys, cache.values, *weights, *static]
+    return [cache.keys, cache.values, *weights]
 
 
 def test_drafts_of_a_size_share_one_recording_and_do_not_change_each_others_tokens(
     drafter: Eagle | LanguageModel,
 ) -> None:
-    session = drafting(drafter, [0, 1], 5)
+    session = drafting(drafter, [0, 1, 2], 5)
     first = session.chains([0], [3], 0.0)
     assert first is not None
     tokens, logits = first.tokens, first.logits.clone()
+    made = GraphRecorder.made
     second = session.chains([1], [3], 0.0)
     assert second is not None
     assert second.tokens != tokens
     assert first.tokens == tokens
     assert torch.equal(first.logits, logits)
-    assert session._graphs is not None
-    assert len(session._graphs._graphs) == 1
+    assert GraphRecorder.made == made
+    assert session.chains([2], [4], 0.0) is not None
+    assert GraphRecorder.made > made
 
 
 def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(drafter: Eagle | LanguageModel) -> None:
@@ -182,9 +184,9 @@ def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(dr
     meta = torch.device("meta")
     session = opened(drafter, meta)
     cache = session.cache if isinstance(session, EagleSession) else session.model.cache
-    draft = _Draft(session._graph_step, cache, session.support, GridShape(8, 8, 4, 4, 47, 0), 4, 3)
-    if drafter.needs.taps:
-        draft._states = torch.zeros(8, 3 * HIDDEN, device=meta)
+    draft = ChainGraph(session.graph_step, cache, session.support, GridShape(8, 8, 4, 4, 47, 0), 4, 3)
+    states = torch.zeros(4, 3 * HIDDEN, device=meta) if drafter.needs.taps else None
+    draft.fill(NewTokens([(slot, 0, 1) for slot in range(4)], [1, 2, 3, 4], states), [3, 3, 3, 3], 0.0)
     with torch.inference_mode():
         tokens, sizes, logits = draft.run()
     assert (tokens.shape, sizes.shape) == ((4, 3), (4,))

@@ -60,10 +60,10 @@ def test_the_drafter_learns_as_if_it_had_no_head():
 
 
 def test_a_rejection_weighs_six_times_as_much():
-    training = HeadTraining(judging(), settings())
-    batch = collate([drafted(1)])
+    drafter = judging()
+    training, batch = HeadTraining(drafter, settings()), collate([drafted(1)])
     with torch.no_grad():
-        training._head.odds.bias.fill_(1.0)
+        drafter.acceptance.odds.bias.fill_(1.0)
     _, accepted = training.odds(batch, 0)
     kept, lost = int(accepted.sum()), int((~accepted).sum())
     goal = 6 * lost * np.log1p(np.exp(1.0)) + kept * np.log1p(np.exp(-1.0))
@@ -118,14 +118,15 @@ def test_where_nothing_was_drafted_there_is_nothing_to_learn():
 
 
 def test_a_loss_that_is_not_finite_teaches_nothing():
-    training = HeadTraining(judging(), settings(update_tokens=1))
+    drafter = judging()
+    training = HeadTraining(drafter, settings(update_tokens=1))
     with torch.no_grad():
-        training._head.odds.bias.fill_(float("nan"))
-        before = [weight.clone() for weight in training._head.blocks.parameters()]
+        drafter.acceptance.odds.bias.fill_(float("nan"))
+        before = [weight.clone() for weight in drafter.acceptance.blocks.parameters()]
     training.gather(collate([drafted(0)]), 0)
     training.settle()
     training.update()
-    assert all(torch.equal(a, b) for a, b in zip(before, training._head.blocks.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, drafter.acceptance.blocks.parameters(), strict=True))
 
 
 def test_a_drafter_without_a_head_has_none_to_train():

@@ -16,7 +16,7 @@ LARGE = (64, 8192)  # 2 MiB of float32
 @pytest.fixture(autouse=True)
 def free(monkeypatch: pytest.MonkeyPatch) -> deque[np.ndarray]:
     blocks: deque[np.ndarray] = deque()
-    monkeypatch.setattr(memory, "_free", blocks)
+    monkeypatch.setattr(memory, "free", blocks)
     return blocks
 
 

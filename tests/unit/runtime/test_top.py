@@ -80,5 +80,5 @@ def test_no_rows_give_nothing(way):
 
 @needs_kernels
 def test_the_kernel_is_what_runs(monkeypatch):
-    monkeypatch.setattr(module, "_reference", None)
+    monkeypatch.setattr(module, "reference", None)
     top(random(2, 100), [1], 8)

@@ -28,7 +28,7 @@ def test_an_error_that_nobody_foresaw_is_told_in_the_status_and_tried_again(tmp_
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    monkeypatch.setattr(DistributedTrainer, "_train", lambda group: time.sleep(0.01))
+    monkeypatch.setattr(DistributedTrainer, "train", lambda group: time.sleep(0.01))
     trainer = DistributedTrainer(Settings(home=tmp_path), "redis://127.0.0.1:1")
     yield trainer
     assert trainer.stop()

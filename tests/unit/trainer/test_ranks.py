@@ -52,10 +52,10 @@ class Telling(Rank):
 
     folder = Path()
 
-    def _compute(self, distiller, message):
+    def compute(self, distiller, message):
         weights = {name: value.contiguous() for name, value in distiller.drafter.weights().items()}
         save_file(weights, self.folder / f"{message.domain}-{message.number}.safetensors")
-        return super()._compute(distiller, message)
+        return super().compute(distiller, message)
 
 
 def join(rank, folder):

@@ -153,7 +153,7 @@ def passed(tmp_path, way):
     )
     traffic = Traffic(made_up(2), [Arrival(0.0, 5), Arrival(1.0, 9)])
     first = net.First({"kind": "toy"}, {"w": torch.ones(2)})
-    found = net._pass(settings, first, traffic, way, (), lambda step: None)
+    found = net.one_pass(settings, first, traffic, way, (), lambda step: None)
     assert Registry(settings.registry_dir).load(settings.domain, 1).weights["w"].equal(torch.ones(2))
     return found
 
@@ -207,7 +207,7 @@ def passes(monkeypatch):
         seen.append((settings, traffic, way, [(one.seconds, one.registry.root, one.version) for one in due]))
         return turn(way, versions=[(0.0, 1), (3.0 + len(seen), 2)] if way == TRAINING else [(0.0, 1)])
 
-    monkeypatch.setattr(net, "_pass", through)
+    monkeypatch.setattr(net, "one_pass", through)
     return seen
 
 
