@@ -80,7 +80,7 @@ class Replica:
         self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer)
         self._watchers: list[Watcher] = []
         if start is not None:
-            cache = DrafterCache(start.drafter, settings.growth, directory)
+            cache = DrafterCache(start.drafter, settings, directory)
             common = (settings, registry, self._pointer, self._events, cache)
             own = self.engine.drafters(settings.domain)
             self._watchers = [VersionWatcher(*common, own, start), DomainWatcher(*common, self.engine)]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import RedisError
 
 from osd import drafters
-from osd.config import GrowthSettings, Settings
-from osd.drafters.acceptance_head import suited, without_head
+from osd.config import Settings
+from osd.drafters.acceptance_head import without_head
 from osd.drafters.base import Drafter, DrafterError
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
@@ -55,7 +55,7 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
             continue
         try:
             version = registry.load(settings.domain, number)
-            drafter = suited(drafters.from_config(version.config, target_dir), settings.growth)
+            drafter = drafters.served(drafters.from_config(version.config, target_dir), settings)
             drafter.load_weights(version.weights)
         except (VersionError, DrafterError) as error:
             logger.error("drafter version %d is refused: %s", number, error)
@@ -63,15 +63,15 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
         else:
             return Start(drafter, number, refused)
     first = drafters.initial(settings.drafter, target_dir, settings.home_dir)
-    return Start(suited(first, settings.growth), 0, refused)
+    return Start(drafters.served(first, settings), 0, refused)
 
 
 class DrafterCache:
     """Drafters by the configuration that a version has: the weights of all versions alike belong to one of them."""
 
-    def __init__(self, drafter: Drafter, growth: GrowthSettings, target_dir: Path) -> None:
+    def __init__(self, drafter: Drafter, settings: Settings, target_dir: Path) -> None:
         """Know the ``drafter`` that a replica started with, and make others beside the target in ``target_dir``."""
-        self._growth, self._target_dir = growth, target_dir
+        self._settings, self._target_dir = settings, target_dir
         self._known = {_key(drafter.config()): drafter}
 
     def of(self, config: dict[str, Any]) -> Drafter:
@@ -82,7 +82,7 @@ class DrafterCache:
         """
         key = _key(config)
         if key not in self._known:
-            self._known[key] = suited(drafters.from_config(config, self._target_dir), self._growth)
+            self._known[key] = drafters.served(drafters.from_config(config, self._target_dir), self._settings)
         return self._known[key]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -10,10 +10,18 @@ from osd.config.base import Section, by_kind, of_kind
 
 
 class _Drafter(Section):
+    mixes: ClassVar[bool] = False
+    """Whether recall drafts beside what is trained."""
+
     @property
     def reproducible(self) -> bool:
         """Whether the same settings make the same drafter for the same target."""
         return True
+
+    @property
+    def distilled(self) -> Any:
+        """The settings of what versions hold."""
+        return self
 
 
 class EagleSettings(_Drafter):
@@ -50,13 +58,37 @@ class RecallDrafterSettings(_Drafter):
     recall: RecallSettings = RecallSettings()
 
 
+TRAINED_SETTINGS = by_kind((EagleSettings, LanguageModelSettings))
+
+
+class MixedSettings(_Drafter):
+    """Recall, and beside it a trained drafter where that is expected to pay."""
+
+    mixes: ClassVar[bool] = True
+    kind: Literal["mixed"] = "mixed"
+    trained: Annotated[
+        EagleSettings | LanguageModelSettings, Field(discriminator="kind"), of_kind(TRAINED_SETTINGS, "eagle")
+    ] = EagleSettings()
+    recall: RecallSettings = RecallSettings()
+
+    @property
+    def reproducible(self) -> bool:
+        """See ``EagleSettings``."""
+        return self.trained.reproducible
+
+    @property
+    def distilled(self) -> Any:
+        """The trained drafter's."""
+        return self.trained
+
+
 class NoDrafterSettings(_Drafter):
     """Plain decoding."""
 
     kind: Literal["none"] = "none"
 
 
-_Kinds = EagleSettings | LanguageModelSettings | RecallDrafterSettings | NoDrafterSettings
+_Kinds = EagleSettings | LanguageModelSettings | RecallDrafterSettings | MixedSettings | NoDrafterSettings
 
 DRAFTER_SETTINGS = by_kind(get_args(_Kinds))
 """The settings of each drafter, by kind."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from osd.config import DrafterSettings
-from osd.drafters.acceptance_head import WithAcceptanceHead, has_head, without_head
+from osd.config import DrafterSettings, Settings
+from osd.drafters.acceptance_head import WithAcceptanceHead, has_head, suited, without_head
 from osd.drafters.base import Drafter, DrafterError, Kind
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.trainable import Trainable
 
 DRAFTERS: dict[str, Kind] = {"eagle": Eagle, "language_model": LanguageModel, "recall": Recall}
 
-__all__ = ["DRAFTERS", "Drafter", "DrafterError", "Trainable", "from_config", "initial", "trainable"]
+__all__ = ["DRAFTERS", "Drafter", "DrafterError", "Trainable", "from_config", "initial", "served", "trainable"]
 
 
 def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Drafter:
@@ -24,9 +25,16 @@ def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Drafter:
     Raises:
         DrafterError: the settings do not fit the target.
     """
-    if settings.kind not in DRAFTERS:
-        raise DrafterError(f"drafter.kind {settings.kind} is no drafter")
-    return DRAFTERS[settings.kind].initial(settings, target_dir, home)
+    chosen = settings.distilled
+    if chosen.kind not in DRAFTERS:
+        raise DrafterError(f"drafter.kind {chosen.kind} is no drafter")
+    return DRAFTERS[chosen.kind].initial(chosen, target_dir, home)
+
+
+def served(drafter: Drafter, settings: Settings) -> Drafter:
+    """The drafter as it serves: with an acceptance head where growth asks for one, and beside recall where it mixes."""
+    drafter = suited(drafter, settings.growth)
+    return Mixed(drafter) if settings.drafter.mixes else drafter
 
 
 def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:

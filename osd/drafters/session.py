@@ -63,7 +63,7 @@ class Asked:
 
     ``slots`` are theirs and ``limits`` the nodes that each may have at most, 0 for none. ``settings`` make p of each;
     ``penalties`` change the logits along every path, None where no sequence has any. ``worth`` says what nodes have to
-    bring, None where the limits alone decide.
+    bring, None where the limits alone decide; ``left`` are then the tokens that each may still get.
     """
 
     slots: Sequence[int]
@@ -72,6 +72,7 @@ class Asked:
     penalties: Penalties | None = None
     device: torch.device = _CPU
     worth: Worth | None = None
+    left: Sequence[int] = ()
 
     @property
     def greedy(self) -> bool:

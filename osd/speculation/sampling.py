@@ -38,6 +38,19 @@ class SamplingSettings(Protocol):
 
 
 @dataclass(frozen=True)
+class MostProbable:
+    """The settings of a sequence that takes the most probable token."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+GREEDY = MostProbable()
+
+
+@dataclass(frozen=True)
 class SamplingBatch:
     """The sampling settings of B sequences.
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from osd.speculation.cost_model import CostModel
+
 
 @dataclass(frozen=True)
 class Worth:
@@ -18,29 +20,40 @@ class Worth:
         seconds: [most + 1] that rounds with 0, 1, 2, ... rows take.
         usual: sequences that draw a token in a round without prompts; None where this is such a round. What a second is
             worth is then taken from that round: a draft beside a prompt must earn no less.
+        costs: of everything else, for drafters that have calls to decide on.
     """
 
     tokens: float
     rows: int
     seconds: np.ndarray
-    usual: int | None = None
+    usual: int | None
+    costs: CostModel
 
     @property
     def room(self) -> int:
         """Further rows whose cost is known."""
         return len(self.seconds) - 1 - self.rows
 
+    @property
+    def speed(self) -> float:
+        """Tokens that a second is worth, if nothing more is drafted."""
+        if self.usual is not None:
+            return float(self.usual / self.seconds[self.usual])
+        return float(self.tokens / self.seconds[self.rows])
+
+    def price(self, nodes: int) -> float:
+        """What each of so many nodes costs, in tokens."""
+        end = min(self.rows + max(nodes, 1), len(self.seconds) - 1)
+        return self.speed * float(self.seconds[end] - self.seconds[self.rows]) / max(end - self.rows, 1)
+
     def floor(self) -> float:
         """A chance to be kept below which no node pays, whatever else is drafted."""
         more = self.seconds[self.rows + 1 :] - self.seconds[self.rows]
         if not len(more):
             return 1.0
-        speed = self.tokens / self.seconds[self.rows]
-        if self.usual is not None:
-            speed = self.usual / self.seconds[self.usual]
-        return float(max(0.0, speed * (more / np.arange(1, len(more) + 1)).min()))
+        return float(max(0.0, self.speed * (more / np.arange(1, len(more) + 1)).min()))
 
-    def best(self, chances: Sequence[float], sequences: int, cost: float = 0.0) -> tuple[int, float]:
+    def best(self, chances: Sequence[float], sequences: int) -> int:
         """How many of the nodes with these ``chances``, which never rise, give the most.
 
         The tokens per second of the round are made largest; beside prompts, the tokens less the worth of the seconds
@@ -49,24 +62,18 @@ class Worth:
         Args:
             chances: that each node is kept, of drafts for ``sequences``.
             sequences: how many may draft.
-            cost: seconds that the drafts took or would take.
-
-        Returns:
-            The number, and what it is worth beside no draft at all: tokens of the present speed.
         """
         count = min(len(chances), self.room)
         gained = np.concatenate([[0.0], np.cumsum(chances[:count])])
-        seconds = self.seconds[self.rows : self.rows + count + 1] + cost
+        seconds = self.seconds[self.rows : self.rows + count + 1]
         tokens = self.tokens + gained
         if self.usual is None:
             speed = float((tokens / seconds).max())
         else:
             share = self.usual / max(sequences, 1)
             rows = np.minimum(self.usual + share * np.arange(count + 1), len(self.seconds) - 1).astype(int)
-            speed = float(((self.usual + share * gained) / (self.seconds[rows] + cost)).max())
-        value = tokens - speed * seconds
-        best = int(value.argmax())
-        return best, float(value[best] - (self.tokens - speed * self.seconds[self.rows]))
+            speed = float(((self.usual + share * gained) / self.seconds[rows]).max())
+        return int((tokens - speed * seconds).argmax())
 
     def after(self, nodes: int, expected: float) -> Worth:
         """The same with a draft of so many ``nodes``, of which ``expected`` are kept."""

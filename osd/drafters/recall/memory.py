@@ -92,7 +92,7 @@ class Found:
     """Draft nodes of several sequences, from the most probable on.
 
     Of each the owner, a number of a sequence, the parent, -1 or an earlier node of the same sequence, the token, the
-    level of what it came from, and the chance that it is on the path that the target keeps.
+    level that it came from, and the chance that it is on the path that the target keeps.
     """
 
     owners: list[int]

@@ -141,6 +141,8 @@ class _Mixture:
 
     level: int = -1
     age: int = 0
+    below: int = -1  # the level before another drafter was mixed in
+    weight: float = 0.0  # of that drafter
     q: dict[int, float] = field(default_factory=dict)
 
     def add(self, said: Said, share: float, target: Said | None) -> float:
@@ -154,6 +156,12 @@ class _Mixture:
         for token, p in (target or ())[:KEPT]:
             slope += p * (mine.get(token, 0.0) - before.get(token, 0.0)) / (self.q.get(token, 0.0) + 1e-3)
         return min(max(slope, -8.0), 8.0)
+
+    def origin(self, q: float, theirs: float) -> int:
+        """The level that most of ``q`` comes from: another drafter that said ``theirs``, or all that is below it."""
+        if self.level != OTHER or self.below < 0:
+            return self.level
+        return OTHER if 2 * self.weight * theirs >= q else self.below
 
     def best(self, most: int) -> list[tuple[int, float]]:
         """The most probable tokens."""
@@ -254,14 +262,18 @@ class PlainMemory:
 
     def candidates(
         self, text: PlainText, tail: Sequence[int], depth: int, greedy: bool, other: Said | None, most: int
-    ) -> tuple[int, list[tuple[int, float]]]:
-        """The level of a context, and up to ``most`` tokens with the chances that the target takes them."""
+    ) -> list[tuple[int, int, float]]:
+        """Up to ``most`` tokens that may come, the levels that they are from, and the chances that they do."""
         mixture = self._mix(text, tail, other, None)
         if mixture.level < 0:
-            return -1, []
+            return []
         best = mixture.best(most)
         cells = (self._cells(mixture, rank, q, depth, int(not greedy)) for rank, (_, q) in enumerate(best))
-        return mixture.level, [(token, _chance(*cell, q)) for (token, q), cell in zip(best, cells, strict=True)]
+        theirs = dict(other or ())
+        return [
+            (token, mixture.origin(q, theirs.get(token, 0.0)), _chance(*cell, q))
+            for (token, q), cell in zip(best, cells, strict=True)
+        ]
 
     def _mix(self, text: PlainText, tail: Sequence[int], other: Said | None, target: Said | None) -> _Mixture:
         mixture = _Mixture()
@@ -280,9 +292,11 @@ class PlainMemory:
             self._add(mixture, [(token, 1.0)], self._copies, length, target)
             mixture.level, mixture.age = COPY, sum(length >= least for least in (7, 10, _TAIL))
         if other:
-            self._add(mixture, other, self._others, mixture.level + 1, target)
             below = mixture.level
+            weight = _logistic(self._others[below + 1])
+            self._add(mixture, other, self._others, below + 1, target)
             mixture.level, mixture.age = OTHER, 0 if below < 0 else 3 if below == COPY else 1 + below // ORDERS
+            mixture.below, mixture.weight = below, weight
         return mixture
 
     def _add(self, mixture: _Mixture, said: Said, odds: list[float], place: int, target: Said | None) -> None:
@@ -340,8 +354,8 @@ class PlainDrafting:
             if one.other is not None and node.along is not None:
                 other = _pairs(one.other.ids[node.along].tolist(), one.other.p[node.along].tolist())
             memory, text, width = cast(PlainMemory, one.memory), cast(PlainText, one.text), 1 if chains else _CHILDREN
-            level, best = memory.candidates(text, node.tail, node.depth, one.greedy, other, width)
-            for token, chance in best:
+            best = memory.candidates(text, node.tail, node.depth, one.greedy, other, width)
+            for token, level, chance in best:
                 if node.chance * chance >= floor:
                     heapq.heappush(heap, (-node.chance * chance, next(order), owner, node, token, level))
 

@@ -54,7 +54,7 @@ class RecallSession(Session):
         nodes = self.draft(found, asked, growth)
         count = len(nodes.tokens)
         if sought is not None:
-            count, _ = sought.best(nodes.chances, len(asked.slots))
+            count = sought.best(nodes.chances, len(asked.slots))
         return Proposal.of_choice(trees_of(nodes, count, len(asked.slots)), asked, sum(nodes.chances[:count]))
 
     def sought(self, asked: Asked) -> list[Sought]:
@@ -105,8 +105,9 @@ class RecallSession(Session):
         """See ``Session.load``."""
 
 
-def trees_of(nodes: Found, count: int, sequences: int) -> list[Tree]:
-    """The trees of the first ``count`` nodes."""
+def trees_of(nodes: Found, count: int, sequences: int, other: str = "") -> list[Tree]:
+    """The trees of the first ``count`` nodes; ``other`` is what another drafter's nodes are called."""
+    names = (*SOURCES, other)
     tokens: list[list[int]] = [[] for _ in range(sequences)]
     parents: list[list[int]] = [[] for _ in range(sequences)]
     sources: list[list[str]] = [[] for _ in range(sequences)]
@@ -115,7 +116,7 @@ def trees_of(nodes: Found, count: int, sequences: int) -> list[Tree]:
     ):
         tokens[owner].append(token)
         parents[owner].append(parent)
-        sources[owner].append(SOURCES[level])
+        sources[owner].append(names[level])
     return [Tree(*parts) for parts in zip(tokens, parents, sources, strict=True)]
 
 

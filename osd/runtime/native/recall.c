@@ -73,6 +73,8 @@ typedef struct {
 /* What the levels say together after one context. */
 typedef struct {
   int count, level, age;
+  int below;     /* the level before another drafter was mixed in */
+  float weight;  /* of that drafter */
   int32_t ids[MOST];
   float q[MOST];
 } Mixture;
@@ -271,6 +273,7 @@ static void mix(Recall *recall, const Text *text, const int32_t *tail, const Sai
   m->count = 0;
   m->level = -1;
   m->age = 0;
+  m->weight = 0;
   for (int order = 0; order < orders; order++) {
     const uint64_t key = hashes[order] + (uint64_t)order;
     const Entry *shared = find(&recall->table, key), *own = find(&text->table, key);
@@ -294,6 +297,8 @@ static void mix(Recall *recall, const Text *text, const int32_t *tail, const Sai
     const float slope = mix_in(m, ids, other->p, other->count, lambda, said, &known);
     if (said) *odds = clamped(*odds + STEP * slope * lambda * (1 - lambda), 4);
     m->age = m->level < 0 ? 0 : m->level >= COPY ? 3 : 1 + m->level / ORDERS;
+    m->below = m->level;
+    m->weight = lambda;
     m->level = OTHER;
   }
 }
@@ -312,6 +317,14 @@ static int sort_first(Mixture *m, int most) {
     m->q[best] = q;
   }
   return most;
+}
+
+/* The level that most of a token's probability comes from: another drafter, or all that is below it. */
+static int origin_of(const Mixture *m, int rank, const Said *other) {
+  if (m->level != OTHER || m->below < 0) return m->level;
+  float theirs = 0;
+  for (int i = 0; i < other->count; i++) theirs = other->ids[i] == m->ids[rank] ? other->p[i] : theirs;
+  return 2 * m->weight * theirs >= m->q[rank] ? OTHER : m->below;
 }
 
 /* The cell of the token of a rank in a mixture; `depth` counts from 0. */
@@ -569,7 +582,8 @@ int64_t osd_recall_draft(const Asked *asked, int64_t sequences, int64_t most, fl
       for (int rank = 0; rank < best; rank++) {
         const float worth = reach * chance_of(one->recall->weights, &m, rank, depth[row], (int)one->mode);
         if (worth >= floor)
-          raise_up(heap, waiting++, (Candidate){worth, (int32_t)s, (int32_t)row, m.ids[rank], m.level});
+          raise_up(heap, waiting++,
+                   (Candidate){worth, (int32_t)s, (int32_t)row, m.ids[rank], origin_of(&m, rank, &other)});
       }
       pthread_mutex_unlock(&one->recall->lock);
     }

@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from osd.config import GROWTH_SETTINGS, DynamicTreeSettings, StaticTreeSettings
 from osd.drafters import Drafter
 from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
@@ -310,6 +311,14 @@ def test_candidates_that_are_chosen_without_chance_leave_the_law_alone(
 
     assert p_value(model, SamplingParams(1.0), count=1500, drafter=toy(), meanwhile=look) > 1e-4
     assert drafted[-1] > 500
+
+
+@pytest.mark.parametrize("kind", ["best_first", "chain"])
+def test_a_mixture_of_recall_and_a_trained_drafter_leaves_the_law_alone(model: LlamaForCausalLM, kind: str) -> None:
+    torch.manual_seed(2)
+    drafter = Mixed(Eagle.from_target(copy.deepcopy(model), 4))
+    policy = Policy.of(GROWTH_SETTINGS[kind]())  # type: ignore[arg-type]
+    assert p_value(model, SamplingParams(1.0), policy, count=1500, drafter=drafter) > 1e-4
 
 
 class Coin:

@@ -1,0 +1,187 @@
+"""The session of recall and a trained drafter together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from osd.drafters.mixed.consulting import Consulting
+from osd.drafters.recall.memory import KEPT, Found, Other
+from osd.drafters.recall.session import RecallSession, trees_of
+from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Session, Tree
+from osd.runtime.device import between, mark
+from osd.runtime.top import top
+from osd.speculation.growth import Growth
+from osd.speculation.growth.chain import Chain
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import GREEDY
+from osd.speculation.tree import ROOT
+from osd.speculation.worth import Worth
+
+_LEVELS = 3
+"""Tokens that the trained drafter drafts at most: recall goes on from there without a call."""
+
+
+@dataclass
+class _Unread:
+    """Tokens of a sequence that the trained drafter has not read: those of the last round, and those before it."""
+
+    last: int
+    before: int
+
+
+class MixedSession(Session):
+    """Drafts from the mixture of what both say; see ``osd.drafters.session.Session``.
+
+    Recall drafts first. Where the trained drafter is expected to add more than its call takes, it drafts a chain of
+    its most probable tokens; along that chain its distributions are mixed into recall's, and the draft is made again.
+    """
+
+    def __init__(self, recall: RecallSession, trained: Session, kind: str) -> None:
+        """Join two sessions of the same slots; ``kind`` is that of the trained drafter."""
+        self._recall, self._trained, self._kind = recall, trained, kind
+        self._consulting = Consulting(_LEVELS)
+        self._chains = [Chain(levels) for levels in range(1, _LEVELS + 1)]
+        self._unread: dict[int, _Unread] = {}
+        self._said: dict[int, Other] = {}  # in this round, by slot
+
+    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
+        """See ``Session.open``."""
+        self._recall.open(slot, token, origin)
+        self._trained.open(slot, token, origin)
+        self._unread[slot] = _Unread(1, 0)
+
+    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+        """See ``Session.propose``; without ``Asked.worth`` the trained drafter is always asked."""
+        worth, several = asked.worth, len(asked.slots)
+        may = [b for b, limit in enumerate(asked.limits) if limit]
+        sought = self._recall.sought(asked)
+        found = self._recall.draft(sought, asked, growth)
+        if worth is None:
+            said = self._ask(asked, may, _LEVELS, noise)
+            both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
+            found = self._recall.draft(both, asked, growth)
+            return self._proposal(found, len(found.tokens), asked)
+        count = worth.best(found.chances, several)
+        present = worth.after(count, sum(found.chances[:count]))
+        sure = _first(found, several)
+        missed = [self._unread[asked.slots[b]].before for b in may]
+        left = [asked.left[b] for b in may]
+        consulted = self._consulting.decide([sure[b] for b in may], missed, left, present, self._kind)
+        if not consulted.members:
+            return self._proposal(found, count, asked)
+        members = [may[number] for number in consulted.members]
+        said = self._ask(asked, members, consulted.levels, noise, worth)
+        both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
+        better = self._recall.draft(both, asked, growth)
+        more = worth.best(better.chances, several)
+        price = worth.price(max(count, more))
+        before, after = _value(found, count, several, price), _value(better, more, several, price)
+        gains = [after[b] - before[b] for b in members]
+        self._consulting.observe([sure[b] for b in members], gains, consulted.levels)
+        return self._proposal(better, more, asked)
+
+    def _proposal(self, found: Found, count: int, asked: Asked) -> Proposal:
+        trees = trees_of(found, count, len(asked.slots), self._kind)
+        return Proposal.of_choice(trees, asked, sum(found.chances[:count]))
+
+    def _ask(
+        self, asked: Asked, members: Sequence[int], levels: int, noise: Noise, worth: Worth | None = None
+    ) -> dict[int, Other]:
+        """What the trained drafter says along its most probable tokens, by the numbers of the sequences."""
+        if not members:
+            return {}
+        begun = mark(asked.device)
+        slots = [asked.slots[b] for b in members]
+        limits = [min(levels, asked.limits[b]) for b in members]
+        mine = Asked(slots, limits, [GREEDY] * len(slots), device=asked.device)
+        chosen = noise.rows(torch.tensor(members, device=asked.device))
+        proposal = self._trained.propose(mine, self._chains[levels - 1], chosen)
+        paths = [tree.tokens for tree in proposal.trees] if proposal.pending is None else proposal.pending.tokens
+        said = dict(zip(members, _along(proposal, paths, levels), strict=True))
+        missed = sum(self._unread[slot].before for slot in slots)
+        for slot, other in zip(slots, said.values(), strict=True):
+            self._unread[slot] = _Unread(0, 0)
+            self._said[slot] = other
+        if worth is not None:
+            seconds = between(begun, mark(asked.device))
+            worth.costs.observe_proposal(self._kind, len(slots), levels, seconds, missed)
+        return said
+
+    def commit(self, slot: int, kept: Kept) -> None:
+        """See ``Session.commit``."""
+        said, rows = self._said.pop(slot, None), kept.rows
+        others = None if said is None or rows is None else _beside(rows.tree, said)
+        self._recall.remember(slot, kept, others)
+        self._trained.commit(slot, kept)
+        unread = self._unread[slot]
+        self._unread[slot] = _Unread(len(kept.tokens), unread.before + unread.last)
+
+    def close(self, slot: int) -> None:
+        """See ``Session.close``."""
+        self._recall.close(slot)
+        self._trained.close(slot)
+        self._said.pop(slot, None)
+        self._unread.pop(slot, None)
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Any]:
+        """See ``Session.stage``."""
+        return self._trained.stage(weights)
+
+    def load(self, staged: dict[str, Any]) -> None:
+        """See ``Session.load``."""
+        self._trained.load(staged)
+        self._consulting.renew()
+
+
+def _first(found: Found, sequences: int) -> list[float]:
+    """The chance of the most probable first token of each sequence, 0 where there is none."""
+    sure = [0.0] * sequences
+    for owner, parent, chance in zip(found.owners, found.parents, found.chances, strict=True):
+        if parent == ROOT and not sure[owner]:
+            sure[owner] = chance
+    return sure
+
+
+def _value(found: Found, count: int, sequences: int, price: float) -> list[float]:
+    """The tokens expected of each sequence's part of the first ``count`` nodes, less the worth of its rows."""
+    value = [0.0] * sequences
+    for owner, chance in zip(found.owners[:count], found.chances[:count], strict=True):
+        value[owner] += chance - price
+    return value
+
+
+def _along(proposal: Proposal, paths: Sequence[list[int]], levels: int) -> list[Other]:
+    """The most probable tokens before the first and after each but the last token of each path."""
+    ids = torch.full((len(paths), 1 + levels, KEPT), -1)
+    p = torch.zeros(len(paths), 1 + levels, KEPT)
+    if proposal.logits is None:
+        for b, path in enumerate(paths):
+            ids[b, : len(path), 0] = torch.tensor(path)
+            p[b, : len(path), 0] = 1.0
+    else:
+        width = proposal.logits.shape[1]
+        rows = [b * width + level for b, path in enumerate(paths) for level in range(len(path))]
+        if rows:
+            found = top(proposal.logits, rows, KEPT, proposal.support).on_host()
+            places = [b * (1 + levels) + level for b, path in enumerate(paths) for level in range(len(path))]
+            kept = found.ids.shape[1]
+            ids.view(-1, KEPT)[places, :kept] = found.ids
+            p.view(-1, KEPT)[places, :kept] = found.logp.exp()
+    return [Other(torch.tensor(path, dtype=torch.int64), ids[b], p[b]) for b, path in enumerate(paths)]
+
+
+def _beside(tree: Tree, said: Other) -> tuple[Tensor, Tensor]:
+    """What the trained drafter said after the root and each node of a tree, nothing where it left its path."""
+    path = said.path.tolist()
+    along = [0]
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        level = along[1 + parent]
+        along.append(level + 1 if 0 <= level < len(path) and path[level] == token else -1)
+    places = torch.tensor(along)
+    ids = said.ids[places].masked_fill((places < 0)[:, None], -1)
+    return ids.contiguous(), said.p[places].contiguous()

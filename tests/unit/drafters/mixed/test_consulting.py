@@ -1,0 +1,91 @@
+"""A trained drafter is asked where what it adds is worth more than its time, and hardly anywhere else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from osd.drafters.mixed.consulting import Consulting
+from osd.speculation.cost_model import CostModel
+from osd.speculation.worth import Worth
+
+FORWARD = 0.010
+
+
+def costs(call: float) -> CostModel:
+    """A call of the drafter takes ``call`` seconds for each token that it drafts, and a tenth more for each sequence."""
+    model = CostModel({1: FORWARD, 64: FORWARD})
+    for levels in (1, 2, 3):
+        for sequences in (1, 2, 3, 4):
+            model.observe_proposal("eagle", sequences, levels, call * levels * (0.9 + 0.1 * sequences))
+    return model
+
+
+def worth(model: CostModel, sequences: int = 1) -> Worth:
+    return Worth(float(sequences), sequences, np.full(40, FORWARD), None, model)
+
+
+def asked(consulting: Consulting, rounds: int, gain: float, model: CostModel, sure: float = 0.3) -> list[int]:
+    """The levels that it was asked for in each round, when each call brings ``gain`` tokens."""
+    levels = []
+    for _ in range(rounds):
+        found = consulting.decide([sure], [0], [200], worth(model), "eagle")
+        levels.append(found.levels if found.members else 0)
+        if found.members:
+            consulting.observe([sure], [gain * found.levels / 3], found.levels)
+    return levels
+
+
+def test_it_is_asked_as_long_as_a_call_brings_more_than_it_takes() -> None:
+    model = costs(0.0005)  # three tokens take .15 of a forward, and so cost .15 tokens
+    assert all(asked(Consulting(3), 300, 0.3, model)[-200:])
+    late = asked(Consulting(3), 1300, 0.05, model)[-1000:]
+    assert sum(map(bool, late)) <= 1000 * 0.005 / 0.15 + 1  # what probes may take
+
+
+def test_a_call_that_costs_nothing_yet_is_tried() -> None:
+    assert asked(Consulting(3), 1, 0.0, CostModel({1: FORWARD, 64: FORWARD})) == [3]
+
+
+def test_only_the_sequences_that_recall_is_unsure_about_are_asked_for() -> None:
+    model, consulting = costs(0.001), Consulting(3)
+    for _ in range(100):
+        for sure, gain in ((0.15, 0.8), (0.95, 0.0)):
+            for levels in (1, 2, 3):
+                consulting.observe([sure], [gain], levels)
+    found = consulting.decide([0.95, 0.15, 0.95, 0.15], [0] * 4, [200] * 4, worth(model, 4), "eagle")
+    assert found.members == [1, 3]
+    assert found.levels == 1  # further tokens brought nothing more
+
+
+def test_a_prompt_is_not_read_for_the_last_tokens_of_a_request() -> None:
+    model, consulting = costs(0.0005), Consulting(3)
+    model.observe_proposal("eagle", 1, 3, 0.05, missed=500)
+    for _ in range(100):
+        for levels in (1, 2, 3):
+            consulting.observe([0.3], [0.4], levels)
+    assert consulting.decide([0.3], [500], [1000], worth(model), "eagle").members == [0]
+    consulting.decide([0.3], [500], [3], worth(model), "eagle")  # may be a probe
+    assert consulting.decide([0.3], [500], [3], worth(model), "eagle").members == []
+
+
+def test_new_weights_are_tried_again() -> None:
+    model, consulting = costs(0.0005), Consulting(3)
+    asked(consulting, 200, 0.0, model)
+    assert sum(map(bool, asked(consulting, 50, 0.3, model))) < 5
+    consulting.renew()
+    assert all(asked(consulting, 50, 0.3, model))
+
+
+def test_a_drafter_that_knows_nothing_costs_little() -> None:
+    """At most 2 percent of the time, over a few hundred rounds, at whatever certainty recall has."""
+    model, consulting = costs(0.0007), Consulting(3)
+    rng = np.random.default_rng(3)
+    spent = 0.0
+    for _ in range(600):
+        sure = [float(rng.random())]
+        found = consulting.decide(sure, [0], [200], worth(model), "eagle")
+        if found.members:
+            spent += model.proposal("eagle", 1, found.levels)
+            consulting.observe(sure, [0.0], found.levels)
+    assert 0 < spent < 0.02 * 600 * FORWARD

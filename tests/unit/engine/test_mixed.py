@@ -1,0 +1,84 @@
+"""Recall and a trained drafter together: one tree, whose nodes say where they come from, and no other output."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from osd.config import BestFirstSettings, ChainSettings, GrowthSettings
+from osd.drafters.mixed.drafter import Mixed
+from osd.engine.policy import Policy
+from osd.engine.request import SamplingParams
+from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
+
+LENGTHS = (1, 5, 40, 16, 3)
+
+
+def mixed(kind: str, directory: Path) -> Mixed:
+    trained = make_drafter(kind, directory)
+    assert trained is not None
+    return Mixed(trained)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "language_model"])
+@pytest.mark.parametrize(
+    "growth",
+    [BestFirstSettings(), BestFirstSettings(governed=False), ChainSettings()],
+    ids=["as much as pays", "as much as fits", "chain"],
+)
+@pytest.mark.parametrize("bucketed", [False, True], ids=["kernels", "bucketed"])
+def test_greedy_output_is_that_of_transformers_and_nodes_say_where_they_come_from(
+    target_dir: Path, oracle: Oracle, kind: str, growth: GrowthSettings, bucketed: bool
+) -> None:
+    goals = [oracle.greedy(prompt, 24) for prompt in prompts(LENGTHS)]
+    with running(target_dir, drafter=mixed(kind, target_dir), growth=growth, bucketed=bucketed) as client:
+        for _ in range(2):
+            for index, prompt in enumerate(prompts(LENGTHS)):
+                client.submit(str(index), prompt, 24, ignore_eos=True, capture=True)
+            assert [one.tokens for one in client.wait().values()] == goals
+        counts = client.engine.counters().speculation()
+    assert counts.by_source.keys() <= {"recall", "request", "copy", kind}
+    if not growth.governed:
+        assert counts.by_source[kind].drafted > 0
+        assert counts.by_source["recall"].accepted > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_seed_gives_the_same_text_with_and_without_drafts(target_dir: Path, temperature: float) -> None:
+    prompt, sampling = prompts([21], seed=6)[0], SamplingParams(temperature, seed=77, repeatable=True)
+    policy = Policy.of(BestFirstSettings(budget=6))
+    with running(target_dir, drafter=mixed("eagle", target_dir)) as client:
+        client.submit("plain", prompt, 30, sampling, ignore_eos=True, speculate=False)
+        for number in range(3):
+            client.submit(str(number), prompt, 30, sampling, ignore_eos=True, policy=policy, capture=True)
+            client.wait()
+        results = client.wait()
+    assert results["2"].counts is not None
+    assert results["2"].counts.accepted > 10
+    assert {tuple(one.tokens) for one in results.values()} == {tuple(results["plain"].tokens)}
+
+
+def test_versions_of_the_trained_drafter_are_swapped_in_while_recall_stays(target_dir: Path, oracle: Oracle) -> None:
+    first, second = mixed("eagle", target_dir), make_drafter("eagle", target_dir)
+    assert second is not None
+    prompt = prompts([9], seed=4)[0]
+    with running(target_dir, drafter=first, growth=BestFirstSettings(governed=False)) as client:
+        client.submit("before", prompt, 40, ignore_eos=True, capture=True)
+        client.wait()
+        assert client.engine.pool is not None
+        known = sum(table.used() for table in client.engine.pool.memories("general").tables)
+        handle = client.engine.drafters("general")
+        handle.stage(2, second.weights(), Mixed(second))
+        deadline = time.monotonic() + 20
+        while handle.drafter_version != 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        client.submit("after", prompt, 40, ignore_eos=True, capture=True)
+        results = client.wait()
+        assert sum(table.used() for table in client.engine.pool.memories("general").tables) >= known > 0
+        assert ("general", 2) in client.engine.counters().by_version
+    assert results["before"].tokens == results["after"].tokens == oracle.greedy(prompt, 40)
+    assert results["before"].counts is not None
+    assert results["after"].counts is not None
+    assert results["after"].counts.accepted > results["before"].counts.accepted
