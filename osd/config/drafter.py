@@ -93,10 +93,10 @@ _Kinds = EagleSettings | LanguageModelSettings | RecallDrafterSettings | MixedSe
 DRAFTER_SETTINGS = by_kind(get_args(_Kinds))
 """The settings of each drafter, by kind."""
 
-DrafterSettings = Annotated[_Kinds, Field(discriminator="kind"), of_kind(DRAFTER_SETTINGS, "eagle")]
+DrafterSettings = Annotated[_Kinds, Field(discriminator="kind"), of_kind(DRAFTER_SETTINGS, "mixed")]
 """Those of one of them."""
 
 
 def drafter_of(kind: str, given: DrafterSettings) -> DrafterSettings:
-    """The settings of a drafter of ``kind``: those ``given`` where they are of that kind, else the defaults."""
-    return given if given.kind == kind else DRAFTER_SETTINGS[kind]()
+    """The settings of a drafter of ``kind``: those ``given`` where they are or train one, else the defaults."""
+    return next((one for one in (given, given.distilled) if one.kind == kind), DRAFTER_SETTINGS[kind]())

@@ -145,5 +145,5 @@ _Kinds = (
 GROWTH_SETTINGS = by_kind(get_args(_Kinds))
 """The settings of each growth policy, by kind."""
 
-GrowthSettings = Annotated[_Kinds, Field(discriminator="kind"), of_kind(GROWTH_SETTINGS, "confidence")]
+GrowthSettings = Annotated[_Kinds, Field(discriminator="kind"), of_kind(GROWTH_SETTINGS, "best_first")]
 """Those of one of them."""

@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from osd.config.base import DOMAIN, Section
-from osd.config.drafter import DrafterSettings, EagleSettings, RecallSettings
-from osd.config.growth import ConfidenceSettings, GrowthSettings
+from osd.config.drafter import DrafterSettings, MixedSettings, RecallSettings
+from osd.config.growth import BestFirstSettings, GrowthSettings
 from osd.config.trainer import TrainerSettings
 
 Verification = Literal["chain", "block", "siblings", "traversal", "naive", "greedy_multidraft", "k_seq"]
@@ -95,8 +95,8 @@ class Settings(Section):
     )
     target: TargetSettings = TargetSettings()
     engine: EngineSettings = EngineSettings()
-    drafter: DrafterSettings = EagleSettings()
-    growth: GrowthSettings = ConfidenceSettings()
+    drafter: DrafterSettings = MixedSettings()
+    growth: GrowthSettings = BestFirstSettings()
     capture: CaptureSettings = CaptureSettings()
     redis: RedisSettings = RedisSettings()
     trainer: TrainerSettings = TrainerSettings()

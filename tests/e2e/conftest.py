@@ -102,7 +102,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         home=folder / "home",
         target={"source": str(target), "dtype": "float32"},
         engine={"slots": 4, "context": 1024, "threads": 1},
-        drafter={"vocabulary": 128},
+        drafter={"trained": {"vocabulary": 128}},
         growth={"governed": False},  # on so small a target no draft pays
         serving={"port": free_port(), "replicas": REPLICAS, "max_queue": 6},
     )

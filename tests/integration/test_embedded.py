@@ -146,13 +146,13 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
         ("target.source=/nowhere/model", "there is no directory /nowhere/model"),
         ("redis_url=redis://127.0.0.1:1/0", "redis_url"),
         ("serving.host=203.0.113.1", "serving.host 203.0.113.1"),
-        ("growth.kind=top_k_tree", "verification chain would bias the output"),
-        ("growth.depth=32", "engine.max_draft is 8"),
+        ("verification=chain", "verification chain would bias the output"),
+        ("growth.budget=32", "engine.max_draft is 8"),
     ],
 )
 def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setting, reason):
     before = psutil.Process().children(recursive=True)
-    small_drafts = ["--set", "engine.max_draft=8"] if setting == "growth.depth=32" else []
+    small_drafts = ["--set", "engine.max_draft=8"] if setting == "growth.budget=32" else []
     result = here(tmp_path, "up", "--set", f"serving.port={free_port()}", "--set", setting, *small_drafts)
     assert reason in refusal(result)
     assert psutil.Process().children(recursive=True) == before
@@ -161,7 +161,7 @@ def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setti
 
 @pytest.mark.timeout(120)
 def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path):
-    too_many = ["--set", "drafter.layers=99"]
+    too_many = ["--set", "drafter.kind=language_model", "--set", "drafter.layers=99"]
     # What the last run left is read before the drafter is made: from a pipe, that lasts until Ray is up.
     kept = tmp_path / "registry" / "general.rollout.json"
     kept.parent.mkdir()

@@ -7,10 +7,11 @@ import pytest
 
 from osd.config import (
     GROWTH_SETTINGS,
-    ConfidenceSettings,
+    BestFirstSettings,
     ConfigError,
     DynamicTreeSettings,
     EagleSettings,
+    MixedSettings,
     Settings,
     load_settings,
 )
@@ -72,11 +73,14 @@ def test_values_of_every_kind_are_read_from_text():
         ("capture.enabled=perhaps", ["capture.enabled", "true or false"]),
         ("engine=3", ["engine", "section", "engine.slots"]),
         ("growth=3", ["growth", "section", "growth.kind"]),
-        ("growth.depth=0", ["growth.depth", "at least 1", "0"]),
+        ("growth.budget=0", ["growth.budget", "at least 1", "0"]),
         ("growth.kind=forest", ["growth.kind (--set) must be 'best_first'", "or 'top_k_tree', not forest"]),
-        ("growth.budget=8", ["growth.budget (--set) is not read by kind confidence, which has governed, depth, eta"]),
-        ("growth.acceptance.0=2", ["growth.acceptance (--set) is not read by kind confidence"]),
-        ("drafter.layers=2", ["drafter.layers (--set) is not read by kind eagle, which has vocabulary"]),
+        ("growth.depth=8", ["growth.depth (--set) is not read by kind best_first, which has governed, budget"]),
+        ("growth.acceptance.0=2", ["growth.acceptance (--set) is not read by kind best_first"]),
+        ("drafter.layers=2", ["drafter.layers (--set) is not read by kind mixed, which has trained, recall"]),
+        ("drafter.trained.layers=2", ["drafter.trained.layers (--set) is not read by kind eagle, which has vocab"]),
+        ("drafter.trained.kind=none", ["drafter.trained.kind (--set) must be 'eagle' or 'language_model', not none"]),
+        ("drafter.recall.megabytes=0", ["drafter.recall.megabytes", "at least 1"]),
         ("capture.piece=64", ["capture.piece (--set) is now called capture.segment"]),
         ("trainer.lines=code", ["trainer.lines (--set) is now called trainer.extra_domains"]),
         ("engine.slotz=3", ["engine.slotz", "not a setting", "engine.slots?"]),
@@ -92,13 +96,13 @@ def test_a_refused_value_is_one_line_with_key_limit_and_source(override, parts):
 
 
 def test_a_kind_that_is_not_named_is_the_default_one_in_every_source(tmp_path):
-    file = write(tmp_path, "growth: {depth: 5}\ndrafter: {vocabulary: 99}\n")
+    file = write(tmp_path, "growth: {budget: 5}\ndrafter: {trained: {vocabulary: 99}}\n")
     by_file = load_settings(file, (), {})
-    by_environment = load_settings(None, (), {"OSD_GROWTH__DEPTH": "5", "OSD_DRAFTER__VOCABULARY": "99"})
-    by_option = load_settings(None, ["growth.depth=5", "drafter.vocabulary=99"], {})
+    by_environment = load_settings(None, (), {"OSD_GROWTH__BUDGET": "5", "OSD_DRAFTER__TRAINED__VOCABULARY": "99"})
+    by_option = load_settings(None, ["growth.budget=5", "drafter.trained.vocabulary=99"], {})
     assert by_file == by_environment == by_option
-    assert by_option.growth == ConfidenceSettings(depth=5)
-    assert by_option.drafter == EagleSettings(vocabulary=99)
+    assert by_option.growth == BestFirstSettings(budget=5)
+    assert by_option.drafter == MixedSettings(trained=EagleSettings(vocabulary=99))
 
 
 def test_a_kind_of_one_source_has_the_parameters_of_another(tmp_path):

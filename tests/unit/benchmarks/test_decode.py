@@ -81,7 +81,7 @@ def osd(tiny_target: Path, tmp_path: Path, *arguments: str):
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     settings = [f"target.source={tiny_target}", "target.dtype=float32", f"home={tmp_path}", "engine.threads=1"]
-    settings += ["engine.context=256", "drafter.vocabulary=100"]
+    settings += ["engine.context=256", "drafter.kind=eagle", "drafter.vocabulary=100"]
     given = [part for setting in settings for part in ("--set", setting)]
     return CliRunner().invoke(app, ["bench", *arguments, *given])
 

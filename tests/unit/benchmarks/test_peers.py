@@ -191,7 +191,7 @@ def osd(tiny_target: Path, tmp_path: Path, *arguments: str):
     lines = [{"id": str(n), "domain": "d", "messages": [{"role": "user", "content": "?" * n}]} for n in range(1, 4)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     settings = [f"target.source={tiny_target}", "target.dtype=float32", f"home={tmp_path}", "engine.threads=1"]
-    settings += ["engine.context=128", "drafter.vocabulary=100", "growth.governed=false"]
+    settings += ["engine.context=128", "drafter.kind=eagle", "drafter.vocabulary=100", "growth.governed=false"]
     given = [part for setting in settings for part in ("--set", setting)]
     given += ["--prompts", str(tmp_path / "prompts.jsonl"), "--draft", "eagle", "--turns", "1", "--tokens", "12"]
     return CliRunner().invoke(app, ["bench", "peers", *given, *arguments])

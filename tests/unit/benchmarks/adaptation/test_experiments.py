@@ -79,7 +79,7 @@ def test_one_drafter_is_compared_with_one_for_each_domain(experiment, stream):
 
 def command(experiment, tmp_path, *arguments):
     config = tmp_path / "osd.yaml"
-    config.write_text(json.dumps(json.loads(experiment.settings.model_dump_json(exclude_defaults=True))))
+    config.write_text(experiment.settings.model_dump_json(exclude_none=True))
     return CliRunner().invoke(app, ["bench", *map(str, arguments), "--config", str(config)])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from osd.drafters.mixed.consulting import Consulting
 from osd.speculation.cost_model import CostModel
@@ -13,7 +12,7 @@ FORWARD = 0.010
 
 
 def costs(call: float) -> CostModel:
-    """A call of the drafter takes ``call`` seconds for each token that it drafts, and a tenth more for each sequence."""
+    """A call takes ``call`` seconds for each token that is drafted, and a tenth more for each further sequence."""
     model = CostModel({1: FORWARD, 64: FORWARD})
     for levels in (1, 2, 3):
         for sequences in (1, 2, 3, 4):
