@@ -35,7 +35,7 @@ def build(args: dict[str, str]) -> serve.Application:
     if settings.drafts:
         ensure_version(settings, settings.redis_url, directory)
         _end_trainer()
-        if settings.trainer.enabled:
+        if trainer.app.wanted(settings):
             trainer.app.start(settings, settings.redis_url, namespace=_NAMESPACE, lifetime="detached")
     return serving.app.build(settings, settings.redis_url)
 

@@ -104,9 +104,9 @@ class Embedded:
         logger.info("the target lies in %s", directory)
         self._report("loading the replicas")
         self._start_replicas()
-        if settings.trainer.enabled and settings.drafts:
-            import trainer.app
+        import trainer.app
 
+        if trainer.app.wanted(settings):
             self.trainer = trainer.app.start(settings, self.redis_url)
             self._ends.callback(self._stop_trainer)
         announce(settings.home_dir, self.url, self.redis_url)

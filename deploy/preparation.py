@@ -38,7 +38,7 @@ def check_settings(settings: Settings) -> None:
     """
     tracking.check(settings)
     workers = settings.trainer.workers
-    if settings.trainer.enabled and workers > 1 and not all(map(importlib.util.find_spec, _RAY_TRAIN_NEEDS)):
+    if settings.trains and workers > 1 and not all(map(importlib.util.find_spec, _RAY_TRAIN_NEEDS)):
         missing = "needs packages that are not installed: pip install 'osd[cluster]'"
         raise ConfigError(f"trainer.workers {workers} {missing}")
     if settings.target.weights == "int8" and (kernels() is None or pick_device(settings.target.device).type != "cpu"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -13,7 +14,16 @@ from trainer.distributed import CALLS, DistributedTrainer
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
+logger = logging.getLogger(__name__)
+
 NAME = "osd-trainer"
+
+
+def wanted(settings: Settings) -> bool:
+    """Whether there is to be a trainer; where there is nothing to train the log says so."""
+    if settings.trainer.enabled and settings.drafts and not settings.drafter.trainable:
+        logger.info("drafter.kind %s has nothing to train, there is no trainer", settings.drafter.kind)
+    return settings.trains
 
 
 def start(settings: Settings, redis_url: str, **options: Any) -> ActorProxy[Trainer]:

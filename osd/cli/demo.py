@@ -24,8 +24,8 @@ def demo(
     settings = settings_of(config, overrides)
     if report is not None and not report.absolute().parent.is_dir():
         fail(f"--report {report}: there is no directory {report.absolute().parent}")
-    if not settings.drafts or not (settings.trainer.enabled and settings.capture.enabled):
-        fail("the demo needs drafter.kind other than none, and trainer.enabled and capture.enabled")
+    if not (settings.trains and settings.capture.enabled):
+        fail("the demo needs a drafter.kind that is trained, and trainer.enabled and capture.enabled")
     from deploy.demo.run import Plan, run
     from deploy.embedded import START_ERRORS
     from osd.traffic.prompt import TrafficError

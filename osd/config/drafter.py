@@ -12,6 +12,8 @@ from osd.config.base import Section, by_kind, of_kind
 class _Drafter(Section):
     mixes: ClassVar[bool] = False
     """Whether recall drafts beside what is trained."""
+    trainable: ClassVar[bool] = True
+    """Whether there is anything to train; a table learns while it serves."""
 
     @property
     def reproducible(self) -> bool:
@@ -54,6 +56,7 @@ class RecallSettings(Section):
 class RecallDrafterSettings(_Drafter):
     """What the target said after the same last tokens."""
 
+    trainable: ClassVar[bool] = False
     kind: Literal["recall"] = "recall"
     recall: RecallSettings = RecallSettings()
 
@@ -85,6 +88,7 @@ class MixedSettings(_Drafter):
 class NoDrafterSettings(_Drafter):
     """Plain decoding."""
 
+    trainable: ClassVar[bool] = False
     kind: Literal["none"] = "none"
 
 

@@ -108,6 +108,11 @@ class Settings(Section):
         return self.drafter.kind != "none"
 
     @property
+    def trains(self) -> bool:
+        """Whether a trainer is wanted, and has something to train."""
+        return self.trainer.enabled and self.drafter.trainable
+
+    @property
     def recall(self) -> RecallSettings:
         """Of the drafter, where it recalls."""
         return getattr(self.drafter, "recall", RecallSettings())

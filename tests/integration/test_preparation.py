@@ -8,7 +8,7 @@ import pytest
 
 from deploy.preparation import ensure_version, keep_pointers
 from osd.capture.server import RedisServer
-from osd.config import Settings, load_settings
+from osd.config import RecallDrafterSettings, Settings, load_settings
 from osd.drafters import from_config
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.registry.pointer import Pointer, Rollout
@@ -52,6 +52,16 @@ def test_a_fresh_domain_gets_a_version_once(settings, server, tiny_target):
     assert pointed(settings, server.url) == 1
     assert ensure_version(settings, server.url, tiny_target) == 1
     assert len(Registry(settings.registry_dir).list(settings.domain)) == 1
+
+
+def test_a_domain_that_recalls_begins_with_a_version_of_nothing_and_comes_back_to_it(settings, server, tiny_target):
+    ensure_version(settings, server.url, tiny_target)
+    recalling = settings.model_copy(update={"drafter": RecallDrafterSettings()})
+    for _ in range(2):
+        assert ensure_version(recalling, server.url, tiny_target) == 2
+    version = Registry(settings.registry_dir).load(settings.domain, 2)
+    assert (version.weights, version.config) == ({}, {"kind": "recall"})
+    assert ensure_version(settings, server.url, tiny_target) == 1
 
 
 def test_a_pointer_that_is_there_is_left_alone(settings, server, tiny_target):

@@ -83,7 +83,8 @@ def test_chat_with_nobody_is_one_line():
 
 
 def test_the_demo_refuses_what_it_cannot_show(tmp_path):
-    assert "drafter.kind" in refusal(osd("demo", "--set", "drafter.kind=none"))
+    for kind in ("none", "recall"):
+        assert "drafter.kind" in refusal(osd("demo", "--set", f"drafter.kind={kind}"))
     assert "trainer.enabled" in refusal(osd("demo", "--set", "trainer.enabled=false"))
     assert "--report" in refusal(osd("demo", "--report", str(tmp_path / "nowhere" / "report.json")))
 

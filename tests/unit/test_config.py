@@ -42,6 +42,14 @@ def test_precedence_is_set_then_environment_then_file_then_default(tmp_path):
     assert settings.domain == "from-file"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "trains"),
+    [([], True), (["trainer.enabled=false"], False), (["drafter.kind=recall"], False), (["drafter.kind=none"], False)],
+)
+def test_there_is_a_trainer_where_one_is_wanted_and_has_something_to_train(overrides, trains):
+    assert load_settings(None, overrides, {}).trains is trains
+
+
 def test_home_and_redis_url_are_read_from_their_short_variables(tmp_path):
     settings = load_settings(None, (), {"OSD_HOME": str(tmp_path), "OSD_REDIS_URL": "redis://127.0.0.1:1/0"})
     assert settings.home_dir == tmp_path

@@ -12,7 +12,7 @@ from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.memories import Memories
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
-from tests.unit.engine.harness import Client, Oracle, prompts, running
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
 LENGTHS = (1, 5, 40, 16, 3)
 BEST = BestFirstSettings()
@@ -124,6 +124,22 @@ def test_all_drafters_of_a_domain_recall_the_same_and_another_domain_nothing_of_
         accepted = {name: one.counts.accepted for name, one in client.wait().items() if one.counts}
         assert pool.memories("code") is not pool.memories("general")
     assert accepted["again"] > accepted["code"] == accepted["general"]
+
+
+def test_a_version_of_another_kind_takes_over_and_gives_back_and_nothing_is_forgotten(target_dir: Path) -> None:
+    trained = make_drafter("language_model", target_dir)
+    assert trained is not None
+    with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
+        submit(client, capture=True)
+        client.wait()
+        pool, before = client.engine.pool, used(client)
+        assert pool is not None
+        for version, weights, drafter in ((2, trained.weights(), trained), (3, {}, Recall())):
+            pool.stage("general", version, weights, drafter)
+            client.submit(f"by {version}", [1, 2, 3], 8, ignore_eos=True)
+            client.wait()
+            assert (client.engine.drafter_version, pool.own.kind) == (version, drafter.kind)
+        assert used(client) == before > 0
 
 
 def test_no_memory_for_the_table_makes_it_smaller_and_says_so(

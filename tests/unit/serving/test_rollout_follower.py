@@ -77,6 +77,12 @@ def test_without_any_good_version_a_replica_starts_with_initial_weights(settings
     assert all(torch.equal(weight, first.weights()[name]) for name, weight in start.drafter.weights().items())
 
 
+def test_a_replica_that_recalls_needs_no_version(tmp_path, tiny_target):
+    settings = Settings(home=tmp_path, drafter={"kind": "recall"})
+    start = starting_drafter(settings, Registry(settings.registry_dir), ScriptedPointer(None), tiny_target)
+    assert (start.drafter.kind, start.version) == ("recall", 0)
+
+
 def test_a_replica_that_asks_a_head_has_one_whatever_its_version_says(settings, registry, tiny_target):
     asking = settings.model_copy(update={"growth": AcceptanceHeadSettings()})
     for version, place in ((3, registry), (0, Registry(settings.home / "empty"))):
