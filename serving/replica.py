@@ -29,6 +29,7 @@ from osd.target.load import load_tokenizer, resolve
 from osd.target.model import load_config, load_model
 from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
+from serving.recall_keeper import RecallKeeper
 from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
 from serving.rollout_follower import DrafterCache, Start, VersionWatcher, Watcher, starting_drafter
@@ -84,6 +85,9 @@ class Replica:
             common = (settings, registry, self._pointer, self._events, cache)
             own = self.engine.drafters(settings.domain)
             self._watchers = [VersionWatcher(*common, own, start), DomainWatcher(*common, self.engine)]
+        self._keeper: RecallKeeper | None = None
+        if self.engine.pool is not None:
+            self._keeper = RecallKeeper(settings, directory, self.engine)
         self._feeds = data.Feeds(settings, redis_url, registry, self._events)
         self._reporter = Reporter(
             name, self.engine, self._writer, self._watchers, self._loads, self._control, self._push
@@ -95,6 +99,8 @@ class Replica:
             vocabulary=self.engine.target.vocab_size,
             created=int(time.time()),
         )
+        if self._keeper:
+            self._keeper.start()
         self.engine.start()
         for watcher in self._watchers:
             watcher.start()
@@ -158,6 +164,8 @@ class Replica:
         self.engine.stop()
         if self._writer:
             self._writer.close()
+        if self._keeper:
+            self._keeper.close()
         self._reporter.close()
         for connection in (self._feeds, self._loads, self._control, self._events, self._pointer):
             connection.close()

@@ -104,6 +104,10 @@ class _Maker:
         """Those of a domain."""
         return self._memories.setdefault(domain, Memories(self._recall))
 
+    def recalled(self) -> dict[str, Memories]:
+        """Those of every domain that has some."""
+        return dict(self._memories)
+
     def forget(self, domain: str) -> None:
         """Let the memories of a domain go, when the last of its drafters does."""
         self._memories.pop(domain, None)
@@ -183,6 +187,10 @@ class DrafterPool:
     def memories(self, domain: str) -> Memories:
         """What the drafters of a domain recall."""
         return self._maker.memories(domain)
+
+    def recalled(self) -> dict[str, Memories]:
+        """What drafters recall, by domain."""
+        return self._maker.recalled()
 
     @property
     def staged(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 
 from osd.config import RecallSettings
@@ -27,27 +28,30 @@ class Memories:
     """What a domain remembers, for all drafters of the domain.
 
     With ``shared`` there is one table. Without, each client has one of a 16th of the size, and the client that was not
-    seen for longest loses its own to a new one.
+    seen for longest loses its own to a new one. Any thread may ask.
     """
 
     def __init__(self, settings: RecallSettings) -> None:
         self._settings, self.backend = settings, backend()
         self._of: OrderedDict[str, Memory] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def tables(self) -> list[Memory]:
         """Every table that there is."""
-        return list(self._of.values())
+        with self._lock:
+            return list(self._of.values())
 
     def of(self, client: str) -> Memory:
         """The table that a client's requests are drafted from, and remembered in."""
         name = "" if self._settings.shared else client
-        if name not in self._of:
-            if len(self._of) == _CLIENTS:
-                self._of.popitem(last=False)
-            self._of[name] = self._new()
-        self._of.move_to_end(name)
-        return self._of[name]
+        with self._lock:
+            if name not in self._of:
+                if len(self._of) == _CLIENTS:
+                    self._of.popitem(last=False)
+                self._of[name] = self._new()
+            self._of.move_to_end(name)
+            return self._of[name]
 
     def _new(self) -> Memory:
         megabytes = self._settings.megabytes

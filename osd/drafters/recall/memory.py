@@ -15,6 +15,7 @@ that of language models by counts (Jelinek and Mercer 1980; Witten and Bell 1991
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -150,8 +151,12 @@ class Memory(Protocol):
 
 
 def mark_of(request: str) -> int:
-    """Two of 32 bits that stand for a request: an entry knows the marks of those that it was learnt from."""
-    number = crc32(request.encode())
+    """Two of 32 bits that stand for a request: an entry knows the marks of those that it was learnt from.
+
+    The choices of one response, whose ids end in -0, -1 and so on, have one mark.
+    """
+    response = re.sub(r"(?<=.)-[0-9]{1,4}$", "", request)
+    number = crc32(response.encode())
     return 1 << (number & 31) | 1 << (number >> 5 & 31)
 
 

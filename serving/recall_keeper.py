@@ -1,0 +1,124 @@
+"""Keeps what a replica's drafters recall: for the next replica, and no longer than it may be kept."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from osd.capture.retention import oldest_allowed
+from osd.config import Settings
+from osd.drafters.recall.memories import Memories
+from osd.drafters.recall.memory import Memory
+from osd.drafters.recall.snapshot import SnapshotError, Snapshots
+from osd.runtime.device import one_core
+from osd.target.identity import Identity, identify
+
+if TYPE_CHECKING:
+    from osd.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.5
+_SAVE_SECONDS = 60.0
+
+
+class RecallKeeper:
+    """Looks after the tables of every domain of an engine, in a thread.
+
+    A domain's table starts from the latest snapshot, and is written down each minute in which something was decoded,
+    and at the end. Tables of single clients are not. What is older than ``capture.keep_days`` is dropped.
+    """
+
+    def __init__(self, settings: Settings, directory: Path, engine: Engine) -> None:
+        """Look after the tables of ``engine``, whose target lies in ``directory``."""
+        assert engine.pool is not None  # noqa: S101  the replica has a drafter
+        self._settings, self._directory = settings, directory
+        self._engine, self._pool = engine, engine.pool
+        self._snapshots = Snapshots(settings.registry_dir)
+        self._known: dict[str, Memories] = {}
+        self._saved, self._changed, self._failing = 0, False, False
+        self._save_at = time.monotonic() + _SAVE_SECONDS
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recall-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Fill the tables that there are, and begin to look after them."""
+        self.look()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and write down what was learnt since the last time."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+        self.save()
+
+    def look(self) -> None:
+        """Take up the tables that are new, and do what is due."""
+        recalled = self._pool.recalled()
+        for domain, memories in recalled.items():
+            if self._known.get(domain) is not memories:
+                self._take_up(domain, memories)
+        self._known = recalled
+        if time.monotonic() >= self._save_at:
+            self._save_at = time.monotonic() + _SAVE_SECONDS
+            self.save()
+
+    def save(self) -> None:
+        """Drop what is too old, and write the tables down if they changed since the last time."""
+        oldest, done = oldest_allowed(self._settings.capture, time.time()), self._engine.counters().completion_tokens
+        for memories in self._known.values():
+            for table in memories.tables:
+                self._changed |= _aged(table, oldest)
+        self._changed |= done != self._saved
+        try:
+            self._snapshots.expire(oldest)
+            if self._changed:
+                for domain, table in self._shared().items():
+                    self._snapshots.write(domain, table, self._target)
+        except OSError as error:
+            if not self._failing:
+                logger.warning("what is recalled cannot be written down, trying again: %s", error)
+            self._failing = True
+        else:
+            self._saved, self._changed, self._failing = done, False, False
+
+    @cached_property
+    def _target(self) -> Identity:
+        return identify(self._settings.target.source, self._directory)
+
+    def _shared(self) -> dict[str, Memory]:
+        """The table of each domain, none where each client has its own."""
+        if not self._settings.recall.shared:
+            return {}
+        return {domain: memories.of("") for domain, memories in self._known.items()}
+
+    def _take_up(self, domain: str, memories: Memories) -> None:
+        if not self._settings.recall.shared:
+            return
+        table = memories.of("")
+        try:
+            found = self._snapshots.restore(domain, table, self._target)
+        except SnapshotError as error:
+            logger.warning("the snapshot of what %s recalled is refused, it starts empty: %s", domain, error)
+            return
+        if found is not None:
+            self._changed |= _aged(table, oldest_allowed(self._settings.capture, time.time()))
+            logger.info("%s recalls what is in the snapshot %s", domain, found.sha256[:8])
+
+    def _run(self) -> None:
+        one_core()
+        while not self._stop.wait(_LOOK_SECONDS):
+            try:
+                self.look()
+            except Exception:
+                # Whatever is wrong now, the next look may be better, and what is recalled must not grow too old.
+                logger.exception("what is recalled cannot be looked after")
+
+
+def _aged(table: Memory, oldest: float | None) -> bool:
+    """Drop what is too old; whether there was anything."""
+    return oldest is not None and table.drop(before=int(oldest)) > 0
