@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from osd.config import ConfigError, load_settings
-from osd.learning.batch import cost, length
+from osd.learning.batch import PROMPT_SHARE, cost, length
 from osd.learning.replay import Replay, is_held_out
 from tests.unit.learning.toys import make_trace
 
@@ -149,6 +149,17 @@ def test_a_trace_longer_than_a_micro_batch_is_cut():
     assert len(starts) > 5
 
 
+@pytest.mark.parametrize("completion", [5, 32])
+def test_a_completion_that_fits_under_a_prompt_that_does_not_is_kept_from_its_beginning(completion):
+    replay = Replay(10_000, 0.1)
+    whole = make_trace(TRAIN[0], prompt=800, completion=completion)
+    replay.add(whole)
+    (trace,) = replay.sample(64).traces
+    assert trace.completion_ids == whole.completion_ids
+    assert trace.prompt_ids.numpy().tolist() == whole.prompt_ids.numpy()[-32 * PROMPT_SHARE :].tolist()
+    assert cost(trace) <= 64
+
+
 def test_the_newest_held_out_records_are_evaluated():
     replay = Replay(10_000, 0.1)
     for name in HELD[:8]:
@@ -267,6 +278,28 @@ def test_records_leave_every_part_when_they_are_too_old():
     replay.expire(1000.0)
     assert replay.tokens == replay.train_records == replay.fresh_records == 0
     assert replay.held_out(10_000) == replay.sample(96).traces == []
+
+
+def test_what_is_too_old_is_named_once_whichever_parts_it_was_in_and_nothing_else_leaves():
+    replay = Replay(1200, 0.1, anchors=0.3)
+    for n, name in enumerate(TRAIN[:150] + HELD[:10]):
+        replay.add(msgspec.structs.replace(make_trace(name), created=float(n)))
+    newest, anchors = replay.known("train"), replay.known("anchors")
+    alone = [key for key in anchors if key not in newest]
+    assert alone
+    assert len(alone) < len(anchors)
+    old = [key for key in replay.known() if key[0] in TRAIN[:120]]
+    assert set(alone) & set(old)
+    assert set(anchors) & set(newest) & set(old)
+    young = [key for key in replay.known() if key not in old]
+    gone = replay.expire(120.0)
+    assert sorted(gone) == sorted(old)
+    assert replay.known() == young
+    assert not any(map(replay.is_fresh, gone))
+    assert replay.tokens == 12 * len(young)
+    for name in TRAIN[150:260]:  # the anchors go on as a sample of what is there
+        replay.add(msgspec.structs.replace(make_trace(name), created=999.0))
+    assert len(replay.known("anchors")) == 30
 
 
 def test_anchors_and_held_out_records_must_leave_room_for_training():

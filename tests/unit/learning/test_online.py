@@ -1,0 +1,201 @@
+"""The learner by itself: traces in, micro-steps and candidates out."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from osd.config import TrainerSettings
+from osd.drafters.base import DrafterError
+from osd.learning.distiller import Distiller, DistillerError
+from osd.learning.gate import Gate
+from osd.learning.online import PASSES, Learner, Local, empty_replay
+from osd.learning.replay import is_held_out
+from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
+
+TOKENS, COMPLETION = 64, 30
+NAMES = [f"r{n}" for n in range(60)]
+
+
+class Counting(Toy):
+    """Remembers the traffic that its vocabulary was adapted to."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapted = []
+
+    def adapt_vocabulary(self, counts):
+        self.adapted.append(counts)
+
+
+class Several(Local):
+    """Two that compute, one after the other."""
+
+    size = 2
+
+    def step(self, distiller, samples):
+        self.samples = samples
+        return [super(Several, self).step(distiller, [sample]) for sample in samples][-1]
+
+
+def learner(drafter=None, replay=None, **changes):
+    torch.manual_seed(0)
+    usual = {"learning_rate": 0.03, "update_tokens": 1, "min_records": 4, "held_out": 0.3, "steps_per_candidate": 60}
+    settings = TrainerSettings(**usual | changes)
+    gate = Gate(depth=2, divergence="forward_kl", min_positions=60)
+    distiller = Distiller(Toy() if drafter is None else drafter, settings)
+    return Learner(distiller, settings, gate, VOCABULARY, replay or empty_replay(settings, enough=0))
+
+
+def fed(names=NAMES, drafter=None, **changes):
+    it = learner(drafter, **changes)
+    for n, name in enumerate(names):
+        it.add(make_trace(name, completion=COMPLETION, seed=n))
+    return it
+
+
+def weights(it):
+    return torch.cat([weight.flatten() for weight in it.distiller.drafter.weights().values()])
+
+
+def test_each_record_counts_once_and_only_what_is_trained_on_is_worth_passes():
+    it = fed()
+    held = sum(is_held_out(name, 0.3) for name in NAMES)
+    assert 0 < held < len(NAMES)
+    assert it.trigger.figures()["budget"] == PASSES * COMPLETION * (len(NAMES) - held)
+    before = (it.counters.records, it.counters.held_out, it.trigger.figures())
+    assert before[:2] == (len(NAMES), held)
+    for n, name in enumerate(NAMES):
+        assert it.add(make_trace(name, completion=COMPLETION, seed=n)).part == "duplicate"
+    assert (it.counters.records, it.counters.held_out, it.trigger.figures()) == before
+
+
+def test_it_begins_with_enough_records_of_which_one_can_be_trained_on():
+    held = [name for name in NAMES if is_held_out(name, 0.3)]
+    kept = next(name for name in NAMES if name not in held)
+    it = fed(held[:5])
+    assert not it.ready
+    it.add(make_trace(kept))
+    assert it.ready
+    assert not fed([kept, *held[:2]]).ready
+
+
+def test_a_micro_step_takes_each_record_for_the_first_time_once_and_counts_what_it_read():
+    it = fed()
+    trained = {name for name in NAMES if not is_held_out(name, 0.3)}
+    seen, positions, budget = [], 0, it.trigger.figures()["budget"]
+    while it.replay.fresh_records:
+        learned = it.step(TOKENS, Local())
+        assert not learned.step.skipped
+        assert 0 < learned.positions <= TOKENS
+        seen += [name for name, _ in learned.fresh]
+        positions += learned.positions
+    assert sorted(seen) == sorted(trained)
+    assert (it.counters.trained, it.counters.tokens) == (len(trained), positions)
+    assert it.trigger.figures()["budget"] == max(budget - positions, 0)
+
+
+def test_each_of_those_who_compute_has_a_micro_batch_of_its_own():
+    it, several = fed(), Several()
+    learned = it.step(TOKENS, several)
+    first, second = several.samples
+    assert learned.positions == first.positions + second.positions == it.counters.tokens
+    assert learned.fresh == first.fresh + second.fresh
+    assert not set(first.fresh) & set(second.fresh)
+    assert it.distiller.steps == 2
+
+
+def test_the_vocabulary_follows_the_traffic_before_the_first_step_and_in_each_candidate():
+    drafter = Counting()
+    it = fed(drafter=drafter)
+    it.step(TOKENS, Local())
+    it.step(TOKENS, Local())
+    assert len(drafter.adapted) == 1
+    assert np.allclose(drafter.adapted[0].numpy(), it.replay.token_counts(VOCABULARY))
+    it.candidate()
+    assert len(drafter.adapted) == 2
+
+
+def test_what_it_learns_passes_the_gate_against_what_it_began_with_and_not_the_other_way_round():
+    it, begun = fed(), learner().distiller.drafter
+    while not it.due:
+        it.step(TOKENS, Local())
+    assert it.distiller.steps == 60
+    decision = it.propose(begun)
+    assert decision.passed, decision.reason
+    assert decision.candidate.divergence < decision.baseline.divergence / 1.5
+    assert it.next_candidate == 120
+    better = Toy()
+    better.load_weights(it.distiller.drafter.weights())
+    it.distiller.load_weights(begun.weights())
+    worse = it.propose(better)
+    assert (worse.passed, worse.waits) == (False, False)
+
+
+def test_a_candidate_has_all_that_was_gathered():
+    it = fed(update_tokens=10**6)
+    before = weights(it)
+    it.step(TOKENS, Local())
+    assert torch.equal(weights(it), before)
+    it.candidate()
+    assert not torch.equal(weights(it), before)
+
+
+def test_where_too_little_is_held_out_the_next_candidate_comes_after_a_fifth_of_the_steps():
+    it = fed([name for name in NAMES if not is_held_out(name, 0.3)])
+    it.step(TOKENS, Local())
+    decision = it.propose(Toy())
+    assert decision.waits
+    assert it.next_candidate == 1 + 60 // 5
+
+
+def test_the_gate_sees_the_same_held_out_positions_each_time_and_nothing_that_is_trained_on():
+    it = fed()
+    first, again = ([batch.token_ids for batch in it.held_out()] for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    held = sum(is_held_out(name, 0.3) for name in NAMES)
+    assert sum(len(ids) for ids in first) == held
+
+
+def test_the_same_traces_give_the_same_drafter():
+    one, other = fed(), fed()
+    for it in (one, other):
+        for _ in range(10):
+            it.step(TOKENS, Local())
+    assert torch.equal(weights(one), weights(other))
+
+
+def test_it_goes_on_from_its_state_as_if_it_had_not_stopped():
+    straight, stopped = fed(), fed()
+    for it in (straight, stopped):
+        while it.replay.fresh_records:
+            it.step(TOKENS, Local())
+    tensors, state = stopped.state()
+    after = learner(replay=stopped.replay)
+    after.replay.sample(TOKENS)  # whatever was drawn meanwhile
+    after.resume(tensors, json.loads(json.dumps(state)))
+    assert (after.counters, after.next_candidate) == (straight.counters, straight.next_candidate)
+    losses = [[it.step(TOKENS, Local()).step.loss for _ in range(10)] for it in (straight, after)]
+    assert losses[0] == losses[1]
+    assert torch.equal(weights(straight), weights(after))
+
+
+def test_a_smaller_interval_than_last_time_counts_at_once():
+    it = fed()
+    it.step(TOKENS, Local())
+    after = learner(steps_per_candidate=5)
+    after.resume(*it.state())
+    assert after.next_candidate == 6
+
+
+def test_a_state_that_is_not_its_own_is_refused():
+    it = fed()
+    it.step(TOKENS, Local())
+    tensors, state = it.state()
+    with pytest.raises(DistillerError, match="cannot be read"):
+        learner().resume(tensors, {name: value for name, value in state.items() if name != "next_gate"})
+    with pytest.raises((DistillerError, DrafterError)):
+        learner(Toy(draft_ids=torch.arange(3))).resume(tensors, state)
