@@ -24,12 +24,8 @@ class Step(Protocol):
     def __call__(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
         """Logits [n, draft vocabulary] after the rows ``wanted`` [n], and the states [n, ...] that a next step reads.
 
-        Args:
-            rows: of the forward, laid out on the device.
-            wanted: [n] int64.
-            states: [R, ...] of the target before each row's token in the ``first`` step, if the drafter reads any;
-                in later ones what the step before returned.
-            first: whether the rows are committed tokens.
+        In the ``first`` step the rows are committed tokens and ``states`` [R, ...] the target's before each, if the
+        drafter reads any; in later ones what the step before returned.
         """
         ...
 
@@ -77,14 +73,11 @@ class GraphChains:
     """Drafts of B sequences by CUDA graphs of all their levels, one for each bucket of sizes and number of levels."""
 
     def __init__(self, step: Step, cache: KVCache, scratch: int, support: Tensor | None, recordable: bool) -> None:
-        """Draft with ``step``.
+        """Draft with ``step`` over slots of ``cache``, the last place of which must be nobody's.
 
-        Args:
-            step: of the drafter.
-            cache: its slots, the last place of which must be nobody's.
-            scratch: places behind the committed ones, and rows of a sequence in a graph at most.
-            support: [Vd] target ids of the draft vocabulary, at an address that stays; None for all.
-            recordable: False runs the same without CUDA graphs.
+        A sequence has ``scratch`` rows in a graph at most, and as many places behind the committed ones. ``support``
+        [Vd] are the target ids of the draft vocabulary, at an address that stays; None for all. What is not
+        ``recordable`` runs the same without CUDA graphs.
         """
         self._step, self._cache, self._scratch, self._support = step, cache, scratch, support
         self._recorder, self._recordable = GraphRecorder(cache.keys.device), recordable

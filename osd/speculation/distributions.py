@@ -42,13 +42,10 @@ class LazyProbabilities:
     """
 
     def __init__(self, logits: Tensor, owners: Tensor, places: Tensor, sampling: SamplingBatch) -> None:
-        """Make nothing yet.
+        """Make nothing yet, of ``logits`` [R, V] with penalties and bias, in float32 or float64.
 
-        Args:
-            logits: [R, V] the target's, with penalties and bias; float32 or float64.
-            owners: [R] the sequence of each row, as ``sampling`` numbers them.
-            places: [B, N + 1] the row after the root and after each node; any row for padding.
-            sampling: what makes p.
+        ``owners`` [R] are their sequences as ``sampling`` numbers them, ``places`` [B, N + 1] the rows after the root
+        and after each node, any row for padding.
         """
         self._logits, self._owners, self._places, self._sampling = logits, owners, places, sampling
         self.dtype = logits.dtype

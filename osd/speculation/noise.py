@@ -68,12 +68,9 @@ class Noise:
     """
 
     def __init__(self, seed: Tensor, request: Tensor, step: Tensor) -> None:
-        """Key the round.
+        """Key the round by three [B] int64: the settings' ``seed``, a hash of the ``request``'s id, and ``step``.
 
-        Args:
-            seed: [B] int64, of the request's sampling settings.
-            request: [B] int64, a hash of the request's id.
-            step: [B] int64, number of the round within the request; never used twice.
+        The step is the number of the round within the request, and never used twice.
         """
         self._keys = seed, request, step
         self._streams: dict[Purpose, Tensor] = {}
@@ -100,14 +97,9 @@ class Noise:
         return self._streams[purpose]
 
     def uniform(self, purpose: Purpose, index: Tensor | int = 0) -> Tensor:
-        """Uniform numbers strictly between 0 and 1.
+        """Uniform numbers strictly between 0 and 1 for ``purpose``, float64 and the same on every device.
 
-        Args:
-            purpose: what they decide.
-            index: an int or [B] for one number per sequence, [B, k] or [1, k] for k numbers per sequence.
-
-        Returns:
-            [B] or [B, k] float64, the same on every device.
+        ``index`` is an int or [B] for one number per sequence, [B]; or [B, k] or [1, k] for k of them, [B, k].
         """
         stream = self._stream(purpose)
         place = torch.as_tensor(index, device=stream.device) + 1

@@ -61,14 +61,7 @@ class Penalties:
         outputs: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ) -> None:
-        """Count what each of the B sequences has used.
-
-        Args:
-            settings: of each sequence.
-            prompts: its prompt's token ids.
-            outputs: what was generated and committed.
-            device: of the logits.
-        """
+        """Count what each of the B sequences has used: its prompt's token ids, and what was generated and committed."""
         chosen = [index for index, s in enumerate(settings) if penalised(s)]
         self._place = torch.full((len(settings),), -1, device=device)  # [B] among the S sequences chosen
         self._place[chosen] = torch.arange(len(chosen), device=device)
@@ -95,13 +88,9 @@ class Penalties:
     ) -> Tensor:
         """The logits with bias and penalties; other sequences' rows stay as they are.
 
-        Args:
-            logits: [R, V] of the target or [R, Vd] of a drafter; not written to.
-            rows: [R] the sequence of each row.
-            nodes: [R] the node that each row follows, or ROOT.
-            tokens: [B, N] target ids of the draft trees' nodes.
-            parents: [B, N] their parents.
-            support: [Vd] target ids of a draft vocabulary, None for the whole vocabulary.
+        ``logits`` are [R, V] of the target or [R, Vd] of a drafter whose tokens are ``support`` [Vd]; they are not
+        written to. ``rows`` [R] are their sequences, and ``nodes`` [R] the nodes that they follow, or ROOT, of draft
+        trees with target ids ``tokens`` and ``parents`` [B, N].
         """
         mine = self._place[rows]
         at = (mine >= 0).nonzero().squeeze(-1)

@@ -125,7 +125,7 @@ class SamplingBatch:
         )
 
     def probabilities(self, logits: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """The distributions that these logits mean: temperature, then min-p, then top-k, then top-p.
+        """The distributions that these logits [R, V] mean: temperature, then min-p, then top-k, then top-p.
 
         That is vLLM's order; bias and penalties come before it, see ``osd.speculation.penalties``. Temperature 0 puts
         all mass on the largest logit, the lowest id among equals. Min-p keeps every token that is at least ``min_p``
@@ -134,13 +134,8 @@ class SamplingBatch:
         always one. These are the rules of transformers' logits warpers, which leave it open which of equals top-p
         keeps.
 
-        Args:
-            logits: [R, V].
-            rows: [R] the sequence of each row; None when row r belongs to sequence r.
-            out: [R, V] of the result's dtype, where to write it.
-
-        Returns:
-            [R, V] float32, or float64 for float64 logits.
+        ``rows`` [R] are their sequences, r that of row r without them. The result [R, V] is float32, float64 for
+        float64 logits, and written to ``out`` where that is given.
         """
         temperature = self.temperature if rows is None else self.temperature[rows]
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32

@@ -256,14 +256,10 @@ class TreeBuilder:
         device: torch.device | str = "cpu",
         sources: tuple[str, ...] = ("drafter",),
     ) -> None:
-        """Start with bare roots.
+        """Start with bare roots of ``batch`` sequences, which have ``capacity`` nodes at most.
 
-        Args:
-            batch: sequences B.
-            capacity: nodes of one sequence at most.
-            support: [Vd] target ids of the draft vocabulary, None for the whole vocabulary.
-            device: where the tensors live.
-            sources: who may propose nodes; the first does where ``add`` names nobody.
+        ``support`` [Vd] are the target ids of the draft vocabulary, None for the whole one. ``sources`` may propose
+        nodes; the first does where ``add`` names nobody.
         """
         self.support = support
         self.sources = sources
@@ -322,14 +318,10 @@ class TreeBuilder:
     ) -> Tensor:
         """Add one node for each entry of ``rows`` [M] and return the new nodes [M].
 
-        Args:
-            rows: sequences; one may occur several times, its nodes are then numbered in this order.
-            parents: [M] nodes, or ROOT.
-            columns: [M] the drawn tokens as places of their distributions.
-            q_row: [M] the places of the parents' distributions; None without any, ``columns`` are then places of the
-                draft vocabulary.
-            draw: how they were chosen; None for what ``finish`` says.
-            source: who proposes them, a place of ``sources``.
+        A sequence may occur several times in ``rows``: its nodes are then numbered in this order. ``columns`` [M] are
+        the drawn tokens as places of their parents' distributions, which are at the places ``q_row`` [M]; without any,
+        as places of the draft vocabulary. ``parents`` [M] are nodes or ROOT, ``draw`` is how they were chosen, None for
+        what ``finish`` says, and ``source`` who proposes them, a place of ``sources``.
         """
         nodes = self.sizes[rows] + repeats(rows)
         self.sizes.index_add_(0, rows, torch.ones_like(rows))

@@ -210,11 +210,7 @@ class EagleSession(AutoregressiveSession):
         return self.linear["fuse"](self.shape.fused(hidden, self.vector["tap_norm"]))
 
     def _step(self, tokens: Tensor, features: Tensor, rows: PackedRows, last: Tensor) -> tuple[Tensor, Tensor]:
-        """The decoder layer on [R] tokens and [R, hidden] features.
-
-        Returns:
-            The next features [M, hidden] and the logits [M, draft vocabulary] after the rows ``last`` [M].
-        """
+        """Features [M, hidden] and logits [M, draft vocabulary] after rows ``last`` [M] of [R] tokens and features."""
         shape, linear = self.shape, self.linear
         embedded = self._norm(self.embedding[tokens].float(), "embedding_norm")
         normed = self._norm(features, "feature_norm")

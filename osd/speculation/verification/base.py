@@ -41,11 +41,9 @@ class Rule(Protocol):
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
         """Decide which drafted tokens stay, so that the output is distributed as if drawn from the target alone.
 
-        Args:
-            draft: the drafts of B sequences; one without nodes is decoded plainly.
-            p: [B, N + 1, V] the target's distributions, row 0 after the root and row 1 + i after node i, made by
-                the sampling settings; float32 or float64. Rows of padding mean nothing.
-            noise: of this round.
+        ``draft`` are those of B sequences; one without nodes is decoded plainly. ``p`` [B, N + 1, V] are the target's
+        distributions as made by the sampling settings, row 0 after the root and row 1 + i after node i, in float32 or
+        float64; rows of padding mean nothing.
         """
         ...
 
