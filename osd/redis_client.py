@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Self
+from typing import Self, TypeVar
 
+import msgspec
 import redis
 from redis.backoff import NoBackoff
+from redis.exceptions import DataError
 from redis.retry import Retry
+
+_Kind = TypeVar("_Kind")
 
 MIN_BACKOFF, MAX_BACKOFF = 0.05, 2.0
 """Seconds without a try after a failure; doubled up to the longest."""
@@ -22,6 +26,18 @@ def connect(url: str, timeout: float = 0.5) -> redis.Redis:
     return redis.Redis.from_url(
         url, socket_timeout=timeout, socket_connect_timeout=timeout, protocol=2, retry=Retry(NoBackoff(), 0)
     )
+
+
+def decoded(data: bytes | str, kind: type[_Kind], what: str) -> _Kind:
+    """The JSON that Redis holds, as a ``kind``.
+
+    Raises:
+        DataError: it is none; names ``what`` was read.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{what}: {error}") from None
 
 
 class RedisClient:

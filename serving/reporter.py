@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from redis.exceptions import DataError, RedisError
+from redis.exceptions import RedisError
 
 from osd.capture.stream import TraceWriter
-from osd.redis_client import RedisClient
+from osd.redis_client import RedisClient, decoded
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from serving.replica_metrics import Report
 from serving.rollout_follower import Watcher
@@ -50,12 +50,7 @@ class Control(RedisClient):
     def get(self) -> Switches:
         """The switches as they are; the defaults when nobody has set any."""
         data = self._client.get(_SWITCHES_KEY)
-        if data is None:
-            return Switches()
-        try:
-            return msgspec.json.decode(data, type=Switches)
-        except msgspec.MsgspecError as error:
-            raise DataError(f"{_SWITCHES_KEY}: {error}") from None
+        return Switches() if data is None else decoded(data, Switches, _SWITCHES_KEY)
 
     def set(self, switches: Switches) -> None:
         """Set the switches; replicas follow within a second."""

@@ -9,9 +9,8 @@ import time
 from typing import Any
 
 import msgspec
-from redis.exceptions import DataError
 
-from osd.redis_client import RedisClient
+from osd.redis_client import RedisClient, decoded
 
 REMEMBERED_SECONDS = 86_400.0
 """How long a purged request is refused: longer than any record is on its way."""
@@ -58,10 +57,8 @@ class Purges(RedisClient):
     def answers(self, request: str) -> dict[str, Removed]:
         """What the trainers said so far, by domain."""
         found: Any = self._client.hgetall(_ANSWERS + request)
-        try:
-            return {domain.decode(): msgspec.json.decode(data, type=Removed) for domain, data in found.items()}
-        except msgspec.MsgspecError as error:
-            raise DataError(f"answers to the purge of {request}: {error}") from None
+        what = f"answers to the purge of {request}"
+        return {domain.decode(): decoded(data, Removed, what) for domain, data in found.items()}
 
     def alive(self, domain: str) -> None:
         """Say that the trainer of a domain runs; it holds for five seconds."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from redis.exceptions import DataError
 
 from osd.config import check_domain
-from osd.redis_client import RedisClient
+from osd.redis_client import RedisClient, decoded
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -36,12 +35,7 @@ class Ledger(RedisClient):
     def get(self, domain: str) -> Spent:
         """What was spent; nothing when nobody has said so."""
         data = self._client.get(_key(domain))
-        if data is None:
-            return Spent()
-        try:
-            return msgspec.json.decode(data, type=Spent)
-        except msgspec.MsgspecError as error:
-            raise DataError(f"ledger of {domain}: {error}") from None
+        return Spent() if data is None else decoded(data, Spent, f"ledger of {domain}")
 
     def set(self, domain: str, spent: Spent) -> None:
         """Say what was spent."""

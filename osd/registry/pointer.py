@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
-from redis.exceptions import DataError, RedisError, WatchError
+from redis.exceptions import RedisError, WatchError
 
 from osd.config import check_domain
 from osd.hashing import unit_hash
-from osd.redis_client import RedisClient
+from osd.redis_client import RedisClient, decoded
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,4 @@ def _encode(domain: str, rollout: Rollout) -> bytes:
 
 
 def _decode(domain: str, data: bytes | str) -> Rollout:
-    try:
-        return msgspec.json.decode(data, type=Rollout)
-    except msgspec.MsgspecError as error:
-        raise DataError(f"rollout pointer of {domain}: {error}") from None
+    return decoded(data, Rollout, f"rollout pointer of {domain}")
