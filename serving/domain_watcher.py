@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
 
-from osd.config import Settings
-from osd.registry.events import Events
-from osd.registry.pointer import Pointer, Rollout
-from osd.registry.versions import Registry, Version
+from osd.registry.pointer import Rollout
+from osd.registry.versions import Version
 from osd.runtime.device import one_core
-from serving.rollout_follower import POLL_SECONDS, DrafterCache, Follower, Watcher
+from serving.rollout_follower import POLL_SECONDS, Follower, Versions, Watcher
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine
@@ -28,19 +26,11 @@ class DomainWatcher(Watcher):
     domain that has none is served by the own one's.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        registry: Registry,
-        pointer: Pointer,
-        events: Events,
-        cache: DrafterCache,
-        engine: Engine,
-    ) -> None:
+    def __init__(self, versions: Versions, engine: Engine) -> None:
         super().__init__("domain-watcher")
         assert engine.pool is not None  # noqa: S101  the replica has a drafter
-        self._most, self._pool, self._engine = settings.engine.domains, engine.pool, engine
-        self._registry, self._pointer, self._events, self._cache = registry, pointer, events, cache
+        self._most, self._pool, self._engine = versions.settings.engine.domains, engine.pool, engine
+        self._versions = versions
         self._followers: dict[str, Follower] = {}
         self._seen: dict[str, Rollout] = {}
         self._wanted: set[str] = set()
@@ -56,7 +46,7 @@ class DomainWatcher(Watcher):
         while not self._stop.wait(POLL_SECONDS):
             self._pool.sweep()
             try:
-                rollouts = self._pointer.all()
+                rollouts = self._versions.pointer.all()
             except RedisError as error:
                 if not failing:
                     logger.warning("rollout pointers cannot be read (%s), keeping what is there", error)
@@ -98,12 +88,12 @@ class DomainWatcher(Watcher):
 
     def _open(self, domain: str, rollout: Rollout) -> None:
         number, handle = rollout.stable, self._engine.drafters(domain)
-        new = Follower(domain, self._registry, self._events, self._cache, handle, self._stop)
+        new = Follower(domain, self._versions, handle, self._stop)
         follower = self._followers.setdefault(domain, new)
         self._seen[domain] = rollout  # refused or not, it is tried again only when the pointer moves
 
         def open_domain(version: Version) -> None:
-            self._pool.open(domain, number, version.weights, self._cache.of(version.config))
+            self._pool.open(domain, number, version.weights, self._versions.cache.of(version.config))
 
         if follower.use(number, open_domain):
             logger.info("drafter version %d of %s is in service", number, domain)

@@ -32,7 +32,7 @@ from serving.domain_watcher import DomainWatcher
 from serving.recall_keeper import RecallKeeper
 from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
-from serving.rollout_follower import DrafterCache, Start, VersionWatcher, Watcher, starting_drafter
+from serving.rollout_follower import DrafterCache, Start, Versions, VersionWatcher, Watcher, starting_drafter
 from serving.service import ChatTemplateError, Model
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,9 @@ class Replica:
         self._watchers: list[Watcher] = []
         if start is not None:
             cache = DrafterCache(start.drafter, settings, directory)
-            common = (settings, registry, self._pointer, self._events, cache)
+            versions = Versions(settings, registry, self._pointer, self._events, cache)
             own = self.engine.drafters(settings.domain)
-            self._watchers = [VersionWatcher(*common, own, start), DomainWatcher(*common, self.engine)]
+            self._watchers = [VersionWatcher(versions, own, start), DomainWatcher(versions, self.engine)]
         self._keeper: RecallKeeper | None = None
         if self.engine.pool is not None:
             self._keeper = RecallKeeper(settings, directory, self.engine)

@@ -90,6 +90,17 @@ def _key(config: dict[str, Any]) -> str:
     return json.dumps(without_head(config), sort_keys=True)
 
 
+@dataclass(frozen=True)
+class Versions:
+    """Where versions and their pointers are, who hears of them, and the drafters that they are for."""
+
+    settings: Settings
+    registry: Registry
+    pointer: Pointer
+    events: Events
+    cache: DrafterCache
+
+
 class Follower:
     """Does what a domain's rollout says: loads, checks and stages each new version beside decoding.
 
@@ -97,18 +108,9 @@ class Follower:
     one stays. The requests of a canary that is refused are served by the stable version.
     """
 
-    def __init__(
-        self,
-        domain: str,
-        registry: Registry,
-        events: Events,
-        cache: DrafterCache,
-        handle: DomainHandle,
-        stop: threading.Event,
-    ) -> None:
+    def __init__(self, domain: str, versions: Versions, handle: DomainHandle, stop: threading.Event) -> None:
         """Follow for ``domain`` with the drafters of ``handle``, until ``stop``."""
-        self._domain, self._registry, self._events, self._handle, self._stop = domain, registry, events, handle, stop
-        self._cache = cache
+        self._domain, self._versions, self._handle, self._stop = domain, versions, handle, stop
         self.known_bad: set[int] = set()
         self.rejected = 0
 
@@ -121,7 +123,7 @@ class Follower:
     def use(self, number: int, take: Callable[[Version], None]) -> bool:
         """Load a version for ``take``; False when it is refused."""
         try:
-            take(self._registry.load(self._domain, number))
+            take(self._versions.registry.load(self._domain, number))
         except (VersionError, DrafterError) as error:
             self.refuse(number, str(error))
         except Exception as error:
@@ -136,7 +138,7 @@ class Follower:
         """Count a version that is not used, and say why."""
         self.rejected += 1
         logger.error("drafter version %d of %s is refused, what runs stays: %s", number, self._domain, reason)
-        self._events.tell("rejected", self._domain, number, reason=reason, stage="load")
+        self._versions.events.tell("rejected", self._domain, number, reason=reason, stage="load")
 
     def _follow_stable(self, number: int) -> None:
         before = self._handle.drafter_version
@@ -146,17 +148,17 @@ class Follower:
             return
 
         def stage(version: Version) -> None:
-            self._handle.stage(number, version.weights, self._cache.of(version.config))
+            self._handle.stage(number, version.weights, self._versions.cache.of(version.config))
 
         if self.use(number, stage) and self._swapped(number):
             logger.info("drafter version %d is in service, before it %d", number, before)
-            self._events.tell("swapped", self._domain, number, previous=before)
+            self._versions.events.tell("swapped", self._domain, number, previous=before)
 
     def _follow_canary(self, rollout: Rollout) -> None:
         number, running = rollout.canary, self._handle.canary_version
 
         def try_out(version: Version) -> None:
-            self._handle.try_canary(rollout, version.weights, self._cache.of(version.config))
+            self._handle.try_canary(rollout, version.weights, self._versions.cache.of(version.config))
 
         if number is None or number == rollout.stable or not rollout.share:
             if running is not None:
@@ -206,20 +208,11 @@ class Watcher(ABC):
 class VersionWatcher(Watcher):
     """Follows the rollout pointer of the own domain in a thread; with Redis gone nothing changes."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        registry: Registry,
-        pointer: Pointer,
-        events: Events,
-        cache: DrafterCache,
-        handle: DomainHandle,
-        start: Start,
-    ) -> None:
-        """Follow for ``settings.domain``; the versions that ``start`` refused are told of now."""
+    def __init__(self, versions: Versions, handle: DomainHandle, start: Start) -> None:
+        """Follow for the service's own domain; the versions that ``start`` refused are told of now."""
         super().__init__("version-watcher")
-        self._domain, self._pointer = settings.domain, pointer
-        self._follower = Follower(settings.domain, registry, events, cache, handle, self._stop)
+        self._domain, self._pointer = versions.settings.domain, versions.pointer
+        self._follower = Follower(self._domain, versions, handle, self._stop)
         self._follower.known_bad.update(start.refused)
 
     @property

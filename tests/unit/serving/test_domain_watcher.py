@@ -15,6 +15,7 @@ from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
 from serving.domain_watcher import DomainWatcher
+from serving.rollout_follower import Versions
 
 
 def at(number, canary=None, changed=1.0):
@@ -111,7 +112,7 @@ def make(registry):
     def make(most=4, misfits=(), pointer=None):
         engine, events = ScriptedEngine(misfits), ScriptedEvents()
         settings = Settings(engine={"domains": most})
-        return DomainWatcher(settings, registry, pointer, events, OneDrafter(), engine), engine, events
+        return DomainWatcher(Versions(settings, registry, pointer, events, OneDrafter()), engine), engine, events
 
     return make
 

@@ -13,7 +13,7 @@ from osd.drafters.base import DrafterError
 from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
-from serving.rollout_follower import DrafterCache, Start, VersionWatcher, starting_drafter
+from serving.rollout_follower import DrafterCache, Start, Versions, VersionWatcher, starting_drafter
 
 
 class ScriptedPointer:
@@ -147,9 +147,8 @@ def watch(settings, registry, engine, events, *rollouts, refused=frozenset()):
             done.set()
             stop.wait()
 
-    watcher = VersionWatcher(
-        settings, registry, Pointer(*rollouts), events, OneDrafter(), engine, Start(None, 1, set(refused))
-    )
+    versions = Versions(settings, registry, Pointer(*rollouts), events, OneDrafter())
+    watcher = VersionWatcher(versions, engine, Start(None, 1, set(refused)))
     watcher.start()
     assert done.wait(10)
     watcher.close()
@@ -233,9 +232,8 @@ def test_a_canary_that_cannot_be_used_is_refused_and_stable_serves_its_share(set
 
 def test_closing_ends_the_thread_soon(settings, registry):
     start = Start(None, 1)
-    watcher = VersionWatcher(
-        settings, registry, ScriptedPointer(at(1)), ScriptedEvents(), OneDrafter(), ScriptedEngine(), start
-    )
+    versions = Versions(settings, registry, ScriptedPointer(at(1)), ScriptedEvents(), OneDrafter())
+    watcher = VersionWatcher(versions, ScriptedEngine(), start)
     watcher.start()
     begun = time.monotonic()
     watcher.close()
