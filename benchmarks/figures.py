@@ -32,6 +32,21 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class Quartiles(Spread):
+    """The same with the quartiles."""
+
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quartiles:
+        """Of at least one value."""
+        enough = values if len(values) > 1 else [*values, *values]
+        lower, median, upper = statistics.quantiles(enough, method="inclusive")
+        return cls(median, min(values), max(values), lower, upper)
+
+
+@dataclass(frozen=True)
 class Mean:
     """A mean over contexts and its standard error."""
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import filelock
 
-_CPU_INFO = Path("/proc/cpuinfo")
+from benchmarks.machine import cpu_fields
+
 _GGML_FLAGS = {
     "avx": "AVX",
     "avx2": "AVX2",
@@ -99,8 +100,6 @@ def last_error(text: str) -> str:
 
 def ggml_flags(cpu_info: str | None = None) -> tuple[str, ...]:
     """CMake's arguments for a llama.cpp with the extensions of this CPU; ``cpu_info`` stands for the kernel's."""
-    if cpu_info is None:
-        cpu_info = _CPU_INFO.read_text(encoding="utf-8") if _CPU_INFO.is_file() else ""
-    flags = next((line for line in cpu_info.splitlines() if line.startswith("flags")), "").split()
+    flags = cpu_fields(cpu_info).get("flags", "").split()
     known = [f"-DGGML_{option}={'ON' if name in flags else 'OFF'}" for name, option in _GGML_FLAGS.items()]
     return ("-DGGML_NATIVE=OFF", *known, "-DLLAVA_BUILD=OFF")

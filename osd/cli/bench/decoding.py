@@ -60,8 +60,6 @@ def decode(
     settings = settings_of(config, [*(overrides or ()), *chosen])
     check_output(json_file)
     check_draft(draft)
-    from rich.console import Console
-
     from benchmarks import decode as bench
     from benchmarks.isolated import DRAFT_CONTEXT, on_several_cores
     from benchmarks.pair import BenchError, engine_with, find_drafter, reading_anew
@@ -109,7 +107,7 @@ def decode(
     about |= {"synthetic_acceptance": acceptance}
     about |= bench.figures(result)
     typer.echo(json.dumps(about))
-    Console(stderr=True, highlight=False).print(bench.table(result))
+    show(bench.table(result), stderr=True)
     write(json_file, {**about, "waves": [asdict(wave) for wave in found]})
 
 

@@ -108,13 +108,14 @@ def say(step: str) -> None:
     typer.echo(step, err=True)
 
 
-def show(table: Any) -> None:
+def show(table: Any, stderr: bool = False) -> None:
     """Print a table, with all of its columns where no terminal says how wide it is."""
     import sys
 
     from rich.console import Console
 
-    Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(table)
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    Console(stderr=stderr, highlight=False, width=None if terminal else _WIDTH).print(table)
 
 
 def write(json_file: Path | None, figures: Mapping[str, Any]) -> None:

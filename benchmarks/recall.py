@@ -1,0 +1,380 @@
+"""What recall earns on a stream of prompts: beside plain decoding, and beside other ways to draft."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.figures import Quartiles
+from benchmarks.machine import Machine
+from benchmarks.nodes import Calibration, Draft, Tally, WatchedMixed, WatchedRecall, tallies
+from benchmarks.pair import BenchError, engine_with
+from benchmarks.streams import Arrivals, decoding_rate, updates_of
+from osd.config import ConfidenceSettings, Settings
+from osd.drafters.base import Drafter
+from osd.drafters.recall.drafter import Recall
+from osd.drafters.recall.memories import ENTRY_BYTES
+from osd.drafters.recall.memory import KEPT, Backend, Heard, Memory, Sought, mark_of
+from osd.engine.engine import Engine
+from osd.engine.policy import Policy
+from osd.engine.request import Request, SamplingParams
+from osd.metrics import SpeculationCounts
+
+PLAIN, RECALL, LOOKUP, DRAFTER, MIXED = "plain", "recall", "lookup", "drafter", "mixed"
+STREAM, UNSEEN = "stream", "unseen"
+FIRST = 30
+"""Requests of the stream that are decoded plainly too, to see what recall earns from the first minute on."""
+
+_BLOCKS = 8  # of the curve
+_DEEP = 8  # tokens of a path; nodes further down are counted together
+_NODES, _ROWS = 64, 16  # of a timed draft, and of a timed update
+
+
+@dataclass(frozen=True)
+class Way:
+    """How requests are decoded: plainly, or with the drafters of a domain of the same name.
+
+    The drafters of one that ``learns`` remember the stream; ``policy`` is how it speculates, None as the engine does.
+    """
+
+    name: str
+    learns: bool = False
+    policy: Policy | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``after`` requests of the stream are served, ``streams`` at once; ``unseen`` further ones are measured on."""
+
+    streams: int
+    after: int
+    unseen: int
+    tokens: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Requests decoded together in one way, the first of them number ``first`` of the stream.
+
+    ``tokens_per_second`` is of all of them while every one decodes, 0 where one ended before all had begun. They took
+    ``tokens`` in so many ``forwards``, those of a prompt and the token after it left out; a forward that several share
+    counts for each.
+    """
+
+    way: str
+    phase: Literal["stream", "unseen"]
+    first: int
+    requests: int
+    tokens_per_second: float
+    tokens: int
+    forwards: int
+    counts: SpeculationCounts
+    drafts: Sequence[Draft] = ()
+
+    def figures(self) -> dict[str, Any]:
+        """All of it but the drafts themselves."""
+        found = asdict(replace(self, drafts=()))
+        del found["drafts"]
+        return found
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine that has the drafters of all ``ways``, plain decoding first.
+
+    ``drafts`` are filled with those of the ways that learn.
+    """
+
+    engine: Engine
+    ways: Sequence[Way]
+    drafts: dict[str, list[Draft]]
+
+    @classmethod
+    def of(cls, settings: Settings, directory: Path, trained: Drafter | None) -> Setup:
+        """Load the target from ``directory``, with a trained drafter, alone and beside recall, where there is one.
+
+        Each way's drafters are those of a domain. A trained drafter that is alone drafts as it does by default; prompt
+        lookup is recall with a table into which nothing is written.
+        """
+        recall = WatchedRecall()
+        ways, drafters = [Way(PLAIN), Way(RECALL, learns=True), Way(LOOKUP)], [(RECALL, recall), (LOOKUP, Recall())]
+        drafts = {RECALL: recall.drafts}
+        if trained is not None:
+            mixed = WatchedMixed(trained)
+            ways += [Way(DRAFTER, policy=Policy.of(ConfidenceSettings())), Way(MIXED, learns=True)]
+            drafters = [(MIXED, mixed), *drafters, (DRAFTER, trained)]
+            drafts[MIXED] = mixed.drafts
+        # The target gives the states that the first of them reads.
+        (own, first), *others = drafters
+        engine = engine_with(settings.model_copy(update={"domain": own}), directory, first)
+        assert engine.pool is not None  # noqa: S101  it has a drafter
+        for name, drafter in others:
+            engine.pool.open(name, 1, drafter.weights(), drafter)
+        return cls(engine, ways, drafts)
+
+
+def serve(
+    setup: Setup, prompts: Sequence[tuple[int, ...]], plan: Plan, report: Callable[[str], None] = lambda step: None
+) -> Iterator[Wave]:
+    """Serve the stream to the ways that learn, the first of it to plain decoding too; then measure on unseen prompts.
+
+    The ways take turns on the same prompts, and another one begins each time. One plain wave before them warms up.
+
+    Args:
+        setup: its engine is running, with a slot for each stream.
+        prompts: ``plan.after`` and ``plan.unseen`` of them.
+        plan: how much is served, and how.
+        report: told which requests come next.
+    """
+    ways = setup.ways
+    _wave(setup, ways[0], STREAM, 0, prompts[: plan.streams], plan)
+    for first in range(0, plan.after, plan.streams):
+        asked = prompts[first : min(first + plan.streams, plan.after)]
+        learning = [way for way in ways if way.learns]
+        present = [ways[0], *learning] if first < FIRST else learning
+        report(f"request {first} of the stream's {plan.after}")
+        for way in _turned(present, first // plan.streams):
+            yield _wave(setup, way, STREAM, first, asked, plan)
+    for turn in range(plan.unseen // plan.streams):
+        first = plan.after + turn * plan.streams
+        report(f"unseen prompt {first - plan.after} of {plan.unseen}")
+        for way in _turned(ways, turn):
+            yield _wave(setup, way, UNSEEN, first, prompts[first : first + plan.streams], plan)
+
+
+def _turned(ways: Sequence[Way], turn: int) -> list[Way]:
+    place = turn % len(ways)
+    return [*ways[place:], *ways[:place]]
+
+
+def _wave(
+    setup: Setup, way: Way, phase: Literal["stream", "unseen"], first: int, prompts: Sequence[tuple[int, ...]],
+    plan: Plan,
+) -> Wave:  # fmt: skip
+    requests = [
+        Request(
+            f"{way.name}-{phase}-{number}", prompt, plan.tokens, replace(plan.sampling, seed=number),
+            capture=way.learns and phase == STREAM, speculate=way.name != PLAIN,
+            domain=way.name, policy=way.policy,
+        )
+        for number, prompt in enumerate(prompts, first)
+    ]  # fmt: skip
+    arrivals: Arrivals = defaultdict(list)
+    counts = SpeculationCounts()
+    for moment, update in updates_of(setup.engine, requests):
+        arrivals[update.request_id].append((moment, len(update.token_ids)))
+        counts.add(update.counts or SpeculationCounts())
+    later = [count for moments in arrivals.values() for _, count in moments[1:]]
+    rate, noted = decoding_rate(arrivals), setup.drafts.get(way.name, [])
+    drafts = noted.copy()
+    noted.clear()
+    return Wave(way.name, phase, first, len(prompts), rate, sum(later), len(later), counts, drafts)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a way made of some of the stream; ``speedup`` is beside plain decoding of the same prompts.
+
+    Speeds are those of so many ``waves``, all else of everything that was decoded.
+    """
+
+    way: str
+    waves: int
+    tokens_per_second: Quartiles
+    speedup: Quartiles
+    mean_acceptance_length: float
+    tokens_per_forward: float
+    drafted_per_round: float
+    acceptance_rate: float
+
+
+def gains(waves: Sequence[Wave]) -> list[Gain]:
+    """Those of every way among ``waves``, plain decoding being one; what one of them was too short for is left out.
+
+    Raises:
+        BenchError: all of them were too short.
+    """
+    by_way: dict[str, dict[int, Wave]] = defaultdict(dict)
+    for wave in waves:
+        by_way[wave.way][wave.first] = wave
+    plain = {first: wave.tokens_per_second for first, wave in by_way[PLAIN].items()}
+    found = []
+    for way, mine in by_way.items():
+        pairs = [(wave.tokens_per_second, plain[first]) for first, wave in mine.items() if first in plain]
+        pairs = [pair for pair in pairs if all(pair)]
+        if not pairs:
+            raise BenchError("the completions are too short: each time one ended before all had begun; more --tokens")
+        counts = SpeculationCounts.sum(wave.counts for wave in mine.values())
+        found.append(
+            Gain(
+                way,
+                len(pairs),
+                Quartiles.of([mine for mine, _ in pairs]),
+                Quartiles.of([mine / theirs for mine, theirs in pairs]),
+                counts.mean_acceptance_length,
+                tokens_per_forward(list(mine.values())),
+                counts.drafted / counts.rounds if counts.rounds else 0.0,
+                counts.acceptance_rate,
+            )
+        )
+    return found
+
+
+def tokens_per_forward(waves: Sequence[Wave]) -> float:
+    """Tokens that a sequence took in a forward, whether it had a draft or not; 0 where there was none."""
+    forwards = sum(wave.forwards for wave in waves)
+    return sum(wave.tokens for wave in waves) / forwards if forwards else 0.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Requests of the stream that follow each other, up to number ``until``."""
+
+    until: int
+    mean_acceptance_length: float
+    tokens_per_forward: float
+
+
+def curve(waves: Sequence[Wave]) -> list[Block]:
+    """Of one way along the stream, in about ``_BLOCKS`` equal parts."""
+    each = max(1, math.ceil(len(waves) / _BLOCKS))
+    blocks = []
+    for place in range(0, len(waves), each):
+        mine = waves[place : place + each]
+        length = SpeculationCounts.sum(wave.counts for wave in mine).mean_acceptance_length
+        blocks.append(Block(mine[-1].first + mine[-1].requests, length, tokens_per_forward(mine)))
+    return blocks
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Microseconds of a memory: of what it says after one context, and of learning one verified row."""
+
+    query: Quartiles
+    update: Quartiles
+
+
+def timed(memory: Memory, backend: Backend, texts: Sequence[tuple[int, ...]]) -> Timed | None:
+    """Time queries and updates behind each of ``texts``, on a copy of ``memory``; None where none is long enough.
+
+    A query is a context of a draft of ``_NODES`` nodes: what is known there, mixed, sorted and judged. An update is a
+    row of a round that kept ``_ROWS`` tokens: what the target said is compared with what was known, and learnt. Nothing
+    else may use the machine meanwhile.
+    """
+    copy, drafting = backend.memory(memory.entries), backend.drafting()
+    copy.load(memory.contents())
+    generator = torch.Generator().manual_seed(0)
+    logp = torch.tensor([[0.5] + [0.5 / KEPT] * (KEPT - 1)] * (1 + _ROWS)).log()
+    query, update = [], []
+    for tokens in texts:
+        read, drawn = tokens[: -_ROWS - 1], tokens[-_ROWS - 1 :]
+        if not read:
+            continue
+        text = backend.text(len(tokens))
+        text.append(read, certain=True)
+        begun = time.perf_counter()
+        found = drafting.draft([Sought(copy, text, _NODES, greedy=True)], _NODES, 0.0, chains=False)
+        seconds = time.perf_counter() - begun
+        if found.tokens:
+            query.append(seconds / len(found.tokens) * 1e6)
+        ids = torch.randint(max(tokens) + 1, (1 + _ROWS, KEPT), generator=generator)
+        ids[:, 0] = torch.tensor(drawn)
+        heard = Heard(drawn[:-1], range(-1, _ROWS - 1), ids, logp, drawn)
+        begun = time.perf_counter()
+        copy.learn(text, heard, greedy=True, reader=mark_of(str(len(update))), now=1)
+        update.append((time.perf_counter() - begun) / len(drawn) * 1e6)
+    return Timed(Quartiles.of(query), Quartiles.of(update)) if query else None
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Nodes by the longest context that knew them, by depth and by source, and how right their chances were.
+
+    ``asked`` is the share of the drafts for which the trained drafter was asked.
+    """
+
+    contexts: dict[str, Tally]
+    depths: dict[str, Tally]
+    sources: dict[str, Tally]
+    calibration: Calibration
+    asked: float
+
+    @classmethod
+    def of(cls, waves: Sequence[Wave]) -> Drafts:
+        """Of those of ``waves``."""
+        drafts = [draft for wave in waves for draft in wave.drafts]
+        nodes = [node for draft in drafts for node in draft.nodes()]
+        return cls(
+            tallies(nodes, lambda node: node.context),
+            tallies(nodes, lambda node: str(node.depth) if node.depth < _DEEP else f"{_DEEP} and more"),
+            tallies(nodes, lambda node: node.source),
+            Calibration.of(nodes),
+            sum(draft.asked for draft in drafts) / max(len(drafts), 1),
+        )
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A way that remembers: how it came along the stream, and its drafts there and on unseen prompts."""
+
+    curve: list[Block]
+    stream: Drafts
+    unseen: Drafts
+
+    @classmethod
+    def of(cls, waves: Sequence[Wave]) -> Learner:
+        """Of all its waves."""
+        stream, unseen = ([wave for wave in waves if wave.phase == phase] for phase in (STREAM, UNSEEN))
+        return cls(curve(stream), Drafts.of(stream), Drafts.of(unseen))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What recall earned, within the ``first`` requests of the stream and on ``unseen`` prompts, and what it costs.
+
+    ``learners`` are the ways that remember. Of the table's ``entries`` some are ``used``. ``forwards`` are of 2, 4, 8
+    and 16 rows, in those of one.
+    """
+
+    machine: Machine
+    first: list[Gain]
+    unseen: list[Gain]
+    learners: dict[str, Learner]
+    used: int
+    entries: int
+    microseconds: Timed | None
+    forwards: dict[int, float]
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, with the bytes of the table."""
+        return {**asdict(self), "bytes_used": self.used * ENTRY_BYTES, "bytes": self.entries * ENTRY_BYTES}
+
+
+def conclude(setup: Setup, waves: Sequence[Wave], unseen: Sequence[tuple[int, ...]]) -> Found:
+    """Put the figures of both phases together, the second on ``unseen`` prompts, once the engine has stopped.
+
+    Raises:
+        BenchError: the completions were too short.
+    """
+    pool, costs = setup.engine.pool, setup.engine.loop.planner.costs
+    assert pool is not None  # noqa: S101  it has drafters
+    memories = pool.memories(RECALL)
+    memory = memories.of("")
+    return Found(
+        Machine.here(),
+        gains([wave for wave in waves if wave.phase == STREAM and wave.first < FIRST]),
+        gains([wave for wave in waves if wave.phase == UNSEEN]),
+        {way.name: Learner.of([wave for wave in waves if wave.way == way.name]) for way in setup.ways if way.learns},
+        memory.used(),
+        memory.entries,
+        timed(memory, memories.backend, unseen),
+        {rows: costs.forward(rows) / costs.forward(1) for rows in (2, 4, 8, 16)},
+    )

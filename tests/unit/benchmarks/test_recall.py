@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from benchmarks.figures import Quartiles
+from benchmarks.machine import Machine, cpu_fields
+from benchmarks.nodes import Calibration, Draft, Node, Tally, tallies
+from benchmarks.pair import BenchError
+from benchmarks.recall import PLAIN, RECALL, STREAM, UNSEEN, Wave, curve, gains, timed
+from osd.cli.app import app
+from osd.drafters.recall.memory import Backend, Found
+from osd.drafters.recall.native import NativeBackend
+from osd.drafters.recall.reference import PlainBackend
+from osd.drafters.session import Tree
+from osd.metrics import SpeculationCounts
+from osd.runtime.native import quick_kernels
+from osd.speculation.tree import ROOT
+
+needs_kernels = pytest.mark.skipif(quick_kernels() is None, reason="the kernels were not built, or this CPU lacks AVX2")
+
+
+def node(chance: float, kept: bool, *, tested: bool = True) -> Node:
+    return Node("recall", 0, 1, chance, tested, kept)
+
+
+def wave(way: str, first: int, rate: float, *, drafted: int = 0, accepted: int = 0) -> Wave:
+    counts = SpeculationCounts(10, drafted, accepted) if drafted else SpeculationCounts()
+    return Wave(way, UNSEEN, first, 1, rate, 10 + accepted, 10, counts)
+
+
+def test_quartiles_lie_within_what_was_measured():
+    assert Quartiles.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Quartiles(3.0, 1.0, 5.0, 2.0, 4.0)
+    assert Quartiles.of([7.0]) == Quartiles(7.0, 7.0, 7.0, 7.0, 7.0)
+
+
+def test_the_chance_of_a_node_is_that_after_its_parent_and_those_beside_the_path_are_not_tested():
+    # Two sequences in one draft: of the second the nodes 0, 1, 2, 3 hang on root, 0, root, 2; a last one was not taken.
+    found = Found(
+        owners=[1, 0, 1, 1, 1, 1],
+        parents=[ROOT, ROOT, 0, ROOT, 2, 1],
+        tokens=[5, 9, 6, 7, 8, 4],
+        levels=[6, 0, 8, 1, 9, 0],
+        chances=[0.8, 0.5, 0.6, 0.1, 0.05, 0.01],
+    )
+    tree = Tree([5, 6, 7, 8], [ROOT, 0, ROOT, 2], ["recall", "copy", "request", "eagle"])
+    nodes = list(Draft(found, 1, tree, [0], asked=False).nodes())
+    assert [one.context for one in nodes] == ["recall, 4", "copy", "request, 1", "eagle"]
+    assert [one.depth for one in nodes] == [1, 2, 1, 2]
+    assert [one.chance for one in nodes] == pytest.approx([0.8, 0.75, 0.1, 0.5])
+    assert [one.tested for one in nodes] == [True, True, True, False]
+    assert [one.kept for one in nodes] == [True, False, False, False]
+    assert tallies(nodes, lambda one: str(one.depth)) == {"1": Tally(2, 2, 1), "2": Tally(2, 1, 0)}
+
+
+def test_calibration_is_the_mean_distance_of_chance_and_outcome_over_ten_bins():
+    # From 0.2: chances of 0.25 of which none was kept. From 0.9: 0.95 and 1, of which one of two was.
+    nodes = [node(0.25, kept=False), node(0.25, kept=False), node(0.95, kept=True), node(1.0, kept=False)]
+    found = Calibration.of([*nodes, node(0.5, kept=False, tested=False)])
+    assert found.tested == 4
+    assert [number for number, one in enumerate(found.bins) if one] == [2, 9]
+    assert found.error == pytest.approx((2 * 0.25 + 2 * (0.975 - 0.5)) / 4)
+    assert Calibration.of([]).error == 0
+
+
+def test_a_perfectly_calibrated_drafter_has_no_error():
+    nodes = [node(tenth / 10, kept=number < tenth) for tenth in range(1, 10) for number in range(10)]
+    assert Calibration.of(nodes).error == pytest.approx(0)
+    wrong = [node(tenth / 10, kept=number >= tenth) for tenth in range(1, 10) for number in range(10)]
+    assert Calibration.of(wrong).error == pytest.approx(sum(abs(2 * tenth - 10) for tenth in range(1, 10)) / 90)
+
+
+def test_gains_are_ratios_to_plain_decoding_of_the_same_prompts():
+    plain = [wave(PLAIN, 0, 10.0), wave(PLAIN, 1, 20.0), wave(PLAIN, 2, 0.0)]
+    mine = [wave(RECALL, first, rate, drafted=20, accepted=5) for first, rate in ((0, 20.0), (1, 30.0), (2, 50.0))]
+    found = {gain.way: gain for gain in gains([*plain, *mine])}
+    assert found[PLAIN].speedup == Quartiles.of([1.0, 1.0])
+    assert found[RECALL].speedup == Quartiles.of([2.0, 1.5])  # what had no time together is left out
+    assert found[RECALL].mean_acceptance_length == pytest.approx(1.5)
+    assert found[RECALL].tokens_per_forward == pytest.approx(1.5)
+    assert found[RECALL].drafted_per_round == pytest.approx(2.0)
+    with pytest.raises(BenchError, match="too short"):
+        gains([plain[2], mine[2]])
+
+
+def test_the_curve_divides_the_stream_evenly():
+    blocks = curve([wave(RECALL, first, 1.0, drafted=10, accepted=first) for first in range(20)])
+    assert [block.until for block in blocks] == [3, 6, 9, 12, 15, 18, 20]
+    assert blocks[0].mean_acceptance_length == pytest.approx(1.1)
+    assert blocks[-1].tokens_per_forward == pytest.approx(1 + 18.5 / 10)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(NativeBackend(), id="kernel", marks=needs_kernels), pytest.param(PlainBackend(), id="python")],
+)
+def test_a_table_is_timed_on_a_copy(backend: Backend):
+    memory = backend.memory(1024)
+    text = tuple(range(40)) * 2
+    found = timed(memory, backend, [text, text[:5]])
+    assert found is not None
+    assert found.query.least > 0
+    assert found.update.least > 0
+    assert memory.used() == 0
+    assert timed(memory, backend, [text[:5]]) is None
+
+
+def test_a_machine_is_named_by_its_cpu_and_what_that_can_do():
+    first = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma avx512f\n"
+    text = f"{first}\nflags\t: amx_int8\n"
+    assert Machine.of(cpu_fields(text), 2, native=True) == Machine(
+        "Some CPU, family 25, model 17", 2, ("avx2", "fma", "avx512f"), "AVX2"
+    )
+    assert "unknown kind" in str(Machine.of({}, 4, native=False))
+    assert Machine.here().cores > 0
+
+
+def osd(tiny_target: Path, tmp_path: Path, *arguments: str) -> Result:
+    lines = [
+        {"id": str(n), "domain": "d", "messages": [{"role": "user", "content": f"Is {n} even?"}]} for n in range(12)
+    ]
+    (tmp_path / "stream.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    settings = [f"target.source={tiny_target}", "target.dtype=float32", f"home={tmp_path}", "engine.threads=1"]
+    given = [part for setting in [*settings, "engine.context=256"] for part in ("--set", setting)]
+    return CliRunner().invoke(app, ["bench", "recall", "--stream", str(tmp_path / "stream.jsonl"), *arguments, *given])
+
+
+def test_the_command_serves_the_stream_and_measures_every_way_on_unseen_prompts(tiny_target: Path, tmp_path: Path):
+    size = ["--after", "6", "--prompts", "4", "--streams", "2", "--tokens", "24", "--json", str(tmp_path / "all.json")]
+    result = osd(tiny_target, tmp_path, *size, "--draft", "language_model")
+    assert result.exit_code == 0, result.output
+    *waves, figures = map(json.loads, result.stdout.splitlines())
+    ways = ["plain", "recall", "lookup", "drafter", "mixed"]
+    assert [one["way"] for one in waves if one["phase"] == UNSEEN and one["first"] == 6] == ways
+    assert [one["way"] for one in waves if one["phase"] == UNSEEN and one["first"] == 8] == [*ways[1:], "plain"]
+    assert {one["way"] for one in waves if one["phase"] == STREAM} == {"plain", "recall", "mixed"}
+    assert [gain["way"] for gain in figures["unseen"]] == ways
+    assert figures["used"] > 0
+    assert figures["bytes_used"] == 64 * figures["used"]
+    for name in ("recall", "mixed"):
+        learner = figures["learners"][name]
+        assert [block["until"] for block in learner["curve"]] == [2, 4, 6]
+        for phase in (STREAM, UNSEEN):
+            counts = [one["counts"] for one in waves if one["way"] == name and one["phase"] == phase]
+            by_source = learner[phase]["sources"]
+            assert sum(one["drafted"] for one in by_source.values()) == sum(one["drafted"] for one in counts) > 0
+            assert sum(one["tested"] for one in by_source.values()) == learner[phase]["calibration"]["tested"]
+    assert json.loads((tmp_path / "all.json").read_text()) == {**figures, "waves": waves}
+    assert "x plain" in result.stderr
+
+
+def test_prompt_lookup_remembers_nothing_and_recall_what_it_served(tiny_target: Path, tmp_path: Path):
+    result = osd(tiny_target, tmp_path, "--after", "8", "--prompts", "4", "--tokens", "24")
+    assert result.exit_code == 0, result.output
+    waves = [json.loads(line) for line in result.stdout.splitlines()[:-1]]
+    sources = {way: set[str]() for way in ("recall", "lookup")}
+    for one in waves:
+        if one["way"] in sources:
+            sources[one["way"]] |= one["counts"]["by_source"].keys()
+    assert "recall" in sources["recall"]
+    assert sources["lookup"] <= {"request", "copy"}
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--draft", "oracle"], "--draft must be one of"),
+    (["--streams", "99", "--prompts", "99"], "--streams must be at most engine.slots"),
+    (["--streams", "4", "--prompts", "2"], "--prompts must be at least --streams 4"),
+    (["--after", "9", "--prompts", "9"], "has 12 prompts of at most 160 tokens, not 18"),
+    (["--json", "/nowhere/at/all.json"], "--json: cannot write"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_one_sentence(arguments: list[str], words: str, tiny_target: Path, tmp_path: Path):
+    result = osd(tiny_target, tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
