@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from osd.capture.retention import oldest_allowed
+from osd.capture.purge import Member, PurgeFollower, Purges, Removed
+from osd.capture.retention import belongs, oldest_allowed
 from osd.config import Settings
 from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.memory import Memory
+from osd.drafters.recall.memory import Memory, mark_of
 from osd.drafters.recall.snapshot import SnapshotError, Snapshots
 from osd.runtime.device import one_core
 from osd.target.identity import Identity, identify
@@ -24,22 +25,27 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5
 _SAVE_SECONDS = 60.0
+_CLOCKS = 60.0  # by so much those of two machines may differ, or a snapshot come later than what it holds
 
 
 class RecallKeeper:
     """Looks after the tables of every domain of an engine, in a thread.
 
     A domain's table starts from the latest snapshot, and is written down each minute in which something was decoded,
-    and at the end. Tables of single clients are not. What is older than ``capture.keep_days`` is dropped.
+    and at the end. Tables of single clients are not. What is older than ``capture.keep_days`` is dropped, and what
+    purged requests may have touched, at once and when the last of them has ended.
     """
 
-    def __init__(self, settings: Settings, directory: Path, engine: Engine) -> None:
-        """Look after the tables of ``engine``, whose target lies in ``directory``."""
+    def __init__(self, settings: Settings, redis_url: str, name: str, directory: Path, engine: Engine) -> None:
+        """Look after the tables of ``engine``, of the replica ``name``, whose target lies in ``directory``."""
         assert engine.pool is not None  # noqa: S101  the replica has a drafter
         self._settings, self._directory = settings, directory
         self._engine, self._pool = engine, engine.pool
         self._snapshots = Snapshots(settings.registry_dir)
         self._known: dict[str, Memories] = {}
+        self._since: dict[str, float] = {}  # before this time nobody else has looked after the table
+        self._purges = PurgeFollower(Purges(redis_url), Member("replica", name), self._forget)
+        self._running: set[str] = set()  # purged requests that are still decoded
         self._saved, self._changed, self._failing = 0, False, False
         self._save_at = time.monotonic() + _SAVE_SECONDS
         self._stop = threading.Event()
@@ -55,6 +61,7 @@ class RecallKeeper:
         self._stop.set()
         self._thread.join(timeout=5)
         self.save()
+        self._purges.close()
 
     def look(self) -> None:
         """Take up the tables that are new, and do what is due."""
@@ -63,6 +70,12 @@ class RecallKeeper:
             if self._known.get(domain) is not memories:
                 self._take_up(domain, memories)
         self._known = recalled
+        if recalled:
+            self._purges.alive()
+            self._purges.look()
+        for request in [request for request in self._running if not self._decoded(request)]:
+            self._running.discard(request)
+            self._drop(request, recalled)
         if time.monotonic() >= self._save_at:
             self._save_at = time.monotonic() + _SAVE_SECONDS
             self.save()
@@ -96,7 +109,29 @@ class RecallKeeper:
             return {}
         return {domain: memories.of("") for domain, memories in self._known.items()}
 
+    def _forget(self, request: str, at: float) -> Removed:
+        if self._decoded(request):
+            self._running.add(request)
+        held = {domain: memories for domain, memories in self._known.items() if at > self._since[domain] - _CLOCKS}
+        return Removed(entries=self._drop(request, held))
+
+    def _drop(self, request: str, held: dict[str, Memories]) -> int:
+        """Drop what a request may have touched, here and in the snapshots; returns how many entries."""
+        mark = mark_of(request)
+        dropped = sum(table.drop(reader=mark) for memories in held.values() for table in memories.tables)
+        if dropped:
+            self._changed = True
+            self.save()
+        return dropped
+
+    def _decoded(self, request: str) -> bool:
+        """Whether a request is not finished yet."""
+        loop = self._engine.loop
+        with loop.changed:
+            return any(belongs(s.request.id, request) for s in loop.scheduler.everything())
+
     def _take_up(self, domain: str, memories: Memories) -> None:
+        self._since[domain] = time.time()
         if not self._settings.recall.shared:
             return
         table = memories.of("")
@@ -106,6 +141,7 @@ class RecallKeeper:
             logger.warning("the snapshot of what %s recalled is refused, it starts empty: %s", domain, error)
             return
         if found is not None:
+            self._since[domain] = found.created
             self._changed |= _aged(table, oldest_allowed(self._settings.capture, time.time()))
             logger.info("%s recalls what is in the snapshot %s", domain, found.sha256[:8])
 

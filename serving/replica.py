@@ -87,7 +87,7 @@ class Replica:
             self._watchers = [VersionWatcher(versions, own, start), DomainWatcher(versions, self.engine)]
         self._keeper: RecallKeeper | None = None
         if self.engine.pool is not None:
-            self._keeper = RecallKeeper(settings, directory, self.engine)
+            self._keeper = RecallKeeper(settings, redis_url, name, directory, self.engine)
         self._feeds = data.Feeds(settings, redis_url, registry, self._events)
         self._reporter = Reporter(
             name, self.engine, self._writer, self._watchers, self._loads, self._control, self._push

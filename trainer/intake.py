@@ -6,9 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from redis.exceptions import RedisError
-
-from osd.capture.purge import Purges, Removed
+from osd.capture.purge import Member, PurgeFollower, Purges, Removed
 from osd.capture.retention import belongs
 from osd.capture.stream import TraceReader
 from osd.capture.trace import Trace, TraceError
@@ -136,7 +134,8 @@ class Forgetting:
     """Follows the list of purged requests; what is asked for while no trainer runs is done when one starts."""
 
     def __init__(self, domain: str, purges: Purges, intake: Intake, learnt: Learnt) -> None:
-        self._domain, self._purges, self._intake, self._learnt = domain, purges, intake, learnt
+        self._intake, self._learnt = intake, learnt
+        self._follower = PurgeFollower(purges, Member("trainer", domain), self._forget)
         self._looked_at = self._alive_at = -_LOOK_SECONDS
 
     def look(self) -> None:
@@ -146,16 +145,8 @@ class Forgetting:
         if now - self._looked_at < _LOOK_SECONDS:
             return
         self._looked_at = now
-        try:
-            asked = self._purges.asked()
-            for request in asked.keys() - self._intake.purged:
-                learnt = self._learnt.knows(request)
-                removed = Removed(self._intake.purge(request), learnt)
-                self._purges.answer(request, self._domain, removed)
-                logger.info("request forgotten: %d records", removed.records)
-            self._intake.purged &= asked.keys()
-        except RedisError as error:
-            logger.debug("the list of purged requests cannot be read: %s", error)
+        self._follower.look()
+        self._intake.purged &= self._follower.asked.keys()
 
     def alive(self) -> None:
         """Say that this trainer will answer."""
@@ -163,11 +154,13 @@ class Forgetting:
         if now - self._alive_at < _LOOK_SECONDS:
             return
         self._alive_at = now
-        try:
-            self._purges.alive(self._domain)
-        except RedisError as error:
-            logger.debug("Redis does not answer: %s", error)
+        self._follower.alive()
 
     def close(self) -> None:
         """Close the connection."""
-        self._purges.close()
+        self._follower.close()
+
+    def _forget(self, request: str, at: float) -> Removed:
+        removed = Removed(self._intake.purge(request), self._learnt.knows(request))
+        logger.info("request forgotten: %d records", removed.records)
+        return removed

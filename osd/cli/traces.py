@@ -10,7 +10,7 @@ import typer
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
 
 if TYPE_CHECKING:
-    from osd.capture.purge import Removed
+    from osd.capture.purge import Member, Removed
     from osd.config import Settings
 
 app = typer.Typer(help="Forget what was captured of a request.", no_args_is_help=True)
@@ -29,10 +29,11 @@ def purge(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Remove a request's records from the stream and from the trainers' memory, and name the versions that saw it."""
+    """Remove a request from the stream, from memory and from what is recalled, and name the versions that saw it."""
     settings = settings_of(config, overrides)
     from redis.exceptions import RedisError
 
+    from osd.drafters.recall.snapshot import Snapshots
     from osd.registry.learnt import versions_with
     from osd.registry.versions import Registry
 
@@ -43,17 +44,19 @@ def purge(
             streamed, answers, silent = _forget(settings, url, request)
         except RedisError as error:
             fail(f"Redis does not answer, the request may not be removed: {error}")
+    entries = Snapshots(settings.registry_dir).purge(request) + sum(removed.entries for removed in answers.values())
     registry = Registry(settings.registry_dir)
     versions = {domain: versions_with(registry, domain, request) for domain in registry.domains()}
     versions = {domain: numbers for domain, numbers in versions.items() if numbers}
     remembered = sum(removed.records for removed in answers.values())
-    learning = sorted(domain for domain, removed in answers.items() if removed.learnt)
+    learning = sorted(member.name for member, removed in answers.items() if removed.learnt)
     if silent:
-        names = ", ".join(sorted(silent))
-        fail(f"the trainer of {names} did not answer; it forgets request {request} as soon as it runs, ask again")
-    if not (streamed or remembered or learning or versions):
+        names = " and ".join(f"the {role} {name}" for role, name in sorted(silent))
+        fail(f"{names} did not answer, and will forget request {request} as soon as it can; ask again")
+    if not (streamed or remembered or learning or versions or entries):
         fail(f"there is no request {request} in the stream, in a trainer's memory or in what a version learnt from")
     typer.echo(f"{request}: {streamed} records removed from the stream, {remembered} from the memory of trainers")
+    typer.echo(f"{entries} entries that it may have touched dropped from what is recalled")
     typer.echo("checkpoints hold weights and no records")
     for domain in learning:
         typer.echo(f"the drafter in training of {domain} has learnt from it, and its next version will have")
@@ -63,8 +66,8 @@ def purge(
         typer.echo("no version has learnt from it")
 
 
-def _forget(settings: Settings, url: str, request: str) -> tuple[int, dict[str, Removed], set[str]]:
-    """Records removed from the stream, what each trainer removed, and the trainers that do not answer."""
+def _forget(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, Removed], set[Member]]:
+    """Records removed from the stream, what each member removed, and those that do not answer."""
     from osd.capture.purge import Purges
     from osd.capture.retention import Retention
     from osd.redis_client import connect
@@ -75,7 +78,7 @@ def _forget(settings: Settings, url: str, request: str) -> tuple[int, dict[str, 
         purges.ask(request)  # first, so that nothing of it is taken in from here on
         streamed = retention.purge(request)
         deadline = time.monotonic() + _ANSWER_SECONDS
-        while missing := purges.trainers() - purges.answers(request).keys():
+        while missing := purges.members() - purges.answers(request).keys():
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)

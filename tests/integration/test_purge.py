@@ -8,7 +8,7 @@ import time
 from typer.testing import CliRunner
 
 from osd.capture import purge as purges
-from osd.capture.purge import Purges
+from osd.capture.purge import Member, Purges
 from osd.cli.app import app
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.unit.learning.toys import make_trace
@@ -132,11 +132,28 @@ def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
     loop.first_version()
     loop.send(1)
     elsewhere = Purges(loop.url)
-    elsewhere.alive("elsewhere")
+    elsewhere.alive(Member("trainer", "elsewhere"))
+    elsewhere.alive(Member("replica", "r1"))
     elsewhere.close()
     result = purge(loop, "request-0")
     assert result.exit_code == 2
-    assert "the trainer of elsewhere did not answer" in result.output
+    assert "the replica r1 and the trainer elsewhere did not answer" in result.output
+
+
+def test_a_request_can_be_purged_again(make_loop, eventually, monkeypatch):
+    from osd.cli import traces
+
+    monkeypatch.setattr(traces, "_ANSWER_SECONDS", 5.0)
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(20)
+    worker = loop.start()
+    eventually(lambda: worker.status()["records"] == 20)
+    for _ in range(2):
+        assert purge(loop, "request-3").exit_code in (0, 2)
+        loop.writer.offer(make_trace("request-3"))
+    result = purge(loop, "request-3")
+    assert "did not answer" not in result.output
 
 
 def test_a_checkpoint_holds_weights_and_no_record_of_any_request(make_loop, eventually):

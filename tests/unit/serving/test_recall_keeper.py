@@ -13,6 +13,8 @@ from serving.recall_keeper import RecallKeeper
 from tests.tiny import make_tiny
 from tests.unit.engine.harness import prompts, running
 
+NO_REDIS = "redis://127.0.0.1:1/0"
+
 
 @pytest.fixture
 def keeping(tiny_target, tmp_path):
@@ -22,7 +24,7 @@ def keeping(tiny_target, tmp_path):
     def keeping(directory=tiny_target, keep_days=None, **more):
         with running(directory, drafter=Recall(), keep_days=keep_days, **more) as client:
             settings = client.engine.settings.model_copy(update={"home": tmp_path})
-            keeper = RecallKeeper(settings, directory, client.engine)
+            keeper = RecallKeeper(settings, NO_REDIS, "a", directory, client.engine)
             keeper.start()
             client.keeper = keeper
             try:
