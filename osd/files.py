@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import secrets
+import time
 from functools import partial
 from pathlib import Path
+
+_STALE_SECONDS = 3600.0
+"""After which nobody writes any more: what is left is of a process that was killed."""
 
 
 def write(path: Path, *parts: bytes | memoryview, mode: int = 0o666) -> None:
@@ -18,17 +24,18 @@ def write(path: Path, *parts: bytes | memoryview, mode: int = 0o666) -> None:
 
 
 def replace(path: Path, *parts: bytes | memoryview, mode: int = 0o666) -> None:
-    """Put ``parts`` in the place of a file, whose directory is made; a crash may leave a ``.<name>.*`` beside it.
+    """Put ``parts`` in the place of a file, whose directory is made; ``mode`` says who may read it, before the umask.
 
-    Args:
-        path: of the file.
-        parts: of what it is to hold.
-        mode: who may read and write it, before the umask.
+    A crash may leave a ``.<name>.*`` beside it, which a later call removes.
 
     Raises:
         OSError: the disk does not take it; what was there stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with contextlib.suppress(FileNotFoundError):
+            if left.stat().st_mtime < time.time() - _STALE_SECONDS:
+                left.unlink()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         write(temporary, *parts, mode=mode)
