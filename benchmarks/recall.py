@@ -41,11 +41,12 @@ _NODES, _ROWS = 64, 16  # of a timed draft, and of a timed update
 class Way:
     """How requests are decoded: plainly, or with the drafters of a domain of the same name.
 
-    The drafters of one that ``learns`` remember the stream; ``policy`` is how it speculates, None as the engine does.
+    The stream is served to those that ``learn``, whose drafters remember it; ``policy`` is how it speculates, None as
+    the engine does.
     """
 
     name: str
-    learns: bool = False
+    learn: bool = False
     policy: Policy | None = None
 
 
@@ -105,11 +106,11 @@ class Setup:
         lookup is recall with a table into which nothing is written.
         """
         recall = WatchedRecall()
-        ways, drafters = [Way(PLAIN), Way(RECALL, learns=True), Way(LOOKUP)], [(RECALL, recall), (LOOKUP, Recall())]
+        ways, drafters = [Way(PLAIN), Way(RECALL, learn=True), Way(LOOKUP)], [(RECALL, recall), (LOOKUP, Recall())]
         drafts = {RECALL: recall.drafts}
         if trained is not None:
             mixed = WatchedMixed(trained)
-            ways += [Way(DRAFTER, policy=Policy.of(ConfidenceSettings())), Way(MIXED, learns=True)]
+            ways += [Way(DRAFTER, policy=Policy.of(ConfidenceSettings())), Way(MIXED, learn=True)]
             drafters = [(MIXED, mixed), *drafters, (DRAFTER, trained)]
             drafts[MIXED] = mixed.drafts
         # The target gives the states that the first of them reads.
@@ -138,7 +139,7 @@ def serve(
     _wave(setup, ways[0], STREAM, 0, prompts[: plan.streams], plan)
     for first in range(0, plan.after, plan.streams):
         asked = prompts[first : min(first + plan.streams, plan.after)]
-        learning = [way for way in ways if way.learns]
+        learning = [way for way in ways if way.learn]
         present = [ways[0], *learning] if first < FIRST else learning
         report(f"request {first} of the stream's {plan.after}")
         for way in _turned(present, first // plan.streams):
@@ -162,7 +163,7 @@ def _wave(
     requests = [
         Request(
             f"{way.name}-{phase}-{number}", prompt, plan.tokens, replace(plan.sampling, seed=number),
-            capture=way.learns and phase == STREAM, speculate=way.name != PLAIN,
+            capture=phase == STREAM, speculate=way.name != PLAIN,
             domain=way.name, policy=way.policy,
         )
         for number, prompt in enumerate(prompts, first)
@@ -372,7 +373,7 @@ def conclude(setup: Setup, waves: Sequence[Wave], unseen: Sequence[tuple[int, ..
         Machine.here(),
         gains([wave for wave in waves if wave.phase == STREAM and wave.first < FIRST]),
         gains([wave for wave in waves if wave.phase == UNSEEN]),
-        {way.name: Learner.of([wave for wave in waves if wave.way == way.name]) for way in setup.ways if way.learns},
+        {way.name: Learner.of([wave for wave in waves if wave.way == way.name]) for way in setup.ways if way.learn},
         memory.used(),
         memory.entries,
         timed(memory, memories.backend, unseen),

@@ -1,24 +1,29 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from benchmarks.figures import Quartiles
 from benchmarks.machine import Machine, cpu_fields
 from benchmarks.nodes import Calibration, Draft, Node, Tally, tallies
 from benchmarks.pair import BenchError
-from benchmarks.recall import PLAIN, RECALL, STREAM, UNSEEN, Wave, curve, gains, timed
+from benchmarks.recall import LOOKUP, PLAIN, RECALL, STREAM, UNSEEN, Plan, Setup, Wave, curve, gains, serve, timed
 from osd.cli.app import app
+from osd.config import BestFirstSettings, EngineSettings, Settings, TargetSettings
 from osd.drafters.recall.memory import Backend, Found
 from osd.drafters.recall.native import NativeBackend
 from osd.drafters.recall.reference import PlainBackend
 from osd.drafters.session import Tree
+from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.runtime.native import quick_kernels
 from osd.speculation.tree import ROOT
+from tests.unit.engine.harness import prompts
 
 needs_kernels = pytest.mark.skipif(quick_kernels() is None, reason="the kernels were not built, or this CPU lacks AVX2")
 
@@ -138,6 +143,8 @@ def test_the_command_serves_the_stream_and_measures_every_way_on_unseen_prompts(
     assert [one["way"] for one in waves if one["phase"] == UNSEEN and one["first"] == 8] == [*ways[1:], "plain"]
     assert {one["way"] for one in waves if one["phase"] == STREAM} == {"plain", "recall", "mixed"}
     assert [gain["way"] for gain in figures["unseen"]] == ways
+    # Each forward gives a sequence one token when nothing is drafted; the first comes of the prompt.
+    assert all(one["tokens"] == one["forwards"] <= 23 * one["requests"] for one in waves if one["way"] == PLAIN)
     assert figures["used"] > 0
     assert figures["bytes_used"] == 64 * figures["used"]
     for name in ("recall", "mixed"):
@@ -152,16 +159,28 @@ def test_the_command_serves_the_stream_and_measures_every_way_on_unseen_prompts(
     assert "x plain" in result.stderr
 
 
-def test_prompt_lookup_remembers_nothing_and_recall_what_it_served(tiny_target: Path, tmp_path: Path):
-    result = osd(tiny_target, tmp_path, "--after", "8", "--prompts", "4", "--tokens", "24")
-    assert result.exit_code == 0, result.output
-    waves = [json.loads(line) for line in result.stdout.splitlines()[:-1]]
-    sources = {way: set[str]() for way in ("recall", "lookup")}
-    for one in waves:
-        if one["way"] in sources:
-            sources[one["way"]] |= one["counts"]["by_source"].keys()
-    assert "recall" in sources["recall"]
-    assert sources["lookup"] <= {"request", "copy"}
+def test_the_stream_is_remembered_and_unseen_prompts_are_not(tiny_target: Path):
+    torch.set_num_threads(1)
+    settings = Settings(
+        target=TargetSettings(source=str(tiny_target), dtype="float32"),
+        engine=EngineSettings(slots=2, context=128, threads=1, prefix_cache=False),
+        growth=BestFirstSettings(),
+    )
+    setup = Setup.of(settings, tiny_target, None)
+    pool = setup.engine.pool
+    assert pool is not None
+    used = defaultdict[str, list[int]](list)
+    asked = [tuple(prompt) for prompt in prompts([20] * 7)]
+    setup.engine.start()
+    try:
+        for one in serve(setup, asked, Plan(1, 4, 3, 24, SamplingParams(temperature=0))):
+            used[one.phase].append(pool.memories(RECALL).of("").used())
+            assert pool.memories(LOOKUP).of("").used() == 0
+            assert one.way == PLAIN or one.counts.drafted > 0
+    finally:
+        setup.engine.stop()
+    assert 0 < used[STREAM][1] < used[STREAM][-1]
+    assert set(used[UNSEEN]) == {used[STREAM][-1]}
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
