@@ -6,6 +6,7 @@ Nothing here imports torch, so that the command line answers at once.
 from osd.config.base import DOMAIN, ConfigError, Section, check_domain
 from osd.config.drafter import (
     DRAFTER_SETTINGS,
+    TRAINED_SETTINGS,
     DrafterSettings,
     EagleSettings,
     LanguageModelSettings,
@@ -44,6 +45,7 @@ __all__ = [
     "DOMAIN",
     "DRAFTER_SETTINGS",
     "GROWTH_SETTINGS",
+    "TRAINED_SETTINGS",
     "AcceptanceHeadSettings",
     "BestFirstSettings",
     "CaptureSettings",

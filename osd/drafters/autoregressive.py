@@ -10,10 +10,12 @@ from torch import Tensor
 
 from osd.drafters.base import DrafterError
 from osd.drafters.session import NOBODY, Asked, Chains, Kept, Origin, Proposal, Session
+from osd.runtime.device import between, mark
 from osd.runtime.memory import recycled
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.tree import TreeBuilder
+from osd.speculation.worth import Bill
 
 
 class AutoregressiveSession(Session, ABC):
@@ -41,8 +43,12 @@ class AutoregressiveSession(Session, ABC):
             chains = self.chains(asked.slots, asked.limits, floor)
             if chains is not None:
                 return Proposal.of_chains(chains, asked.limits, self.source, self.support)
-        expansion = _Expansion(self, asked)
-        draft = growth.grow(expansion, asked.sampling, noise, torch.tensor(asked.limits, device=asked.device))
+        expansion, limits = _Expansion(self, asked), torch.tensor(asked.limits, device=asked.device)
+        if asked.worth is None:
+            draft = growth.grow(expansion, asked.sampling, noise, limits)
+        else:
+            bill = Bill(asked.worth, expansion.seconds)
+            draft = growth.grow_paying(expansion, asked.sampling, noise, limits, bill)
         return Proposal.of(draft, self.source, expansion.logits)
 
     @abstractmethod
@@ -124,6 +130,7 @@ class _Expansion:
     def __init__(self, session: AutoregressiveSession, asked: Asked) -> None:
         self._session, self._asked = session, asked
         self.logits: Tensor | None = None  # [B, 1 + nodes, draft vocabulary], entry 1 + i after node i
+        self._first = True
 
     @property
     def support(self) -> Tensor | None:
@@ -133,7 +140,13 @@ class _Expansion:
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """One forward of the drafter; see ``osd.speculation.growth.Expander``."""
         asked = self._asked
+        begun = mark(asked.device)
         logits = self._session.expand(asked.slots, builder, rows, nodes)
+        if asked.worth is not None:
+            missed = sum(asked.missed[row] for row in rows.tolist()) if self._first else 0
+            took = between(begun, mark(asked.device))
+            asked.worth.costs.observe_proposal(self._kind, len(rows), 1, took, missed)
+            self._first = False
         if self.logits is None:
             shape = (len(asked.slots), 1 + max(asked.limits), logits.shape[-1])
             self.logits = recycled(shape, logits.dtype, logits.device)
@@ -141,6 +154,21 @@ class _Expansion:
         if asked.penalties is None:
             return logits
         return asked.penalties.adjust(logits, rows, nodes, builder.tokens, builder.parents, self.support)
+
+    @property
+    def _kind(self) -> str:
+        """By which the costs of single calls are known."""
+        return f"one call of {self._session.source}"
+
+    def seconds(self, rows: Sequence[int], first: bool) -> float:
+        """See ``Bill.call``; what is read once is shared by all rounds to come."""
+        asked = self._asked
+        assert asked.worth is not None  # noqa: S101  nobody else asks
+        costs = asked.worth.costs
+        seconds = costs.proposal(self._kind, len(rows), 1)
+        if first:
+            seconds += sum(costs.reading(self._kind, asked.missed[row]) / max(asked.left[row] / 3, 1) for row in rows)
+        return seconds
 
     def acceptance(self) -> Tensor:
         """See ``osd.speculation.growth.Expander``."""

@@ -63,7 +63,8 @@ class Asked:
 
     ``slots`` are theirs and ``limits`` the nodes that each may have at most, 0 for none. ``settings`` make p of each;
     ``penalties`` change the logits along every path, None where no sequence has any. ``worth`` says what nodes have to
-    bring, None where the limits alone decide; ``left`` are then the tokens that each may still get.
+    bring, None where the limits alone decide; of each sequence, ``left`` are then the tokens that it may
+    still get, and ``missed`` about how many tokens a drafter would first have to read.
     """
 
     slots: Sequence[int]
@@ -73,6 +74,7 @@ class Asked:
     device: torch.device = _CPU
     worth: Worth | None = None
     left: Sequence[int] = ()
+    missed: Sequence[int] = ()
 
     @property
     def greedy(self) -> bool:
@@ -111,7 +113,7 @@ class Tree:
 
     ``riders`` are further rows of the target's forward, whose logits go back to the drafter and which nobody verifies:
     tokens that hang on nodes, or on riders as if these were numbered behind the nodes. ``sources`` name who proposed
-    each node.
+    each node; ``estimates`` are what the growth policy placed it by.
     """
 
     tokens: list[int]
@@ -119,6 +121,7 @@ class Tree:
     sources: Sequence[str]
     rider_tokens: Sequence[int] = ()
     rider_parents: Sequence[int] = ()
+    estimates: Sequence[float] = ()
 
     @classmethod
     def chain(cls, tokens: list[int], source: str) -> Tree:
@@ -159,9 +162,10 @@ class Proposal:
         """The trees that a growth policy grew; the first of their sources is called ``source``."""
         names = (source, *draft.sources[1:])
         parts = (draft.tokens.tolist(), draft.parents.tolist(), draft.source.tolist(), draft.sizes.tolist())
+        estimates = [()] * len(draft.sizes) if draft.estimates is None else draft.estimates.tolist()
         trees = [
-            Tree(tokens[:size], parents[:size], [names[number] for number in numbers[:size]])
-            for tokens, parents, numbers, size in zip(*parts, strict=True)
+            Tree(tokens[:size], parents[:size], [names[number] for number in numbers[:size]], estimates=mine[:size])
+            for tokens, parents, numbers, size, mine in zip(*parts, estimates, strict=True)
         ]
         return cls(trees, draft, logits=logits, support=draft.support)
 

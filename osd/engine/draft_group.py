@@ -83,9 +83,8 @@ class DraftGroup:
             outputs = [s.tokens[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]
             penalties = Penalties(settings, prompts, outputs, device)
         allowed = [min(limit, policy.growth.max_nodes) for limit in limits.values()]
-        asked = Asked(
-            [s.slot for s in sequences], allowed, settings, penalties, device, worth, [s.remaining for s in sequences]
-        )
+        left, missed = [s.remaining for s in sequences], [s.missed for s in sequences]
+        asked = Asked([s.slot for s in sequences], allowed, settings, penalties, device, worth, left, missed)
         noise = _noise(sequences, [s.step for s in sequences], device)
         drafts = drafter is not None and any(allowed)
         proposal = drafter.session.propose(asked, policy.growth, noise) if drafter is not None and drafts else None

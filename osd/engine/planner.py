@@ -12,7 +12,7 @@ from osd.engine.round import Outcome, ScheduledSequence
 from osd.engine.sequence import Sequence as Decoding
 from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Drafted, Governor, Ready
-from osd.speculation.growth import Growth
+from osd.speculation.growth import DraftOutcome, Growth
 from osd.speculation.worth import Worth
 
 _MOST = 64
@@ -86,10 +86,12 @@ class Planner:
         if not outcome.captured:
             self._learn_costs(outcome, by_drafter, seconds)
             self._teach_governors(outcome, by_drafter, seconds)
-        by_growth: dict[Growth, list[tuple[Sequence[int], Sequence[int]]]] = defaultdict(list)
+        by_growth: dict[Growth, list[DraftOutcome]] = defaultdict(list)
         for one in outcome.sequences:
             if one.tree.tokens:
-                by_growth[one.sequence.policy.growth].append((one.tree.parents, one.path))
+                drawn = one.sequence.request.sampling.temperature > 0
+                draft = DraftOutcome(one.tree.parents, one.path, one.tree.estimates, drawn)
+                by_growth[one.sequence.policy.growth].append(draft)
         self._growths.update(by_growth)
         reshaped = [
             growth for growth, drafts in by_growth.items() if growth.observe(drafts, self.costs.forward_by_share)
@@ -113,7 +115,12 @@ class Planner:
     def _teach_governors(
         self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[tuple[Decoding, Drafted]]], seconds: float
     ) -> None:
-        if not self._governed or self._policy.growth.by_worth:
+        if not self._governed:
+            return
+        if self._policy.growth.by_worth:
+            for mine in by_drafter.values():
+                for s, _ in mine:
+                    s.drafted_in = s.step
             return
         own = seconds - sum(outcome.draft_seconds.values())
         for drafter in {one.sequence.drafter: None for one in outcome.sequences}:

@@ -56,6 +56,8 @@ class DraftBatch:
     ``columns`` [B, N] int64 at which place of it the node's token stands; both are -1 where there is none. The target
     ids of these places are, for sparse distributions, ``q_ids`` [E, K] int64, different ones in each row but for places
     of probability 0; else ``support`` [K] int64, the draft vocabulary, or None when that is the whole vocabulary.
+
+    ``estimates`` [B, N] are what the growth policy placed its nodes by, for itself; None where it wants none back.
     """
 
     tokens: Tensor
@@ -69,6 +71,7 @@ class DraftBatch:
     source: Tensor
     sources: tuple[str, ...]
     q_ids: Tensor | None = None
+    estimates: Tensor | None = None
 
     @classmethod
     def empty(cls, batch: int, device: torch.device | str = "cpu") -> DraftBatch:
@@ -182,6 +185,7 @@ class DraftBatch:
             q_row=self.q_row[rows],
             draw=self.draw[rows],
             source=self.source[rows],
+            estimates=None,
         )
 
     def check_integrity(self) -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from osd.speculation.cost_model import CostModel
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What drafts have to bring, and ``call``, the seconds of asking a drafter about nodes of some sequences.
+
+    The first call of a round, for which it is given True, also reads what the drafter has missed.
+    """
+
+    worth: Worth
+    call: Callable[[Sequence[int], bool], float]
 
 
 @dataclass(frozen=True)

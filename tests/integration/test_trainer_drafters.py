@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from osd.capture.trace import ACCEPTED, REJECTED
-from osd.config import DRAFTER_SETTINGS, TrainerSettings
-from osd.drafters import DRAFTERS, from_config, initial
+from osd.config import TRAINED_SETTINGS, TrainerSettings
+from osd.drafters import from_config, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.learning.batch import check, collate
 from osd.learning.distiller import Distiller
@@ -41,9 +41,9 @@ def batch(seed, width, logits):
     return collate(traces)
 
 
-@pytest.mark.parametrize("kind", sorted(DRAFTERS))
+@pytest.mark.parametrize("kind", sorted(TRAINED_SETTINGS))
 def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, next_token_logits, tmp_path):
-    settings = DRAFTER_SETTINGS[kind](**({"vocabulary": VOCABULARY} if kind == "eagle" else {}))
+    settings = TRAINED_SETTINGS[kind](**({"vocabulary": VOCABULARY} if kind == "eagle" else {}))
     first, plain = (initial(settings, tiny_target, tmp_path) for _ in range(2))
     drafter = WithAcceptanceHead(plain)
     width = len(drafter.needs.taps) * HIDDEN

@@ -36,7 +36,7 @@ def test_a_better_drafter_is_learned_from_the_stream_and_put_in_service(make_loo
     assert manifest["trained_on"]["steps"] >= 50
     first, last = (loop.registry.load("general", number).manifest["gate"] for number in (2, stable))
     assert first["baseline_acceptance"] < first["acceptance"] <= last["acceptance"] + 0.005
-    assert len(first["per_depth"]) == loop.settings.growth.depth
+    assert len(first["per_depth"]) == loop.settings.growth.lookahead
     told = [event for event in loop.events.recent() if event["kind"] == "published"]
     assert [event["version"] for event in told] == list(range(2, stable + 1))
     assert told[0]["acceptance"] == first["acceptance"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -12,9 +13,24 @@ from torch import Tensor
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
+from osd.speculation.worth import Bill
 
 SecondsByShare = Callable[[float], Mapping[int, float]]
 """Given how many sequences share a forward of the target: its seconds, by the rows that each of them has in it."""
+
+
+@dataclass(frozen=True)
+class DraftOutcome:
+    """What became of a draft: the ``parents`` of its nodes and the ``path`` of those that were kept.
+
+    ``estimates`` are those by which the growth policy placed its nodes, where it gave any; ``drawn`` says that the
+    output was, else that the most probable tokens were taken.
+    """
+
+    parents: Sequence[int]
+    path: Sequence[int]
+    estimates: Sequence[float] = ()
+    drawn: bool = False
 
 
 class Expander(Protocol):
@@ -88,11 +104,11 @@ class Growth(ABC):
         """Nodes of a request's next draft at most, after one with ``limit`` and what came of it."""
         return self.max_nodes  # which may have changed since
 
-    def observe(self, drafts: Sequence[tuple[Sequence[int], Sequence[int]]], seconds: SecondsByShare) -> bool:
+    def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
         """Learn from the drafts of a round.
 
         Args:
-            drafts: the parents of each draft's nodes, and the nodes that were kept.
+            drafts: what became of each.
             seconds: what a forward of the target takes.
 
         Returns:
@@ -103,6 +119,12 @@ class Growth(ABC):
     def forget(self) -> None:
         """Expect another drafter from now on."""
         return
+
+    def grow_paying(
+        self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor, bill: Bill
+    ) -> DraftBatch:
+        """The same where the drafts of a round are as large as pays; whoever plans nothing draws as ``grow`` does."""
+        return self.grow(expand, sampling, noise, limits)
 
     @abstractmethod
     def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:

@@ -2,17 +2,185 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from osd.speculation.growth.top_k_tree import TopKTree
+import torch
+from torch import Tensor
+
+from osd.runtime.top import top
+from osd.speculation.growth.base import DraftOutcome, Expander, Growth, SecondsByShare
+from osd.speculation.growth.chance_table import ChanceTable
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
+from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder
+from osd.speculation.worth import Bill
+
+_CHILDREN = 4
+_DEPTH = 8
 
 
-class BestFirst(TopKTree):
-    """The most probable paths, of all sequences together as many as raise tokens per second.
+@dataclass
+class _Candidate:
+    """A token that may become a node; ``node`` is its number then."""
 
-    What decides is ``Asked.worth``. A drafter that knows how probably its candidates are kept proposes those that pay;
-    of others the whole tree is taken.
+    chance: float
+    row: int
+    parent: int
+    column: int
+    depth: int
+    estimate: float
+    node: int = -1
+
+
+class BestFirst(Growth):
+    """The most probable paths, of all sequences together as many as raise tokens per second; nothing is drawn.
+
+    A drafter that has calibrated chances of its own, such as recall, proposes by these. Of a drafter that gives
+    distributions the most probable children of the nodes that pay are looked at, level by level, and it is asked again
+    as long as what it is expected to add is worth the call. How probably a candidate is kept is counted by depth, rank
+    and the drafter's probability.
     """
 
     name: ClassVar[str] = "best_first"
+    draws = frozenset({Draw.DETERMINISTIC})
+    fixed_width = True
     by_worth = True
+
+    def __init__(self, budget: int) -> None:
+        """Draft at most ``budget`` tokens for a sequence."""
+        if budget < 1:
+            raise ValueError(f"budget must be at least 1, not {budget}")
+        self.max_nodes = budget
+        self._table = ChanceTable()
+
+    def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
+        """See ``Growth.observe``."""
+        for draft in drafts:
+            if draft.estimates:
+                self._table.observe(draft)
+        return False
+
+    def forget(self) -> None:
+        """See ``Growth.forget``."""
+        self._table.forget()
+
+    def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
+        """See ``Growth.grow``: as many nodes as there may be."""
+        return self._grow(expand, sampling, limits, None)
+
+    def grow_paying(
+        self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor, bill: Bill
+    ) -> DraftBatch:
+        """See ``Growth.grow_paying``."""
+        return self._grow(expand, sampling, limits, bill)
+
+    def _grow(self, expand: Expander, sampling: SamplingBatch, limits: Tensor, bill: Bill | None) -> DraftBatch:
+        room = limits.clamp(max=self.max_nodes).tolist()
+        builder = TreeBuilder(len(room), max(room), expand.support, limits.device)
+        drawn = sampling.temperature > 0
+        pool: list[_Candidate] = []
+        frontier = [(row, ROOT, 1.0) for row, most in enumerate(room) if most > 0]
+        for depth in range(_DEPTH):
+            frontier = self._worth_asking(frontier, depth, drawn, pool, bill)
+            if not frontier:
+                break
+            pool += self._children(builder, expand, frontier, depth, drawn)
+            pool.sort(key=lambda one: -one.chance)
+            frontier = self._take(builder, _chosen(pool, depth, bill, len(room)), room, depth)
+        if bill is None:
+            self._take(builder, [one for one in pool if one.node < 0], room, _DEPTH)
+        estimates = torch.zeros(builder.tokens.shape, dtype=torch.float64)
+        for one in pool:
+            if one.node >= 0:
+                estimates[one.row, one.node] = one.estimate
+        draft = builder.finish(Draw.DETERMINISTIC)
+        return replace(draft, estimates=estimates[:, : draft.tokens.shape[1]])
+
+    def _worth_asking(
+        self,
+        frontier: list[tuple[int, int, float]],
+        depth: int,
+        drawn: Tensor,
+        pool: Sequence[_Candidate],
+        bill: Bill | None,
+    ) -> list[tuple[int, int, float]]:
+        """The nodes to ask about: those whose first children are expected to bring more than the call takes."""
+        if bill is None or not frontier:
+            return frontier
+        rows = torch.tensor([row for row, _, _ in frontier], device=drawn.device)
+        firsts = self._table.first(drawn[rows], torch.full_like(rows, depth)).tolist()
+        expected = [(one[2] * first, one) for one, first in zip(frontier, firsts, strict=True)]
+        expected.sort(key=lambda pair: -pair[0])
+        taken = [one.chance for one in pool if one.node >= 0]
+        present = bill.worth.after(len(taken), sum(taken))
+        speed, price = present.speed, present.price(1)
+        gain, best, asked = 0.0, 0.0, 0
+        for count, (chance, _) in enumerate(expected, 1):
+            gain += max(0.0, chance - price)
+            value = gain - speed * bill.call([one[0] for _, one in expected[:count]], depth == 0)
+            if value > best:
+                best, asked = value, count
+        return [one for _, one in expected[:asked]]
+
+    def _children(
+        self,
+        builder: TreeBuilder,
+        expand: Expander,
+        frontier: Sequence[tuple[int, int, float]],
+        depth: int,
+        drawn: Tensor,
+    ) -> list[_Candidate]:
+        """The most probable children of the nodes in ``frontier``."""
+        device = builder.tokens.device
+        rows = torch.tensor([row for row, _, _ in frontier], device=device)
+        nodes = torch.tensor([node for _, node, _ in frontier], device=device)
+        logits = expand(builder, rows, nodes)
+        found = top(logits, range(len(frontier)), min(_CHILDREN, logits.shape[-1]))
+        share = found.logp.double().exp()
+        ranks = torch.arange(share.shape[1], device=device).expand(share.shape)
+        told = (drawn[rows][:, None].expand(share.shape), torch.full_like(ranks, depth), ranks, share)
+        chances = self._table.chances(*(part.flatten() for part in told)).view(share.shape)
+        parts = zip(frontier, found.ids.tolist(), share.tolist(), chances.tolist(), strict=True)
+        return [
+            _Candidate(reach * chance, row, node, column, depth, estimate)
+            for (row, node, reach), columns, estimates, given in parts
+            for column, estimate, chance in zip(columns, estimates, given, strict=True)
+        ]
+
+    def _take(
+        self, builder: TreeBuilder, chosen: Sequence[_Candidate], room: Sequence[int], depth: int
+    ) -> list[tuple[int, int, float]]:
+        """Make nodes of candidates, from the most probable on; returns the new ones of this level."""
+        sizes = builder.sizes.tolist()
+        taken: list[_Candidate] = []
+        for one in chosen:
+            if sizes[one.row] < room[one.row]:
+                one.node = sizes[one.row]
+                sizes[one.row] += 1
+                taken.append(one)
+        if taken:
+            device = builder.tokens.device
+            rows, parents, columns = (
+                torch.tensor([getattr(one, name) for one in taken], device=device)
+                for name in ("row", "parent", "column")
+            )
+            builder.add(rows, parents, columns, None)
+        return [(one.row, one.node, one.chance) for one in taken if one.depth == depth]
+
+
+def _chosen(pool: Sequence[_Candidate], depth: int, bill: Bill | None, sequences: int) -> list[_Candidate]:
+    """Of the candidates, from the most probable on, those that pay.
+
+    Without a ``bill`` those of this level that are at least half as probable as the best of their sequence; the others
+    take what room is left in the end.
+    """
+    if bill is not None:
+        count = bill.worth.best([one.chance for one in pool], sequences)
+        return [one for one in pool[:count] if one.node < 0]
+    level = [one for one in pool if one.depth == depth]
+    best: dict[int, float] = {}
+    for one in level:
+        best.setdefault(one.row, one.chance)
+    return [one for one in level if one.chance >= best[one.row] / 2]

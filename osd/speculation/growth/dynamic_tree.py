@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from osd.speculation.growth.base import Expander, Growth, expanded
+from osd.speculation.growth.base import DraftOutcome, Expander, Growth, SecondsByShare, expanded
+from osd.speculation.growth.chance_table import ChanceTable
 from osd.speculation.growth.sibling_sampler import SiblingSampler
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -16,12 +18,14 @@ from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder, repeats
 
 
 class DynamicTree(Growth):
-    """Spend each next token where it is most likely to be accepted, judged by the drafter's own probabilities.
+    """Spend each next token where it is most likely to be accepted.
 
-    The next child of a node is worth the probability of the path to the node times the mass that its earlier children
-    have left. With a budget alone, the most valuable place gets the next draw, until the budget is spent; the drafter
-    is asked about a node only when its first child is due. With a ``threshold``, a whole level is expanded in one
-    forward and every place worth the threshold or more is drawn, so that there are as many forwards as levels. Either
+    With a budget alone, the place with the highest chance gets the next draw, until the budget is spent; the drafter is
+    asked about a node only when its first child is due. The chance of a place is that of the path to it times what was
+    counted of such children before: of their depth, their rank among siblings, and the largest probability that the
+    drafter gives to a token that is left. With a ``threshold``, a whole level is expanded in one forward and each place
+    worth the threshold or more is drawn, so that there are as many forwards as levels; the next child of a node is then
+    worth the drafter's probability of the path to the node times the mass that its earlier children have left. Either
     way a value is known before its token is drawn, and no drawn token is dropped, which keeps the draft lossless.
 
     Xiong et al., "DySpec: faster speculative decoding with dynamic token tree structure", WWW 2025, algorithms 1 and 2.
@@ -38,6 +42,18 @@ class DynamicTree(Growth):
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold}")
         self.max_nodes = budget
         self.threshold = threshold
+        self._table = ChanceTable()
+
+    def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
+        """See ``Growth.observe``."""
+        for draft in drafts:
+            if draft.estimates:
+                self._table.observe(draft)
+        return False
+
+    def forget(self) -> None:
+        """See ``Growth.forget``."""
+        self._table.forget()
 
     def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
         """See ``Growth.grow``."""
@@ -51,35 +67,64 @@ class DynamicTree(Growth):
             sampler.open(places)
             return places
 
-        if self.threshold is None:
-            _by_value(builder, sampler, opened, noise, limits)
-        else:
+        if self.threshold is not None:
             _by_level(builder, sampler, opened, noise, limits, self.threshold)
-        return sampler.finish()
+            return sampler.finish()
+        estimates = _by_chance(builder, sampler, opened, noise, limits, self._table, sampling.temperature > 0)
+        draft = sampler.finish()
+        return replace(draft, estimates=estimates[:, : draft.tokens.shape[1]])
 
 
 Opener = Callable[[Tensor, Tensor], Tensor]
 """Asks the drafter about nodes of sequences, both [M], and returns the places of their distributions."""
 
 
-def _by_value(builder: TreeBuilder, sampler: SiblingSampler, opened: Opener, noise: Noise, limits: Tensor) -> None:
-    """Draw at the most valuable place of each sequence, one token of every sequence at a time."""
+def _by_chance(
+    builder: TreeBuilder,
+    sampler: SiblingSampler,
+    opened: Opener,
+    noise: Noise,
+    limits: Tensor,
+    table: ChanceTable,
+    drawn: Tensor,
+) -> Tensor:
+    """Draw at the most promising place of each sequence, one token of every sequence at a time.
+
+    Returns:
+        [B, capacity] the drafter's estimate of each node before it was drawn.
+    """
     # Entry 0 is about the root and entry 1 + i about node i.
     reach = torch.zeros(len(limits), builder.capacity + 1, dtype=torch.float64, device=limits.device)
-    reach[:, 0] = 1.0  # the drafter's probability of the path to a node
-    value = reach.clone()  # of the next child
-    kept = torch.full_like(builder.sizes[:, None].expand_as(value), -1)  # a node's row of q, -1 if none
+    reach[:, 0] = 1.0  # the chance of the path to a node
+    depth, rank = torch.zeros_like(reach, dtype=torch.int64), torch.zeros_like(reach, dtype=torch.int64)
+    left = reach.clone()  # the largest probability that is left after a node
+    value = torch.zeros_like(reach)  # the chance of the next child
+    value[:, 0] = 1.0
+    kept = torch.full_like(depth, -1)  # a node's row of q, -1 if none
+    estimates = torch.zeros(limits.shape[0], builder.capacity, dtype=torch.float64, device=limits.device)
+
+    def look(rows: Tensor, entry: Tensor) -> None:
+        """Find out what the next children of nodes are worth."""
+        place = kept[rows, entry]
+        left[rows, entry] = sampler.largest(place).double()
+        chance = table.chances(drawn[rows], depth[rows, entry], rank[rows, entry], left[rows, entry])
+        value[rows, entry] = (reach[rows, entry] * chance).masked_fill(sampler.empty(place), 0.0)
+
     while len(rows := ((builder.sizes < limits) & (value.amax(-1) > 0)).nonzero().squeeze(-1)):
         entry = value[rows].argmax(-1)
         new = (kept[rows, entry] < 0).nonzero().squeeze(-1)
         if len(new):
             kept[rows[new], entry[new]] = opened(rows[new], entry[new] - 1)
-        place = kept[rows, entry]
-        node = sampler.take(rows, place, entry - 1, noise)
-        share = sampler.share[rows, node]
-        reach[rows, node + 1] = value[rows, node + 1] = reach[rows, entry] * share
-        rest = (value[rows, entry] - reach[rows, entry] * share).clamp(min=1e-300)  # rounding must not close a full row
-        value[rows, entry] = rest.masked_fill(sampler.empty(place), 0.0)
+            look(rows[new], entry[new])
+            continue  # another place may be worth more, now that these are known
+        node = sampler.take(rows, kept[rows, entry], entry - 1, noise)
+        estimates[rows, node] = left[rows, entry]
+        reach[rows, node + 1] = value[rows, entry]
+        depth[rows, node + 1] = depth[rows, entry] + 1
+        value[rows, node + 1] = value[rows, entry] * table.first(drawn[rows], depth[rows, node + 1])
+        rank[rows, entry] += 1
+        look(rows, entry)
+    return estimates
 
 
 def _by_level(

@@ -46,6 +46,10 @@ class SiblingSampler:
         """[M] bool, whether no token is left in the rows ``places`` [M]."""
         return self._sums[places].sum(-1) == 0
 
+    def largest(self, places: Tensor) -> Tensor:
+        """[M] the largest probability that is left in the rows ``places`` [M]."""
+        return self._weights()[places].flatten(1).amax(-1)
+
     def left(self, places: Tensor) -> Tensor:
         """[M] how many tokens are left in the rows ``places`` [M]: 0, 1 or, for two or more, 2."""
         filled = self._sums[places] > 0  # [M, blocks]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.speculation.growth.acceptance_table import AcceptanceTable
-from osd.speculation.growth.base import Expander, Growth, SecondsByShare, expanded
+from osd.speculation.growth.base import DraftOutcome, Expander, Growth, SecondsByShare, expanded
 from osd.speculation.growth.sibling_sampler import SiblingSampler
 from osd.speculation.growth.tree_shape import (
     best_shape,
@@ -85,14 +85,14 @@ class StaticTree(Growth):
         self.chains = all(len(level) == 1 for level in prior)  # whatever shape there will be
         self.reshape(seconds)
 
-    def observe(self, drafts: Sequence[tuple[Sequence[int], Sequence[int]]], seconds: SecondsByShare) -> bool:
+    def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
         """See ``Growth.observe``; now and then takes the best shape for what is counted by now."""
         if self.table is None:
             return False
         before = len(drafts) if self._together is None else self._together
         self._together = before + _STEP * (len(drafts) - before)
-        for parents, path in drafts:
-            self.table.observe(parents, path)
+        for draft in drafts:
+            self.table.observe(draft.parents, draft.path)
         return self.table.due() and self.reshape(seconds(self._together))
 
     def forget(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 from osd.config import GROWTH_SETTINGS, StaticTreeSettings
 from osd.engine.policy import Policy
 from osd.speculation.cost_model import CostModel
+from osd.speculation.growth import DraftOutcome
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 
 FLAT, STEEP = {1: 1.0, 64: 1.0}, {1: 1.0, 2: 1.9, 64: 60.0}
@@ -30,7 +31,7 @@ def test_a_forward_that_several_sequences_share_is_longer_by_all_of_their_nodes(
 def test_trees_shrink_while_many_sequences_draft_together_and_grow_when_one_is_alone() -> None:
     growth = tree().growth
     costs = CostModel({1: 1.0, 16: 1.0, 32: 10.0, 64: 30.0})
-    nothing: tuple[list[int], list[int]] = ([-1] * growth.max_nodes, [])
+    nothing = DraftOutcome([-1] * growth.max_nodes, [])
     for _ in range(64):
         growth.observe([nothing] * 8, costs.forward_by_share)
     few = growth.max_nodes

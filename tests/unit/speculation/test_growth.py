@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from osd.speculation.compatibility import IncompatibleError, compatible
-from osd.speculation.growth import GROWTHS, Growth
+from osd.speculation.growth import GROWTHS, DraftOutcome, Growth
+from osd.speculation.growth.chance_table import ChanceTable
 from osd.speculation.growth.tree_shape import best_shape, shape_of_paths
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -52,6 +53,7 @@ EVERY = [
     GROWTHS["chain"](4), GROWTHS["confidence"](eta=0.3, depth=5), GROWTHS["heuristic"](start=2, depth=5),
     GROWTHS["acceptance_head"](h=0.8, depth=5),
     GROWTHS["dynamic_tree"](budget=6), GROWTHS["dynamic_tree"](budget=6, threshold=0.05),
+    GROWTHS["best_first"](budget=6),
     GROWTHS["static_tree"](paths=[(0,), (1,), (0, 0), (0, 1), (1, 0)]), GROWTHS["top_k_tree"](budget=6, top_k=2,
     depth=3),
 ]  # fmt: skip
@@ -72,7 +74,7 @@ def test_no_room_at_all_gives_an_empty_draft(growth: Growth) -> None:
     assert drafter.calls == 0
 
 
-@pytest.mark.parametrize("growth", EVERY, ids=lambda growth: growth.name)
+@pytest.mark.parametrize("growth", [one for one in EVERY if not one.by_worth], ids=lambda growth: growth.name)
 def test_the_kept_q_is_what_the_drafter_said(growth: Growth) -> None:
     draft, _, toy = grown(growth, [100] * 8)
     codes = toy.codes(draft.tokens, draft.parents)
@@ -132,14 +134,64 @@ def path_probabilities(draft: DraftBatch, toy: Toy, row: int) -> tuple[list[floa
     return reach, worth
 
 
-def test_a_budget_is_spent_on_the_most_valuable_places() -> None:
+def test_a_budget_is_spent_on_the_most_promising_places() -> None:
+    """As long as nothing is counted, the chance of a child is that of its parent times about what the drafter says."""
     draft, _, toy = grown(GROWTHS["dynamic_tree"](budget=10), [10] * 16)
+    table, codes = ChanceTable(), toy.codes(draft.tokens, draft.parents)
+    assert draft.estimates is not None
     for row in range(16):
-        for size in range(1, 10):
-            before = DraftBatch(**{**vars(draft), "sizes": torch.full((16,), size)})
-            _, worth = path_probabilities(before, toy, row)
-            chosen = int(draft.parents[row, size])
-            assert worth[chosen] == pytest.approx(max(worth.values()))
+        parents, tokens = draft.parents[row].tolist(), draft.tokens[row].tolist()
+        reach, depths, left, ranks = {ROOT: 1.0}, {ROOT: 0}, {ROOT: toy.q[0].clone()}, {ROOT: 0}
+        for node, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
+            owners = list(reach)
+            largest = torch.stack([left[owner].max() for owner in owners])
+            depth, rank = (torch.tensor([of[owner] for owner in owners]) for of in (depths, ranks))
+            chances = table.chances(torch.ones(len(owners), dtype=torch.bool), depth, rank, largest).tolist()
+            worth = {owner: reach[owner] * chance for owner, chance in zip(owners, chances, strict=True)}
+            assert float(draft.estimates[row, node]) == pytest.approx(float(left[parent].max()))
+            assert worth[parent] == max(worth.values())
+            left[parent][token] = 0.0
+            ranks[parent] += 1
+            reach[node], depths[node], ranks[node] = worth[parent], depths[parent] + 1, 0
+            left[node] = toy.q[int(codes[row, node])].clone()
+
+
+def outcomes(growth: Growth, toy: Toy, rounds: int, right: set[int]) -> None:
+    """Tell a policy that of its drafts the path through certain tokens was kept."""
+    for seed in range(rounds):
+        ids = torch.tensor([seed])
+        settings = plain_sampling(1)
+        draft = growth.grow(Counting(toy), settings, Noise(ids, ids, ids), torch.tensor([growth.max_nodes]))
+        assert draft.estimates is not None
+        parents, tokens = draft.parents[0].tolist(), draft.tokens[0].tolist()
+        path: list[int] = []
+        while True:
+            last = path[-1] if path else ROOT
+            kept = [node for node, parent in enumerate(parents) if parent == last and tokens[node] in right]
+            if not kept:
+                break
+            path.append(kept[0])
+        growth.observe([DraftOutcome(parents, path, draft.estimates[0].tolist(), drawn=True)], lambda together: {})
+
+
+@pytest.mark.parametrize("name", ["dynamic_tree", "best_first"])
+def test_what_was_counted_decides_whatever_the_drafter_claims(name: str) -> None:
+    """A drafter that is never right after its first token gets wide trees, one that is always right gets chains."""
+    toy = Toy.random(3, 4, 7)
+
+    def depth_of_the_next(growth: Growth) -> int:
+        ids = torch.tensor([999])
+        draft = growth.grow(Counting(toy), plain_sampling(1), Noise(ids, ids, ids), torch.tensor([growth.max_nodes]))
+        return int(draft.depths().max())
+
+    always, never = GROWTHS[name](budget=5), GROWTHS[name](budget=5)
+    outcomes(always, toy, 300, right={0, 1, 2, 3})
+    outcomes(never, toy, 300, right=set())
+    before = depth_of_the_next(GROWTHS[name](budget=5))
+    assert depth_of_the_next(always) >= max(before, 4)
+    assert depth_of_the_next(never) <= before
+    never.forget()
+    always.forget()
 
 
 def test_a_threshold_draws_every_place_that_is_worth_it_in_one_call_per_level() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.speculation.compatibility import IncompatibleError, compatible
-from osd.speculation.growth.base import Expander, Growth, expanded
+from osd.speculation.growth.base import DraftOutcome, Expander, Growth, expanded
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder
@@ -57,5 +57,5 @@ def test_a_rule_that_fits_only_one_of_its_draws_is_refused(rule: str, reason: st
 def test_what_a_policy_does_not_say_is_what_most_do() -> None:
     growth = PairThenTwins()
     assert growth.first_limit == growth.next_limit(2, drafted=2, accepted=0) == 4
-    assert growth.observe([([ROOT], [0])], lambda together: {1: together}) is False
+    assert growth.observe([DraftOutcome([ROOT], [0])], lambda together: {1: together}) is False
     assert not growth.needs_acceptance_head

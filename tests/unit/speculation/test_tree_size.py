@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from osd.speculation.growth import GROWTHS
+from osd.speculation.growth import GROWTHS, DraftOutcome
 from osd.speculation.growth.tree_shape import best_paths, best_shape, expected_tokens, hardware_aware_size
 from osd.speculation.tree import ROOT, Draw
 from osd.speculation.verification import VERIFICATIONS
@@ -111,10 +111,10 @@ def test_a_static_tree_shrinks_while_many_draft_together_and_grows_when_one_is_a
 
     parents = [-1, -1, 0]
     for _ in range(64):
-        growth.observe([(parents, [])] * 8, seconds)
+        growth.observe([DraftOutcome(parents, [])] * 8, seconds)
     few = growth.max_nodes
-    changes = sum(growth.observe([(parents, [])], seconds) for _ in range(2000))
+    changes = sum(growth.observe([DraftOutcome(parents, [])], seconds) for _ in range(2000))
     assert few < 3
     assert growth.max_nodes == 6
     assert changes > 0
-    assert GROWTHS["static_tree"](paths=[(0,)]).observe([([-1], [0])] * 1000, seconds) is False
+    assert GROWTHS["static_tree"](paths=[(0,)]).observe([DraftOutcome([-1], [0])] * 1000, seconds) is False
