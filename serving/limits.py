@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Iterable
 from functools import lru_cache
@@ -27,9 +28,19 @@ def has_key(headers: Headers, key: SecretStr | None) -> bool:
     """Whether no key is set, or ``Authorization: Bearer`` carries it; compared in constant time."""
     if key is None:
         return True
+    given = _bearer(headers)
+    return given is not None and hmac.compare_digest(given, key.get_secret_value().encode())
+
+
+def client_of(headers: Headers) -> str:
+    """What tells clients apart: a hash of the key that ``Authorization: Bearer`` carries, "" without one."""
+    key = _bearer(headers)
+    return hashlib.blake2b(key, digest_size=16, person=b"osd-client").hexdigest() if key else ""
+
+
+def _bearer(headers: Headers) -> bytes | None:
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), key.get_secret_value().encode())
-    return same and scheme.lower() == "bearer"
+    return given.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else None
 
 
 class KeyGuard:

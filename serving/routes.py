@@ -19,7 +19,16 @@ from osd.engine.request import SamplingParams, Update
 from serving import dashboard, errors, prometheus
 from serving.errors import ApiError, invalid
 from serving.generation import Disconnected, Generation, seed_of
-from serving.limits import Admission, KeyGuard, check_ids, check_prompt, completion_budget, policy_of, read_body
+from serving.limits import (
+    Admission,
+    KeyGuard,
+    check_ids,
+    check_prompt,
+    client_of,
+    completion_budget,
+    policy_of,
+    read_body,
+)
 from serving.responses import Answer, EventStream, Logprobs, collect, events
 from serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Generate, Message, TokenizeRequest
 from serving.service import ChatTemplateError, Service
@@ -120,7 +129,7 @@ class Routes:
         response_id = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4().hex}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
         asked, name = body.limit
-        common = self._sequence(body)
+        common = self._sequence(body, client_of(request.headers))
         sequences: list[Sequence] = []
         for ids in prompts:
             check_prompt(ids, param, model.context, model.vocabulary)
@@ -152,8 +161,8 @@ class Routes:
             if not handed_over:
                 generation.close()
 
-    def _sequence(self, body: Generate) -> Sequence:
-        """What all sequences of a request have in common; they differ in prompt, budget, id and seed."""
+    def _sequence(self, body: Generate, client: str) -> Sequence:
+        """What all sequences of a client's request have in common; they differ in prompt, budget, id and seed."""
         settings = self.service.settings
         temperature = 1.0 if body.temperature is None else body.temperature
         sampling = SamplingParams(
@@ -179,6 +188,7 @@ class Routes:
             domain=body.osd.domain if body.osd else None,
             policy=policy_of(body.osd, settings),
             logprobs=body.top,
+            client=client,
         )
 
     def _check_model(self, name: str | None) -> None:

@@ -127,6 +127,18 @@ def test_speculation_that_is_unknown_or_would_bias_the_output_is_refused_by_name
     assert service.submitted == []
 
 
+def test_clients_are_told_apart_by_a_hash_of_their_key(client, service):
+    keys = ["Bearer secret", "bearer secret", "Bearer other", "Basic secret", None]
+    for key in keys:
+        headers = {} if key is None else {"Authorization": key}
+        client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
+    hers, again, his, nobody, none = (request.client for request in service.submitted)
+    assert hers == again != his
+    assert "secret" not in hers
+    assert hers
+    assert nobody == none == ""
+
+
 @pytest.mark.parametrize(
     ("default", "store", "captured"),
     [(True, None, True), (True, False, False), (False, None, False), (False, True, True)],
