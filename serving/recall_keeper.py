@@ -17,6 +17,7 @@ from osd.drafters.recall.memory import Memory, mark_of
 from osd.drafters.recall.snapshot import SnapshotError, Snapshots
 from osd.runtime.device import one_core
 from osd.target.identity import Identity, identify
+from serving.recall_listener import RecallListener
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine
@@ -33,7 +34,8 @@ class RecallKeeper:
 
     A domain's table starts from the latest snapshot, and is written down each minute in which something was decoded,
     and at the end. Tables of single clients are not. What is older than ``capture.keep_days`` is dropped, and what
-    purged requests may have touched, at once and when the last of them has ended.
+    purged requests may have touched, at once and when the last of them has ended. Where there are several replicas
+    each learns what the others decoded.
     """
 
     def __init__(self, settings: Settings, redis_url: str, name: str, directory: Path, engine: Engine) -> None:
@@ -46,9 +48,13 @@ class RecallKeeper:
         self._since: dict[str, float] = {}  # before this time nobody else has looked after the table
         self._purges = PurgeFollower(Purges(redis_url), Member("replica", name), self._forget)
         self._running: set[str] = set()  # purged requests that are still decoded
+        self._listener: RecallListener | None = None
         self._saved, self._changed, self._failing = 0, False, False
         self._save_at = time.monotonic() + _SAVE_SECONDS
         self._stop = threading.Event()
+        if settings.recall.shared and settings.serving.replicas > 1:
+            vocabulary = engine.target.vocab_size
+            self._listener = RecallListener(settings, redis_url, name, vocabulary, self._stop)
         self._thread = threading.Thread(target=self._run, name="recall-keeper", daemon=True)
 
     def start(self) -> None:
@@ -62,6 +68,8 @@ class RecallKeeper:
         self._thread.join(timeout=5)
         self.save()
         self._purges.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def look(self) -> None:
         """Take up the tables that are new, and do what is due."""
@@ -76,6 +84,8 @@ class RecallKeeper:
         for request in [request for request in self._running if not self._decoded(request)]:
             self._running.discard(request)
             self._drop(request, recalled)
+        if self._listener is not None:
+            self._changed |= self._listener.listen(self._shared(), self._purges.asked)
         if time.monotonic() >= self._save_at:
             self._save_at = time.monotonic() + _SAVE_SECONDS
             self.save()

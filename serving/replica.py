@@ -77,7 +77,7 @@ class Replica:
         start: Start | None = None
         if settings.drafts:
             start = starting_drafter(settings, registry, self._pointer, directory)
-        self._writer = TraceWriter(redis_url, settings.capture) if settings.capture.enabled else None
+        self._writer = TraceWriter(redis_url, settings.capture, name) if settings.capture.enabled else None
         self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer)
         self._watchers: list[Watcher] = []
         if start is not None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from osd.capture.retention import Retention
@@ -60,8 +61,9 @@ class TraceWriter:
     The thread also takes off the stream what ``capture.keep_days`` and ``capture.keep_mb`` no longer allow.
     """
 
-    def __init__(self, url: str, settings: CaptureSettings) -> None:
-        self._settings = settings
+    def __init__(self, url: str, settings: CaptureSettings, replica: str = "") -> None:
+        """Write to the Redis at ``url``, in the name of ``replica``."""
+        self._settings, self._replica = settings, replica
         self._client = connect(url, timeout=1.0)
         self._add = self._client.register_script(_ADD)
         self._retention = Retention(self._client, settings)
@@ -132,7 +134,7 @@ class TraceWriter:
     def _write(self, trace: Trace) -> bool:
         stream = self._settings.stream
         try:
-            data = encode(trace)
+            data = encode(msgspec.structs.replace(trace, replica=self._replica))
         except (TypeError, ValueError, OverflowError) as error:
             logger.error("a trace cannot be encoded, dropped: %s", type(error).__name__)
             return False

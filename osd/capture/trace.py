@@ -68,7 +68,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
       was fed, when the drafter reads them.
 
     ``domain`` is whose request it is, and ``drafter_domain`` whose drafter served it in ``drafter_version``. A record
-    of format 1 does not say who drafted: its only source has an empty name.
+    of format 1 does not say who drafted: its only source has an empty name. ``replica`` names the one that decoded it,
+    where there are several.
     """
 
     format: int = FORMAT
@@ -98,6 +99,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     after_ids: Array | None = None
     after_logp: Array | None = None
     after_tail: Array | None = None
+    replica: str = ""
 
     @property
     def after(self) -> tuple[Array | None, Array | None, Array | None]:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import re
 import sys
 import threading
+import time
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from osd.capture.purge import Member, Purges
+from osd.capture.stream import TraceWriter
+from osd.capture.trace import Array
 from osd.cli.app import app
 from osd.config import Settings
 from osd.drafters.recall.snapshot import Snapshots
 from osd.engine.request import Request, SamplingParams
 from serving.replica import Replica
+from tests.traces import small_trace
+from tests.unit.engine.harness import prompts
 
-PROMPT = tuple(range(40, 60))
+PROMPT = tuple(prompts([21], seed=6)[0])
 
 
 class NoMetrics:
@@ -89,6 +97,10 @@ def used(replica, domain="general"):
     return sum(table.used() for table in replica.engine.pool.memories(domain).tables)
 
 
+def contents(replica):
+    return replica.engine.pool.memories("general").of("").contents()
+
+
 def purge(settings, redis_url, request):
     arguments = ["traces", "purge", "--request", request]
     for key, value in {"home": settings.home, "redis_url": redis_url}.items():
@@ -129,6 +141,97 @@ def test_a_request_that_is_purged_while_it_is_decoded_is_forgotten_when_it_has_e
     go_on.set()
     wait()
     eventually(lambda: used(one) == 0)
+
+
+def test_a_replica_drafts_what_another_said(replicas, eventually):
+    one, other = replicas.start("one"), replicas.start("other")
+    decode(one, "chatcmpl-1f-0")()
+    first = one.engine.counters().speculation().accepted
+    eventually(lambda: used(other) > 0)
+    decode(other, "chatcmpl-2e-0")()
+    second = other.engine.counters().speculation()
+    assert second.accepted > first
+    assert second.by_source["recall"].accepted > 0
+
+
+def test_a_replica_does_not_learn_again_what_it_decoded_itself(replicas, eventually):
+    one, other = replicas.start("one"), replicas.start("other")
+    decode(one, "chatcmpl-1f-0")()
+    before = contents(one)
+    eventually(lambda: used(other) > 0)
+    time.sleep(1.2)  # a replica looks twice a second
+    after = contents(one)
+    assert torch.equal(before.entries, after.entries)
+    assert torch.equal(before.weights, after.weights)
+
+
+def written(settings, name, prompt, **changed):
+    """The trace of a request for five tokens, 1 to 5."""
+    drawn = np.arange(1, 6, dtype=np.int32)
+    fields = {
+        "request_id": name,
+        "target": settings.target.source,
+        "created": time.time(),
+        "prompt_ids": Array.of(np.array(prompt, np.int32)),
+        "completion_ids": Array.of(drawn),
+        "target_ids": Array.of(drawn[:, None]),
+        "target_logp": Array.of(np.full((5, 1), np.log(0.9), np.float16)),
+        "target_tail": Array.of(np.full(5, np.log(0.1), np.float16)),
+        "draft_ids": Array.of(np.full((5, 1), -1, np.int32)),
+        "draft_logp": Array.of(np.zeros((5, 1), np.float16)),
+        "draft_tail": Array.of(np.zeros(5, np.float16)),
+        "drafted": Array.of(np.full(5, -1, np.int32)),
+        "verdict": Array.of(np.zeros(5, np.uint8)),
+        "source": Array.of(np.full(5, -1, np.int8)),
+        "hidden": None,
+    }
+    return small_trace(**{**fields, **changed})
+
+
+def knows(replica, prompt):
+    pool = replica.engine.pool
+    text = pool.memories("general").backend.text(16)
+    text.append(prompt, certain=False)
+    return pool.memories("general").of("").says(text, 1)[0] == [1]
+
+
+def test_what_may_not_be_learnt_of_others_is_not(replicas, settings, redis_url, eventually):
+    capture = settings.capture.model_copy(update={"keep_days": 1.0})
+    one = replicas.start("one", capture=capture)
+    with Purges(redis_url) as purges:
+        purges.ask("chatcmpl-1f")
+        eventually(lambda: Member("replica", "one") in purges.answers("chatcmpl-1f"))
+    writer = TraceWriter(redis_url, settings.capture, "two")
+    refused = [
+        written(settings, "chatcmpl-1f-0", [10, 11]),
+        written(settings, "of yesterday", [12, 13], created=time.time() - 90_000),
+        written(settings, "of another target", [14, 15], target="another"),
+        written(settings, "of another domain", [16, 17], drafter_domain="code"),
+        written(settings, "of no token", [18, 19], target_ids=Array.of(np.full((5, 1), -1, np.int32))),
+        written(settings, "of too many tokens", [20, 21] * 150),
+        written(settings, "of another vocabulary", [22, 23, 300]),
+    ]
+    for trace in [*refused, written(settings, "the last one", [24, 25])]:
+        assert writer.offer(trace)
+    eventually(lambda: knows(one, [24, 25]))
+    assert [knows(one, trace.prompt_ids.numpy().tolist()[:2]) for trace in refused] == [False] * len(refused)
+    writer.close()
+
+
+def test_a_replica_that_is_alone_or_tells_clients_apart_listens_to_nobody(
+    replicas, settings, redis_url, eventually, redis_client
+):
+    alone = replicas.start("alone", serving=settings.serving.model_copy(update={"replicas": 1}))
+    recall = settings.drafter.recall.model_copy(update={"shared": False})
+    apart = replicas.start("apart", drafter=settings.drafter.model_copy(update={"recall": recall}))
+    listens = replicas.start("listens")
+    writer = TraceWriter(redis_url, settings.capture, "two")
+    assert writer.offer(written(settings, "r", [24, 25]))
+    eventually(lambda: knows(listens, [24, 25]))
+    time.sleep(0.6)
+    assert not knows(alone, [24, 25])
+    assert not knows(apart, [24, 25])
+    writer.close()
 
 
 def test_what_is_purged_while_nothing_runs_is_gone_from_the_snapshot(replicas, settings, redis_url):

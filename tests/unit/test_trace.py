@@ -141,6 +141,13 @@ def test_a_record_of_format_1_is_read_as_one_of_today(trace: Trace, drafter_doma
         decode(first_record(msgspec.structs.replace(long, verdict=Array.of(np.zeros(2, np.int8))), ""))
 
 
+def test_records_from_before_replicas_had_names_are_read_and_name_none(trace: Trace):
+    fields = msgspec.msgpack.decode(encode(trace))
+    del fields["replica"]
+    assert decode(msgspec.msgpack.encode(fields)).replica == ""
+    assert decode(encode(msgspec.structs.replace(trace, replica="one"))).replica == "one"
+
+
 def test_a_record_of_a_later_format_is_refused_with_both_numbers(trace: Trace):
     with pytest.raises(TraceError, match="format 3, and only 1 and 2"):
         decode(encode(msgspec.structs.replace(trace, format=3)))

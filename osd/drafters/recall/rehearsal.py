@@ -1,0 +1,37 @@
+"""Learning what the target said elsewhere, from the trace of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from osd.capture.trace import Trace
+from osd.drafters.recall.memory import Heard, Memory, Text, mark_of
+
+_TOKENS = 32
+
+
+def rehearse(memory: Memory, text: Text, trace: Trace) -> Iterator[None]:
+    """Learn what a trace says as if its request was decoded here, a few tokens between two yields.
+
+    Args:
+        memory: to learn it.
+        text: a spare one, with room for prompt and completion.
+        trace: its arrays fit each other, and its ids are the target's.
+    """
+    text.clear()
+    prompt, drawn = trace.prompt_ids.numpy().tolist(), trace.completion_ids.numpy().tolist()
+    for start in range(0, len(prompt), _TOKENS):
+        text.append(prompt[start : start + _TOKENS], certain=True)
+        yield
+    ids = torch.from_numpy(trace.target_ids.numpy().astype(np.int64))
+    logp = torch.from_numpy(trace.target_logp.numpy().astype(np.float32))
+    greedy, mark, made = trace.temperature == 0, mark_of(trace.request_id), int(trace.created)
+    for place, token in enumerate(drawn):
+        heard = Heard([], [], ids[place : place + 1], logp[place : place + 1], [token])
+        memory.learn(text, heard, greedy, mark, made)
+        text.append([token], certain=False)
+        if place % _TOKENS == _TOKENS - 1:
+            yield

@@ -1,0 +1,88 @@
+"""What replicas read of each other, with a real Redis."""
+
+from __future__ import annotations
+
+import pytest
+
+from osd.capture.server import RedisServer
+from osd.capture.stream import TraceReader, TraceWriter, counter_key
+from osd.capture.tail import TraceTail
+from osd.config import CaptureSettings
+
+SETTINGS = CaptureSettings(max_records=1000, max_queue=1000)
+
+
+@pytest.fixture
+def put(redis_url, make_trace, eventually):
+    """Writes traces in the name of a replica, and waits until they are on the stream."""
+    writers = {}
+
+    def put(replica, *names):
+        writer = writers.setdefault(replica, TraceWriter(redis_url, SETTINGS, replica))
+        goal = writer.counters()["written"] + len(names)
+        for name in names:
+            assert writer.offer(make_trace(name))
+        eventually(lambda: writer.counters()["written"] == goal)
+
+    yield put
+    for writer in writers.values():
+        writer.close()
+
+
+@pytest.fixture
+def tail(redis_url):
+    tail = TraceTail(redis_url, SETTINGS, "one")
+    yield tail
+    tail.close()
+
+
+def names(tail):
+    return [(trace.replica, trace.request_id) for trace in tail.new()]
+
+
+def test_each_trace_of_others_comes_once_and_none_from_before(put, tail):
+    put("two", "before")
+    assert names(tail) == []
+    put("two", "a")
+    put("one", "own")
+    put("three", "b")
+    assert names(tail) == [("two", "a"), ("three", "b")]
+    assert names(tail) == []
+    put("", "of an older version")
+    assert names(tail) == [("", "of an older version")]
+
+
+def test_own_traces_do_not_hide_what_comes_after_them(put, tail):
+    assert names(tail) == []
+    put("one", *(f"own {number}" for number in range(30)))
+    put("two", "theirs")
+    assert names(tail) == [("two", "theirs")]
+
+
+def test_the_trainer_gets_what_replicas_have_read(put, tail, redis_url):
+    assert names(tail) == []
+    put("two", "a", "b")
+    assert len(names(tail)) == 2
+    reader = TraceReader(redis_url, SETTINGS, "trainer", "c")
+    assert [delivered.trace.request_id for delivered in reader.read(9, 1000)] == ["a", "b"]
+    reader.close()
+
+
+def test_what_is_no_trace_is_left_out(put, tail, redis_client):
+    assert names(tail) == []
+    redis_client.xadd(SETTINGS.stream, {"t": b"nothing"}, id="5-0")
+    redis_client.set(counter_key(SETTINGS.stream), 5)
+    put("two", "a")
+    assert names(tail) == [("two", "a")]
+
+
+@pytest.mark.timeout(60)
+def test_with_redis_gone_it_waits_and_goes_on_with_an_empty_one(put, tail, redis_server: RedisServer, eventually):
+    put("two", "a")
+    assert names(tail) == []
+    redis_server.close()
+    assert names(tail) == []
+    redis_server.start()
+    put("three", "b")
+    seen = []
+    eventually(lambda: seen.extend(names(tail)) or seen == [("three", "b")])
