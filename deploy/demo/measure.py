@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import threading
 import time
@@ -12,12 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from osd import drafters
-from osd.config import Settings
+from osd.config import ConfidenceSettings, Settings
+from osd.drafters.recall.drafter import Recall
+from osd.drafters.recall.snapshot import Snapshots
 from osd.engine.engine import Engine
+from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
 from osd.metrics import SpeculationCounts
 from osd.registry.versions import Registry, Version
 from osd.runtime.device import one_core
+from osd.target.identity import identify
 from osd.target.load import load_tokenizer, resolve
 from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
@@ -43,6 +46,15 @@ class Answer:
     def tokens_per_second(self) -> float:
         """Of the tokens after the first."""
         return (len(self.ids) - 1) / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a prompt is decoded: plainly, or with the drafter of a domain, by a policy or as much as pays."""
+
+    domain: str = "general"
+    policy: Policy | None = None
+    speculate: bool = True
 
 
 @dataclass
@@ -75,58 +87,72 @@ class Run:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The measurement: tokens per second of plain decoding, both drafters, and whether greedy outputs are the same."""
+    """The measurement: tokens per second of plain decoding, and what each way of drafting did.
+
+    ``first`` and ``last`` are trained drafters alone, of the first version and the last. Where recall drafts beside
+    them there is ``recall`` alone, ``mixed`` with the last version, and ``first_minute``: recall of what was said in
+    the first minute of the traffic, None when that was not written down.
+    """
 
     plain: float
     first: Run
     last: Run
+    recall: Run | None
+    mixed: Run | None
+    first_minute: Run | None
     greedy_identical: bool
 
 
+@dataclass(frozen=True)
+class Served:
+    """What the service left: versions of its domain, and snapshots of what its drafters recall."""
+
+    first: int
+    last: int
+    recalled: Snapshots | None = None
+    first_minute: Snapshots | None = None
+
+
 def measure(
-    settings: Settings, prompts: Sequence[Prompt], first: int, last: int, max_tokens: int, report: Callable[[str], None]
+    settings: Settings, prompts: Sequence[Prompt], served: Served, max_tokens: int, report: Callable[[str], None]
 ) -> HeldOut:
-    """Decode held-out prompts one at a time: plainly, with the first drafter, and with the last one.
+    """Decode held-out prompts one at a time, in every way; nothing of them is remembered.
 
-    Every round drafts as far as the growth policy goes, so that the two drafters are asked for the same.
-
-    Speed and acceptance are of greedy decoding in the configured dtype; equality of the outputs is of float32, where
-    rounding does not decide between tokens.
+    The trained drafters alone draft as far as the growth policy goes, so that both are asked for the same; what recalls
+    drafts as much as pays. Speed and acceptance are of greedy decoding in the configured dtype; equality of the outputs
+    is of float32, where rounding does not decide between tokens.
     """
     report("loading the engine for the measurement")
     one_core()
-    growth = settings.growth.model_copy(update={"governed": False})
-    settings = settings.model_copy(update={"growth": growth})
     directory = resolve(settings.target.source, settings.home_dir)
-    registry = Registry(settings.registry_dir)
-    versions = {number: registry.load(settings.domain, number) for number in {first, last}}
     asked = _encode(settings, directory, prompts, max_tokens)[: PROMPTS + 1]
-    runs = {None: Run(), "first": Run(), "last": Run()}
-    ways: list[tuple[str | None, int]] = [(None, last), ("first", first), ("last", last)]
-    with _running(settings, directory, versions[last]) as engine:
+    with _running(settings, directory, served) as (engine, ways):
+        runs = {name: Run() for name in ways}
+        turns = [(name, ways[name]) for name in ways]
         for number, prompt in enumerate(asked):
             if number % 4 == 0:
                 report(f"measuring on held-out prompts: {number} of {PROMPTS}")
             # Another way goes first each time, so that none always meets the warmer caches.
-            for name, version in itertools.islice(itertools.cycle(ways), number % 3, number % 3 + 3):
-                _switch(engine, versions[version])
-                answer = decode(engine, prompt, max_tokens, speculate=name is not None)
+            start = number % len(turns)
+            for name, way in [*turns[start:], *turns[:start]]:
+                answer = decode(engine, prompt, max_tokens, way)
                 if number:  # the first prompt warms the engine up
                     runs[name].speeds.append(answer.tokens_per_second)
                     runs[name].counts.add(answer.counts)
     report("comparing greedy outputs in float32")
     exact = settings.model_copy(update={"target": settings.target.model_copy(update={"dtype": "float32"})})
-    identical = _identical(exact, directory, versions[last], asked[1 : _IDENTICAL_PROMPTS + 1])
-    return HeldOut(runs[None].tokens_per_second, runs["first"], runs["last"], identical)
+    identical = _identical(exact, directory, served, asked[1 : _IDENTICAL_PROMPTS + 1])
+    plain = runs["plain"].tokens_per_second
+    recall, mixed, early = (runs.get(name) for name in ("recall", "mixed", "first_minute"))
+    return HeldOut(plain, runs["first"], runs["last"], recall, mixed, early, identical)
 
 
-def _identical(settings: Settings, directory: Path, version: Version, asked: Sequence[Ids]) -> bool:
+def _identical(settings: Settings, directory: Path, served: Served, asked: Sequence[Ids]) -> bool:
     drafted = 0
-    with _running(settings, directory, version) as engine:
+    with _running(settings, directory, served) as (engine, ways):
+        drafting = ways.get("mixed", ways["last"])
         for prompt in asked:
-            plain, speculative = (
-                decode(engine, prompt, _IDENTICAL_TOKENS, speculate=speculate) for speculate in (False, True)
-            )
+            plain, speculative = (decode(engine, prompt, _IDENTICAL_TOKENS, way) for way in (ways["plain"], drafting))
             drafted += speculative.counts.drafted
             if plain.ids != speculative.ids:
                 return False
@@ -145,27 +171,43 @@ def _encode(settings: Settings, directory: Path, prompts: Sequence[Prompt], max_
 
 
 @contextmanager
-def _running(settings: Settings, directory: Path, version: Version) -> Generator[Engine]:
-    drafter = drafters.from_config(version.config, directory)
-    drafter.load_weights(version.weights)
-    engine = make_engine(settings, directory, load_tokenizer(directory), Start(drafter, version.number), None)
+def _running(settings: Settings, directory: Path, served: Served) -> Generator[tuple[Engine, dict[str, Way]]]:
+    """An engine with a domain for each way of drafting."""
+    registry = Registry(settings.registry_dir)
+    versions = {number: registry.load(settings.domain, number) for number in {served.first, served.last}}
+    last = versions[served.last]
+    own = drafters.served(_trained(last, directory), settings)
+    engine = make_engine(settings, directory, load_tokenizer(directory), Start(own, served.last), None)
+    pool = engine.pool
+    assert pool is not None  # noqa: S101  it has a drafter
+    alone = Policy.of(ConfidenceSettings() if settings.growth.kind == "best_first" else settings.growth)
+    ways = {"plain": Way(speculate=False)}
+    for name, version in (("first", versions[served.first]), ("last", last)):
+        pool.open(name, version.number, version.weights, _trained(version, directory))
+        ways[name] = Way(name, alone)
+    target = identify(settings.target.source, directory)
+    if settings.drafter.mixes and served.recalled is not None:
+        for name, snapshots in (("recall", served.recalled), ("first_minute", served.first_minute)):
+            if snapshots is not None:
+                pool.open(name, 0, {}, Recall())
+                snapshots.restore(settings.domain, pool.memories(name).of(""), target)
+                ways[name] = Way(name)
+        served.recalled.restore(settings.domain, pool.memories(settings.domain).of(""), target)
+        ways["mixed"] = Way(settings.domain)
     engine.start()
     try:
-        yield engine
+        yield engine, ways
     finally:
         engine.stop()
 
 
-def _switch(engine: Engine, version: Version) -> None:
-    """Swap a version in, and wait until the engine has."""
-    if engine.drafter_version == version.number:
-        return
-    engine.stage(version.number, version.weights)
-    while engine.drafter_version != version.number:
-        time.sleep(0.001)
+def _trained(version: Version, directory: Path) -> drafters.Drafter:
+    drafter = drafters.from_config(version.config, directory)
+    drafter.load_weights(version.weights)
+    return drafter
 
 
-def decode(engine: Engine, prompt: Ids, max_tokens: int, *, speculate: bool) -> Answer:
+def decode(engine: Engine, prompt: Ids, max_tokens: int, way: Way) -> Answer:
     """Decode one prompt greedily, and wait for it."""
     ids: list[int] = []
     times: list[float] = []
@@ -179,7 +221,11 @@ def decode(engine: Engine, prompt: Ids, max_tokens: int, *, speculate: bool) -> 
             last.append(update)
             done.set()
 
-    engine.submit(Request("held-out", prompt, max_tokens, SamplingParams(temperature=0), speculate=speculate), take)
+    greedy = SamplingParams(temperature=0)
+    request = Request(
+        "held-out", prompt, max_tokens, greedy, speculate=way.speculate, domain=way.domain, policy=way.policy
+    )
+    engine.submit(request, take)
     done.wait()
     if last[0].finish_reason not in ("stop", "length"):
         raise RuntimeError(f"a held-out prompt ended as {last[0].finish_reason}: {last[0].error}")

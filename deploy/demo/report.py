@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from deploy.demo.measure import HeldOut
+from deploy.demo.measure import HeldOut, Run
 from osd.metrics import SpeculationCounts, acceptance_rate
 from osd.traffic.open_loop import Tally
 
@@ -40,7 +40,7 @@ _NOTHING = Sample(0, SpeculationCounts(), 0, 0, 0, 0, 0, 0)
 
 @dataclass
 class Story:
-    """All that happened in the run; ``seconds`` of traffic were planned."""
+    """All that happened in the run; ``seconds`` of traffic were planned. ``trained`` is the kind of the drafter."""
 
     target: str
     seconds: float
@@ -50,6 +50,7 @@ class Story:
     begun: float = field(default_factory=time.monotonic)
     first: int = 1
     last: int = 1
+    trained: str = "eagle"
 
     @property
     def now(self) -> Sample:
@@ -123,10 +124,17 @@ def show(console: Console, story: Story, held_out: HeldOut) -> None:
     table = Table("held-out prompts", "tokens/s", "x plain", "acceptance rate", "mean acceptance length")
     plain = held_out.plain
     table.add_row("plain decoding", f"{plain:.1f}", "1.00", "", "")
-    for name, version, figures in (("first", story.first, held_out.first), ("last", story.last, held_out.last)):
-        speed = figures.tokens_per_second
-        row = [f"{name} drafter (version {version})", f"{speed:.1f}", f"{speed / plain:.2f}"]
-        table.add_row(*row, f"{figures.acceptance_rate:.3f}", f"{figures.mean_acceptance_length:.2f}")
+    for name, figures in (
+        (f"first drafter (version {story.first})", held_out.first),
+        (f"last drafter (version {story.last})", held_out.last),
+        ("recall, after the first minute", held_out.first_minute),
+        ("recall, after all of it", held_out.recall),
+        (f"recall with version {story.last}", held_out.mixed),
+    ):
+        if figures is not None:
+            speed = figures.tokens_per_second
+            row = [name, f"{speed:.1f}", f"{speed / plain:.2f}"]
+            table.add_row(*row, f"{figures.acceptance_rate:.3f}", f"{figures.mean_acceptance_length:.2f}")
     console.print(table)
     now, trainer = story.now, story.trainer
     console.print(
@@ -154,10 +162,19 @@ def write(path: Path, story: Story, held_out: HeldOut) -> None:
             "plain": {"tokens_per_second": held_out.plain},
             "first": {"version": story.first, **held_out.first.figures()},
             "last": {"version": story.last, **held_out.last.figures()},
+            **{name: run.figures() for name, run in _recalling(story, held_out).items()},
             "greedy_identical": held_out.greedy_identical,
         },
+        "first_minute": None if held_out.first_minute is None else held_out.first_minute.figures(),
     }
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def _recalling(story: Story, held_out: HeldOut) -> dict[str, Run]:
+    """What recall did alone, what the trained drafter of the last version did, and both together."""
+    if held_out.recall is None or held_out.mixed is None:
+        return {}
+    return {"recall": held_out.recall, story.trained: held_out.last, "mixed": held_out.mixed}
 
 
 def chart(

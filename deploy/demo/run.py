@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx2
@@ -15,10 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.live import Live
 
-from deploy.demo.measure import measure
+from deploy.demo.measure import Served, measure
 from deploy.demo.report import Sample, Story, line, panel, show, write
 from deploy.embedded import Embedded, StartError
 from osd.config import Settings
+from osd.drafters.recall.snapshot import SNAPSHOT, Snapshots
 from osd.metrics import SpeculationCounts
 from osd.registry.pointer import Pointer
 from osd.traffic import SOURCES, load
@@ -28,6 +32,7 @@ from osd.traffic.prompt import Prompt, TrafficError, split
 _HELD_OUT = 0.1
 _SAMPLE_SECONDS = 2.0
 _LINE_SECONDS = 20.0
+_MINUTE = 60.0
 _REPORT_SECONDS = 2.5  # replicas report their counters once a second
 
 
@@ -54,8 +59,25 @@ def run(settings: Settings, plan: Plan, report: Path | None) -> None:
         raise TrafficError(f"{plan.source} holds too few prompts to keep some for the measurement")
     # A domain of its own: whatever was learnt in earlier runs, this one starts from the first version.
     name = plan.source if plan.source in SOURCES else "file"
-    settings = settings.model_copy(update={"domain": f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"})
-    story = Story(settings.target.source, plan.minutes * 60)
+    domain = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Training is not charged here, so that there is something to see within minutes.
+    trainer = settings.trainer.model_copy(update={"duty": 1.0})
+    settings = settings.model_copy(update={"domain": domain, "trainer": trainer})
+    with tempfile.TemporaryDirectory() as folder:
+        _run(settings, plan, report, console, (send, hold), Path(folder))
+
+
+def _run(
+    settings: Settings,
+    plan: Plan,
+    report: Path | None,
+    console: Console,
+    prompts: tuple[list[Prompt], list[Prompt]],
+    folder: Path,
+) -> None:
+    """The same with prompts to send and to hold out, and a ``folder`` for what is recalled after a minute."""
+    send, hold = prompts
+    story = Story(settings.target.source, plan.minutes * 60, trained=settings.drafter.distilled.kind)
     with _steps(console, "starting") as step:
         service = Embedded(settings, step)
         service.start()
@@ -63,13 +85,17 @@ def run(settings: Settings, plan: Plan, report: Path | None) -> None:
         console.print(f"Dashboard   {service.url}/dashboard")
         story.first = _stable(settings, service.redis_url)
         story.begun = time.monotonic()
-        asyncio.run(_live(service, settings, plan, send, story, console))
+        asyncio.run(_live(service, settings, plan, send, story, console, folder))
         story.last = _stable(settings, service.redis_url)
     finally:
         with _steps(console, "stopping the service"):
             service.stop()
     with _steps(console, "measuring") as step:
-        held_out = measure(settings, hold, story.first, story.last, plan.max_tokens, step)
+        served = Served(story.first, story.last)
+        if settings.drafter.mixes:
+            early = Snapshots(folder) if any(folder.iterdir()) else None
+            served = replace(served, recalled=Snapshots(settings.registry_dir), first_minute=early)
+        held_out = measure(settings, hold, served, plan.max_tokens, step)
     show(console, story, held_out)
     if report is not None:
         write(report, story, held_out)
@@ -77,9 +103,10 @@ def run(settings: Settings, plan: Plan, report: Path | None) -> None:
 
 
 async def _live(
-    service: Embedded, settings: Settings, plan: Plan, send: list[Prompt], story: Story, console: Console
+    service: Embedded, settings: Settings, plan: Plan, send: list[Prompt], story: Story, console: Console, folder: Path
 ) -> None:
-    """Send traffic and watch what it does, then bring the trainer to rest."""
+    """Send traffic and watch what it does, then bring the trainer to rest; ``folder`` gets the first snapshot."""
+    recalled = settings.registry_dir / settings.domain
     key = settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
     traffic = Load(plan.rate, seconds=story.seconds, max_tokens=plan.max_tokens)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -89,6 +116,8 @@ async def _live(
             while not sending.done():
                 await _sample(client, service, story)
                 refresh()
+                if story.now.time >= _MINUTE and recalled.name not in os.listdir(folder):
+                    await asyncio.to_thread(_keep, recalled, folder / recalled.name)
                 await asyncio.wait([sending], timeout=_SAMPLE_SECONDS)
         await sending
         await asyncio.to_thread(ray.get, service.trainer.pause.remote())
@@ -128,6 +157,14 @@ async def _sample(client: httpx2.AsyncClient, service: Embedded, story: Story) -
             dropped=int(totals.get("osd_traces_dropped_total", 0)),
         )
     )
+
+
+def _keep(recalled: Path, to: Path) -> None:
+    """Copy the snapshot of what is recalled, as soon as there is one."""
+    with contextlib.suppress(FileNotFoundError):
+        found = (recalled / SNAPSHOT).read_bytes()
+        to.mkdir()
+        (to / SNAPSHOT).write_bytes(found)
 
 
 @contextmanager

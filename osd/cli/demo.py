@@ -13,7 +13,7 @@ from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signal
 def demo(
     minutes: Annotated[
         float, typer.Option(min=0.1, max=60, help="Minutes of live traffic before the measurement.")
-    ] = 5.0,
+    ] = 3.5,
     report: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.", metavar="FILE")] = None,
     source: Annotated[str, typer.Option(help="Prompts: unittest, stdlib, pydoc or a JSON lines file.")] = "unittest",
     rate: Annotated[float, typer.Option(min=0.01, help="Requests a second.")] = 0.5,

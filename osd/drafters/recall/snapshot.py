@@ -25,7 +25,9 @@ from osd.target.identity import Identity
 
 log = logging.getLogger(__name__)
 
-_FILE, _FORMAT = "recall.safetensors", "1"
+SNAPSHOT = "recall.safetensors"
+"""Name of the file, in a domain's folder."""
+_FORMAT = "1"
 _PARTS = ("places", "entries", "weights")
 _OWNER_ONLY = 0o600
 _STALE_SECONDS = 3600.0
@@ -118,16 +120,16 @@ class Snapshots:
             about = self.about(path.parent.name)
             if before is not None and about is not None and about.created < before:
                 path.unlink(missing_ok=True)
-        for path in self._root.glob(f"*/.{_FILE}.*"):
+        for path in self._root.glob(f"*/.{SNAPSHOT}.*"):
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime < time.time() - _STALE_SECONDS:
                     path.unlink()
 
     def _paths(self) -> list[Path]:
-        return sorted(self._root.glob(f"*/{_FILE}"))
+        return sorted(self._root.glob(f"*/{SNAPSHOT}"))
 
     def _path(self, domain: str) -> Path:
-        return self._root / check_domain(domain) / _FILE
+        return self._root / check_domain(domain) / SNAPSHOT
 
 
 def _write(path: Path, memory: Memory, target: Identity, created: float) -> About:
