@@ -18,6 +18,7 @@ from typing import Any
 
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
+from osd.drafters.recall.snapshot import Snapshots
 from osd.drafters.trainable import Trainable
 from osd.learning.gate import GateDecision
 from osd.registry.events import Events, Kind
@@ -28,6 +29,8 @@ from trainer.canary import Canary, Judgement, expected_rate
 from trainer.executor import Build
 
 logger = logging.getLogger(__name__)
+
+_RECALL = "recall"
 
 Judge = Callable[[Trainable, Trainable], GateDecision]
 """Asks the gate about a candidate and the drafter in service."""
@@ -53,6 +56,11 @@ class Service:
     def rollout(self) -> Rollout | None:
         """What the pointer says."""
         return self.pointer.get(self.domain)
+
+    def recalled(self) -> dict[str, str]:
+        """As ``recall`` the hash of the latest snapshot of what replicas recall beside the drafter, if there is one."""
+        about = Snapshots(self.registry.root).about(self.domain)
+        return {} if about is None else {_RECALL: about.sha256}
 
     def tell(self, kind: Kind, version: int | None, **figures: Any) -> None:
         """Put an event on the list; without Redis it is only logged."""
@@ -111,10 +119,11 @@ class CanaryWatch:
             self.canary = None
             return Judgement("watch", "the rollout pointer was moved")
         self.canary = None
+        figures = {"reason": judgement.reason, **canary.figures(), **service.recalled()}
         if promoted:
-            service.tell("promoted", number, parent=canary.stable, reason=judgement.reason, **canary.figures())
+            service.tell("promoted", number, parent=canary.stable, **figures)
         else:
-            service.tell("rolled_back", number, previous=canary.version, reason=judgement.reason, **canary.figures())
+            service.tell("rolled_back", number, previous=canary.version, **figures)
         logger.info("version %d, %s: %s", canary.version, judgement.action, judgement.reason)
         return judgement
 
@@ -184,6 +193,7 @@ class Publisher:
             )
         if self.canary is not None:
             return Outcome(GateDecision(False, True, f"version {self.canary.version} is still a canary"), None)
+        recalled = service.recalled()
         decision = judge(candidate, self._baseline)
         if not decision.passed:
             if not decision.waits:
@@ -201,6 +211,7 @@ class Publisher:
             "gate": decision.figures(),
             "attempt": attempt,
             REQUESTS: learnt,
+            **recalled,
         }
         number = service.registry.publish(service.domain, candidate.weights(), candidate.config(), manifest)
         if not self._put(number, before, share, manifest):
@@ -223,7 +234,8 @@ class Publisher:
 
     def _tell_put(self, number: int, share: float, manifest: dict[str, Any]) -> None:
         kind, more = ("canary", {"share": share}) if share else ("published", {"trained_on": manifest["trained_on"]})
-        self.service.tell(kind, number, parent=manifest["parent"], **more, **manifest["gate"])
+        recalled = {name: manifest[name] for name in (_RECALL,) if name in manifest}
+        self.service.tell(kind, number, parent=manifest["parent"], **more, **manifest["gate"], **recalled)
 
     def _finish(self) -> None:
         """Finish what a trainer that was killed, or lost Redis, had published and not put in service yet.

@@ -6,11 +6,14 @@ import torch
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.config import TrainerSettings
+from osd.drafters.recall.reference import PlainBackend
+from osd.drafters.recall.snapshot import Snapshots
 from osd.learning.batch import collate
 from osd.learning.gate import Gate
 from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
+from osd.target.identity import Identity
 from tests.unit.learning.toys import Toy, make_trace
 from tests.unit.trainer.traffic import live
 from trainer.rollout import Publisher, Service
@@ -22,7 +25,7 @@ class Redis(Events):
     def __init__(self, *answers):
         self.answers = list(answers)
         self.moves = []
-        self.events = []
+        self.events, self.recalled = [], []
 
     def get(self, domain):
         if self.moves:
@@ -40,6 +43,7 @@ class Redis(Events):
 
     def add(self, kind, domain, version, **figures):
         self.events.append((kind, version))
+        self.recalled.append(figures.get("recall"))
 
 
 STABLE = Rollout(1, None, 0.0, 1.0)
@@ -152,6 +156,22 @@ def test_a_canary_that_is_better_becomes_the_stable_version_and_the_next_baselin
     assert redis.events[-1] == ("promoted", 2)
     assert publisher.stable == 2
     assert publisher.decide(redis.moves[-1].changed) is None
+
+
+@pytest.mark.parametrize(("rate", "kind"), [(0.5, "promoted"), (0.1, "rolled_back")])
+def test_a_rollout_names_what_was_recalled_when_it_was_judged(propose, tmp_path, rate, kind):
+    target, snapshots = Identity("target", "a", "b"), Snapshots(tmp_path)
+    first = snapshots.write("general", PlainBackend().memory(8), target).sha256
+    redis = Redis(STABLE)
+    _, registry, publisher = propose(redis, share=0.2)
+    assert registry.load("general", 2).manifest["recall"] == first
+    then = snapshots.write("general", PlainBackend().memory(16), target).sha256
+    show(publisher, 1, 0.3)
+    show(publisher, 2, rate)
+    publisher.decide(redis.moves[0].changed + 1)
+    assert [event for event, _ in redis.events] == ["canary", kind]
+    assert redis.recalled == [first, then]
+    assert first != then
 
 
 def test_a_canary_that_is_worse_is_rolled_back_by_itself(canary):
