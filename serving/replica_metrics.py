@@ -74,7 +74,8 @@ class Second:
 class History:
     """A window of the past: parallel lists, one entry a bin; None where nothing was drafted.
 
-    ``accepted_per_position`` and ``rounds`` sum over the window; ``swaps`` are (time, version).
+    ``accepted_per_position`` and ``rounds`` sum over the window, and so does ``by_source``: (drafted, accepted) tokens of
+    each source that ever drafted. ``swaps`` are (time, version).
     """
 
     time: list[float]
@@ -85,6 +86,7 @@ class History:
     waiting: list[float]
     rounds: float
     accepted_per_position: list[float]
+    by_source: dict[str, tuple[float, float]]
     swaps: list[tuple[float, int]]
 
 
@@ -136,7 +138,8 @@ class ReplicaMetrics:
         counts = [entry.counts for entry in merged.values()]
         window: Counter[Name] = sum(counts, Counter())
         # Of all time: a position that accepted nothing in this window is still one.
-        positions = Totals(self._totals, []).by_label("accepted_per_position")
+        totals = Totals(self._totals, [])
+        positions, sources = totals.by_label("accepted_per_position"), totals.by_label("source_drafted")
         return History(
             time=[float(edge) for edge in edges],
             tokens_per_second=[count["completion_tokens"] / width for count in counts],
@@ -151,6 +154,10 @@ class ReplicaMetrics:
             waiting=[_mean([waiting for _, waiting in load]) for load in loads.values()],
             rounds=window["rounds"],
             accepted_per_position=[window["accepted_per_position", *place] for place in positions],
+            by_source={
+                str(source): (window["source_drafted", source], window["source_accepted", source])
+                for (source,) in sources
+            },
             swaps=[mark for mark in self._swaps if mark[0] >= start],
         )
 

@@ -67,6 +67,31 @@ export function positions({ history }) {
   );
 }
 
+// Whoever drafts keeps its colour, whatever the others do.
+const colours = ["recall", "request", "copy"];
+
+export function sources({ history }) {
+  const box = document.getElementById("sources");
+  const known = Object.entries(history.by_source);
+  const all = known.reduce((sum, [, [, accepted]]) => sum + accepted, 0);
+  if (!all) {
+    box.replaceChildren(element("p", "No draft token was accepted yet.", "empty"));
+    return;
+  }
+  box.replaceChildren(
+    ...known.map(([name, [drafted, accepted]]) => {
+      const row = element("div", "", "bar wide");
+      row.dataset.source = name;
+      const track = element("div", "", "track");
+      const place = colours.includes(name) ? colours.indexOf(name) : colours.length;
+      track.appendChild(element("div", "", `fill source-${place + 1}`)).style.width = `${(100 * accepted) / all}%`;
+      const told = `${share(accepted / all)}, ${drafted ? percent(accepted / drafted) : "–"}`;
+      row.append(element("span", name), track, element("b", told));
+      return row;
+    }),
+  );
+}
+
 export function stream({ stream, totals, capture }) {
   const hint = !capture
     ? "Capture is off: nothing is learned from requests."

@@ -76,6 +76,9 @@ def test_the_dashboard_shows_the_loop(service, browser, eventually, tmp_path, sc
     expect(page.locator(f'#versions tr[data-version="{before}"]')).to_contain_text("earlier")
     expect(page.locator("#versions tbody tr")).to_have_count(len(service.registry.list(service.settings.domain)))
     expect(page.locator("#positions .bar")).not_to_have_count(0)
+    expect(page.locator("#sources .bar")).not_to_have_count(0)
+    shares = page.locator("#sources .bar b").all_inner_texts()
+    assert 99 <= sum(float(text.split(" %")[0]) for text in shares) <= 101
     expect(page.locator("#events li").first).to_contain_text(f"v{number} is in service, before it v{before}")
     expect(page.locator("#replicas dt")).to_have_count(2)
     speed = page.locator("#now-speed").inner_text()

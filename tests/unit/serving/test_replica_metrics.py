@@ -57,6 +57,10 @@ def test_history_gives_rates_and_ratios_for_each_bin():
                     "accepted": 20 * (second + 1),
                     ("accepted_per_position", 0): 15 * (second + 1),
                     ("accepted_per_position", 1): 5 * (second + 1),
+                    ("source_drafted", "recall"): 30 * (second + 1),
+                    ("source_accepted", "recall"): 18 * (second + 1),
+                    ("source_drafted", "eagle"): 10 * (second + 1),
+                    ("source_accepted", "eagle"): 2 * (second + 1),
                 },
             )
         )  # fmt: skip
@@ -69,6 +73,7 @@ def test_history_gives_rates_and_ratios_for_each_bin():
     assert history.waiting == [1.0] * 10
     assert history.rounds == 100
     assert history.accepted_per_position == [150, 50]
+    assert history.by_source == {"eagle": (100, 20), "recall": (300, 180)}
     coarse = metrics.history(1010.0, 60, bins=12)
     assert coarse.tokens_per_second == [30.0] * 2
 
