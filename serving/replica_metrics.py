@@ -74,8 +74,8 @@ class Second:
 class History:
     """A window of the past: parallel lists, one entry a bin; None where nothing was drafted.
 
-    ``accepted_per_position`` and ``rounds`` sum over the window, and so does ``by_source``: (drafted, accepted) tokens of
-    each source that ever drafted. ``swaps`` are (time, version).
+    ``accepted_per_position`` and ``rounds`` sum over the window, and so does ``by_source``: (drafted, accepted) tokens
+    of each source that ever drafted. ``swaps`` are (time, version).
     """
 
     time: list[float]

@@ -18,6 +18,7 @@ from osd.drafters import trainable
 from osd.drafters.acceptance_head import suited
 from osd.learning.gate import Gate
 from osd.learning.online import Learner, empty_replay
+from osd.learning.recalled import Recalled
 from osd.registry.learnt import Learnt
 from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import Pointer
@@ -149,7 +150,8 @@ class Worker:
         drafter.load_weights(version.weights)
         distiller = context.executor.distiller(self._domain, drafter, settings.trainer)
         gate = Gate(settings.growth.lookahead, settings.trainer.divergence)
-        return Learner(distiller, settings.trainer, gate, context.vocabulary, self.replay)
+        recalled = Recalled(settings.recall) if settings.drafter.mixes else None
+        return Learner(distiller, settings.trainer, gate, context.vocabulary, self.replay, recalled)
 
     def _drifted(self) -> None:
         """Learn what is new at once, and compute for longer until the next candidate."""

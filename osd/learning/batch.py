@@ -41,6 +41,7 @@ class DistillBatch:
         drafted: [N] the token that was drafted there, -1 for none.
         verdict: [N] NOT_DRAFTED, ACCEPTED or REJECTED.
         own: what the drafter's own tokens would have led to, None when no trace says.
+        weight: [N] how much of each position counts when a drafter is judged, None for all of it.
     """
 
     token_ids: Tensor
@@ -54,6 +55,7 @@ class DistillBatch:
     drafted: Tensor
     verdict: Tensor
     own: OwnSamples | None = None
+    weight: Tensor | None = None
 
     @property
     def positions(self) -> int:

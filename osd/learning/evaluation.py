@@ -28,8 +28,10 @@ class GateFigures:
         per_depth: expected acceptance at each depth of a chain: the mean over positions of sum_v min(p, q). Only the
             kept ids count, so that it is a lower bound; a depth that no position reaches has 0.
         divergence: mean divergence at depth 0, in nats or as total variation.
-        overlaps: [positions] the same acceptance of each position, averaged over the depths that it has.
+        overlaps: [positions] the same acceptance of each position, averaged over the depths that it has, times its
+            weight.
         groups: [positions] the sequence that each position belongs to.
+        weight: the mean of the positions' weights: beside recall, the share that it leaves open.
     """
 
     positions: int
@@ -37,6 +39,7 @@ class GateFigures:
     divergence: float
     overlaps: Tensor
     groups: Tensor
+    weight: float = 1.0
 
     @property
     def accepted(self) -> float:
@@ -61,11 +64,12 @@ class GateFigures:
             "expected_length": round(self.expected_length, 4),
             "per_depth": [round(alpha, 4) for alpha in self.per_depth],
             "divergence": round(self.divergence, 4),
+            "weight": round(self.weight, 4),
         }
 
 
 class ExpectedAcceptance(Metric):
-    """At each depth of a chain, the mean over its positions of the probability that the chain rule accepts.
+    """At each depth of a chain, the weighted mean over its positions of the probability that the chain rule accepts.
 
     For a token drawn from q it is sum_v min(p, q), one minus the total variation between p and q (Leviathan et al.,
     2023). A depth that no position reaches has 0. It is of this process alone: the other ranks of a trainer do not
@@ -74,33 +78,38 @@ class ExpectedAcceptance(Metric):
 
     full_state_update = False
     accepted: Tensor
-    positions: Tensor
+    weights: Tensor
 
     def __init__(self, depth: int) -> None:
         super().__init__(sync_on_compute=False)
         self.add_state("accepted", torch.zeros(depth, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("positions", torch.zeros(depth, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("weights", torch.zeros(depth, dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, accepted: Tensor, valid: Tensor) -> None:
-        """Add positions: the probability at each depth, and which depths a position has, [positions, depth] each."""
-        self.accepted += torch.where(valid, accepted, 0.0).sum(0)
-        self.positions += valid.sum(0)
+    def update(self, accepted: Tensor, valid: Tensor, weight: Tensor) -> None:
+        """Add positions: the probability at each depth, which depths a position has, and how much it counts.
+
+        [positions, depth] the first two, and [positions] the last.
+        """
+        counts = valid * weight[:, None]
+        self.accepted += (torch.where(valid, accepted, 0.0) * counts).sum(0)
+        self.weights += counts.sum(0)
 
     def compute(self) -> Tensor:
         """The mean for each depth so far, [depth]."""
-        return self.accepted / self.positions.clamp(min=1)
+        return self.accepted / self.weights.clamp(min=1e-9)
 
 
 @torch.inference_mode()
 def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, divergence: str) -> GateFigures:
     """Evaluate a drafter over a chain of ``depth`` tokens on the distributions that verification captured.
 
-    The drafter stays as it is, in its mode too. The same batches in the same order make figures that can be paired.
+    Positions count by their weights. The drafter stays as it is, in its mode too. The same batches in the same order
+    make figures that can be paired.
     """
     index = draft_index(drafter.draft_ids)
     expected = ExpectedAcceptance(depth)
     divergences = MeanMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
-    overlaps, groups = [], []
+    overlaps, groups, weights = [], [], []
     sequences = 0
     training = drafter.training
     drafter.eval()
@@ -113,10 +122,12 @@ def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, di
                 if d == 0:
                     divergences.update(DIVERGENCES[divergence](events)[valid[:, 0]].double())
                 accepted[:, d] = events.accepted().double()
-            expected.update(accepted, valid)
+            weight = torch.ones(len(valid), dtype=torch.float64) if batch.weight is None else batch.weight
+            expected.update(accepted, valid, weight)
             accepted = torch.where(valid, accepted, 0.0)
             seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
-            overlaps.append((accepted.sum(1) / valid.sum(1).clamp(min=1))[seen])
+            overlaps.append((accepted.sum(1) / valid.sum(1).clamp(min=1) * weight)[seen])
+            weights.append(weight[seen])
             groups.append((batch.sequence + sequences)[seen])
             sequences += len(batch.lengths)
     finally:
@@ -125,10 +136,12 @@ def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, di
         return GateFigures(
             0, (0.0,) * depth, 0.0, torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
         )
+    worth = torch.cat(overlaps)
     return GateFigures(
-        positions=int(expected.positions[0]),
+        positions=len(worth),
         per_depth=tuple(expected.compute().view(depth).tolist()),
-        divergence=float(divergences.compute()) if expected.positions[0] else 0.0,
-        overlaps=torch.cat(overlaps),
+        divergence=float(divergences.compute()) if len(worth) else 0.0,
+        overlaps=worth,
         groups=torch.cat(groups),
+        weight=float(torch.cat(weights).mean()) if len(worth) else 1.0,
     )

@@ -17,6 +17,7 @@ from osd.learning.batch import DistillBatch, collate, pack
 from osd.learning.buffers import Key
 from osd.learning.distiller import Distiller, DistillerError, Step
 from osd.learning.gate import MIN_POSITIONS, Gate, GateDecision
+from osd.learning.recalled import Recalled
 from osd.learning.replay import Added, Replay, Sample
 
 ENOUGH_TOKENS = 2 * MIN_POSITIONS
@@ -158,14 +159,24 @@ class Learner:
     """
 
     def __init__(
-        self, distiller: Distiller, settings: TrainerSettings, gate: Gate, vocabulary: int, replay: Replay
+        self,
+        distiller: Distiller,
+        settings: TrainerSettings,
+        gate: Gate,
+        vocabulary: int,
+        replay: Replay,
+        recalled: Recalled | None = None,
     ) -> None:
-        """Start with what ``replay`` holds; ``vocabulary`` is the number of the target's ids."""
+        """Start with what ``replay`` holds; ``vocabulary`` is the number of the target's ids.
+
+        Where recall drafts beside the drafter, ``recalled`` learns the same records: the gate then judges by what a
+        drafter adds to it.
+        """
         self.distiller, self.replay, self.gate = distiller, replay, gate
         self.trigger = TrainingTrigger(settings)
         self.counters = Counters()
         self.next_candidate = settings.steps_per_candidate
-        self._settings, self._vocabulary = settings, vocabulary
+        self._settings, self._vocabulary, self._recalled = settings, vocabulary, recalled
 
     def add(self, trace: Trace) -> Added:
         """Keep a trace, to train on or to judge by; one that is there already changes nothing."""
@@ -175,6 +186,8 @@ class Learner:
             self.counters.held_out += added.part == "held_out"
         if added.part == "train":
             self.trigger.arrived(trace.completion_ids.shape[0])
+            if self._recalled is not None:
+                self._recalled.learn(trace)
         return added
 
     @property
@@ -224,7 +237,10 @@ class Learner:
 
     def held_out(self) -> Iterator[DistillBatch]:
         """What the gate looks at: the newest held-out positions, in the same micro-batches for both sides."""
-        return held_out(self.replay)
+        for batch in held_out(self.replay):
+            if self._recalled is not None:
+                batch.weight = self._recalled.leaves(batch)
+            yield batch
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights and optimizer as tensors, all else as JSON, for ``resume``; traces are not in it."""

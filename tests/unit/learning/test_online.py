@@ -41,13 +41,13 @@ class Several(Local):
         return [super(Several, self).step(distiller, [sample]) for sample in samples][-1]
 
 
-def learner(drafter=None, replay=None, **changes):
+def learner(drafter=None, replay=None, recalled=None, **changes):
     torch.manual_seed(0)
     usual = {"learning_rate": 0.03, "update_tokens": 1, "min_records": 4, "held_out": 0.3, "steps_per_candidate": 60}
     settings = TrainerSettings(**usual | changes)
     gate = Gate(depth=2, divergence="forward_kl", min_positions=60)
     distiller = Distiller(Toy() if drafter is None else drafter, settings)
-    return Learner(distiller, settings, gate, VOCABULARY, replay or empty_replay(settings, enough=0))
+    return Learner(distiller, settings, gate, VOCABULARY, replay or empty_replay(settings, enough=0), recalled)
 
 
 def fed(names=NAMES, drafter=None, **changes):

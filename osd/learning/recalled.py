@@ -1,0 +1,45 @@
+"""What recall knows of the traffic that a drafter learns from: only what it leaves open is worth learning."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from osd.capture.trace import Trace
+from osd.config import RecallSettings
+from osd.drafters.recall.memories import Memories
+from osd.drafters.recall.memory import KEPT
+from osd.drafters.recall.rehearsal import rehearse
+from osd.learning.batch import DistillBatch, length
+
+
+class Recalled:
+    """A table that learns the records that a drafter is trained on, as those of the replicas do."""
+
+    def __init__(self, settings: RecallSettings) -> None:
+        memories = Memories(settings)
+        self._memory, self._backend = memories.of(""), memories.backend
+
+    def learn(self, trace: Trace) -> None:
+        """Take in a record."""
+        for _ in rehearse(self._memory, self._backend.text(length(trace)), trace):
+            pass
+
+    def leaves(self, batch: DistillBatch) -> Tensor:
+        """[N] float64 of each position ``1 - sum_v min(p, q)``, q being what recall says there: what it gets wrong.
+
+        It knows the tokens before the position, and nothing is learnt from asking.
+        """
+        open_ = torch.ones(batch.positions, dtype=torch.float64)
+        p, target = batch.target_logp.double().exp(), batch.target_ids.tolist()
+        rows, places = batch.sequence.tolist(), batch.place.tolist()
+        text, row, known = self._backend.text(batch.token_ids.shape[1]), -1, 0
+        for n, (sequence, place) in enumerate(zip(rows, places, strict=True)):
+            if sequence != row:
+                text.clear()
+                row, known = sequence, 0
+            text.append(batch.token_ids[row, known:place].tolist(), certain=True)
+            known = place
+            said = dict(zip(*self._memory.says(text, KEPT), strict=True))
+            open_[n] -= sum(min(float(p[n, k]), said[token]) for k, token in enumerate(target[n]) if token in said)
+        return open_.clamp(0, 1)

@@ -1,0 +1,58 @@
+"""What recall leaves open decides how much a position counts when a trained drafter is judged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from osd.config import RecallSettings
+from osd.learning.batch import collate
+from osd.learning.evaluation import evaluate
+from osd.learning.recalled import Recalled
+from tests.unit.learning.test_online import COMPLETION, NAMES, learner
+from tests.unit.learning.toys import Toy, make_trace
+
+SMALL = RecallSettings(megabytes=1)
+
+
+def test_what_was_said_before_is_not_left_open_and_what_was_not_is() -> None:
+    recalled = Recalled(SMALL)
+    known, other = (make_trace(name, completion=COMPLETION, seed=seed) for name, seed in (("a", 1), ("b", 77)))
+    before = recalled.leaves(collate([known]))
+    assert before.shape == (COMPLETION,)
+    for _ in range(8):
+        recalled.learn(known)
+    after, elsewhere = recalled.leaves(collate([known])), recalled.leaves(collate([other]))
+    assert float(after.mean()) < 0.5 * float(before.mean())
+    assert float(elsewhere.mean()) > float(after.mean())
+    assert torch.equal(recalled.leaves(collate([other])), elsewhere), "asking teaches nothing"
+    together = recalled.leaves(collate([other, known]))
+    assert torch.allclose(together, torch.cat([elsewhere, after]))
+
+
+def test_positions_count_by_their_weights() -> None:
+    torch.manual_seed(0)
+    drafter, batch = Toy(), collate([make_trace("a", completion=COMPLETION, seed=1)])
+    plain = evaluate(drafter, [batch], 2, "forward_kl")
+    batch.weight = torch.zeros(COMPLETION, dtype=torch.float64)
+    batch.weight[5] = 0.5
+    alone = evaluate(drafter, [batch], 2, "forward_kl")
+    assert plain.weight == 1.0
+    assert alone.weight == pytest.approx(0.5 / COMPLETION, rel=0.1)
+    assert alone.positions == plain.positions
+    assert alone.overlaps.count_nonzero() == 1
+    assert float(alone.overlaps.sum()) == pytest.approx(0.5 * sum(alone.per_depth) / 2)
+
+
+def test_a_candidate_that_learnt_only_what_recall_knows_is_not_better_where_it_counts() -> None:
+    """The same records make the table and the drafter: beside recall, nearly nothing is left to gain."""
+    alone, beside = learner(), learner(recalled=Recalled(SMALL))
+    for it in (alone, beside):
+        for name in NAMES:
+            it.add(make_trace(name, completion=COMPLETION, seed=3))  # one text, again and again
+    first, second = (it.propose(Toy()) for it in (alone, beside))
+    assert first.candidate is not None
+    assert second.candidate is not None
+    assert first.candidate.weight == 1.0
+    assert second.candidate.weight < 0.5
+    assert second.figures()["weight"] == pytest.approx(second.candidate.weight, abs=1e-4)
