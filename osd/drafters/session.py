@@ -29,7 +29,8 @@ class Runtime:
 
     ``slots`` sequences at the same time, ``context`` tokens of each, and ``scratch`` places behind them, one more than
     a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
-    few sizes; None does so on a GPU alone. With ``states`` the session keeps the states behind its last ``expand``.
+    few sizes; None does so on a GPU alone. With ``int8`` weights are held in 8 bits where our kernels multiply them: a
+    drafter's precision changes no output. With ``states`` the session keeps the states behind its last ``expand``.
     ``target`` is there for drafters that run through layers of it, and ``memories`` are the domain's, which all of its
     drafters share, for those that recall.
     """
@@ -40,6 +41,7 @@ class Runtime:
     device: torch.device = _CPU
     bucketed: bool | None = None
     states: bool = False
+    int8: bool = False
     target: SlotModel | None = None
     memories: Memories | None = None
 

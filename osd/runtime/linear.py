@@ -174,10 +174,13 @@ def fused_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type != "cpu" or kernels() is not None else torch.float32
 
 
-def make_linear(weight: Tensor) -> PackedLinear | PlainLinear:
-    """A layer for float32 rows whose weight, of ``fused_dtype``, can be swapped in place."""
+def make_linear(weight: Tensor, int8: bool = False) -> PackedLinear | PlainLinear:
+    """A layer for float32 rows whose weight, of ``fused_dtype``, can be swapped in place.
+
+    With ``int8`` it is held in 8 bits where our kernels multiply it.
+    """
     packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return PackedLinear(weight) if packs else PlainLinear(weight)
+    return PackedLinear(weight, dtype=torch.int8 if int8 else None) if packs else PlainLinear(weight)
 
 
 def _onednn_available(dtype: torch.dtype) -> bool:

@@ -51,8 +51,10 @@ class EagleSession(AutoregressiveSession):
         self.pending: dict[int, tuple[list[int], list[Tensor]]] = {}
         self._expected = weights
         weights = self._lay_out(weights)
-        make = PlainLinear if bucketed else make_linear
-        self.linear = {name: make(weights[name]) for name in _LINEAR}
+        self.linear = {
+            name: PlainLinear(weights[name]) if bucketed else make_linear(weights[name], runtime.int8)
+            for name in _LINEAR
+        }
         self._stacked: dict[tuple[str, ...], Stacked] = {}
         if bucketed:  # fewer kernels; a CPU's layers are packed one by one
             plain = {name: layer for name, layer in self.linear.items() if isinstance(layer, PlainLinear)}

@@ -45,6 +45,7 @@ class LanguageModelSession(AutoregressiveSession):
             context=runtime.context,
             scratch=runtime.scratch,
             taps=(-1,) if runtime.states else (),
+            weights="int8" if runtime.int8 and not runtime.bucketed else "full",
             bucketed=runtime.bucketed,
         )
         self.device = self.model.device

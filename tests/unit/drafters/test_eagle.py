@@ -72,14 +72,34 @@ def test_serving_and_training_see_the_same_inputs(eagle: Eagle, native: bool, mo
                 close(got[d], eagle.unroll(batch, depth)[d])
 
 
-def drafting(eagle: Eagle, slots: list[int]) -> tuple[Session, Tensor]:
+def drafting(eagle: Eagle, slots: list[int], int8: bool = False) -> tuple[Session, Tensor]:
     """A session with a few rounds behind it, in ``slots``."""
     tokens, hidden = sequences(eagle, len(slots))
-    session = eagle.session(Runtime(5, LENGTH, 8))
+    session = eagle.session(Runtime(5, LENGTH, 8, int8=int8))
     for row, slot in enumerate(slots):
         session.open(slot, int(tokens[row, 0]))
         session.commit(slot, Kept(tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row]))
     return session, tokens
+
+
+@native
+def test_weights_in_8_bits_draft_almost_the_same_and_can_be_swapped(eagle: Eagle) -> None:
+    full, _ = drafting(eagle, [3, 0])
+    small, _ = drafting(eagle, [3, 0], int8=True)
+    assert {layer.packed.dtype for layer in small.linear.values()} == {torch.int8}
+    mine, theirs = small.chains([3, 0], [3, 3], 0.0), full.chains([3, 0], [3, 3], 0.0)
+    error = float((mine.logits[:, 0] - theirs.logits[:, 0]).norm() / theirs.logits[:, 0].norm())
+    assert 0 < error < 0.06
+    weights = {name: value * 0 if name == "head.weight" else value for name, value in eagle.weights().items()}
+    small.load(small.stage(weights))
+    assert {layer.packed.dtype for layer in small.linear.values()} == {torch.int8}
+    for slot in (3, 0):
+        small.commit(slot, Kept([5], torch.zeros(1, states_width(eagle))))
+    assert not small.chains([3, 0], [1, 1], 0.0).logits.any()
+
+
+def states_width(eagle: Eagle) -> int:
+    return len(eagle.needs.taps) * eagle.shape.hidden
 
 
 @native

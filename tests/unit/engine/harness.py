@@ -122,14 +122,18 @@ def running(
     traces: list[Trace] | None = None,
     taps: tuple[int, ...] = (),
     bucketed: bool = False,
+    int8: bool = True,
     riders: int = 0,
     **more: Any,
 ) -> Iterator[Client]:
-    """``bucketed`` runs what a GPU would, without recording; ``riders`` more rows of a sequence fit."""
+    """``bucketed`` runs what a GPU would, without recording; ``riders`` more rows of a sequence fit.
+
+    Without ``int8`` the drafter's weights keep their precision.
+    """
     chosen, drafter = settings(directory, **more), drafter or make_drafter(kind, directory)
-    if bucketed and drafter is not None:
-        make = drafter.session
-        drafter.session = lambda runtime: make(replace(runtime, bucketed=True))  # type: ignore[method-assign]
+    if drafter is not None and (bucketed or not int8):
+        make, forced = drafter.session, {"bucketed": True} if bucketed else {"int8": False}
+        drafter.session = lambda runtime: make(replace(runtime, **forced))  # type: ignore[method-assign]
     target = SlotModel(
         load_model(directory, "float32", "cpu"),
         slots=chosen.engine.slots,
