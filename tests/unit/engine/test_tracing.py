@@ -24,7 +24,7 @@ def traces_of(
 ) -> tuple[dict[str, list[Trace]], dict[str, Result]]:
     """Decode three requests and group their records, each sent through its wire format."""
     found: list[Trace] = []
-    with running(directory, drafter=drafter, traces=found, top_k=K, **capture) as client:
+    with running(directory, drafter=drafter, traces=found, int8=False, top_k=K, **capture) as client:
         for index, prompt in enumerate(prompts([1, 9, 37])):
             client.submit(str(index), prompt, tokens, sampling, ignore_eos=True, capture=True, domain="poems")
         client.submit("private", [1, 2], tokens, sampling)
