@@ -71,10 +71,9 @@ class Planner:
         ends = sum(one.ends for one in scheduled)
         rows = sum(one.count for one in scheduled)
         rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
-        most = rows + min(sum(limits.values()), _MOST)
-        return Worth(
-            float(ends), rows, self.costs.rounds(most)[: most + 1], running if rows > ends else None, self.costs
-        )
+        most = max(rows + min(sum(limits.values()), _MOST), running)
+        usual = running if rows > ends else None
+        return Worth(float(ends), rows, self.costs.rounds(most)[: most + 1], usual, self.costs)
 
     def observe(self, outcome: Outcome, seconds: float) -> None:
         """Take in what a round of so many seconds cost and gave."""

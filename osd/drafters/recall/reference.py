@@ -15,7 +15,7 @@ import torch
 
 from osd.drafters.recall.memory import COPY, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sought, Text
 
-_WAYS, _TAIL, _COPIED, _STEPS, _MEMORY, _CHILDREN = 8, 16, ORDERS + 1, 16, 32, 4
+_WAYS, _TAIL, _COPIED, _STEPS, _MEMORY, _CHILDREN, _OWN = 8, 16, ORDERS + 1, 16, 32, 4, 1 << 14
 _EDGES = (0.01, 0.03, 0.08, 0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _MIDDLES = (0.005, 0.02, 0.055, 0.115, 0.2, 0.3, 0.425, 0.575, 0.725, 0.85, 0.935, 0.985)
 _AGES, _RANKS, _DEPTHS, _STEP = 4, 3, 3, 0.02
@@ -97,7 +97,7 @@ class PlainText:
 
     def clear(self) -> None:
         """See ``Text.clear``."""
-        self.table = _Table(ORDERS * self._room)
+        self.table = _Table(min(ORDERS * self._room, _OWN))
         self.tokens: list[int] = []
         self._ends: dict[int, list[int]] = {}  # places after five tokens, by their hash
 

@@ -20,6 +20,7 @@ enum {
   DEPTHS = 3,                /* of a draft: the first token, the second, all others */
   MODES = 2,                 /* greedy, sampled */
   MEMORY = 32,               /* of an entry: it never counts for more */
+  OWN = 1 << 14,             /* entries of a request's own table at most */
 };
 
 static const float EDGES[SHARES - 1] = {.01f, .03f, .08f, .15f, .25f, .35f, .5f, .65f, .8f, .9f, .97f};
@@ -394,7 +395,7 @@ Text *osd_text_new(int64_t room) {
   text->tokens = malloc((size_t)room * sizeof(int32_t));
   text->earlier = malloc((size_t)(room + 1) * sizeof(int32_t));
   text->latest = calloc((size_t)text->heads, sizeof(int32_t));
-  if (table_new(&text->table, ORDERS * room) || !text->tokens || !text->earlier || !text->latest) {
+  if (table_new(&text->table, ORDERS * room < OWN ? ORDERS * room : OWN) || !text->tokens || !text->earlier || !text->latest) {
     table_free(&text->table);
     free(text->tokens);
     free(text->earlier);

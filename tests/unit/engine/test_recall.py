@@ -97,6 +97,20 @@ def test_clients_share_a_table_unless_they_must_not(target_dir: Path, shared: bo
     assert (accepted["again b"] > accepted["hers"]) is shared
 
 
+def test_a_short_draft_beside_many_that_still_read_is_planned_by_the_rounds_to_come(
+    target_dir: Path, oracle: Oracle
+) -> None:
+    """What all of them will cost together is known, though few of them have a row in this round."""
+    long = prompts([60, 61, 62], seed=3)
+    with running(target_dir, drafter=Recall(), growth=BEST, chunk=1, prefix_cache=False) as client:
+        client.submit("short", [7, 7, 7, 7, 7, 7, 7, 7], 4, ignore_eos=True, capture=True)
+        for number, prompt in enumerate(long):
+            client.submit(str(number), prompt, 3, ignore_eos=True, capture=True)
+        results = client.wait()
+    assert results["short"].tokens == oracle.greedy([7] * 8, 4)
+    assert [results[str(number)].tokens for number in range(3)] == [oracle.greedy(prompt, 3) for prompt in long]
+
+
 def test_the_client_that_was_not_seen_for_longest_loses_its_table(target_dir: Path) -> None:
     with running(target_dir, drafter=Recall(), shared=False) as client:
         for number in range(20):

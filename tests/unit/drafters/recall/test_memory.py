@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -274,3 +275,38 @@ def test_another_drafter_is_mixed_in_along_its_path_and_weighs_as_much_as_it_is_
 
     assert trusted(right=True) > 0.8
     assert trusted(right=False) < 0.3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_text_that_is_used_again_has_nothing_of_the_one_before(backend: Backend) -> None:
+    memory, text = backend.memory(64), backend.text(64)
+    text.append([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], certain=True)
+    assert memory.says(text, 1)[0] == [6]
+    text.clear()
+    text.append([1, 2, 3, 4, 5], certain=True)
+    assert memory.says(text, 8) == ([], [])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_token_again_and_again_takes_no_longer_than_any_text(backend: Backend) -> None:
+    """Whoever looks at every earlier place at each token takes a time that grows with the square of the text."""
+    memory, length = backend.memory(64), 6000
+    seconds = []
+    for tokens in (list(range(length)), [7] * length):
+        text = backend.text(length + 64)
+        begun = time.perf_counter()
+        text.append(tokens, certain=True)
+        for _ in range(50):
+            backend.drafting().draft([Sought(memory, text, 8, True)], 8, 0.01, chains=False)
+        seconds.append(time.perf_counter() - begun)
+    assert seconds[1] < 8 * seconds[0]
+    found = backend.drafting().draft([Sought(memory, text, 3, True)], 3, 0.0, chains=True)
+    assert found.tokens == [7, 7, 7]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_text_than_there_is_room_for_is_left_out(backend: Backend) -> None:
+    memory, text = backend.memory(64), backend.text(6)
+    text.append([1, 2, 3, 4, 5, 6, 7, 8, 9], certain=True)
+    text.append([1, 2, 3], certain=False)
+    assert memory.says(text, 4) == ([], [])  # nothing follows the last token that found room
