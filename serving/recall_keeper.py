@@ -59,7 +59,7 @@ class RecallKeeper:
 
     def start(self) -> None:
         """Fill the tables that there are, and begin to look after them."""
-        self.look()
+        self._try_to_look()
         self._thread.start()
 
     def close(self) -> None:
@@ -158,11 +158,14 @@ class RecallKeeper:
     def _run(self) -> None:
         one_core()
         while not self._stop.wait(_LOOK_SECONDS):
-            try:
-                self.look()
-            except Exception:
-                # Whatever is wrong now, the next look may be better, and what is recalled must not grow too old.
-                logger.exception("what is recalled cannot be looked after")
+            self._try_to_look()
+
+    def _try_to_look(self) -> None:
+        try:
+            self.look()
+        except Exception:
+            # Whatever is wrong now, requests are served all the same, and the next look may be better.
+            logger.exception("what is recalled cannot be looked after")
 
 
 def _aged(table: Memory, oldest: float | None) -> bool:

@@ -19,6 +19,7 @@ from osd.learning.batch import check, length
 logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.001
+_TURN_SECONDS = 1.0
 
 
 class RecallListener:
@@ -36,9 +37,9 @@ class RecallListener:
     def listen(self, tables: Mapping[str, Memory], purged: Iterable[str]) -> bool:
         """Learn what came since the last call, by the table of each domain; whether there was anything.
 
-        Requests that are ``purged`` are left out.
+        It takes about a second at most, and leaves the rest for the next call. ``purged`` requests are left out.
         """
-        learnt = False
+        learnt, end = False, time.monotonic() + _TURN_SECONDS
         for trace in self._tail.new():
             table = tables.get(trace.drafter_domain)
             if table is not None and self._usable(trace, purged):
@@ -46,6 +47,8 @@ class RecallListener:
                 for _ in rehearse(table, self._text, trace):
                     if self._stop.wait(_PAUSE_SECONDS):
                         return learnt
+            if time.monotonic() > end:
+                break
         return learnt
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class TraceTail:
         self._last: str | None = None
 
     def new(self) -> Iterator[Trace]:
-        """What came since the last call, a few dozen at most; what is no trace is left out."""
+        """What came since the last one that was taken, a few dozen at most; what is no trace is left out."""
         for _ in range(_BATCHES):
             entries = self._read()
             for id, fields in entries:

@@ -44,7 +44,11 @@ def purge(
             streamed, answers, silent = _forget(settings, url, request)
         except RedisError as error:
             fail(f"Redis does not answer, the request may not be removed: {error}")
-    entries = Snapshots(settings.registry_dir).purge(request) + sum(removed.entries for removed in answers.values())
+    try:
+        entries = Snapshots(settings.registry_dir).purge(request)
+    except OSError as error:
+        fail(f"the snapshots of what is recalled cannot be written, the request may not be removed: {error}")
+    entries += sum(removed.entries for removed in answers.values())
     registry = Registry(settings.registry_dir)
     versions = {domain: versions_with(registry, domain, request) for domain in registry.domains()}
     versions = {domain: numbers for domain, numbers in versions.items() if numbers}

@@ -17,7 +17,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
+from deploy.embedded import Embedded
 from osd.cli.app import app
+from osd.config import load_settings
+from osd.drafters.recall.snapshot import Snapshots
 
 ANSWER_SECONDS = 120
 
@@ -138,6 +141,19 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
     assert "Traceback" not in errors
     assert gone(processes)
     assert not (home / "running.json").exists()
+
+
+@pytest.mark.timeout(240)
+def test_a_service_that_recalls_has_no_trainer_and_writes_down_what_it_knows_when_it_ends(tiny_target, tmp_path):
+    given = small(tiny_target, free_port())[1::2]
+    settings = load_settings(None, [*given, "drafter.kind=recall", f"home={tmp_path}"], {})
+    with Embedded(settings) as service:
+        assert service.trainer is None
+        body = {"prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        assert httpx2.post(f"{service.url}/v1/completions", json=body, timeout=60).status_code == 200
+    about = Snapshots(settings.registry_dir).about("general")
+    assert about is not None
+    assert about.target.name == str(tiny_target)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 SNAPSHOT = "recall.safetensors"
 """Name of the file, in a domain's folder."""
 _FORMAT = "1"
+_PLACE_BYTES = 8
 _PARTS = ("places", "entries", "weights")
 _OWNER_ONLY = 0o600
 _STALE_SECONDS = 3600.0
@@ -158,6 +159,8 @@ def _read(path: Path) -> tuple[About, Contents]:
             contents = Contents(*(file.get_tensor(name) for name in _PARTS))
     except (OSError, SafetensorError) as error:
         raise SnapshotError(f"it is damaged: {error}") from None
+    if contents.places.numel() != _PLACE_BYTES * about.entries:
+        raise SnapshotError(f"it is damaged: its contents are not those of {about.entries} entries")
     if any(part.dtype != torch.uint8 for part in _parts(contents)) or _hash(contents) != about.sha256:
         raise SnapshotError("it is damaged: its contents do not match their hash")
     return about, contents

@@ -96,6 +96,8 @@ def damage(path: Path, how: str) -> None:
         header["__metadata__"]["format"] = "7"
     elif how == "contents":
         body = body[:-1] + bytes([body[-1] ^ 1])
+    elif how == "entries":
+        header["__metadata__"]["entries"] = str(10**15)
     elif how == "header":
         del header["__metadata__"]["created"]
     elif how == "end":
@@ -110,6 +112,7 @@ def damage(path: Path, how: str) -> None:
         ("format", "it is of format 7, and only 1 is known"),
         ("contents", "its contents do not match their hash"),
         ("header", "it is damaged: 'created'"),
+        ("entries", "its contents are not those of 1000000000000000 entries"),
         ("end", "it is damaged"),
     ],
 )
