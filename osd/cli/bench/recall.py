@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.bench.options import Json, Prompts, Tokens, check_draft, check_output, loading, running, say, show, write
+from osd.cli.bench.options import Json, Prompts, check_draft, check_output, loading, running, say, show, write
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.config import BestFirstSettings
 
@@ -21,7 +21,7 @@ def recall(
     streams: Annotated[int, typer.Option(min=1, help="Prompts decoded at the same time.")] = 1,
     after: Annotated[int, typer.Option(min=1, help="Requests of the stream that are served first.")] = 200,
     prompts: Annotated[int, typer.Option(min=1, help="Unseen ones behind them, to measure on.")] = 32,
-    tokens: Tokens = 96,
+    tokens: Annotated[int, typer.Option(min=8, help="Of each completion at most.")] = 96,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     json_file: Json = None,
     config: ConfigFile = None,
