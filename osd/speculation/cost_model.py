@@ -10,6 +10,7 @@ import numpy as np
 _STEP = 0.1  # of a measurement in a running mean
 _SHAPE_STEP = 0.02  # of a measurement in the shape of a curve: what is slower is the machine first, and then a size
 _MISFIT = 1.5  # times what the shape says; more is noise, which a size that is seen for the first time would keep
+_RETURN, _EVERY = 0.016, 16  # of the way back to the shape at rest, at each so many measurements
 _FRESH = 16  # forwards after which the costs of all rounds are looked up again
 _OUTLIER = 3.0  # times the running mean; a garbage collection must not change the plan
 
@@ -36,6 +37,11 @@ class Curve:
         else:
             self._counts.insert(place, float(count))
             self._seconds.insert(place, seconds)
+
+    def approach(self, other: Curve, step: float) -> None:
+        """Move every point ``step`` of the way to another curve."""
+        for place, count in enumerate(self._counts):
+            self._seconds[place] += step * (other.at(round(count)) - self._seconds[place])
 
     def at(self, count: int) -> float:
         """The seconds expected, 0 when nothing was seen; below the smallest count that was seen, those of that one.
@@ -67,13 +73,15 @@ class LiveCurve:
 
     The level is a running mean over what is measured: longer contexts and whatever else runs on the machine, the
     trainer too, make every size slower at once, also those that are not seen meanwhile. The shape follows, five times
-    more slowly.
+    more slowly. Where nothing is seen it returns to what it was at rest: a size that was dear once is not avoided for
+    ever.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
         """Begin with ``points`` that were measured at rest; without any, with what is seen first at every size."""
-        self._known = bool(points)
+        self._known = self._at_rest = bool(points)
         self._shape, self._level = Curve(points or {1: 1.0}), 1.0
+        self._rest, self._seen = Curve(points), 0
 
     def at(self, count: int) -> float:
         """The seconds expected, 0 when nothing is known."""
@@ -88,6 +96,9 @@ class LiveCurve:
             self._known, self._level = True, seconds / shape
         self._level += _STEP * (min(seconds / shape, _OUTLIER * self._level) - self._level)
         self._shape.observe(count, min(max(seconds / self._level, shape / _MISFIT), shape * _MISFIT), _SHAPE_STEP)
+        self._seen += 1
+        if self._at_rest and self._seen % _EVERY == 0:
+            self._shape.approach(self._rest, _RETURN)
 
 
 class CostModel:

@@ -280,3 +280,20 @@ def test_a_measurement_of_no_time_says_nothing() -> None:
     assert costs.round(1) == 10
     costs.observe_host(1, 2.0)
     assert costs.round(4) == 14
+
+
+def test_a_size_that_was_dear_once_is_not_avoided_for_ever() -> None:
+    """Another process takes a core while 8 rows are tried; afterwards only small forwards are seen."""
+    costs = CostModel({1: 10.0, 2: 10.5, 4: 11.0, 8: 12.0, 16: 20.0})
+    for _ in range(100):
+        costs.observe_forward(8, 30.0)
+        costs.observe_forward(1, 10.0)
+    assert costs.forward(8) / costs.forward(1) > 1.7
+    for _ in range(3000):
+        costs.observe_forward(1, 10.0)
+        costs.observe_forward(2, 10.5)
+    assert costs.forward(8) / costs.forward(1) == pytest.approx(1.2, abs=0.03)
+    for _ in range(3000):  # what is dear for good is known to be, as long as it is seen
+        costs.observe_forward(1, 10.0)
+        costs.observe_forward(8, 20.0)
+    assert costs.forward(8) / costs.forward(1) == pytest.approx(2.0, rel=0.1)
