@@ -12,7 +12,7 @@ from benchmarks.figures import Mean, difference
 from benchmarks.live import Drafted, Live
 from benchmarks.pair import Pair
 from osd.engine.request import SamplingParams
-from osd.speculation.growth import Growth
+from osd.speculation.growth import DraftOutcome, Growth
 from osd.speculation.growth.chain import Chain
 from osd.speculation.growth.dynamic_tree import DynamicTree
 from osd.speculation.growth.sparse_tree import SparseTree
@@ -103,13 +103,14 @@ def measure(
     """
     static = StaticTree(acceptance=_GUESS, budget=plan.budget, depth=plan.depth)
     sparse = SparseTree([_GUESS] * plan.depth, budget=plan.budget)
+    dynamic = DynamicTree(plan.budget)
     for live, done in _places(pair, prompts, sampling, plan, 0):
         report(f"counting acceptance: {done} of {plan.contexts} contexts")
-        _count(live, (sparse, static))
+        _count(live, (dynamic, sparse, static), sampling.temperature > 0)
     ways: dict[str, Growth] = {
         "chain": Chain(plan.budget),
         "static_tree": static,
-        "dynamic_tree": DynamicTree(plan.budget),
+        "dynamic_tree": dynamic,
         "sparse_tree": sparse,
         "top_k_tree": TopKTree(plan.budget, depth=plan.depth),
     }
@@ -152,19 +153,24 @@ def _places(
         number += 1
 
 
-def _count(live: Live, growths: Sequence[StaticTree]) -> None:
+def _count(live: Live, growths: Sequence[StaticTree | DynamicTree], drawn: bool) -> None:
     """Let each of ``growths`` see what the target accepts of its drafts here, and take its best shape; go on."""
     done: list[tuple[Drafted, Verdict]] = []
     for index, growth in enumerate(growths):
         drafted = live.draft(growth, index)
         verdict = _verify(drafted, RULES[growth.name][0], live, index + len(growths))
-        table = growth.table
-        assert table is not None  # noqa: S101
-        for b, size in enumerate(drafted.draft.sizes.tolist()):
+        draft, outcomes = drafted.draft, list[DraftOutcome]()
+        for b, size in enumerate(draft.sizes.tolist()):
             path = verdict.path[b][: int(verdict.accepted[b])].tolist()
-            table.observe(drafted.draft.parents[b, :size].tolist(), path)
-        if table.due():
-            growth.reshape(None)
+            estimates = () if draft.estimates is None else draft.estimates[b, :size].tolist()
+            outcomes.append(DraftOutcome(draft.parents[b, :size].tolist(), path, estimates, drawn))
+        if isinstance(growth, StaticTree) and growth.table is not None:
+            for outcome in outcomes:
+                growth.table.observe(outcome.parents, outcome.path)
+            if growth.table.due():
+                growth.reshape(None)  # by acceptance alone: all are compared at one size
+        else:
+            growth.observe(outcomes, lambda together: {})
         done.append((drafted, verdict))
     live.advance(*done[-1])
 

@@ -106,7 +106,7 @@ class OfflineAcceptance:
         self, drafter: Trainable, tokenizer: PreTrainedTokenizerBase, policy: Policy, context: int, tokens: int
     ) -> None:
         self._tokenizer, self._policy, self._tokens = tokenizer, policy, tokens
-        self._session = drafter.session(Runtime(SLOTS, context, policy.growth.max_nodes + 1))
+        self._session = drafter.session(Runtime.serving(SLOTS, context, policy.growth.max_nodes + 1))
         self._kind, self._reads_hidden = drafter.kind, bool(drafter.needs.taps)
 
     @torch.inference_mode()

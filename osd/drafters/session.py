@@ -12,6 +12,7 @@ from torch import Tensor
 
 from osd.drafters.recall.memories import Memories
 from osd.runtime.model import SlotModel
+from osd.runtime.native import kernels
 from osd.runtime.top import Top
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
@@ -44,6 +45,11 @@ class Runtime:
     int8: bool = False
     target: SlotModel | None = None
     memories: Memories | None = None
+
+    @classmethod
+    def serving(cls, slots: int, context: int, scratch: int, device: torch.device = _CPU) -> Runtime:
+        """As an engine has it: with weights in 8 bits where the kernels can."""
+        return cls(slots, context, scratch, device, int8=device.type == "cpu" and kernels() is not None)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from osd.drafters.session import Kept, Origin, Runtime, Session, TargetRows
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
-from osd.runtime.native import kernels
 
 _MOST_WANTED = 64
 """Names of domains that are remembered until somebody asks: clients can send any."""
@@ -128,9 +127,7 @@ class _Maker:
             raise DrafterError(
                 f"this {drafter.kind} drafter has {drafter.needs.riders} riders, and there is room for {room}"
             )
-        runtime = Runtime(settings.slots, settings.context, settings.max_draft + 1, target.device)
-        if target.device.type == "cpu" and kernels() is not None:
-            runtime = replace(runtime, int8=True)
+        runtime = Runtime.serving(settings.slots, settings.context, settings.max_draft + 1, target.device)
         if drafter.needs.target_rows:
             runtime = replace(runtime, memories=self.memories(domain))
         if drafter.needs.layers:

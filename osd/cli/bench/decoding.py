@@ -97,7 +97,9 @@ def decode(
                 typer.echo(json.dumps(asdict(wave)))
                 found.append(wave)
         depth = policy.growth.max_nodes
-        session = autoregressive(drafter.session(Runtime(streams, DRAFT_CONTEXT, depth + 1, engine.target.device)))
+        session = autoregressive(
+            drafter.session(Runtime.serving(streams, DRAFT_CONTEXT, depth + 1, engine.target.device))
+        )
         timed = on_several_cores(lambda: bench.model(engine, session, streams, found, _TURNS), settings.engine.threads)
     except BenchError as error:
         fail(error)
