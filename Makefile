@@ -45,7 +45,7 @@ test: develop browser ## Run all tests; ARGS="tests/unit -k config"
 	$(BIN)/python -m pytest $(or $(ARGS),tests/unit -n auto)
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/integration tests/e2e)
 
-soak: develop ## Run the tests that take long: laws of the output over a hundred thousand runs
+soak: develop ## Run the tests that take long: laws of the output over a hundred thousand runs, and services of their own
 	$(BIN)/python -m pytest -m soak -n auto $(ARGS)
 
 quality: develop ## Run every check that is not a test of behaviour

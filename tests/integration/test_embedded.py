@@ -143,6 +143,7 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
     assert not (home / "running.json").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_a_service_that_recalls_has_no_trainer_and_writes_down_what_it_knows_when_it_ends(tiny_target, tmp_path):
     given = small(tiny_target, free_port())[1::2]
