@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from osd.runtime.top import top
-from osd.speculation.growth.base import DraftOutcome, Expander, Growth, SecondsByShare
-from osd.speculation.growth.chance_table import ChanceTable
+from osd.speculation.growth.base import Expander
+from osd.speculation.growth.chance_table import CountingGrowth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder
@@ -34,7 +34,7 @@ class _Candidate:
     node: int = -1
 
 
-class BestFirst(Growth):
+class BestFirst(CountingGrowth):
     """The most probable paths, of all sequences together as many as raise tokens per second; nothing is drawn.
 
     A drafter that has calibrated chances of its own, such as recall, proposes by these. Of a drafter that gives
@@ -53,18 +53,7 @@ class BestFirst(Growth):
         if budget < 1:
             raise ValueError(f"budget must be at least 1, not {budget}")
         self.max_nodes = budget
-        self._table = ChanceTable()
-
-    def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
-        """See ``Growth.observe``."""
-        for draft in drafts:
-            if draft.estimates:
-                self._table.observe(draft)
-        return False
-
-    def forget(self) -> None:
-        """See ``Growth.forget``."""
-        self._table.forget()
+        super().__init__()
 
     def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
         """See ``Growth.grow``: as many nodes as there may be."""
@@ -110,7 +99,7 @@ class BestFirst(Growth):
         if bill is None or not frontier:
             return frontier
         rows = torch.tensor([row for row, _, _ in frontier], device=drawn.device)
-        firsts = self._table.first(drawn[rows], torch.full_like(rows, depth)).tolist()
+        firsts = self.table.first(drawn[rows], torch.full_like(rows, depth)).tolist()
         expected = [(one[2] * first, one) for one, first in zip(frontier, firsts, strict=True)]
         expected.sort(key=lambda pair: -pair[0])
         taken = [one.chance for one in pool if one.node >= 0]
@@ -141,7 +130,7 @@ class BestFirst(Growth):
         share = found.logp.double().exp()
         ranks = torch.arange(share.shape[1], device=device).expand(share.shape)
         told = (drawn[rows][:, None].expand(share.shape), torch.full_like(ranks, depth), ranks, share)
-        chances = self._table.chances(*(part.flatten() for part in told)).view(share.shape)
+        chances = self.table.chances(*(part.flatten() for part in told)).view(share.shape)
         parts = zip(frontier, found.ids.tolist(), share.tolist(), chances.tolist(), strict=True)
         return [
             _Candidate(reach * chance, row, node, column, depth, estimate)

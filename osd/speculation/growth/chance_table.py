@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from osd.speculation.growth.base import DraftOutcome
+from osd.speculation.growth.base import DraftOutcome, Growth, SecondsByShare
 from osd.speculation.tree import ROOT
 
 _EDGES = (0.003, 0.01, 0.03, 0.07, 0.12, 0.2, 0.3, 0.42, 0.55, 0.7, 0.82, 0.92, 0.97)
@@ -79,3 +81,21 @@ class ChanceTable:
         self._chances = (passed + _DOUBT * usual[:, None]) / (tests + _DOUBT)
         firsts = tests[:, :, 0].sum(-1), passed[:, :, 0].sum(-1)  # [2, depths]
         self._firsts = (firsts[1] + _DOUBT) / (firsts[0] + _DOUBT)
+
+
+class CountingGrowth(Growth):
+    """A growth policy that places nodes by a table of what was counted, and gives the table their estimates."""
+
+    def __init__(self) -> None:
+        self.table = ChanceTable()
+
+    def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
+        """See ``Growth.observe``."""
+        for draft in drafts:
+            if draft.estimates:
+                self.table.observe(draft)
+        return False
+
+    def forget(self) -> None:
+        """See ``Growth.forget``."""
+        self.table.forget()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from osd.speculation.growth.base import DraftOutcome, Expander, Growth, SecondsByShare, expanded
-from osd.speculation.growth.chance_table import ChanceTable
+from osd.speculation.growth.base import Expander, expanded
+from osd.speculation.growth.chance_table import ChanceTable, CountingGrowth
 from osd.speculation.growth.sibling_sampler import SiblingSampler
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder, repeats
 
 
-class DynamicTree(Growth):
+class DynamicTree(CountingGrowth):
     """Spend each next token where it is most likely to be accepted.
 
     With a budget alone, the place with the highest chance gets the next draw, until the budget is spent; the drafter is
@@ -42,18 +42,7 @@ class DynamicTree(Growth):
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold}")
         self.max_nodes = budget
         self.threshold = threshold
-        self._table = ChanceTable()
-
-    def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
-        """See ``Growth.observe``."""
-        for draft in drafts:
-            if draft.estimates:
-                self._table.observe(draft)
-        return False
-
-    def forget(self) -> None:
-        """See ``Growth.forget``."""
-        self._table.forget()
+        super().__init__()
 
     def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
         """See ``Growth.grow``."""
@@ -70,7 +59,7 @@ class DynamicTree(Growth):
         if self.threshold is not None:
             _by_level(builder, sampler, opened, noise, limits, self.threshold)
             return sampler.finish()
-        estimates = _by_chance(builder, sampler, opened, noise, limits, self._table, sampling.temperature > 0)
+        estimates = _by_chance(builder, sampler, opened, noise, limits, self.table, sampling.temperature > 0)
         draft = sampler.finish()
         return replace(draft, estimates=estimates[:, : draft.tokens.shape[1]])
 
