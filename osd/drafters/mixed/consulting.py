@@ -58,7 +58,7 @@ class Consulting:
             missed: tokens that the drafter would first have to read of each.
             left: tokens that each may still get.
             worth: of the round with what recall drafts.
-            kind: of the trained drafter, by which its costs are known.
+            kind: by which the costs of the calls are known.
         """
         speed, costs = worth.speed, worth.costs
         gains = self._gains[_buckets(sure)]  # [B, 1 + levels]

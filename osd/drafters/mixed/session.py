@@ -44,6 +44,7 @@ class MixedSession(Session):
     def __init__(self, recall: RecallSession, trained: Session, kind: str) -> None:
         """Join two sessions of the same slots; ``kind`` is that of the trained drafter."""
         self._recall, self._trained, self._kind = recall, trained, kind
+        self._calls = f"chains of {kind}"  # by which their costs are known, apart from those of whole rounds
         self._consulting = Consulting(_LEVELS)
         self._chains = [Chain(levels) for levels in range(1, _LEVELS + 1)]
         self._unread: dict[int, _Unread] = {}
@@ -71,7 +72,7 @@ class MixedSession(Session):
         sure = _first(found, several)
         missed = [self._unread[asked.slots[b]].before for b in may]
         left = [asked.left[b] for b in may]
-        consulted = self._consulting.decide([sure[b] for b in may], missed, left, present, self._kind)
+        consulted = self._consulting.decide([sure[b] for b in may], missed, left, present, self._calls)
         if not consulted.members:
             return self._proposal(found, count, asked)
         members = [may[number] for number in consulted.members]
@@ -109,7 +110,7 @@ class MixedSession(Session):
             self._said[slot] = other
         if worth is not None:
             seconds = between(begun, mark(asked.device))
-            worth.costs.observe_proposal(self._kind, len(slots), levels, seconds, missed)
+            worth.costs.observe_proposal(self._calls, len(slots), levels, seconds, missed)
         return said
 
     def commit(self, slot: int, kept: Kept) -> None:

@@ -84,9 +84,9 @@ class NativeMemory:
 
     def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
         """See ``Memory.says``."""
-        ids, q, level = array("q", [0] * most), array("f", [0.0] * most), array("q", [0])
+        ids, q = array("q", [0] * most), array("f", [0.0] * most)
         found = self._quick.osd_recall_query(
-            self.address, _address(text), most, ids.buffer_info()[0], q.buffer_info()[0], level.buffer_info()[0]
+            self.address, _address(text), most, ids.buffer_info()[0], q.buffer_info()[0]
         )
         return ids.tolist()[:found], q.tolist()[:found]
 

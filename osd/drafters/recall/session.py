@@ -22,11 +22,15 @@ _FAINT = 0.02
 
 @dataclass
 class _Reader:
-    """A sequence: its text, the memory of its client, and its mark there, None if it must not be remembered."""
+    """A sequence: its text, the memory of its client, and its mark there, None if it must not be remembered.
+
+    ``greedy`` is how it was asked for last.
+    """
 
     text: Text
     memory: Memory
     mark: int | None
+    greedy: bool = True
 
 
 class RecallSession(Session):
@@ -34,11 +38,10 @@ class RecallSession(Session):
 
     def __init__(self, memories: Memories, runtime: Runtime) -> None:
         """Draft by ``memories``, for as many slots and tokens as ``runtime`` says."""
-        self._memories, self._context = memories, runtime.context
+        self._memories = memories
         self._drafting = memories.backend.drafting()
         self._spare = [memories.backend.text(runtime.context) for _ in range(runtime.slots)]
         self._readers: dict[int, _Reader] = {}
-        self._greedy: dict[int, bool] = {}
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
@@ -50,18 +53,15 @@ class RecallSession(Session):
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         """See ``Session.propose``; with ``Asked.worth`` as many nodes as pay, of all sequences the most probable."""
-        found, sought = self.sought(asked), asked.worth
-        nodes = self.draft(found, asked, growth)
-        count = len(nodes.tokens)
-        if sought is not None:
-            count = sought.best(nodes.chances, len(asked.slots))
-        return Proposal.of_choice(trees_of(nodes, count, len(asked.slots)), asked, sum(nodes.chances[:count]))
+        found, several = self.draft(self.sought(asked), asked, growth), len(asked.slots)
+        count = len(found.tokens) if asked.worth is None else asked.worth.best(found.chances, several)
+        return Proposal.of_choice(trees_of(found, count, several), asked, sum(found.chances[:count]))
 
     def sought(self, asked: Asked) -> list[Sought]:
         """The sequences as the memory is asked about them."""
-        for slot in asked.slots:
-            self._greedy[slot] = asked.greedy
         readers = [self._readers[slot] for slot in asked.slots]
+        for reader in readers:
+            reader.greedy = asked.greedy
         return [
             Sought(reader.memory, reader.text, limit, asked.greedy)
             for reader, limit in zip(readers, asked.limits, strict=True)
@@ -87,7 +87,7 @@ class RecallSession(Session):
         reader.text.append(kept.tokens[:read], certain=True)
         if rows is not None:
             reader.memory.learn(
-                reader.text, heard(rows, kept.tokens[read:], others), self._greedy.get(slot, True), reader.mark,
+                reader.text, heard(rows, kept.tokens[read:], others), reader.greedy, reader.mark,
                 int(time.time()),
             )  # fmt: skip
             reader.text.append(kept.tokens[read:], certain=False)
@@ -95,7 +95,6 @@ class RecallSession(Session):
     def close(self, slot: int) -> None:
         """See ``Session.close``."""
         self._spare.append(self._readers.pop(slot).text)
-        self._greedy.pop(slot, None)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Any]:
         """See ``Session.stage``."""

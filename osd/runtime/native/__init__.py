@@ -38,7 +38,7 @@ _QUICK: dict[str, tuple[list[type], type]] = {
         _NONE,
     ),
     "osd_recall_draft": ([_POINTER, _INT64, _INT64, _FLOAT, _INT] + [_POINTER] * 5, _INT64),
-    "osd_recall_query": ([_POINTER] * 2 + [_INT64] + [_POINTER] * 3, _INT64),
+    "osd_recall_query": ([_POINTER] * 2 + [_INT64] + [_POINTER] * 2, _INT64),
     "osd_text_new": ([_INT64], _POINTER),
     "osd_text_free": ([_POINTER], _NONE),
     "osd_text_clear": ([_POINTER], _NONE),

@@ -615,7 +615,7 @@ int64_t osd_recall_draft(const Asked *asked, int64_t sequences, int64_t most, fl
 }
 
 /* What is known after the end of a text: up to `most` tokens and their probabilities; returns how many. */
-int64_t osd_recall_query(Recall *recall, const Text *text, int64_t most, int64_t *ids, float *q, int64_t *level) {
+int64_t osd_recall_query(Recall *recall, const Text *text, int64_t most, int64_t *ids, float *q) {
   int32_t tail[TAIL];
   Mixture m;
   tail_of(text, tail);
@@ -627,7 +627,6 @@ int64_t osd_recall_query(Recall *recall, const Text *text, int64_t most, int64_t
     ids[i] = m.ids[i];
     q[i] = m.q[i];
   }
-  *level = m.level;
   return count;
 }
 

@@ -150,12 +150,8 @@ class BestFirst(CountingGrowth):
                 sizes[one.row] += 1
                 taken.append(one)
         if taken:
-            device = builder.tokens.device
-            rows, parents, columns = (
-                torch.tensor([getattr(one, name) for one in taken], device=device)
-                for name in ("row", "parent", "column")
-            )
-            builder.add(rows, parents, columns, None)
+            places = torch.tensor([(one.row, one.parent, one.column) for one in taken], device=builder.tokens.device)
+            builder.add(places[:, 0], places[:, 1], places[:, 2], None)
         return [(one.row, one.node, one.chance) for one in taken if one.depth == depth]
 
 
