@@ -14,6 +14,7 @@ from osd.config import Settings
 from osd.learning.batch import check
 from osd.learning.buffers import Key
 from osd.learning.online import Learner
+from osd.learning.recalled import Recalled
 from osd.learning.replay import Replay
 from osd.registry.learnt import Learnt
 from trainer.executor import TargetContext
@@ -44,6 +45,7 @@ class Intake:
         context: TargetContext,
         status: Status,
         replay: Replay,
+        recalled: Recalled | None,
         observe: Callable[[Trace], None],
     ) -> None:
         trainer = settings.trainer
@@ -52,7 +54,8 @@ class Intake:
         self.purged: set[str] = set()
         self._expire_at = 0.0
         self._every_domain = trainer.domains == "all"
-        self._context, self._status, self._replay, self._observe = context, status, replay, observe
+        self._context, self._status, self._observe = context, status, observe
+        self._replay, self._recalled = replay, recalled
         self._domain = settings.domain
         self._target = settings.target.source
         self._reader = TraceReader(redis_url, settings.capture, group=f"trainer-{self._domain}", consumer="trainer")
@@ -72,13 +75,18 @@ class Intake:
             self._expire_at = time.monotonic() + _EXPIRE_SECONDS
             self._reader.sweep()
             if self._oldest is not None:
-                self.finish(self._replay.expire(time.time() - self._oldest))
+                oldest = time.time() - self._oldest
+                self.finish(self._replay.expire(oldest))
+                if self._recalled is not None:
+                    self._recalled.expire(oldest)
 
     def purge(self, asked: str) -> int:
         """Forget a request, and refuse what still comes of it; returns how many records there were."""
         self.purged.add(asked)
         gone = self._replay.purge(lambda request_id: belongs(request_id, asked))
         self.finish(gone)
+        if self._recalled is not None:
+            self._recalled.forget(asked)
         return len(gone)
 
     def finish(self, keys: Iterable[Key]) -> None:

@@ -50,7 +50,8 @@ class Worker:
     Records are acknowledged when a checkpoint that was written after they were trained on is on disk. Whoever takes
     over reads the checkpoint and is given all others again.
 
-    ``intake`` follows the stream, ``replay`` has the records in memory, ``learner`` is None until there is a version.
+    ``intake`` follows the stream, ``replay`` has the records in memory, ``recalled`` what recall knows of
+    them where it drafts too, ``learner`` is None until there is a version.
     """
 
     def __init__(
@@ -70,8 +71,11 @@ class Worker:
         self._accounts = Accounts(Status(), cost, Learnt())
         self._checkpoints = Checkpoints(settings, self._accounts)
         self.replay = empty_replay(trainer)
+        self.recalled = Recalled(settings.recall) if settings.drafter.mixes else None
         live = LiveRequests(trainer, self._publisher, self._accounts.status, self._drifted)
-        self.intake = Intake(settings, redis_url, context, self._accounts.status, self.replay, live.observe)
+        self.intake = Intake(
+            settings, redis_url, context, self._accounts.status, self.replay, self.recalled, live.observe
+        )
         self._forgetting = Forgetting(self._domain, Purges(redis_url), self.intake, self._accounts.learnt)
         spare = partial(self._spare, self._forgetting.alive)
         self._candidates = Candidates(self._publisher, self._accounts, spare, self._capacity.working)
@@ -150,8 +154,7 @@ class Worker:
         drafter.load_weights(version.weights)
         distiller = context.executor.distiller(self._domain, drafter, settings.trainer)
         gate = Gate(settings.growth.lookahead, settings.trainer.divergence)
-        recalled = Recalled(settings.recall) if settings.drafter.mixes else None
-        return Learner(distiller, settings.trainer, gate, context.vocabulary, self.replay, recalled)
+        return Learner(distiller, settings.trainer, gate, context.vocabulary, self.replay, self.recalled)
 
     def _drifted(self) -> None:
         """Learn what is new at once, and compute for longer until the next candidate."""

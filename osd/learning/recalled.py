@@ -8,13 +8,16 @@ from torch import Tensor
 from osd.capture.trace import Trace
 from osd.config import RecallSettings
 from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.memory import KEPT
+from osd.drafters.recall.memory import KEPT, mark_of
 from osd.drafters.recall.rehearsal import rehearse
 from osd.learning.batch import DistillBatch, length
 
 
 class Recalled:
-    """A table that learns the records that a drafter is trained on, as those of the replicas do."""
+    """A table that learns the records that a drafter is trained on, as those of the replicas do.
+
+    It holds users' text as the replay buffer does, and lives as long.
+    """
 
     def __init__(self, settings: RecallSettings) -> None:
         memories = Memories(settings)
@@ -24,6 +27,14 @@ class Recalled:
         """Take in a record."""
         for _ in rehearse(self._memory, self._backend.text(length(trace)), trace):
             pass
+
+    def forget(self, request: str) -> int:
+        """Drop what a request may have touched; returns how many entries."""
+        return self._memory.drop(reader=mark_of(request))
+
+    def expire(self, created: float) -> int:
+        """Drop what was last learnt from records before a time; returns how many entries."""
+        return self._memory.drop(before=int(created))
 
     def leaves(self, batch: DistillBatch) -> Tensor:
         """[N] float64 of each position ``1 - sum_v min(p, q)``, q being what recall says there: what it gets wrong.

@@ -73,6 +73,7 @@ def test_a_paused_trainer_forgets_too(make_loop, eventually):
     result = purge(loop, name)
     assert result.exit_code == 0, result.output
     assert name not in memory(worker)
+    assert worker.recalled.forget(name) == 0, "what it recalls was forgotten with the records"
 
 
 def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventually, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -56,3 +57,16 @@ def test_a_candidate_that_learnt_only_what_recall_knows_is_not_better_where_it_c
     assert first.candidate.weight == 1.0
     assert second.candidate.weight < 0.5
     assert second.figures()["weight"] == pytest.approx(second.candidate.weight, abs=1e-4)
+
+
+def test_what_is_too_old_or_purged_is_forgotten() -> None:
+    recalled = Recalled(SMALL)
+    old, new = (make_trace(name, completion=COMPLETION, seed=seed) for name, seed in (("a", 1), ("b", 77)))
+    old = msgspec.structs.replace(old, created=1000.0)
+    new = msgspec.structs.replace(new, created=2000.0)
+    for trace in (old, new):
+        recalled.learn(trace)
+    assert recalled.expire(1500.0) > 0
+    assert recalled.expire(1500.0) == 0
+    assert recalled.forget("b") > 0
+    assert recalled.forget("b") == 0
