@@ -45,34 +45,40 @@ _QUICK: dict[str, tuple[list[type], type]] = {
     "osd_text_append": ([_POINTER] * 2 + [_INT64, _INT], _NONE),
 }
 """What takes microseconds: it keeps the interpreter's lock, which another thread would take for longer."""
+_LIBRARIES = {
+    "_kernels_avx512": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni"),
+    "_kernels_avx2": ("avx2", "fma3"),
+}
+"""The same sources, compiled for what each CPU needs to have; the best first."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of the kernels, by their code in ``common.h``."""
 WEIGHT_DTYPES = {**DTYPES, torch.int8: 2}
 """Element types of packed weights."""
 
 
-def _supported() -> bool:
-    capability = torch.backends.cpu.get_cpu_capability()
-    return capability.startswith(("AVX2", "AVX512"))
-
-
 @cache
 def kernels() -> ctypes.CDLL | None:
     """The kernel library, or None when it was not built or this CPU lacks AVX2."""
-    path = _path()
-    return None if path is None else _declared(ctypes.CDLL(path), _SIGNATURES)
+    return next(map(load, libraries()), None)
 
 
 @cache
 def quick_kernels() -> ctypes.PyDLL | None:
     """Those of its functions that keep the interpreter's lock, or None."""
-    path = _path()
-    return None if path is None else _declared(ctypes.PyDLL(path), _QUICK)
+    return next((_declared(ctypes.PyDLL(path), _QUICK) for path in libraries()), None)
 
 
-def _path() -> str | None:
-    paths = [Path(__file__).with_name(f"_kernels{suffix}") for suffix in EXTENSION_SUFFIXES] if _supported() else []
-    return next((str(path) for path in paths if path.exists()), None)
+def libraries() -> list[str]:
+    """Files of the libraries that were built and that this CPU can run, the best first."""
+    has = torch.cpu.get_capabilities()
+    runnable = [name for name, needed in _LIBRARIES.items() if all(has.get(feature) for feature in needed)]
+    paths = [Path(__file__).with_name(f"{name}{suffix}") for name in runnable for suffix in EXTENSION_SUFFIXES]
+    return [str(path) for path in paths if path.exists()]
+
+
+def load(path: str) -> ctypes.CDLL:
+    """The functions of a library that let other threads run meanwhile."""
+    return _declared(ctypes.CDLL(path), _SIGNATURES)
 
 
 Library = TypeVar("Library", bound=ctypes.CDLL)

@@ -78,17 +78,17 @@ typedef struct {
   int dtype; /* of the weight */
 } Linear;
 
-/* What linear layers read: rows of float32, or, for weights of INT8, rows of integers and what one of them is worth. */
+/* What linear layers read: rows of float32, or rows of what this CPU multiplies weights of a type with (see panels.h) and
+ * what one of their integers is worth. */
 typedef struct {
-  const float *wide;     /* [rows, inputs] */
-  const int16_t *narrow; /* [rows, inputs rounded up to even] */
-  const float *units;    /* [rows] */
+  const char *rows;
+  const float *units; /* [rows], or null */
 } Input;
 
-/* Space for the narrow rows of a member. */
-int64_t osd_narrow_bytes(int64_t rows, int64_t inputs);
+/* Space for rows as layers with weights of `dtype` read them. */
+int64_t osd_input_bytes(int64_t rows, int64_t inputs, int dtype);
 
-/* x [rows, inputs] as layers with weights of `dtype` read it; `space` is used for INT8. */
+/* x [rows, inputs] as they read it; it stays x itself where that needs no space. */
 Input osd_input(const float *x, int64_t rows, int64_t inputs, int dtype, void *space);
 
 /* Linear layers are computed in chunks of output channels, by whoever takes one: see linear.c. Meanwhile the weights

