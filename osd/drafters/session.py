@@ -148,8 +148,8 @@ class Proposal:
     Attributes:
         trees: of each sequence; empty where nothing is proposed. While ``pending`` they have as many nodes as there
             may be, of unknown tokens.
-        draft: the same trees for the rules, with the q that they were drawn from; None for greedy sequences, whose
-            drafts are only compared with the most probable tokens.
+        draft: the same trees for the rules, with the q that they were drawn from; None where candidates were chosen,
+            and for greedy sequences, whose drafts are only compared with the most probable tokens.
         chosen: candidates were chosen deterministically: ``naive`` verifies them where a rule takes no such draw.
         logits: [B, 1 + N, Vd] of the drafter, entry 1 + i after node i, for traces; None where it has none.
         support: [Vd] their target ids, None for the whole vocabulary.
@@ -185,12 +185,9 @@ class Proposal:
         return cls(trees, logits=chains.logits, support=support, pending=None if chains.settled else chains)
 
     @classmethod
-    def of_choice(cls, trees: Sequence[Tree], asked: Asked, expected: float = 0.0) -> Proposal:
+    def of_choice(cls, trees: Sequence[Tree], expected: float = 0.0) -> Proposal:
         """Trees whose tokens were chosen deterministically, such as a retrieved continuation."""
-        if asked.greedy:
-            return cls(trees, expected=expected)
-        draft = DraftBatch.chosen([(tree.tokens, tree.parents) for tree in trees], asked.device)
-        return cls(trees, draft, chosen=True, expected=expected)
+        return cls(trees, chosen=True, expected=expected)
 
     def check(self, asked: Asked, riders: int) -> None:
         """Check that each tree keeps to its limit and has at most so many ``riders``: there is room for no more rows.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -21,6 +22,7 @@ from osd.speculation.sampling import most_probable
 from osd.speculation.tree import ROOT, DraftBatch, Draw
 from osd.speculation.verification import Rule
 from osd.speculation.verification.base import Verdict
+from osd.speculation.verification.draws import Drawing, follow_draws, readable, softmaxes
 from osd.speculation.verification.naive import Naive
 from osd.speculation.worth import Worth
 
@@ -138,56 +140,87 @@ class DraftGroup:
 
     def _test(self, logits: Tensor, rows: Sequence[int]) -> list[Decision]:
         """Let the rule compare p with what was drafted."""
-        draft, device = self._draft(), self.asked.device
-        width = draft.tokens.shape[1] + 1
+        mine = self._penalised(logits, rows)
+        settings = [s.request.sampling for s in self.sequences]
+        looked_up = [one.repeatable or isinstance(self._rule(), Naive) for one in settings]
+        quick = [b for b, one in enumerate(settings) if looked_up[b] and softmaxes(one) and readable(mine)]
+        found = dict(zip(quick, self._looked_up(mine, quick), strict=True))
+        others = [b for b in range(len(settings)) if b not in found]
+        if others:
+            p = self._distributions(mine)
+            for repeatable in (True, False):
+                members = [b for b in others if settings[b].repeatable is repeatable]
+                found |= zip(members, self._verified(p, members, repeatable), strict=True)
+        return [found[b] for b in range(len(settings))]
+
+    def _looked_up(self, logits: Tensor, members: Sequence[int]) -> list[Decision]:
+        """Draw from p and see what of it was drafted, in one call for all."""
+        trees, at, begins = self.trees, 0, []
+        for tree in trees:
+            begins.append(at)
+            at += 1 + len(tree.tokens)
+        drawings = []
+        for b in members:
+            s, tree = self.sequences[b], trees[b]
+            one = s.request.sampling
+            step, first = (0, len(s.tokens)) if one.repeatable else (s.step, 0)
+            drawings.append(Drawing(begins[b], tree.tokens, tree.parents, one, one.seed, step, first))
+        decided = zip(members, follow_draws(logits, drawings), strict=True) if drawings else ()
+        return [Decision(trees[b], path, token) for b, (path, token) in decided]
+
+    def _distributions(self, logits: Tensor) -> Callable[[list[int]], LazyProbabilities]:
+        """P of some of the sequences."""
+        width = self._draft.tokens.shape[1] + 1
         owners: list[int] = []
         entries: list[list[int]] = []
         for b, tree in enumerate(self.trees):
             size = len(tree.tokens)
             entries.append([len(owners) + min(i, size) for i in range(width)])
             owners += [b] * (1 + size)
-        mine, owned = self._penalised(logits, rows), torch.tensor(owners, device=device)
+        owned = torch.tensor(owners, device=self.asked.device)
 
         def p_of(members: list[int]) -> LazyProbabilities:
-            chosen = torch.tensor([entries[b] for b in members], device=device)
-            return LazyProbabilities(mine, owned, chosen, self.asked.sampling)
+            chosen = torch.tensor([entries[b] for b in members], device=self.asked.device)
+            return LazyProbabilities(logits, owned, chosen, self.asked.sampling)
 
-        everybody = list(range(len(self.sequences)))
-        repeatable = [s.request.sampling.repeatable for s in self.sequences]
-        if not any(repeatable):
-            return self._decisions(everybody, self._rule().verify(draft, p_of(everybody), self.noise))
-        steady, others = ([b for b in everybody if repeatable[b] is wanted] for wanted in (True, False))
-        found = dict(zip(steady, self._test_repeatable(draft, p_of(steady), steady), strict=True))
-        if others:
-            chosen = torch.tensor(others, device=device)
-            verdict = self._rule().verify(draft.select(chosen), p_of(others), self.noise.rows(chosen))
-            found |= zip(others, self._decisions(others, verdict), strict=True)
-        return [found[b] for b in everybody]
+        return p_of
+
+    def _verified(
+        self, p_of: Callable[[list[int]], LazyProbabilities], members: list[int], repeatable: bool
+    ) -> list[Decision]:
+        """What the rule says of some of the sequences.
+
+        Those that are ``repeatable`` are drawn from p by the places of the tokens: no text may depend on what was
+        drafted or where rounds ended. The draft is only looked up, which is lossless for any draft.
+        """
+        if not members:
+            return []
+        sequences = [self.sequences[b] for b in members]
+        chosen = torch.tensor(members, device=self.asked.device)
+        draft = self._draft.select(chosen)
+        if not repeatable:
+            return self._decisions(members, self._rule().verify(draft, p_of(members), self.noise.rows(chosen)))
+        first = torch.tensor([len(s.tokens) for s in sequences], device=self.asked.device)
+        noise = _noise(sequences, [0] * len(sequences), self.asked.device)
+        return self._decisions(members, Naive().verify(draft, p_of(members), noise, first))
 
     def _rule(self) -> Rule:
         """The policy's; ``naive``, which is lossless for any tree, where that takes no tokens chosen without chance."""
         chosen = self.proposal is not None and self.proposal.chosen
         return Naive() if chosen and Draw.DETERMINISTIC not in self.policy.rule.draws else self.policy.rule
 
-    def _test_repeatable(self, draft: DraftBatch, p: LazyProbabilities, members: list[int]) -> list[Decision]:
-        """Draw from p by the places of the tokens: no text may depend on what was drafted or where rounds ended.
-
-        The draft is only looked up, which is lossless for any draft.
-        """
-        sequences = [self.sequences[b] for b in members]
-        first = torch.tensor([len(s.tokens) for s in sequences], device=self.asked.device)
-        noise = _noise(sequences, [0] * len(sequences), self.asked.device)
-        chosen = torch.tensor(members, device=self.asked.device)
-        return self._decisions(members, Naive().verify(draft.select(chosen), p, noise, first))
-
     def _decisions(self, members: list[int], verdict: Verdict) -> list[Decision]:
         trees = self.trees
         found = zip(members, verdict.path.tolist(), verdict.accepted.tolist(), verdict.token.tolist(), strict=True)
         return [Decision(trees[b], path[:accepted], token) for b, path, accepted, token in found]
 
+    @cached_property
     def _draft(self) -> DraftBatch:
-        drafted = None if self.proposal is None else self.proposal.draft
-        return DraftBatch.empty(len(self.sequences), self.asked.device) if drafted is None else drafted
+        if self.proposal is None:
+            return DraftBatch.empty(len(self.sequences), self.asked.device)
+        if self.proposal.draft is not None:
+            return self.proposal.draft
+        return DraftBatch.chosen([(tree.tokens, tree.parents) for tree in self.trees], self.asked.device)
 
     def _penalised(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """The rows of the logits, one sequence below the other, with bias and penalties."""
@@ -214,5 +247,4 @@ class DraftGroup:
 
 def _noise(sequences: Sequence[Decoding], steps: Sequence[int], device: torch.device) -> Noise:
     """The seed alone keys a request, so that the same seed gives the same text again under any request id."""
-    seeds = torch.tensor([s.request.sampling.seed for s in sequences], device=device)
-    return Noise(seeds, torch.zeros_like(seeds), torch.tensor(steps, device=device))
+    return Noise.of_seeds([s.request.sampling.seed for s in sequences], steps, device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that do not make a character yet
@@ -15,7 +18,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+        self._decode, self._stop = _decoder(tokenizer), stop
         self._ids: list[int] = []
         self._shown = 0  # tokens whose text is in _text
         self._before = 0  # tokens that are decoded again so that spaces between tokens come out right
@@ -58,5 +61,10 @@ class TextStream:
                     break
         return longest
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Text of tokens without special ones; past transformers where it adds nothing, for every token is decoded twice."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and not tokenizer.clean_up_tokenization_spaces:
+        return partial(backend.decode, skip_special_tokens=True)
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))

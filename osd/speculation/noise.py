@@ -7,6 +7,7 @@ purposes of their own because losslessness needs them independent.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TypeVar
 
@@ -72,9 +73,21 @@ class Noise:
 
         The step is the number of the round within the request, and never used twice.
         """
-        self._keys = seed, request, step
+        self._keys: Callable[[], tuple[Tensor, Tensor, Tensor]] = lambda: (seed, request, step)
         self._streams: dict[Purpose, Tensor] = {}
         self._whole: tuple[Noise, Tensor] | None = None
+
+    @classmethod
+    def of_seeds(cls, seeds: Sequence[int], steps: Sequence[int], device: torch.device) -> Noise:
+        """The same of sequences that their seeds alone tell apart; most rounds draw nothing, and make no tensors."""
+
+        def keys() -> tuple[Tensor, Tensor, Tensor]:
+            seed = torch.tensor(seeds, device=device)
+            return seed, torch.zeros_like(seed), torch.tensor(steps, device=device)
+
+        noise = object.__new__(cls)
+        noise._keys, noise._streams, noise._whole = keys, {}, None
+        return noise
 
     def rows(self, index: Tensor) -> Noise:
         """The noise of some of the sequences; ``index`` [M] may name one sequence several times."""
@@ -87,7 +100,7 @@ class Noise:
         """[B] where the numbers of a purpose begin, made once a round: hashing is many small operations."""
         if purpose not in self._streams:
             if self._whole is None:
-                seed, request, step = self._keys
+                seed, request, step = self._keys()
                 base = _mix(_mix(_mix(seed + _GOLDEN) ^ request) + step * _GOLDEN)
                 key = _signed(purpose * 0xBF58476D1CE4E5B9 % (1 << 64))
                 self._streams[purpose] = _mix(base ^ key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -85,13 +86,7 @@ class SamplingBatch:
     @classmethod
     def of(cls, settings: Iterable[SamplingSettings], device: torch.device | str = "cpu") -> SamplingBatch:
         """Collect the settings of a batch of requests."""
-        chosen = list(settings)
-        return cls(
-            torch.tensor([s.temperature for s in chosen], dtype=torch.float32, device=device),
-            torch.tensor([s.top_k for s in chosen], dtype=torch.int64, device=device),
-            torch.tensor([s.top_p for s in chosen], dtype=torch.float32, device=device),
-            torch.tensor([s.min_p for s in chosen], dtype=torch.float32, device=device),
-        )
+        return _collected(tuple((s.temperature, s.top_k, s.top_p, s.min_p) for s in settings), torch.device(device))
 
     @property
     def any_greedy(self) -> bool:
@@ -157,6 +152,16 @@ class SamplingBatch:
         if self._greedy[0]:
             out[greedy] = _one_hot(logits[greedy], torch.empty_like(out[greedy]))
         return out
+
+
+@lru_cache(maxsize=64)  # rounds that follow one another have the same sequences
+def _collected(settings: tuple[tuple[float, int, float, float], ...], device: torch.device) -> SamplingBatch:
+    return SamplingBatch(
+        torch.tensor([one[0] for one in settings], dtype=torch.float32, device=device),
+        torch.tensor([one[1] for one in settings], dtype=torch.int64, device=device),
+        torch.tensor([one[2] for one in settings], dtype=torch.float32, device=device),
+        torch.tensor([one[3] for one in settings], dtype=torch.float32, device=device),
+    )
 
 
 def _one_hot(logits: Tensor, out: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class DraftBatch:
     @classmethod
     def empty(cls, batch: int, device: torch.device | str = "cpu") -> DraftBatch:
         """No draft for any of ``batch`` sequences: verification then decodes plainly."""
-        return TreeBuilder(batch, 0, None, device).finish(Draw.IID)
+        return _empty(batch, torch.device(device))
 
     @classmethod
     def chosen(
@@ -218,6 +219,11 @@ class DraftBatch:
         equal = twins & (self.tokens[:, :, None] == self.tokens[:, None, :]) & ~iid[:, :, None]
         if equal.sum() != (valid & ~iid).sum():
             raise ValueError("a token of the draft tree stands twice under one parent though drawn without replacement")
+
+
+@cache
+def _empty(batch: int, device: torch.device) -> DraftBatch:
+    return TreeBuilder(batch, 0, None, device).finish(Draw.IID)
 
 
 def _ids(columns: Tensor, q_row: Tensor | None, q_ids: Tensor | None, support: Tensor | None) -> Tensor:

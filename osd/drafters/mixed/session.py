@@ -66,7 +66,7 @@ class MixedSession(Session):
             said = self._ask(asked, may, _LEVELS, noise)
             both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
             found = self._recall.draft(both, asked, growth)
-            return self._proposal(found, len(found.tokens), asked)
+            return self._proposal(found, len(found.tokens), several)
         count = worth.best(found.chances, several)
         present = worth.after(count, sum(found.chances[:count]))
         sure = _first(found, several)
@@ -74,7 +74,7 @@ class MixedSession(Session):
         left = [asked.left[b] for b in may]
         consulted = self._consulting.decide([sure[b] for b in may], missed, left, present, self._calls)
         if not consulted.members:
-            return self._proposal(found, count, asked)
+            return self._proposal(found, count, several)
         members = [may[number] for number in consulted.members]
         said = self._ask(asked, members, consulted.levels, noise, worth)
         both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
@@ -84,11 +84,11 @@ class MixedSession(Session):
         before, after = _value(found, count, several, price), _value(better, more, several, price)
         gains = [after[b] - before[b] for b in members]
         self._consulting.observe([sure[b] for b in members], gains, consulted.levels)
-        return self._proposal(better, more, asked)
+        return self._proposal(better, more, several)
 
-    def _proposal(self, found: Found, count: int, asked: Asked) -> Proposal:
-        trees = trees_of(found, count, len(asked.slots), self._kind)
-        return Proposal.of_choice(trees, asked, sum(found.chances[:count]))
+    def _proposal(self, found: Found, count: int, sequences: int) -> Proposal:
+        trees = trees_of(found, count, sequences, self._kind)
+        return Proposal.of_choice(trees, sum(found.chances[:count]))
 
     def _ask(
         self, asked: Asked, members: Sequence[int], levels: int, noise: Noise, worth: Worth | None = None

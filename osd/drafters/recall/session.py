@@ -55,7 +55,7 @@ class RecallSession(Session):
         """See ``Session.propose``; with ``Asked.worth`` as many nodes as pay, of all sequences the most probable."""
         found, several = self.draft(self.sought(asked), asked, growth), len(asked.slots)
         count = len(found.tokens) if asked.worth is None else asked.worth.best(found.chances, several)
-        return Proposal.of_choice(trees_of(found, count, several), asked, sum(found.chances[:count]))
+        return Proposal.of_choice(trees_of(found, count, several), sum(found.chances[:count]))
 
     def sought(self, asked: Asked) -> list[Sought]:
         """The sequences as the memory is asked about them."""

@@ -8,7 +8,7 @@
 
 #define MAX_QUERIES 12
 #define TILE_PLACES 32
-#define MARGIN 8 /* a vector reads and writes beyond the end */
+#define MARGIN WIDTH /* a vector reads and writes beyond the end */
 
 /* Cut the rows into blocks for the threads. The caller frees plan->blocks. */
 int osd_plan(Plan *plan, const Rows *rows, const Attention *shape, int threads) {
@@ -109,23 +109,18 @@ static void mix(const float *weights, int64_t stride, int64_t queries, const cha
 static float soften(float *scores, int64_t count, float softcap) {
   if (softcap > 0)
     for (int64_t i = 0; i < count; i++) scores[i] = softcap * tanhf(scores[i] / softcap);
-  const int64_t padded = (count + 7) / 8 * 8;
+  const int64_t padded = (count + WIDTH - 1) / WIDTH * WIDTH;
   for (int64_t i = count; i < padded; i++) scores[i] = -INFINITY;
-  __m256 highest = _mm256_set1_ps(-INFINITY), total = _mm256_setzero_ps();
-  for (int64_t i = 0; i < padded; i += 8) highest = _mm256_max_ps(highest, _mm256_loadu_ps(scores + i));
-  float best[8];
-  _mm256_storeu_ps(best, highest);
-  for (int i = 1; i < 8; i++)
-    if (best[i] > best[0]) best[0] = best[i];
-  const __m256 shift = _mm256_set1_ps(best[0]);
-  for (int64_t i = 0; i < padded; i += 8) {
-    const __m256 delta = _mm256_sub_ps(_mm256_loadu_ps(scores + i), shift);
-    const __m256 live = _mm256_cmp_ps(delta, _mm256_set1_ps(-87.0f), _CMP_GT_OQ);
-    const __m256 weight = _mm256_and_ps(exp_nonpositive(delta), live);
-    _mm256_storeu_ps(scores + i, weight);
-    total = _mm256_add_ps(total, weight);
+  Vector most = all(-INFINITY), total = all(0);
+  for (int64_t i = 0; i < padded; i += WIDTH) most = larger(load(scores + i), most);
+  const float best = largest_of(most);
+  for (int64_t i = 0; i < padded; i += WIDTH) {
+    const Vector delta = load(scores + i) - best;
+    const Vector weight = choose(delta > -87.0f, exp_nonpositive(delta), all(0));
+    put(scores + i, weight);
+    total += weight;
   }
-  return sum8(total);
+  return sum_of(total);
 }
 
 /* Attention of one block; query and out are [rows, heads, dim]. The keys and values of its rows are stored already. */

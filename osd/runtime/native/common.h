@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
+#include "vector.h"
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 }; /* INT8 only for weights */
 
@@ -36,23 +36,6 @@ INLINE void write_element(void *base, int64_t index, float value, int dtype) {
     ((uint16_t *)base)[index] = to_bf16(value);
   else
     ((float *)base)[index] = value;
-}
-
-/* exp for x <= 0, relative error below 2e-7 (Cody and Waite reduction, degree 6). */
-INLINE __m256 exp_nonpositive(__m256 x) {
-  x = _mm256_max_ps(x, _mm256_set1_ps(-87.0f));
-  const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
-  r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-  __m256 y = _mm256_set1_ps(1.0f / 720);
-  y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f / 120));
-  y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f / 24));
-  y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f / 6));
-  y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(0.5f));
-  y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
-  y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
-  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return _mm256_mul_ps(y, _mm256_castsi256_ps(power));
 }
 
 INLINE float sum8(__m256 v) {

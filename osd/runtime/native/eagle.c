@@ -152,12 +152,10 @@ static int64_t most_probable(const float *logits, int64_t count, float floor, ui
     if (logits[i] > logits[best]) best = i;
   *doubts = 0;
   if (floor > 0) {
-    __m256 sums = _mm256_setzero_ps();
-    const __m256 shift = _mm256_set1_ps(logits[best]);
+    Vector sums = all(0);
     int64_t i = 0;
-    for (; i + 8 <= count; i += 8)
-      sums = _mm256_add_ps(sums, exp_nonpositive(_mm256_sub_ps(_mm256_loadu_ps(logits + i), shift)));
-    float total = sum8(sums);
+    for (; i + WIDTH <= count; i += WIDTH) sums += exp_nonpositive(load(logits + i) - logits[best]);
+    float total = sum_of(sums);
     for (; i < count; i++) total += expf(logits[i] - logits[best]);
     *doubts = 1.0f < floor * total;
   }

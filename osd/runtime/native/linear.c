@@ -166,19 +166,16 @@ void osd_gated_chunk(const Linear *gate, const Linear *up, const Input *x, float
   _Alignas(64) float gates[ROW_BLOCK * MAX_CHUNK * PANEL], ups[ROW_BLOCK * MAX_CHUNK * PANEL];
   int64_t first;
   const int64_t width = chunk_width(gate, rows, chunk, &first);
-  const __m256 one = _mm256_set1_ps(1.0f);
   for (int64_t start = 0; start < rows; start += ROW_BLOCK) {
     const int64_t count = rows - start < ROW_BLOCK ? rows - start : ROW_BLOCK;
     chunk_sums(gate, x, start, gates, count, first, width, osd_chunk_at(up, rows, chunk));
     chunk_sums(up, x, start, ups, count, first, width, next);
     for (int64_t r = 0; r < count; r++) {
       float *row = gates + r * stride;
-      for (int64_t o = 0; o < width; o += 8) { /* the padding beyond width is zero */
-        const __m256 value = _mm256_load_ps(row + o);
-        const __m256 small = exp_nonpositive(_mm256_or_ps(value, _mm256_set1_ps(-0.0f))); /* exp(-|value|) */
-        const __m256 above = _mm256_cmp_ps(value, _mm256_setzero_ps(), _CMP_GE_OQ);
-        const __m256 sigmoid = _mm256_div_ps(_mm256_blendv_ps(small, one, above), _mm256_add_ps(one, small));
-        _mm256_store_ps(row + o, _mm256_mul_ps(_mm256_mul_ps(value, sigmoid), _mm256_load_ps(ups + r * stride + o)));
+      for (int64_t o = 0; o < width; o += WIDTH) { /* the padding beyond width is zero */
+        const Vector value = load(row + o), small = exp_nonpositive(choose(value > 0, -value, value)); /* exp(-|value|) */
+        const Vector sigmoid = choose(value >= 0, all(1), small) / (1 + small);
+        put(row + o, value * sigmoid * load(ups + r * stride + o));
       }
       memcpy(y + (start + r) * gate->outputs + first, row, (size_t)width * 4);
     }

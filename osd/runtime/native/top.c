@@ -2,98 +2,111 @@
 #include "common.h"
 #include "team.h"
 
-#define BLOCK 64
+#define STEPS 16 /* vectors of a group, whose lanes are looked at together */
+#define GROUP (STEPS * WIDTH)
+#define CHUNK (16 * GROUP) /* numbers that are read twice while the first-level cache has them */
 
 typedef struct {
   float value;
   int32_t id;
 } Entry;
 
-/* Put an entry into a heap of at most `most`, the least at its root, which leaves when the heap is full. */
+/* Whether an entry comes after another one: the first of equals comes first. */
+static int after(Entry a, Entry b) { return a.value < b.value || (a.value == b.value && a.id > b.id); }
+
+/* Put an entry into a heap of at most `most`, the last at its root, which leaves when the heap is full. */
 static void push(Entry *heap, int *count, int most, Entry entry) {
   int at;
   if (*count < most) {
-    for (at = (*count)++; at && heap[(at - 1) / 2].value > entry.value; at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
+    for (at = (*count)++; at && after(entry, heap[(at - 1) / 2]); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
     heap[at] = entry;
     return;
   }
-  if (!(entry.value > heap[0].value)) return;
+  if (!after(heap[0], entry)) return;
   for (at = 0;;) {
     int child = 2 * at + 1;
     if (child >= most) break;
-    if (child + 1 < most && heap[child + 1].value < heap[child].value) child++;
-    if (heap[child].value >= entry.value) break;
+    if (child + 1 < most && after(heap[child + 1], heap[child])) child++;
+    if (!after(heap[child], entry)) break;
     heap[at] = heap[child];
     at = child;
   }
   heap[at] = entry;
 }
 
-/* Take the least entry out. */
+/* Take the last entry out. */
 static Entry pop(Entry *heap, int *count) {
-  const Entry least = heap[0], last = heap[--*count];
+  const Entry taken = heap[0], end = heap[--*count];
   int at = 0;
   for (int child; (child = 2 * at + 1) < *count; at = child) {
-    if (child + 1 < *count && heap[child + 1].value < heap[child].value) child++;
-    if (heap[child].value >= last.value) break;
+    if (child + 1 < *count && after(heap[child + 1], heap[child])) child++;
+    if (!after(heap[child], end)) break;
     heap[at] = heap[child];
   }
-  heap[at] = last;
-  return least;
+  heap[at] = end;
+  return taken;
 }
 
-/* The largest of x; `sound` becomes 0 when one of them is not a number. */
-static float largest(const float *x, int64_t count, int *sound) {
-  __m256 most = _mm256_set1_ps(-INFINITY), unordered = _mm256_setzero_ps();
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m256 values = _mm256_loadu_ps(x + i);
-    most = _mm256_max_ps(values, most);
-    unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+/* The lanes of the groups of x [start, end) with the k largest numbers; the largest of all numbers, not a number if one
+ * is none. */
+static float lanes_of(const float *x, int64_t start, int64_t end, int k, Entry *lanes, int *found) {
+  Vector most = all(-INFINITY);
+  Mask unordered = {0};
+  int64_t i = start;
+  for (; i + GROUP <= end; i += GROUP) {
+    Vector best = all(-INFINITY);
+    for (int step = 0; step < STEPS; step++) {
+      const Vector values = load(x + i + step * WIDTH);
+      best = larger(values, best);
+      unordered |= values != values;
+    }
+    most = larger(best, most);
+    if (*found == k && !any(best > lanes[0].value)) continue;
+    for (int lane = 0; lane < WIDTH; lane++) push(lanes, found, k, (Entry){best[lane], (int32_t)(i + lane)});
   }
-  float lanes[8], value = -INFINITY;
-  _mm256_storeu_ps(lanes, most);
-  for (int lane = 0; lane < 8; lane++) value = lanes[lane] > value ? lanes[lane] : value;
-  *sound &= !_mm256_movemask_ps(unordered);
-  for (; i < count; i++) {
+  float value = largest_of(most);
+  int sound = !any(unordered);
+  for (; i < end; i++) {
     value = x[i] > value ? x[i] : value;
-    *sound &= x[i] == x[i];
+    sound &= x[i] == x[i];
   }
-  return value;
+  return sound ? value : NAN;
 }
 
 /* The sum of exp(x - most), for which x <= most. */
 static float mass(const float *x, int64_t count, float most) {
-  __m256 sum = _mm256_setzero_ps();
+  Vector sums[2] = {all(0), all(0)};
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8)
-    sum = _mm256_add_ps(sum, exp_nonpositive(_mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(most))));
-  float rest = 0;
-  for (; i < count; i++) rest += expf(x[i] - most);
-  return sum8(sum) + rest;
+  for (; i + WIDTH <= count; i += WIDTH) sums[i / WIDTH % 2] += exp_nonpositive(load(x + i) - most);
+  float total = sum_of(sums[0] + sums[1]);
+  for (; i < count; i++) total += expf(x[i] - most);
+  return total;
 }
 
-/* One row. The k largest values lie in the k blocks whose largest are the largest: no others are looked through. */
-static void top(const float *x, int64_t vocabulary, int k, Entry *blocks, Entry *heap, int64_t *ids, float *logp,
+/* One row. The k largest numbers lie in the k lanes whose largest are the largest: no others are looked through. */
+static void top(const float *x, int64_t vocabulary, int k, Entry *lanes, Entry *heap, int64_t *ids, float *logp,
                 float *tail) {
-  int found = 0, kept = 0, sound = 1;
-  for (int64_t start = 0; start < vocabulary; start += BLOCK) {
-    const int64_t count = vocabulary - start < BLOCK ? vocabulary - start : BLOCK;
-    push(blocks, &found, k, (Entry){largest(x + start, count, &sound), (int32_t)start});
-  }
+  int found = 0, kept = 0;
   float most = -INFINITY;
-  for (int b = 0; b < found; b++) most = blocks[b].value > most ? blocks[b].value : most;
-  double total = sound ? 0 : NAN;
-  for (int64_t start = 0; start < vocabulary; start += BLOCK)
-    total += mass(x + start, vocabulary - start < BLOCK ? vocabulary - start : BLOCK, most);
-  for (int b = 0; b < found; b++)
-    for (int64_t i = blocks[b].id; i < blocks[b].id + BLOCK && i < vocabulary; i++)
-      if (kept < k || x[i] > heap[0].value) push(heap, &kept, k, (Entry){x[i], (int32_t)i});
+  double total = 0; /* of exp(x - most) */
+  for (int64_t start = 0; start < vocabulary; start += CHUNK) {
+    const int64_t end = start + CHUNK < vocabulary ? start + CHUNK : vocabulary;
+    const float here = lanes_of(x, start, end, k, lanes, &found), before = most;
+    if (!(here <= before)) most = here;
+    if (most == -INFINITY) continue;
+    total = total * exp((double)before - most) + mass(x + start, end - start, most);
+  }
+  for (int lane = 0; lane < found; lane++)
+    for (int step = 0; step < STEPS; step++) {
+      const int32_t i = lanes[lane].id + step * WIDTH;
+      if (kept < k || x[i] >= heap[0].value) push(heap, &kept, k, (Entry){x[i], i});
+    }
+  for (int64_t i = vocabulary / GROUP * GROUP; i < vocabulary; i++) push(heap, &kept, k, (Entry){x[i], (int32_t)i});
   double told = 0;
   for (int place = k; place--;) {
     const Entry entry = pop(heap, &kept);
     ids[place] = entry.id;
-    logp[place] = (float)(entry.value - most - log(total));
+    logp[place] = (float)(entry.value - (double)most - log(total));
     told += exp(logp[place]);
   }
   *tail = (float)log(told < 1 - 1e-12 ? 1 - told : 1e-12);

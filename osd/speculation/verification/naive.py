@@ -29,8 +29,9 @@ class Naive:
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise, first: Tensor | None = None) -> Verdict:
         """See ``Rule.verify``; reads one row of p for each token that it emits and never q.
 
-        With ``first`` [B] int64, the draws are keyed by the places of their tokens in the sequence, ``first`` being the
-        place of the first. When the noise is not keyed by the round, the output then depends on p and the seed alone.
+        Draws are keyed by the depth of their token; with ``first`` [B] int64, the place of the first token in the
+        sequence, by its place. When the noise is not keyed by the round, the output then depends on p and the seed
+        alone.
         """
         batch, count = draft.tokens.shape
         index = torch.arange(count, device=p.device)
@@ -39,8 +40,9 @@ class Naive:
         accepted = torch.zeros(batch, dtype=torch.int64, device=p.device)
         token = torch.zeros_like(accepted)
         rows, here = torch.arange(batch, device=p.device), torch.zeros_like(accepted)
+        begin = torch.zeros_like(accepted) if first is None else first
         for depth in range(deepest + 1):
-            drawn = noise.rows(rows).pick(p[rows, here], Purpose.BONUS, here if first is None else first[rows] + depth)
+            drawn = noise.rows(rows).pick(p[rows, here], Purpose.BONUS, begin[rows] + depth)
             token[rows] = drawn
             if depth == deepest:
                 break

@@ -44,6 +44,7 @@ from osd.speculation.tree import ROOT, DraftBatch
 from osd.speculation.verification import VERIFICATIONS
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
+from osd.speculation.verification.draws import Drawing, follow_draws
 from tests.unit.engine.harness import settings
 from tests.unit.engine.toys import Lookup, Rider, Skip
 from tests.unit.speculation.test_penalties import written_out
@@ -418,8 +419,15 @@ def test_a_rule_that_keeps_what_it_should_not_is_caught(
 def test_chosen_candidates_that_are_kept_whatever_the_target_says_are_caught(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(VERIFICATIONS, "honest", VERIFICATIONS["naive"])
-    monkeypatch.setattr("osd.engine.draft_group.Naive", AcceptEverything)
+    def keeps_everything(logits: Tensor, drawings: Sequence[Drawing]) -> list[tuple[list[int], int]]:
+        after = [one._replace(row=one.row + len(one.tokens), tokens=[], parents=[]) for one in drawings]
+        broken = zip(drawings, follow_draws(logits, after), strict=True)
+        kept = [(list(range(len(one.tokens))), token) for one, (_, token) in broken]
+        # One in four rounds stays honest, so that both outcomes are there to be counted.
+        pairs = zip(drawings, kept, follow_draws(logits, drawings), strict=True)
+        return [mine if (one.seed + one.step) % 4 else honest for one, mine, honest in pairs]
+
+    monkeypatch.setattr("osd.engine.draft_group.follow_draws", keeps_everything)
     assert p_value(model, SamplingParams(1.0), count=1500, drafter=Skip()) < 1e-9
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ SETTINGS = [(0.7, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (1.5, 0, 0.8, 0.05), (0.0, 0
 
 def made(settings: list[tuple[float, int, float, float]]) -> tuple[LazyProbabilities, Tensor, list[int]]:
     """Lazy probabilities, the same all at once, and a list that tells how many rows were made in each step."""
-    sampling = SamplingBatch.of(SamplingParams(*one) for one in settings)
+    sampling = replace(SamplingBatch.of(SamplingParams(*one) for one in settings))  # one of its own
     logits = torch.randn(BATCH * WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(0))
     owners = torch.arange(BATCH).repeat_interleave(WIDTH)
     counts: list[int] = []

@@ -1,0 +1,69 @@
+/* Vectors as wide as this CPU's, for arithmetic that is the same on any. */
+#ifndef OSD_VECTOR_H
+#define OSD_VECTOR_H
+
+#include <math.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+#ifdef __AVX512F__
+#define WIDTH 16
+#else
+#define WIDTH 8
+#endif
+
+typedef float Vector __attribute__((vector_size(4 * WIDTH)));
+typedef float Loose __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias)); /* in memory */
+typedef int32_t Mask __attribute__((vector_size(4 * WIDTH)));                      /* of each lane all bits, or none */
+
+INLINE Vector load(const float *at) { return *(const Loose *)at; }
+
+INLINE void put(float *at, Vector value) { *(Loose *)at = value; }
+
+INLINE Vector all(float value) { return value - (Vector){0}; }
+
+INLINE Vector choose(Mask first, Vector a, Vector b) { return (Vector)((first & (Mask)a) | (~first & (Mask)b)); }
+
+/* The larger one; b where one of them is not a number. */
+INLINE Vector larger(Vector a, Vector b) { return choose(a > b, a, b); }
+
+INLINE int any(Mask mask) {
+  int32_t found = 0;
+  for (int lane = 0; lane < WIDTH; lane++) found |= mask[lane];
+  return found != 0;
+}
+
+/* The sum of all lanes, halves first. */
+INLINE float sum_of(Vector v) {
+  float lanes[WIDTH];
+  put(lanes, v);
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+INLINE float largest_of(Vector v) {
+  float most = v[0];
+  for (int lane = 1; lane < WIDTH; lane++) most = v[lane] > most ? v[lane] : most;
+  return most;
+}
+
+/* exp for x <= 0, relative error below 2e-7 (Cody and Waite reduction, degree 6). */
+INLINE Vector exp_nonpositive(Vector x) {
+  const float rounding = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+  x = larger(x, all(-87.0f));
+  const Vector shifted = x * 1.44269504f + rounding, n = shifted - rounding;
+  const Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vector y = all(1.0f / 720);
+  y = y * r + 1.0f / 120;
+  y = y * r + 1.0f / 24;
+  y = y * r + 1.0f / 6;
+  y = y * r + 0.5f;
+  y = y * r + 1.0f;
+  y = y * r + 1.0f;
+  const Mask power = ((Mask)shifted + (127 - 0x4b400000)) << 23; /* the low bits of `shifted` are n */
+  return y * (Vector)power;
+}
+
+#endif
