@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from osd.runtime.native import kernels
+from osd.runtime.native import libraries
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _EXTENSIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
@@ -33,16 +34,17 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """This one."""
-        return cls.of(cpu_fields(), os.cpu_count() or 1, kernels() is not None)
+        return cls.of(cpu_fields(), os.cpu_count() or 1, libraries())
 
     @classmethod
-    def of(cls, info: dict[str, str], cores: int, native: bool) -> Machine:
-        """The one whose first CPU has these fields; ``native`` where the kernels in C run."""
+    def of(cls, info: dict[str, str], cores: int, runnable: Sequence[str]) -> Machine:
+        """The one whose first CPU has these fields, and that runs the first of these libraries of kernels, if any."""
         name = info.get("model name", "a CPU of unknown kind")
         if "cpu family" in info:
             name += f", family {info['cpu family']}, model {info.get('model', '?')}"
         has = info.get("flags", "").split()
-        return cls(name, cores, tuple(one for one in _EXTENSIONS if one in has), "AVX2" if native else "PyTorch")
+        kernels = Path(runnable[0]).name.split(".")[0].removeprefix("_kernels_") if runnable else "PyTorch"
+        return cls(name, cores, tuple(one for one in _EXTENSIONS if one in has), kernels)
 
     def __str__(self) -> str:
         """In words."""

@@ -116,10 +116,10 @@ def test_a_table_is_timed_on_a_copy(backend: Backend):
 def test_a_machine_is_named_by_its_cpu_and_what_that_can_do():
     first = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma avx512f\n"
     text = f"{first}\nflags\t: amx_int8\n"
-    assert Machine.of(cpu_fields(text), 2, native=True) == Machine(
-        "Some CPU, family 25, model 17", 2, ("avx2", "fma", "avx512f"), "AVX2"
+    assert Machine.of(cpu_fields(text), 2, ["/somewhere/_kernels_avx2.so"]) == Machine(
+        "Some CPU, family 25, model 17", 2, ("avx2", "fma", "avx512f"), "avx2"
     )
-    assert "unknown kind" in str(Machine.of({}, 4, native=False))
+    assert "unknown kind" in str(Machine.of({}, 4, []))
     assert Machine.here().cores > 0
 
 
