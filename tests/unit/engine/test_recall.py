@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, GrowthSettings, TopKTreeSettings
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.memories import Memories
+from osd.drafters.recall.memory import Heard
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
-from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
+from tests.unit.engine.harness import Client, Oracle, Result, make_drafter, prompts, running
 
 LENGTHS = (1, 5, 40, 16, 3)
 BEST = BestFirstSettings()
@@ -172,3 +174,57 @@ def test_no_memory_for_the_table_makes_it_smaller_and_says_so(
         with caplog.at_level("WARNING"):
             assert tables.of("").entries <= 4000
     assert "no memory for a recall table of 1 MB (drafter.recall.megabytes)" in caplog.text
+
+
+def test_what_ends_in_the_middle_of_a_draft_ends_there_as_it_does_without_one(target_dir: Path) -> None:
+    """Text beyond the end, or text that is cut short, is what breaks a tool call."""
+    with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
+        prompt = prompts([30], seed=3)[0]
+
+        def decode(name: str, **more: Any) -> Result:
+            client.submit(name, prompt, 40, capture=True, **more)
+            return client.wait()[name]
+
+        whole = decode("whole", speculate=False, ignore_eos=True)
+        for number in range(2):
+            decode(f"learn {number}", ignore_eos=True)
+        lengths = set()
+        for start in range(6, len(whole.text) - 12, 5):
+            stop = (whole.text[start : start + 4],)
+            goal = decode(f"plain {start}", stop=stop, speculate=False, ignore_eos=True)
+            got = decode(f"drafted {start}", stop=stop, ignore_eos=True)
+            assert (got.text, got.finish, got.tokens) == (goal.text, goal.finish, goal.tokens)
+            lengths.add(len(got.tokens))
+        assert len(lengths) > 4
+        for limit in range(1, 9):
+            client.submit(f"drafted to {limit}", prompt, limit, ignore_eos=True)
+            got = client.wait()[f"drafted to {limit}"]
+            assert (got.tokens, got.finish) == (whole.tokens[:limit], "length")
+        assert client.engine.counters().speculation().accepted > 100
+
+
+def test_a_memory_that_is_always_wrong_costs_rounds_and_no_token_and_comes_to_an_end(
+    target_dir: Path, oracle: Oracle
+) -> None:
+    """Each draft is rolled back to where it began, and the next round must not begin there again."""
+    prompt = prompts([30], seed=3)[0]
+    goal = oracle.greedy(prompt, 40)
+    text = [*prompt, *goal]
+    with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
+        client.submit("first", prompt, 1, ignore_eos=True, capture=True)
+        client.wait()
+        backend, shared = memories(client).backend, memories(client).tables[0]
+        for end in range(len(prompt), len(text)):
+            before = backend.text(len(text))
+            before.append(text[:end], certain=True)
+            wrong = torch.tensor([[(text[end] + 1) % 200]])
+            heard = Heard([], [], wrong, torch.zeros(1, 1), [int(wrong)])
+            for _ in range(8):
+                shared.learn(before, heard, True, 1, 0)
+        client.submit("second", prompt, 40, ignore_eos=True)
+        found = client.wait()["second"]
+    assert found.tokens == goal
+    assert found.counts is not None
+    assert found.counts.rounds <= 40
+    assert found.counts.drafted > 20
+    assert found.counts.accepted < found.counts.drafted / 4

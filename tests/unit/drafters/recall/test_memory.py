@@ -310,3 +310,25 @@ def test_more_text_than_there_is_room_for_is_left_out(backend: Backend) -> None:
     text.append([1, 2, 3, 4, 5, 6, 7, 8, 9], certain=True)
     text.append([1, 2, 3], certain=False)
     assert memory.says(text, 4) == ([], [])  # nothing follows the last token that found room
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_draft_takes_no_longer_for_a_sequence_among_many_than_for_one_alone(backend: Backend) -> None:
+    memory, drafting, texts = backend.memory(4096), backend.drafting(), []
+    for number in range(32):
+        text = backend.text(400)
+        text.append([(number * 7 + place * place) % 40 for place in range(300)], certain=True)
+        texts.append(text)
+    sought = [Sought(memory, text, 4, True) for text in texts]
+
+    def seconds(members: list[Sought]) -> float:
+        times = []
+        for _ in range(9):
+            begun = time.perf_counter()
+            found = drafting.draft(members, 4 * len(members), 0.01, chains=False)
+            times.append(time.perf_counter() - begun)
+        assert len(found.tokens) > len(members)
+        return min(times)
+
+    alone = min(seconds([one]) for one in sought)
+    assert seconds(sought) < 3 * len(sought) * alone
