@@ -17,6 +17,7 @@ from osd.runtime.causal_lm import decoder_of, ends_of
 from osd.runtime.decoder import Forward, llama_shaped, window_of
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import PackedLinear
+from osd.runtime.memory import recycled
 from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
 
 
@@ -82,7 +83,7 @@ class FusedDecoder:
         library = kernels()
         assert library is not None  # noqa: S101
         count = len(rows.token_ids)
-        logits = torch.empty(len(wanted), self._head.out_features)
+        logits = recycled((len(wanted), self._head.out_features), torch.float32)
         tapped = torch.empty(count, len(self._taps), self._hidden)
         before = None if states is None else states.float().contiguous()
         after = torch.empty(count, self._hidden) if layers.stop < self._shape.layers else None

@@ -8,7 +8,11 @@
 
 #define MAX_QUERIES 12
 #define TILE_PLACES 32
+#define TOGETHER (WIDTH / 8) /* queries that are mixed together: enough sums to hide the latency of one */
 #define MARGIN WIDTH /* a vector reads and writes beyond the end */
+
+/* Numbers in whole vectors. */
+static int64_t padded(int64_t count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
 
 /* Cut the rows into blocks for the threads. The caller frees plan->blocks. */
 int osd_plan(Plan *plan, const Rows *rows, const Attention *shape, int threads) {
@@ -18,8 +22,8 @@ int osd_plan(Plan *plan, const Rows *rows, const Attention *shape, int threads) 
   if (size < 1) size = 1;
   plan->blocks = malloc(sizeof(Block) * (size_t)(rows->count * shape->heads + 1));
   plan->count = 0;
-  plan->scratch = 4 * (MAX_QUERIES * (2 * shape->dim + shape->places + rows->mask_width + 4 * MARGIN) +
-                       shape->places + rows->mask_width + 4 * MARGIN + TILE_PLACES * shape->dim) + 64;
+  const int64_t width = padded(shape->dim), seen = shape->places + rows->mask_width + 4 * MARGIN;
+  plan->scratch = 4 * (MAX_QUERIES * (2 * width + seen) + seen + TILE_PLACES * width) + 64;
   if (!plan->blocks) return 1;
   for (int64_t row = 0, next; row < rows->count; row = next) {
     for (next = row + 1; next < rows->count && rows->slots[next] == rows->slots[row];) next++;
@@ -33,24 +37,37 @@ int osd_plan(Plan *plan, const Rows *rows, const Attention *shape, int threads) 
   return 0;
 }
 
-/* out [count, dim] float32 = count rows of `dtype`, zeros up to `padded`. */
-INLINE void widen(const char *at, float *out, int64_t count, int64_t padded, int64_t dim, const int dtype) {
-  const int64_t width = dtype == BFLOAT16 ? 2 : 4;
-  for (int64_t i = 0; i < count * dim; i += 8) _mm256_storeu_ps(out + i, load8(at + i * width, dtype));
-  for (int64_t i = count * dim; i < padded * dim; i += 8) _mm256_storeu_ps(out + i, _mm256_setzero_ps());
+/* out [rows, padded(dim)] float32 = `count` rows of `dtype`, and zeros. */
+INLINE void widen(const char *at, float *out, int64_t count, int64_t rows, int64_t dim, const int dtype) {
+  const int64_t width = dtype == BFLOAT16 ? 2 : 4, stride = padded(dim);
+  memset(out + count * stride, 0, (size_t)((rows - count) * stride) * 4);
+  for (int64_t r = 0; r < count; r++) {
+    const char *row = at + r * dim * width;
+    int64_t d = 0;
+    for (; d + WIDTH <= dim; d += WIDTH) put(out + r * stride + d, load_wide(row + d * width, dtype == BFLOAT16));
+    for (; d < stride; d++) out[r * stride + d] = d < dim ? read_element(row, d, dtype) : 0;
+  }
 }
 
 /* The sum of each of eight vectors; all are summed in the same order. */
-INLINE __m256 sums_of_eight(const __m256 *v) {
-  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+INLINE __m256 sums_of_eight(const Vector *v) {
+  __m256 half[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+#ifdef __AVX512F__
+    half[i] = _mm256_add_ps(_mm512_castps512_ps256((__m512)v[i]), _mm512_extractf32x8_ps((__m512)v[i], 1));
+#else
+    half[i] = (__m256)v[i];
+#endif
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(half[4], half[5]), _mm256_hadd_ps(half[6], half[7]));
   return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 
-/* scores [queries, stride] = queries [queries, dim] times `count` neighbouring keys. */
+/* scores [queries, stride] = queries [queries, padded(dim)] times `count` neighbouring keys. */
 static void score(const float *queries, int64_t count_queries, const char *keys, int64_t count, int64_t dim,
                   float *scores, int64_t stride, float *wide, int dtype) {
-  const int64_t row = dim * (dtype == BFLOAT16 ? 2 : 4);
+  const int64_t row = dim * (dtype == BFLOAT16 ? 2 : 4), width = padded(dim);
   for (int64_t i = 0; i < count; i += 8) {
     const int64_t live = count - i < 8 ? count - i : 8;
     if (dtype == BFLOAT16)
@@ -58,50 +75,62 @@ static void score(const float *queries, int64_t count_queries, const char *keys,
     else
       widen(keys + i * row, wide, live, 8, dim, FLOAT32);
     for (int64_t q = 0; q < count_queries; q++) {
-      __m256 sums[8];
+      Vector sums[8];
 #pragma GCC unroll 8
-      for (int j = 0; j < 8; j++) sums[j] = _mm256_setzero_ps();
-      for (int64_t d = 0; d < dim; d += 8) {
-        const __m256 query = _mm256_loadu_ps(queries + q * dim + d);
+      for (int j = 0; j < 8; j++) sums[j] = all(0);
+      for (int64_t d = 0; d < width; d += WIDTH) {
+        const Vector query = load(queries + q * width + d);
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) sums[j] = _mm256_fmadd_ps(query, _mm256_loadu_ps(wide + j * dim + d), sums[j]);
+        for (int j = 0; j < 8; j++) sums[j] += query * load(wide + j * width + d);
       }
       _mm256_storeu_ps(scores + q * stride + i, sums_of_eight(sums));
     }
   }
 }
 
-/* out [dim] += weights [count] times values [count, dim], `lanes` vectors of the dim at a time. */
-INLINE void mix_lanes(const float *weights, const float *values, int64_t count, int64_t dim, float *out,
-                      const int lanes) {
-  __m256 sums[8];
+/* out [queries, width] += weights [queries, stride] times values [count, width], `lanes` vectors of the width. */
+INLINE void mix_lanes(const float *weights, int64_t stride, const int queries, const float *values, int64_t count,
+                      int64_t width, float *out, const int lanes) {
+  Vector sums[TOGETHER][64 / WIDTH];
 #pragma GCC unroll 8
-  for (int l = 0; l < lanes; l++) sums[l] = _mm256_loadu_ps(out + l * 8);
-  for (int64_t i = 0; i < count; i++) {
-    const __m256 weight = _mm256_broadcast_ss(weights + i);
+  for (int q = 0; q < queries; q++)
 #pragma GCC unroll 8
-    for (int l = 0; l < lanes; l++)
-      sums[l] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(values + i * dim + l * 8), sums[l]);
-  }
+    for (int l = 0; l < lanes; l++) sums[q][l] = load(out + q * width + l * WIDTH);
+  for (int64_t i = 0; i < count; i++)
 #pragma GCC unroll 8
-  for (int l = 0; l < lanes; l++) _mm256_storeu_ps(out + l * 8, sums[l]);
+    for (int l = 0; l < lanes; l++) {
+      const Vector value = load(values + i * width + l * WIDTH);
+#pragma GCC unroll 8
+      for (int q = 0; q < queries; q++) sums[q][l] += weights[q * stride + i] * value;
+    }
+#pragma GCC unroll 8
+  for (int q = 0; q < queries; q++)
+#pragma GCC unroll 8
+    for (int l = 0; l < lanes; l++) put(out + q * width + l * WIDTH, sums[q][l]);
 }
 
-/* out [queries, dim] += weights [queries, stride] times `count` neighbouring values. */
+/* All of the width, 64 numbers at a time and then a vector at a time. */
+INLINE void mix_queries(const float *weights, int64_t stride, const int queries, const float *values, int64_t count,
+                        int64_t width, float *out) {
+  int64_t d = 0;
+  for (; d + 64 <= width; d += 64) mix_lanes(weights, stride, queries, values + d, count, width, out + d, 64 / WIDTH);
+  for (; d < width; d += WIDTH) mix_lanes(weights, stride, queries, values + d, count, width, out + d, 1);
+}
+
+/* out [queries, padded(dim)] += weights [queries, stride] times `count` neighbouring values. */
 static void mix(const float *weights, int64_t stride, int64_t queries, const char *values, int64_t count, int64_t dim,
                 float *out, float *wide, int dtype) {
-  const int64_t row = dim * (dtype == BFLOAT16 ? 2 : 4);
+  const int64_t row = dim * (dtype == BFLOAT16 ? 2 : 4), width = padded(dim);
   for (int64_t i = 0; i < count; i += TILE_PLACES) {
     const int64_t live = count - i < TILE_PLACES ? count - i : TILE_PLACES;
     if (dtype == BFLOAT16)
       widen(values + i * row, wide, live, live, dim, BFLOAT16);
     else
       widen(values + i * row, wide, live, live, dim, FLOAT32);
-    for (int64_t q = 0; q < queries; q++) {
-      int64_t d = 0;
-      for (; d + 64 <= dim; d += 64) mix_lanes(weights + q * stride + i, wide + d, live, dim, out + q * dim + d, 8);
-      for (; d < dim; d += 8) mix_lanes(weights + q * stride + i, wide + d, live, dim, out + q * dim + d, 1);
-    }
+    int64_t q = 0;
+    for (; q + TOGETHER <= queries; q += TOGETHER)
+      mix_queries(weights + q * stride + i, stride, TOGETHER, wide, live, width, out + q * width);
+    for (; q < queries; q++) mix_queries(weights + q * stride + i, stride, 1, wide, live, width, out + q * width);
   }
 }
 
@@ -109,12 +138,12 @@ static void mix(const float *weights, int64_t stride, int64_t queries, const cha
 static float soften(float *scores, int64_t count, float softcap) {
   if (softcap > 0)
     for (int64_t i = 0; i < count; i++) scores[i] = softcap * tanhf(scores[i] / softcap);
-  const int64_t padded = (count + WIDTH - 1) / WIDTH * WIDTH;
-  for (int64_t i = count; i < padded; i++) scores[i] = -INFINITY;
+  const int64_t whole = padded(count);
+  for (int64_t i = count; i < whole; i++) scores[i] = -INFINITY;
   Vector most = all(-INFINITY), total = all(0);
-  for (int64_t i = 0; i < padded; i += WIDTH) most = larger(load(scores + i), most);
+  for (int64_t i = 0; i < whole; i += WIDTH) most = larger(load(scores + i), most);
   const float best = largest_of(most);
-  for (int64_t i = 0; i < padded; i += WIDTH) {
+  for (int64_t i = 0; i < whole; i += WIDTH) {
     const Vector delta = load(scores + i) - best;
     const Vector weight = choose(delta > -87.0f, exp_nonpositive(delta), all(0));
     put(scores + i, weight);
@@ -144,15 +173,14 @@ void osd_attention_block(const Attention *a, const Rows *rows, const Block *bloc
   const int64_t flat = high > low ? high - low : 0, tree = tree_high > tree_low ? tree_high - tree_low : 0;
   const int64_t tree_at = (flat + 7) / 8 * 8, stride = tree_at + (tree + 7) / 8 * 8 + MARGIN;
 
-  float *wide_query = (float *)(((uintptr_t)scratch + 63) / 64 * 64), *sums = wide_query + queries * dim;
-  float *wide = sums + queries * dim, *scores = wide + TILE_PLACES * dim, *seen = scores + queries * stride;
+  const int64_t across = padded(dim);
+  float *wide_query = (float *)(((uintptr_t)scratch + 63) / 64 * 64), *sums = wide_query + queries * across;
+  float *wide = sums + queries * across, *scores = wide + TILE_PLACES * across, *seen = scores + queries * stride;
+  memset(wide_query, 0, (size_t)(2 * queries * across) * 4);
   for (int64_t q = 0; q < queries; q++) {
     const int64_t row = block->row + (block->first + q) / group;
     const int64_t at = (row * a->heads + block->kv_head * group + (block->first + q) % group) * dim;
-    for (int64_t d = 0; d < dim; d++) {
-      wide_query[q * dim + d] = read_element(query, at + d, a->dtype) * a->scaling;
-      sums[q * dim + d] = 0;
-    }
+    for (int64_t d = 0; d < dim; d++) wide_query[q * across + d] = read_element(query, at + d, a->dtype) * a->scaling;
   }
   const int64_t width = a->cache_dtype == BFLOAT16 ? 2 : 4, place = dim * width;
   const int64_t offset = (rows->slots[block->row] * a->kv_heads + block->kv_head) * a->places * place;
@@ -187,7 +215,7 @@ void osd_attention_block(const Attention *a, const Rows *rows, const Block *bloc
     const int64_t row = block->row + (block->first + q) / group;
     const int64_t at = (row * a->heads + block->kv_head * group + (block->first + q) % group) * dim;
     const float scale = 1.0f / totals[q];
-    for (int64_t d = 0; d < dim; d++) write_element(out, at + d, sums[q * dim + d] * scale, a->dtype);
+    for (int64_t d = 0; d < dim; d++) write_element(out, at + d, sums[q * across + d] * scale, a->dtype);
   }
 }
 

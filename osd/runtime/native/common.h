@@ -38,19 +38,6 @@ INLINE void write_element(void *base, int64_t index, float value, int dtype) {
     ((float *)base)[index] = value;
 }
 
-INLINE float sum8(__m256 v) {
-  __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-
-INLINE __m256 load8(const char *at, int dtype) {
-  if (dtype == BFLOAT16)
-    return _mm256_castsi256_ps(
-        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at)), 16));
-  return _mm256_loadu_ps((const float *)at);
-}
-
 /* What becomes of the products: they replace y, or are added to it (float32 only). */
 enum { REPLACE = 0, ADD = 1 };
 

@@ -26,21 +26,20 @@ static void rms_norm(const float *x, const void *weight, float *y, int64_t rows,
                      float eps, int dtype) {
   for (int64_t r = 0; r < rows; r++) {
     const float *row = x + r * width;
-    __m256 sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+    Vector sums[4] = {all(0), all(0), all(0), all(0)};
     int64_t i = 0;
-    for (; i + 32 <= width; i += 32)
+    for (; i + 4 * WIDTH <= width; i += 4 * WIDTH)
       for (int j = 0; j < 4; j++) {
-        const __m256 value = _mm256_loadu_ps(row + i + j * 8);
-        sums[j] = _mm256_fmadd_ps(value, value, sums[j]);
+        const Vector value = load(row + i + j * WIDTH);
+        sums[j] += value * value;
       }
-    float total = sum8(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
+    float total = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
     for (; i < width; i++) total += row[i] * row[i];
     const float scale = 1.0f / sqrtf(total / (float)width + eps);
+    const char *weights = weight;
     const int64_t element = dtype == BFLOAT16 ? 2 : 4;
-    for (i = 0; i + 8 <= width; i += 8) {
-      const __m256 value = _mm256_mul_ps(_mm256_loadu_ps(row + i), _mm256_set1_ps(scale));
-      _mm256_storeu_ps(y + r * stride + i, _mm256_mul_ps(value, load8((const char *)weight + i * element, dtype)));
-    }
+    for (i = 0; i + WIDTH <= width; i += WIDTH)
+      put(y + r * stride + i, load(row + i) * scale * load_wide(weights + i * element, dtype == BFLOAT16));
     for (; i < width; i++) y[r * stride + i] = row[i] * scale * read_element(weight, i, dtype);
   }
 }

@@ -2,6 +2,7 @@
 #ifndef OSD_VECTOR_H
 #define OSD_VECTOR_H
 
+#include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 
@@ -47,6 +48,16 @@ INLINE float largest_of(Vector v) {
   float most = v[0];
   for (int lane = 1; lane < WIDTH; lane++) most = v[lane] > most ? v[lane] : most;
   return most;
+}
+
+/* As many numbers of float32, or of bfloat16. */
+INLINE Vector load_wide(const void *at, int bfloat16) {
+  if (!bfloat16) return load(at);
+#ifdef __AVX512F__
+  return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at)), 16);
+#else
+  return (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), 16);
+#endif
 }
 
 /* exp for x <= 0, relative error below 2e-7 (Cody and Waite reduction, degree 6). */
