@@ -11,7 +11,7 @@ from osd.drafters.base import Drafter
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.mixed.session import MixedSession
 from osd.drafters.recall.drafter import Recall
-from osd.drafters.recall.memory import COPY, Found, Sought
+from osd.drafters.recall.memory import COPY, Found, Sampled, Sought
 from osd.drafters.recall.session import RecallSession
 from osd.drafters.session import Asked, Kept, Runtime, Tree
 from osd.speculation.growth import Growth
@@ -80,6 +80,12 @@ class _Watched(RecallSession):
         found = super().draft(sought, asked, growth)
         self._latest |= {slot: (found, owner) for owner, slot in enumerate(asked.slots)}
         return found
+
+    def draw(self, sought: Sequence[Sought], asked: Asked, least: float) -> tuple[Found, Sampled]:
+        """See ``RecallSession.draw``."""
+        found, sampled = super().draw(sought, asked, least)
+        self._latest |= {slot: (found, owner) for owner, slot in enumerate(asked.slots)}
+        return found, sampled
 
     def remember(self, slot: int, kept: Kept, others: tuple[Tensor, Tensor] | None = None) -> None:
         """See ``RecallSession.remember``."""

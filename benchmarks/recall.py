@@ -282,7 +282,7 @@ def timed(memory: Memory, backend: Backend, texts: Sequence[tuple[int, ...]]) ->
         text = backend.text(len(tokens))
         text.append(read, certain=True)
         begun = time.perf_counter()
-        found = drafting.draft([Sought(copy, text, _NODES, greedy=True)], _NODES, 0.0, chains=False)
+        found = drafting.draft([Sought(copy, text, _NODES, 0.0)], _NODES, 0.0, chains=False)
         seconds = time.perf_counter() - begun
         if found.tokens:
             query.append(seconds / len(found.tokens) * 1e6)
@@ -290,7 +290,7 @@ def timed(memory: Memory, backend: Backend, texts: Sequence[tuple[int, ...]]) ->
         ids[:, 0] = torch.tensor(drawn)
         heard = Heard(drawn[:-1], range(-1, _ROWS - 1), ids, logp, drawn)
         begun = time.perf_counter()
-        copy.learn(text, heard, greedy=True, reader=mark_of(str(len(update))), now=1)
+        copy.learn(text, heard, 0.0, reader=mark_of(str(len(update))), now=1)
         update.append((time.perf_counter() - begun) / len(drawn) * 1e6)
     return Timed(Quartiles.of(query), Quartiles.of(update)) if query else None
 

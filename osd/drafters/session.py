@@ -19,6 +19,7 @@ from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties
 from osd.speculation.sampling import SamplingBatch, SamplingSettings
 from osd.speculation.tree import ROOT, DraftBatch
+from osd.speculation.verification.draws import LastDrawn
 from osd.speculation.worth import Worth
 
 _CPU = torch.device("cpu")
@@ -72,7 +73,8 @@ class Asked:
     ``slots`` are theirs and ``limits`` the nodes that each may have at most, 0 for none. ``settings`` make p of each;
     ``penalties`` change the logits along every path, None where no sequence has any. ``worth`` says what nodes have to
     bring, None where the limits alone decide; of each sequence, ``left`` are then the tokens that it may
-    still get, and ``missed`` about how many tokens a drafter would first have to read.
+    still get, and ``missed`` about how many tokens a drafter would first have to read. ``keys`` are the seed and the
+    round of each, where candidates may be drawn that the group verifies itself; empty where they may not.
     """
 
     slots: Sequence[int]
@@ -83,6 +85,7 @@ class Asked:
     worth: Worth | None = None
     left: Sequence[int] = ()
     missed: Sequence[int] = ()
+    keys: Sequence[tuple[int, int]] = ()
 
     @property
     def greedy(self) -> bool:
@@ -151,6 +154,7 @@ class Proposal:
         draft: the same trees for the rules, with the q that they were drawn from; None where candidates were chosen,
             and for greedy sequences, whose drafts are only compared with the most probable tokens.
         chosen: candidates were chosen deterministically: ``naive`` verifies them where a rule takes no such draw.
+        drawn: of chosen candidates, what last children were drawn from, where ``Asked.keys`` allow that.
         logits: [B, 1 + N, Vd] of the drafter, entry 1 + i after node i, for traces; None where it has none.
         support: [Vd] their target ids, None for the whole vocabulary.
         pending: greedy chains that the host has not read.
@@ -160,6 +164,7 @@ class Proposal:
     trees: Sequence[Tree]
     draft: DraftBatch | None = None
     chosen: bool = False
+    drawn: LastDrawn | None = None
     logits: Tensor | None = None
     support: Tensor | None = None
     pending: Chains | None = None
@@ -185,9 +190,9 @@ class Proposal:
         return cls(trees, logits=chains.logits, support=support, pending=None if chains.settled else chains)
 
     @classmethod
-    def of_choice(cls, trees: Sequence[Tree], expected: float = 0.0) -> Proposal:
-        """Trees whose tokens were chosen deterministically, such as a retrieved continuation."""
-        return cls(trees, chosen=True, expected=expected)
+    def of_choice(cls, trees: Sequence[Tree], expected: float = 0.0, drawn: LastDrawn | None = None) -> Proposal:
+        """Trees whose tokens were chosen deterministically, such as a retrieved continuation, but for the ``drawn``."""
+        return cls(trees, chosen=True, drawn=drawn, expected=expected)
 
     def check(self, asked: Asked, riders: int) -> None:
         """Check that each tree keeps to its limit and has at most so many ``riders``: there is room for no more rows.

@@ -13,8 +13,10 @@ from torch import Tensor
 from osd.drafters.session import Asked, Proposal, Tree
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
+from osd.engine.request import SamplingParams
 from osd.engine.sequence import Sequence as Decoding
 from osd.runtime.device import sent
+from osd.runtime.native import kernels
 from osd.speculation.distributions import LazyProbabilities
 from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties, penalised
@@ -86,7 +88,8 @@ class DraftGroup:
             penalties = Penalties(settings, prompts, outputs, device)
         allowed = [min(limit, policy.growth.max_nodes) for limit in limits.values()]
         left, missed = [s.remaining for s in sequences], [s.missed for s in sequences]
-        asked = Asked([s.slot for s in sequences], allowed, settings, penalties, device, worth, left, missed)
+        keys = [(s.request.sampling.seed, s.step) for s in sequences] if _may_draw(policy, settings, device) else ()
+        asked = Asked([s.slot for s in sequences], allowed, settings, penalties, device, worth, left, missed, keys)
         noise = _noise(sequences, [s.step for s in sequences], device)
         drafts = drafter is not None and any(allowed)
         proposal = drafter.session.propose(asked, policy.growth, noise) if drafter is not None and drafts else None
@@ -165,7 +168,8 @@ class DraftGroup:
             one = s.request.sampling
             step, first = (0, len(s.tokens)) if one.repeatable else (s.step, 0)
             drawings.append(Drawing(begins[b], tree.tokens, tree.parents, one, one.seed, step, first))
-        decided = zip(members, follow_draws(logits, drawings), strict=True) if drawings else ()
+        drawn = None if self.proposal is None else self.proposal.drawn
+        decided = zip(members, follow_draws(logits, drawings, drawn), strict=True) if drawings else ()
         return [Decision(trees[b], path, token) for b, (path, token) in decided]
 
     def _distributions(self, logits: Tensor) -> Callable[[list[int]], LazyProbabilities]:
@@ -243,6 +247,12 @@ class DraftGroup:
         tokens = torch.tensor([tokens for tokens, _ in padded], dtype=torch.int64, device=self.asked.device)
         parents = [parents + [ROOT] * (width - len(parents)) for _, parents in padded]
         return tokens, torch.tensor(parents, dtype=torch.int64, device=self.asked.device).view(tokens.shape)
+
+
+def _may_draw(policy: Policy, settings: Sequence[SamplingParams], device: torch.device) -> bool:
+    """Whether the group itself verifies candidates that are drawn: ``naive``'s, whose text may depend on the draft."""
+    naive = policy.growth.by_worth and isinstance(policy.rule, Naive) and device.type == "cpu" and kernels() is not None
+    return naive and all(softmaxes(one) and not one.repeatable for one in settings)
 
 
 def _noise(sequences: Sequence[Decoding], steps: Sequence[int], device: torch.device) -> Noise:

@@ -63,7 +63,7 @@ class TextStream:
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Text of tokens without special ones; past transformers where it adds nothing, for every token is decoded twice."""
+    """Text of tokens without special ones, past transformers where that adds nothing: every token is decoded twice."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and not tokenizer.clean_up_tokenization_spaces:
         return partial(backend.decode, skip_special_tokens=True)

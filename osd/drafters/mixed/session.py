@@ -11,7 +11,7 @@ from torch import Tensor
 
 from osd.drafters.mixed.consulting import Consulting
 from osd.drafters.recall.memory import KEPT, Found, Other
-from osd.drafters.recall.session import RecallSession, trees_of
+from osd.drafters.recall.session import RecallSession
 from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Session, Tree
 from osd.runtime.device import between, mark
 from osd.runtime.top import top
@@ -65,8 +65,7 @@ class MixedSession(Session):
         if worth is None:
             said = self._ask(asked, may, _LEVELS, noise)
             both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
-            found = self._recall.draft(both, asked, growth)
-            return self._proposal(found, len(found.tokens), several)
+            return self._recall.proposal(both, self._recall.draft(both, asked, growth), asked, self._kind)
         count = worth.best(found.chances, several)
         present = worth.after(count, sum(found.chances[:count]))
         sure = _first(found, several)
@@ -74,7 +73,7 @@ class MixedSession(Session):
         left = [asked.left[b] for b in may]
         consulted = self._consulting.decide([sure[b] for b in may], missed, left, present, self._calls)
         if not consulted.members:
-            return self._proposal(found, count, several)
+            return self._recall.proposal(sought, found, asked, self._kind)
         members = [may[number] for number in consulted.members]
         said = self._ask(asked, members, consulted.levels, noise, worth)
         both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
@@ -84,11 +83,7 @@ class MixedSession(Session):
         before, after = _value(found, count, several, price), _value(better, more, several, price)
         gains = [after[b] - before[b] for b in members]
         self._consulting.observe([sure[b] for b in members], gains, consulted.levels)
-        return self._proposal(better, more, several)
-
-    def _proposal(self, found: Found, count: int, sequences: int) -> Proposal:
-        trees = trees_of(found, count, sequences, self._kind)
-        return Proposal.of_choice(trees, sum(found.chances[:count]))
+        return self._recall.proposal(both, better, asked, self._kind)
 
     def _ask(
         self, asked: Asked, members: Sequence[int], levels: int, noise: Noise, worth: Worth | None = None

@@ -79,13 +79,18 @@ class Text(Protocol):
 
 @dataclass(frozen=True)
 class Sought:
-    """A sequence to draft for, at most ``limit`` nodes; ``greedy`` ones are counted apart from those that are drawn."""
+    """A sequence to draft for, at most ``limit`` nodes, of a ``temperature``, 0 for greedy.
+
+    Tokens that are drawn are drawn by the round ``step`` of its ``seed``, see ``osd.speculation.noise``.
+    """
 
     memory: Memory
     text: Text
     limit: int
-    greedy: bool
+    temperature: float
     other: Other | None = None
+    seed: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,26 @@ class Found:
     levels: list[int]
     chances: list[float]
 
+    def numbers(self, sequences: int) -> list[list[int]]:
+        """Of each of so many sequences the places of its nodes, in their order."""
+        places: list[list[int]] = [[] for _ in range(sequences)]
+        for place, owner in enumerate(self.owners):
+            places[owner].append(place)
+        return places
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the last children of nodes were drawn from, of the roots of all sequences and then of the nodes found.
+
+    ``child`` is the number of that child within its sequence, -1 where there is none, ``ids`` are 8 tokens each and
+    ``q`` their probabilities, off the children that were chosen before it, 0 where there are none.
+    """
+
+    child: Sequence[int]
+    ids: Sequence[int]
+    q: Sequence[float]
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -117,13 +142,13 @@ class Memory(Protocol):
 
     entries: int
 
-    def learn(self, text: Text, heard: Heard, greedy: bool, reader: int | None, now: int) -> None:
+    def learn(self, text: Text, heard: Heard, temperature: float, reader: int | None, now: int) -> None:
         """Learn what the target said after the end of ``text``; the request's own table learns it too.
 
         Args:
             text: of the request, as it was before this round.
             heard: in this round.
-            greedy: whether the most probable token is taken.
+            temperature: of the request, 0 for greedy.
             reader: the mark of the request, see ``mark_of``; None for one that must not be remembered.
             now: seconds of the epoch.
         """
@@ -171,6 +196,13 @@ class Drafting(Protocol):
             most: nodes of all of them together.
             floor: the chance that a node is kept below which none is drafted.
             chains: whether no node may have a second child.
+        """
+        ...
+
+    def draw(self, sought: Sequence[Sought], most: int, floor: float) -> tuple[Found, Sampled]:
+        """The same for sequences that are not greedy, with a last child of each node that is drawn from the mixture.
+
+        How many children a node has is settled before one is drawn: as long as one more adds ``floor`` to what is kept.
         """
         ...
 

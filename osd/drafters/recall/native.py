@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from osd.drafters.recall.memory import Contents, Found, Heard, Memory, Sought, Text
+from osd.drafters.recall.memory import KEPT, Contents, Found, Heard, Memory, Sampled, Sought, Text
 from osd.runtime.native import kernels, quick_kernels
 
 
@@ -21,7 +21,9 @@ class _Asked(ctypes.Structure):
         ("recall", ctypes.c_void_p),
         ("text", ctypes.c_void_p),
         ("limit", ctypes.c_int64),
-        ("mode", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
+        ("scale", ctypes.c_double),
         ("path", ctypes.c_void_p),
         ("others", ctypes.c_void_p),
         ("other_p", ctypes.c_void_p),
@@ -71,7 +73,7 @@ class NativeMemory:
         self.entries = max(entries // 8, 1) * 8
         weakref.finalize(self, self._quick.osd_recall_free, self.address)
 
-    def learn(self, text: Text, heard: Heard, greedy: bool, reader: int | None, now: int) -> None:
+    def learn(self, text: Text, heard: Heard, temperature: float, reader: int | None, now: int) -> None:
         """See ``Memory.learn``."""
         tokens, parents = array("q", heard.tokens), array("q", heard.parents)
         following = array("q", heard.following)
@@ -79,7 +81,7 @@ class NativeMemory:
         self._quick.osd_recall_learn(
             self.address, _address(text), len(tokens), tokens.buffer_info()[0], parents.buffer_info()[0],
             heard.ids.data_ptr(), heard.logp.data_ptr(), heard.ids.shape[1], following.buffer_info()[0],
-            ids, p, not greedy, reader is not None, reader or 0, now,
+            ids, p, _scale(temperature), reader is not None, reader or 0, now,
         )  # fmt: skip
 
     def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
@@ -120,6 +122,11 @@ def _address(of: Text | Memory) -> int:
     return cast("NativeText | NativeMemory", of).address
 
 
+def _scale(temperature: float) -> float:
+    """One over the temperature, 0 for greedy."""
+    return 1 / temperature if temperature > 0 else 0.0
+
+
 class NativeDrafting:
     """Drafts by the memories of several sequences; its buffers are for one thread."""
 
@@ -137,19 +144,38 @@ class NativeDrafting:
     def draft(self, sought: Sequence[Sought], most: int, floor: float, chains: bool) -> Found:
         """See ``Drafting.draft``."""
         self._reserve(most)
-        asked = (_Asked * len(sought))()
-        for place, one in zip(asked, sought, strict=True):
-            place.recall, place.text = _address(one.memory), _address(one.text)
-            place.limit, place.mode = one.limit, not one.greedy
-            if one.other is not None:
-                place.path, place.levels = one.other.path.data_ptr(), len(one.other.path)
-                place.others, place.other_p = one.other.ids.data_ptr(), one.other.p.data_ptr()
-        rooms = [numbers.buffer_info()[0] for numbers in (*self._integers, self._chances)]
-        count = self._library.osd_recall_draft(asked, len(sought), most, floor, chains, *rooms)
+        asked = _asked(sought)
+        count = self._library.osd_recall_draft(asked, len(sought), most, floor, chains, *self._rooms())
+        return self._found(count, most)
+
+    def draw(self, sought: Sequence[Sought], most: int, floor: float) -> tuple[Found, Sampled]:
+        """See ``Drafting.draw``."""
+        self._reserve(most)
+        rows = len(sought) + most
+        child, ids, q = array("q", [-1] * rows), array("q", [0] * (KEPT * rows)), array("f", [0.0] * (KEPT * rows))
+        parts = [part.buffer_info()[0] for part in (child, ids, q)]
+        count = self._library.osd_recall_draw(_asked(sought), len(sought), most, floor, *self._rooms(), *parts)
+        return self._found(count, most), Sampled(child, ids, q)
+
+    def _rooms(self) -> list[int]:
+        return [numbers.buffer_info()[0] for numbers in (*self._integers, self._chances)]
+
+    def _found(self, count: int, most: int) -> Found:
         if count < 0:
             raise MemoryError(f"no memory to draft {most} nodes")
         owners, parents, tokens, levels = (numbers[:count].tolist() for numbers in self._integers)
         return Found(owners, parents, tokens, levels, self._chances[:count].tolist())
+
+
+def _asked(sought: Sequence[Sought]) -> ctypes.Array[_Asked]:
+    asked = (_Asked * len(sought))()
+    for place, one in zip(asked, sought, strict=True):
+        place.recall, place.text, place.limit = _address(one.memory), _address(one.text), one.limit
+        place.seed, place.step, place.scale = one.seed, one.step, _scale(one.temperature)
+        if one.other is not None:
+            place.path, place.levels = one.other.path.data_ptr(), len(one.other.path)
+            place.others, place.other_p = one.other.ids.data_ptr(), one.other.p.data_ptr()
+    return asked
 
 
 class NativeBackend:

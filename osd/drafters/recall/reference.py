@@ -13,12 +13,14 @@ from typing import cast
 import numpy as np
 import torch
 
-from osd.drafters.recall.memory import COPY, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sought, Text
+from osd.drafters.recall.memory import COPY, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sampled, Sought, Text
+from osd.speculation.noise import Noise, Purpose
 
 _WAYS, _TAIL, _COPIED, _STEPS, _MEMORY, _CHILDREN, _OWN = 8, 16, ORDERS + 1, 16, 32, 4, 1 << 14
 _EDGES = (0.01, 0.03, 0.08, 0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _MIDDLES = (0.005, 0.02, 0.055, 0.115, 0.2, 0.3, 0.425, 0.575, 0.725, 0.85, 0.935, 0.985)
 _AGES, _RANKS, _DEPTHS, _STEP = 4, 3, 3, 0.02
+_SAMPLED, _DRAWN, _WIDEST, _SAID = 1, 2, 3, 64
 _WORD = (1 << 64) - 1
 
 Said = Sequence[tuple[int, float]]
@@ -186,10 +188,10 @@ class PlainMemory:
         self._kappas = [math.log(2 if level % 2 else 0.7) for level in range(COPY)]
         self._copies = [0.25 * (length - 8) for length in range(_TAIL + 1)]
         self._others = [0.0] * (OTHER + 1)
-        self._coarse = np.zeros((2, _RANKS, len(_MIDDLES), 2))
-        self._fine = np.zeros((2, OTHER + 1, _AGES, _DEPTHS, _RANKS, len(_MIDDLES), 2))
+        self._coarse = np.zeros((3, _RANKS, len(_MIDDLES), 2))
+        self._fine = np.zeros((3, OTHER + 1, _AGES, _DEPTHS, _RANKS, len(_MIDDLES), 2))
 
-    def learn(self, text: Text, heard: Heard, greedy: bool, reader: int | None, now: int) -> None:
+    def learn(self, text: Text, heard: Heard, temperature: float, reader: int | None, now: int) -> None:
         """See ``Memory.learn``."""
         text = cast(PlainText, text)
         tails, depths = [text.tail()], [0]
@@ -198,11 +200,12 @@ class PlainMemory:
             depths.append(depths[1 + parent] + 1)
         rows = zip(tails, depths, heard.ids.tolist(), heard.logp.exp().tolist(), heard.following, strict=True)
         for row, (tail, depth, ids, p, following) in enumerate(rows):
-            said = list(zip(ids, p, strict=True))[:KEPT]
+            whole = list(zip(ids, p, strict=True))[:_SAID]
+            said = whole[:KEPT]
             if following >= 0:
                 other = None if heard.others is None else _pairs(*(part[row].tolist() for part in heard.others))
                 mixture = self._mix(text, tail, other, said)
-                self._calibrate(mixture, following, depth, int(not greedy))
+                self._calibrate(mixture, following, depth, temperature, whole)
             if reader is not None:
                 self._table.learn(tail, said, reader, now)
             text.table.learn(tail, said, 0, len(text.tokens))
@@ -267,13 +270,41 @@ class PlainMemory:
         mixture = self._mix(text, tail, other, None)
         if mixture.level < 0:
             return []
-        best = mixture.best(most)
-        cells = (self._cells(mixture, rank, q, depth, int(not greedy)) for rank, (_, q) in enumerate(best))
-        theirs = dict(other or ())
+        theirs, mode = dict(other or ()), 0 if greedy else _SAMPLED
         return [
-            (token, mixture.origin(q, theirs.get(token, 0.0)), _chance(*cell, q))
-            for (token, q), cell in zip(best, cells, strict=True)
+            (token, mixture.origin(q, theirs.get(token, 0.0)), self._chance(mixture, rank, q, depth, mode))
+            for rank, (token, q) in enumerate(mixture.best(most))
         ]
+
+    def siblings(
+        self, text: PlainText, tail: Sequence[int], depth: int, one: Sought, other: Said | None, least: float, most: int
+    ) -> _Siblings | None:
+        """Children of which the last is yet to be drawn, as many as add ``least`` each; None for none."""
+        mixture = self._mix(text, tail, other, None)
+        if mixture.level < 0:
+            return None
+        best, told, before, width = mixture.best(KEPT), 0.0, 0.0, 0
+        for fixed in range(min(_WIDEST, len(best), most)):
+            q = _drawable(best, fixed, one.temperature)
+            last = self._chance(mixture, fixed, q[0], depth, _DRAWN)
+            if told + last - before < least:
+                break
+            before, width = told + last, fixed + 1
+            told += self._chance(mixture, fixed, best[fixed][1], depth, _SAMPLED)
+        if not width:
+            return None
+        theirs = dict(other or ())
+        origins = [mixture.origin(q, theirs.get(token, 0.0)) for token, q in best]
+        chances = [self._chance(mixture, rank, q, depth, _SAMPLED) for rank, (_, q) in enumerate(best)]
+        tokens = [token for token, _ in best]
+        fixed, q = width - 1, _drawable(best, width - 1, one.temperature)
+        # Kept as often as the target says it for each time that it is drawn, at most always, and all together as
+        # often as was counted.
+        parts = [min(1.0, said / share) for said, share in zip(chances[fixed:], q, strict=True)]
+        kept = sum(share * part for share, part in zip(q, parts, strict=True))
+        counted = self._chance(mixture, fixed, q[0], depth, _DRAWN)
+        chances[fixed:] = [min(1.0, part * counted / kept) for part in parts]
+        return _Siblings(tokens, origins, chances, fixed, q)
 
     def _mix(self, text: PlainText, tail: Sequence[int], other: Said | None, target: Said | None) -> _Mixture:
         mixture = _Mixture()
@@ -309,17 +340,58 @@ class PlainMemory:
         place, share = min(rank, _RANKS - 1), _share_of(q)
         return self._coarse[mode, place, share], self._fine[mode, m.level, m.age, min(depth, _DEPTHS - 1), place, share]
 
-    def _calibrate(self, mixture: _Mixture, following: int, depth: int, mode: int) -> None:
-        if mixture.level < 0:
+    def _chance(self, m: _Mixture, rank: int, q: float, depth: int, mode: int) -> float:
+        coarse, fine = self._cells(m, rank, q, depth, mode)
+        usual = (coarse[1] + 4 * _MIDDLES[_share_of(q)]) / (coarse[0] + 4)
+        return float((fine[1] + 8 * usual) / (fine[0] + 8))
+
+    def _calibrate(self, m: _Mixture, following: int, depth: int, temperature: float, whole: Said) -> None:
+        if m.level < 0:
             return
-        for rank, (token, q) in enumerate(mixture.best(_CHILDREN)):
-            for cell, kept in zip(self._cells(mixture, rank, q, depth, mode), (0.9995, 0.999), strict=True):
-                cell[:] = cell * kept + (1, token == following)
+        best, mode = m.best(KEPT), 0 if temperature == 0 else _SAMPLED
+        for rank, (token, q) in enumerate(best[:_CHILDREN]):
+            self._observe(m, rank, q, depth, mode, token == following)
+        if mode != _SAMPLED:
+            return
+        tempered = {token: p ** (1 / temperature) for token, p in whole}
+        total = 1.0 if temperature == 1 else sum(tempered.values())
+        for fixed in range(min(_WIDEST, len(best))):
+            q = _drawable(best, fixed, temperature)
+            pairs = zip(best[fixed:], q, strict=True)
+            common = sum(min(tempered.get(token, 0.0) / total, share) for (token, _), share in pairs)
+            self._observe(m, fixed, q[0], depth, _DRAWN, common)
+
+    def _observe(self, m: _Mixture, rank: int, q: float, depth: int, mode: int, accepted: float) -> None:
+        for cell, kept in zip(self._cells(m, rank, q, depth, mode), (0.9995, 0.999), strict=True):
+            cell[:] = cell * kept + (1, accepted)
 
 
-def _chance(coarse: np.ndarray, fine: np.ndarray, q: float) -> float:
-    usual = (coarse[1] + 4 * _MIDDLES[_share_of(q)]) / (coarse[0] + 4)
-    return float((fine[1] + 8 * usual) / (fine[0] + 8))
+def _drawable(best: Said, fixed: int, temperature: float) -> list[float]:
+    """What is drawn from off the first ``fixed`` tokens of a mixture."""
+    weights = [q ** (1 / temperature) for _, q in best[fixed:]]
+    return [weight / sum(weights) for weight in weights]
+
+
+@dataclass(frozen=True)
+class _Siblings:
+    """Tokens with their origins and chances, of which the first ``fixed`` are children; one of the others is drawn.
+
+    The chances of the others are those that they have once they are drawn, by ``q``.
+    """
+
+    tokens: list[int]
+    origins: list[int]
+    chances: list[float]
+    fixed: int
+    q: list[float]
+
+    def drawn(self, number: float) -> int:
+        """The place of the token that a uniform number draws."""
+        for place, share in enumerate(self.q):
+            number -= share
+            if number < 0:
+                return self.fixed + place
+        return self.fixed + len(self.q) - 1
 
 
 def _clamped(value: float) -> float:
@@ -350,34 +422,81 @@ class PlainDrafting:
         order, sizes, found = count(), [0] * len(sought), Found([], [], [], [], [])
 
         def push(owner: int, node: _Node) -> None:
-            one, other = sought[owner], None
-            if one.other is not None and node.along is not None:
-                other = _pairs(one.other.ids[node.along].tolist(), one.other.p[node.along].tolist())
+            one = sought[owner]
             memory, text, width = cast(PlainMemory, one.memory), cast(PlainText, one.text), 1 if chains else _CHILDREN
-            best = memory.candidates(text, node.tail, node.depth, one.greedy, other, width)
+            greedy = one.temperature == 0
+            best = memory.candidates(text, node.tail, node.depth, greedy, _said(one, node), width)
             for token, level, chance in best:
                 if node.chance * chance >= floor:
                     heapq.heappush(heap, (-node.chance * chance, next(order), owner, node, token, level))
 
         for owner, one in enumerate(sought):
             if one.limit > 0:
-                text = cast(PlainText, one.text)
-                push(owner, _Node(-1, text.tail(), 0, 1.0, None if one.other is None else 0))
+                push(owner, _root(one))
         while heap and len(found.owners) < most:
             worth, _, owner, node, token, level = heapq.heappop(heap)
             if sizes[owner] >= sought[owner].limit:
                 continue
-            found.owners.append(owner)
-            found.parents.append(node.number)
-            found.tokens.append(token)
-            found.levels.append(level)
-            found.chances.append(-worth)
-            other, along = sought[owner].other, node.along
-            if other is not None and along is not None:
-                along = along + 1 if along < len(other.path) and int(other.path[along]) == token else None
-            push(owner, _Node(sizes[owner], [token, *node.tail][:_TAIL], node.depth + 1, -worth, along))
+            _append(found, owner, node.number, token, level, -worth)
+            push(owner, _after(sought[owner], node, sizes[owner], token, -worth))
             sizes[owner] += 1
         return found
+
+    def draw(self, sought: Sequence[Sought], most: int, floor: float) -> tuple[Found, Sampled]:
+        """See ``Drafting.draw``."""
+        order, sizes, found = count(), [0] * len(sought), Found([], [], [], [], [])
+        rows = len(sought) + most
+        child, ids, q = [-1] * rows, [0] * (KEPT * rows), [0.0] * (KEPT * rows)
+        heap = [(-1.0, next(order), owner, owner, _root(one)) for owner, one in enumerate(sought) if one.limit > 0]
+        heapq.heapify(heap)
+        while heap and len(found.owners) < most:
+            _, _, owner, row, node = heapq.heappop(heap)
+            one, room = sought[owner], min(sought[owner].limit - sizes[owner], most - len(found.owners))
+            memory, text = cast(PlainMemory, one.memory), cast(PlainText, one.text)
+            least = floor / node.chance
+            siblings = memory.siblings(text, node.tail, node.depth, one, _said(one, node), least, room)
+            if siblings is None:
+                continue
+            fixed = siblings.fixed
+            child[row] = sizes[owner] + fixed
+            noise = Noise.of_seeds([one.seed], [one.step], torch.device("cpu"))
+            drawn = siblings.drawn(float(noise.uniform(Purpose.DRAFT, child[row])))
+            ids[row * KEPT : row * KEPT + len(siblings.q)] = siblings.tokens[fixed:]
+            q[row * KEPT : row * KEPT + len(siblings.q)] = siblings.q
+            for place in [*range(fixed), drawn]:
+                reach, token = node.chance * siblings.chances[place], siblings.tokens[place]
+                new = len(sought) + len(found.owners)
+                _append(found, owner, node.number, token, siblings.origins[place], reach)
+                heapq.heappush(heap, (-reach, next(order), owner, new, _after(one, node, sizes[owner], token, reach)))
+                sizes[owner] += 1
+        return found, Sampled(child, ids, q)
+
+
+def _root(one: Sought) -> _Node:
+    return _Node(-1, cast(PlainText, one.text).tail(), 0, 1.0, None if one.other is None else 0)
+
+
+def _after(one: Sought, node: _Node, number: int, token: int, chance: float) -> _Node:
+    """The node that ``token`` makes after another one."""
+    along = node.along
+    if one.other is not None and along is not None:
+        along = along + 1 if along < len(one.other.path) and int(one.other.path[along]) == token else None
+    return _Node(number, [token, *node.tail][:_TAIL], node.depth + 1, chance, along)
+
+
+def _said(one: Sought, node: _Node) -> Said | None:
+    """What the other drafter said after a node."""
+    if one.other is None or node.along is None:
+        return None
+    return _pairs(one.other.ids[node.along].tolist(), one.other.p[node.along].tolist())
+
+
+def _append(found: Found, owner: int, parent: int, token: int, level: int, chance: float) -> None:
+    found.owners.append(owner)
+    found.parents.append(parent)
+    found.tokens.append(token)
+    found.levels.append(level)
+    found.chances.append(chance)
 
 
 class PlainBackend:

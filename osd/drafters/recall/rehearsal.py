@@ -28,10 +28,10 @@ def rehearse(memory: Memory, text: Text, trace: Trace) -> Iterator[None]:
         yield
     ids = torch.from_numpy(trace.target_ids.numpy().astype(np.int64))
     logp = torch.from_numpy(trace.target_logp.numpy().astype(np.float32))
-    greedy, mark, made = trace.temperature == 0, mark_of(trace.request_id), int(trace.created)
+    mark, made = mark_of(trace.request_id), int(trace.created)
     for place, token in enumerate(drawn):
         heard = Heard([], [], ids[place : place + 1], logp[place : place + 1], [token])
-        memory.learn(text, heard, greedy, mark, made)
+        memory.learn(text, heard, trace.temperature, mark, made)
         text.append([token], certain=False)
         if place % _TOKENS == _TOKENS - 1:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.memory import SOURCES, Found, Heard, Memory, Sought, Text, mark_of
+from osd.drafters.recall.memory import KEPT, SOURCES, Found, Heard, Memory, Sampled, Sought, Text, mark_of
 from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Session, TargetRows, Tree
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT
+from osd.speculation.verification.draws import LastDrawn
 
 _FAINT = 0.02
 """The chance below which nothing is drafted where nobody asks what it is worth."""
@@ -24,13 +26,13 @@ _FAINT = 0.02
 class _Reader:
     """A sequence: its text, the memory of its client, and its mark there, None if it must not be remembered.
 
-    ``greedy`` is how it was asked for last.
+    ``temperature`` is that of its request.
     """
 
     text: Text
     memory: Memory
     mark: int | None
-    greedy: bool = True
+    temperature: float = 0.0
 
 
 class RecallSession(Session):
@@ -53,27 +55,41 @@ class RecallSession(Session):
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         """See ``Session.propose``; with ``Asked.worth`` as many nodes as pay, of all sequences the most probable."""
-        found, several = self.draft(self.sought(asked), asked, growth), len(asked.slots)
-        count = len(found.tokens) if asked.worth is None else asked.worth.best(found.chances, several)
-        return Proposal.of_choice(trees_of(found, count, several), sum(found.chances[:count]))
+        sought = self.sought(asked)
+        return self.proposal(sought, self.draft(sought, asked, growth), asked)
 
     def sought(self, asked: Asked) -> list[Sought]:
         """The sequences as the memory is asked about them."""
         readers = [self._readers[slot] for slot in asked.slots]
-        for reader in readers:
-            reader.greedy = asked.greedy
+        for reader, settings in zip(readers, asked.settings, strict=True):
+            reader.temperature = settings.temperature
+        keys = asked.keys or [(0, 0)] * len(readers)
         return [
-            Sought(reader.memory, reader.text, limit, asked.greedy)
-            for reader, limit in zip(readers, asked.limits, strict=True)
+            Sought(reader.memory, reader.text, limit, reader.temperature, None, *key)
+            for reader, limit, key in zip(readers, asked.limits, keys, strict=True)
         ]
 
     def draft(self, sought: Sequence[Sought], asked: Asked, growth: Growth) -> Found:
         """The most probable nodes of all sequences, as many as may be worth their rows."""
-        worth, most = asked.worth, sum(asked.limits)
-        floor = _FAINT
-        if worth is not None:
-            most, floor = min(most, worth.room), max(worth.floor(), _FAINT)
+        most, floor = _bounds(asked)
         return self._drafting.draft(sought, most, floor, growth.chains)
+
+    def draw(self, sought: Sequence[Sought], asked: Asked, least: float) -> tuple[Found, Sampled]:
+        """Nodes of all sequences of which the last of their parent are drawn; each adds ``least`` to what is kept."""
+        return self._drafting.draw(sought, _bounds(asked)[0], least)
+
+    def proposal(self, sought: Sequence[Sought], found: Found, asked: Asked, other: str = "") -> Proposal:
+        """Of the nodes ``found`` those that pay, or, where candidates may be drawn, nodes as good as the last of these.
+
+        ``other`` is what another drafter's nodes are called.
+        """
+        several = len(sought)
+        count = len(found.tokens) if asked.worth is None else asked.worth.best(found.chances, several)
+        drawn = None
+        if asked.keys and count:
+            found, sampled = self.draw(sought, asked, found.chances[count - 1])
+            drawn, count = _by_sequence(found, sampled, several), len(found.tokens)
+        return Proposal.of_choice(trees_of(found, count, several, other), sum(found.chances[:count]), drawn)
 
     def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""
@@ -87,7 +103,7 @@ class RecallSession(Session):
         reader.text.append(kept.tokens[:read], certain=True)
         if rows is not None:
             reader.memory.learn(
-                reader.text, heard(rows, kept.tokens[read:], others), reader.greedy, reader.mark,
+                reader.text, heard(rows, kept.tokens[read:], others), reader.temperature, reader.mark,
                 int(time.time()),
             )  # fmt: skip
             reader.text.append(kept.tokens[read:], certain=False)
@@ -102,6 +118,25 @@ class RecallSession(Session):
 
     def load(self, staged: dict[str, Any]) -> None:
         """See ``Session.load``."""
+
+
+def _bounds(asked: Asked) -> tuple[int, float]:
+    """Nodes of all sequences at most, and the chance below which none of them can pay."""
+    most = sum(asked.limits)
+    if asked.worth is None:
+        return most, _FAINT
+    return min(most, asked.worth.room), max(asked.worth.floor(), _FAINT)
+
+
+def _by_sequence(found: Found, sampled: Sampled, sequences: int) -> LastDrawn:
+    """What was drawn from, for the root and the nodes of one sequence after the other."""
+    drawn = LastDrawn(array("q"), array("q"), array("f"))
+    for number, places in enumerate(found.numbers(sequences)):
+        for row in (number, *(sequences + place for place in places)):
+            drawn.child.append(sampled.child[row])
+            drawn.ids.extend(sampled.ids[KEPT * row : KEPT * (row + 1)])
+            drawn.q.extend(sampled.q[KEPT * row : KEPT * (row + 1)])
+    return drawn
 
 
 def trees_of(nodes: Found, count: int, sequences: int, other: str = "") -> list[Tree]:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT = "recall.safetensors"
 """Name of the file, in a domain's folder."""
-_FORMAT = "1"
+_FORMAT = "2"
 _PLACE_BYTES = 8
 _PARTS = ("places", "entries", "weights")
 _OWNER_ONLY = 0o600

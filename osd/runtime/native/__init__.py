@@ -26,7 +26,7 @@ _SIGNATURES: dict[str, tuple[list[type], type]] = {
     "osd_recall_drop": ([_POINTER, _UINT32, _UINT32], _INT64),
     "osd_recall_used": ([_POINTER], _INT64),
     "osd_recall_copy": ([_POINTER] * 4 + [_INT], _NONE),
-    "osd_naive": ([_POINTER] + [_INT64] * 2 + [_POINTER] * 8 + [_INT], _INT),
+    "osd_naive": ([_POINTER] + [_INT64] * 2 + [_POINTER] * 9 + [_INT], _INT),
     "osd_top": ([_POINTER] * 2 + [_INT64] * 3 + [_POINTER] * 3 + [_INT], _INT),
 }
 _QUICK: dict[str, tuple[list[type], type]] = {
@@ -35,10 +35,11 @@ _QUICK: dict[str, tuple[list[type], type]] = {
     "osd_recall_new": ([_INT64], _POINTER),
     "osd_recall_free": ([_POINTER], _NONE),
     "osd_recall_learn": (
-        [_POINTER] * 2 + [_INT64] + [_POINTER] * 4 + [_INT64] + [_POINTER] * 3 + [_INT] * 2 + [_UINT32] * 2,
+        [_POINTER] * 2 + [_INT64] + [_POINTER] * 4 + [_INT64] + [_POINTER] * 3 + [_FLOAT, _INT] + [_UINT32] * 2,
         _NONE,
     ),
     "osd_recall_draft": ([_POINTER, _INT64, _INT64, _FLOAT, _INT] + [_POINTER] * 5, _INT64),
+    "osd_recall_draw": ([_POINTER, _INT64, _INT64, _FLOAT] + [_POINTER] * 8, _INT64),
     "osd_recall_query": ([_POINTER] * 2 + [_INT64] + [_POINTER] * 2, _INT64),
     "osd_text_new": ([_INT64], _POINTER),
     "osd_text_free": ([_POINTER], _NONE),

@@ -1,55 +1,12 @@
-/* Draw from the target's distributions along draft trees, and go on as long as a tree has what was drawn. */
+/* Verify drafts against the target's logits: draw what follows and look whether a tree has it, or keep a token that was
+ * drawn before as often as the target allows.
+ */
 #include "common.h"
+#include "noise.h"
 #include "team.h"
 
 #define BLOCK 256
-
-/* exp(x - most) of a vector of scaled logits, 0 where that is less than the least that counts. */
-INLINE Vector weights_of(const float *x, float scale, float most, float least) {
-  const Vector delta = (load(x) - most) * scale;
-  return choose(delta >= least, exp_nonpositive(delta), all(0));
-}
-
-INLINE float weight_of(float x, float scale, float most, float least) {
-  const float delta = (x - most) * scale;
-  return delta >= least ? expf(delta) : 0;
-}
-
-/* One token of x [count], by inversion of the distribution function at u; `sums` [count / BLOCK + 1] is space. */
-static int64_t draw(const float *x, int64_t count, float scale, float least, double u, double *sums) {
-  Vector best = all(-INFINITY);
-  int64_t i = 0;
-  for (; i + WIDTH <= count; i += WIDTH) best = larger(load(x + i), best);
-  float most = largest_of(best);
-  for (; i < count; i++) most = x[i] > most ? x[i] : most;
-  double total = 0;
-  for (int64_t start = 0; start < count; start += BLOCK) {
-    const int64_t end = start + BLOCK < count ? start + BLOCK : count;
-    Vector sum = all(0);
-    float rest = 0;
-    for (i = start; i + WIDTH <= end; i += WIDTH) sum += weights_of(x + i, scale, most, least);
-    for (; i < end; i++) rest += weight_of(x[i], scale, most, least);
-    sums[start / BLOCK] = total += sum_of(sum) + rest;
-  }
-  int64_t block = 0;
-  while (sums[block] <= u * total && sums[block] < total) block++;
-  double left = u * total - (block ? sums[block - 1] : 0);
-  int64_t found = -1; /* rounding may leave something after the last token of the block that has any weight */
-  for (i = block * BLOCK; i < count && i < (block + 1) * BLOCK; i++) {
-    const float weight = weight_of(x[i], scale, most, least);
-    if (weight > 0) found = i;
-    if ((left -= weight) < 0) break;
-  }
-  return found;
-}
-
-enum { BONUS = 4 }; /* See osd/speculation/noise.py, whose numbers these are. */
-
-static uint64_t finalised(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
+#define KEPT 8 /* tokens of a distribution that was drafted from, as in recall.c */
 
 /* A sequence: the row of the logits after its root, those after its nodes follow; its nodes; and the keys of its draws. */
 typedef struct {
@@ -57,22 +14,100 @@ typedef struct {
   uint64_t seed, step, first;
 } Drawing;
 
-/* Uniform in (0, 1), for the token at a depth. */
-static double number(const Drawing *one, int64_t depth) {
-  const uint64_t golden = 0x9e3779b97f4a7c15u;
-  const uint64_t base = finalised(finalised(finalised(one->seed + golden)) + one->step * golden);
-  const uint64_t stream = finalised(base ^ BONUS * 0xbf58476d1ce4e5b9u);
-  return ((double)(finalised(stream + (one->first + (uint64_t)depth + 1) * golden) >> 12) + 0.5) * 0x1p-52;
+/* What was drafted from after the root and each node of all sequences, one behind the other: the child that was drawn,
+ * -1 where none was, and the distribution that it was drawn from, off the children that were chosen. */
+typedef struct {
+  const int64_t *child; /* [entries] a node of the sequence */
+  const int64_t *ids;   /* [entries, KEPT] */
+  const float *q;       /* [entries, KEPT], 0 where there is nothing */
+} Drafted;
+
+/* The distribution of a row: exp((x - most) * scale) over the total, 0 where that is less than the least that counts. */
+typedef struct {
+  const float *x;
+  int64_t count;
+  float scale, least, most;
+  double total;
+  double *sums; /* [count / BLOCK + 1] up to the end of each block */
+} Target;
+
+INLINE Vector weights_of(const Target *p, int64_t i) {
+  const Vector delta = (load(p->x + i) - p->most) * p->scale;
+  return choose(delta >= p->least, exp_nonpositive(delta), all(0));
 }
 
-/* Of each of `count` sequences the path that the draws keep in its tree, how long that is, and the last draw.
+static float weight_of(const Target *p, int64_t i) {
+  const float delta = (p->x[i] - p->most) * p->scale;
+  return delta >= p->least ? expf(delta) : 0;
+}
+
+static void read_target(Target *p) {
+  Vector best = all(-INFINITY);
+  int64_t i = 0;
+  for (; i + WIDTH <= p->count; i += WIDTH) best = larger(load(p->x + i), best);
+  p->most = largest_of(best);
+  for (; i < p->count; i++) p->most = p->x[i] > p->most ? p->x[i] : p->most;
+  p->total = 0;
+  for (int64_t start = 0; start < p->count; start += BLOCK) {
+    const int64_t end = start + BLOCK < p->count ? start + BLOCK : p->count;
+    Vector sum = all(0);
+    float rest = 0;
+    for (i = start; i + WIDTH <= end; i += WIDTH) sum += weights_of(p, i);
+    for (; i < end; i++) rest += weight_of(p, i);
+    p->sums[start / BLOCK] = p->total += sum_of(sum) + rest;
+  }
+}
+
+/* The token at which the distribution function reaches `left`, a weight, with the tokens `off` left out. */
+static int64_t reach(const Target *p, double left, const int64_t *off, int offs) {
+  const int64_t blocks = (p->count + BLOCK - 1) / BLOCK;
+  double gone[KEPT];
+  for (int j = 0; j < offs; j++) gone[j] = weight_of(p, off[j]);
+  int64_t found = -1; /* rounding may leave something after the last token that has any weight */
+  for (int64_t block = 0; block < blocks; block++) {
+    double here = p->sums[block] - (block ? p->sums[block - 1] : 0);
+    for (int j = 0; j < offs; j++)
+      if (off[j] / BLOCK == block) here -= gone[j];
+    if (left >= here && block + 1 < blocks && p->sums[block] < p->total) {
+      left -= here;
+      continue;
+    }
+    for (int64_t i = block * BLOCK; i < p->count && i < (block + 1) * BLOCK; i++) {
+      int out = 0;
+      for (int j = 0; j < offs; j++) out |= off[j] == i;
+      const float weight = out ? 0 : weight_of(p, i);
+      if (weight > 0) found = i;
+      if ((left -= weight) < 0) return found;
+    }
+    if (found >= 0) return found;
+  }
+  return found;
+}
+
+/* A token of p - q', where that is more than nothing. */
+static int64_t residual(const Target *p, const int64_t *ids, const float *q, double u) {
+  double left[KEPT], off = 0, more = 0;
+  int count = 0;
+  for (; count < KEPT && q[count] > 0; count++) {
+    const double weight = weight_of(p, ids[count]);
+    off += weight;
+    more += left[count] = fmax(0, weight - q[count] * p->total);
+  }
+  double place = u * (p->total - off + more);
+  for (int i = 0; i < count; i++)
+    if ((place -= left[i]) < 0) return ids[i];
+  return reach(p, place, ids, count);
+}
+
+/* Of each of `count` sequences the path that is kept of its tree, how long that is, and the token after it.
  *
  * Tokens, parents and paths of all nodes stand one behind the other. `scales` [count] are one over the temperatures,
- * `floors` [count] the least logarithm of a probability, in those of the largest. Returns 1 without memory, 2 where
- * logits [.., vocabulary] are not numbers. */
-int osd_naive(const float *logits, int64_t vocabulary, int64_t count, const Drawing *drawings, const int64_t *tokens,
-              const int64_t *parents, const float *scales, const float *floors, int64_t *path, int64_t *accepted,
-              int64_t *token, int threads) {
+ * `floors` [count] the least logarithm of a probability, in those of the largest. Where `drafted`, which may be null, has
+ * a child that was drawn, it is kept with probability p / q', see osd/speculation/verification/greedy_multidraft.py.
+ * Returns 1 without memory, 2 where logits [.., vocabulary] are not numbers. */
+int osd_naive(const float *logits, int64_t vocabulary, int64_t count, const Drawing *drawings, const Drafted *drafted,
+              const int64_t *tokens, const int64_t *parents, const float *scales, const float *floors, int64_t *path,
+              int64_t *accepted, int64_t *token, int threads) {
   const int64_t blocks = vocabulary / BLOCK + 1;
   if (threads > count) threads = (int)count;
   if (threads < 1) return 0;
@@ -91,16 +126,33 @@ int osd_naive(const float *logits, int64_t vocabulary, int64_t count, const Draw
     const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
     for (int64_t s; (s = take(&m, count)) >= 0;) {
       const Drawing *one = drawings + s;
-      int64_t at = 0, next; /* 0 is the root, 1 + i node i */
-      for (accepted[s] = 0;; at = next) {
-        const float *row = logits + (one->row + at) * vocabulary;
-        token[s] = draw(row, vocabulary, scales[s], floors[s], number(one, accepted[s]), space + m.me * blocks);
-        if (token[s] < 0) failed = 2;
-        next = 0;
-        for (int64_t i = at; i < one->nodes && !next; i++)
-          if (parents[starts[s] + i] == at - 1 && tokens[starts[s] + i] == token[s]) next = i + 1;
-        if (!next) break;
-        path[starts[s] + accepted[s]++] = next - 1;
+      const int64_t *mine = tokens + starts[s], *above = parents + starts[s];
+      int64_t at = 0; /* 0 is the root, 1 + i node i */
+      for (accepted[s] = 0;;) {
+        Target p = {logits + (one->row + at) * vocabulary, vocabulary, scales[s], floors[s], 0, 0, space + m.me * blocks};
+        const int64_t entry = starts[s] + s + at, child = drafted ? drafted->child[entry] : -1;
+        int64_t next = -1;
+        read_target(&p);
+        if (child >= 0) {
+          const int64_t *ids = drafted->ids + entry * KEPT;
+          const float *q = drafted->q + entry * KEPT;
+          int y = 0;
+          while (ids[y] != mine[child]) y++;
+          const double chance = weight_of(&p, ids[y]) / (q[y] * p.total);
+          if (number(one->seed, one->step, ACCEPT, (uint64_t)child) < chance)
+            next = child;
+          else
+            token[s] = residual(&p, ids, q, number(one->seed, one->step, RESIDUAL, (uint64_t)at));
+        } else {
+          const double u = number(one->seed, one->step, BONUS, one->first + (uint64_t)accepted[s]);
+          token[s] = reach(&p, u * p.total, NULL, 0);
+        }
+        if (next < 0 && token[s] < 0) failed = 2;
+        for (int64_t i = at; i < one->nodes && next < 0; i++)
+          if (above[i] == at - 1 && mine[i] == token[s]) next = i;
+        if (next < 0) break;
+        path[starts[s] + accepted[s]++] = next;
+        at = next + 1;
       }
     }
   }

@@ -2,6 +2,7 @@
 #include <pthread.h>
 
 #include "common.h"
+#include "noise.h"
 
 enum {
   ORDERS = 4,                /* lengths of a key, from one token on */
@@ -18,9 +19,14 @@ enum {
   RANKS = 3,                 /* the most probable token, the next, all others */
   SHARES = 12,               /* buckets of probabilities */
   DEPTHS = 3,                /* of a draft: the first token, the second, all others */
-  MODES = 2,                 /* greedy, sampled */
+  MODES = 3,                 /* greedy, sampled, and sampled with a token that is drawn */
+  SAMPLED = 1,
+  DRAWN = 2,
   MEMORY = 32,               /* of an entry: it never counts for more */
   OWN = 1 << 14,             /* entries of a request's own table at most */
+  SAID = 64,                 /* tokens of a distribution of the target that are looked at */
+  CHILDREN = 4,              /* of a node, where all are chosen */
+  WIDEST = 3,                /* of a node whose last child is drawn */
 };
 
 static const float EDGES[SHARES - 1] = {.01f, .03f, .08f, .15f, .25f, .35f, .5f, .65f, .8f, .9f, .97f};
@@ -328,33 +334,62 @@ static int origin_of(const Mixture *m, int rank, const Said *other) {
   return 2 * m->weight * theirs >= m->q[rank] ? OTHER : m->below;
 }
 
-/* The cell of the token of a rank in a mixture; `depth` counts from 0. */
-static Cell *cell_of(Weights *w, const Mixture *m, int rank, int depth, int mode, Cell **coarse) {
-  const int share = share_of(m->q[rank]), place = rank < RANKS ? rank : RANKS - 1;
+/* The cell of a token of a rank and a probability in a mixture; `depth` counts from 0. */
+static Cell *cell_of(Weights *w, const Mixture *m, float q, int rank, int depth, int mode, Cell **coarse) {
+  const int share = share_of(q), place = rank < RANKS ? rank : RANKS - 1;
   *coarse = &w->coarse[mode][place][share];
   return &w->fine[mode][m->level][m->age][depth < DEPTHS ? depth : DEPTHS - 1][place][share];
 }
 
-/* How probably the target takes the token of a rank. */
-static float chance_of(Weights *w, const Mixture *m, int rank, int depth, int mode) {
+/* How probably the target takes such a token. */
+static float chance_of(Weights *w, const Mixture *m, float q, int rank, int depth, int mode) {
   Cell *coarse;
-  const Cell *fine = cell_of(w, m, rank, depth, mode, &coarse);
-  const float usual = (coarse->accepted + 4 * MIDDLES[share_of(m->q[rank])]) / (coarse->tested + 4);
+  const Cell *fine = cell_of(w, m, q, rank, depth, mode, &coarse);
+  const float usual = (coarse->accepted + 4 * MIDDLES[share_of(q)]) / (coarse->tested + 4);
   return (fine->accepted + 8 * usual) / (fine->tested + 8);
 }
 
-static void observe(Cell *cell, int accepted, float kept) {
+static void observe(Cell *cell, float accepted, float kept) {
   cell->tested = cell->tested * kept + 1;
-  cell->accepted = cell->accepted * kept + (float)accepted;
+  cell->accepted = cell->accepted * kept + accepted;
 }
 
-static void calibrate(Weights *w, Mixture *m, int32_t next, int depth, int mode) {
+/* The mixture off its first `fixed` tokens, as it is drawn from: of what is left the KEPT - fixed most probable, to the
+ * power of `scale`. Returns how many there are; the mixture has its most probable tokens first. */
+static int drawable(const Mixture *m, int kept, int fixed, float scale, float *q) {
+  float total = 0;
+  int count = 0;
+  for (int i = fixed; i < kept && m->q[i] > 0; i++) total += q[count++] = scale == 1 ? m->q[i] : powf(m->q[i], scale);
+  for (int i = 0; i < count; i++) q[i] /= total;
+  return count;
+}
+
+/* `scale` is one over the temperature, 0 for greedy. */
+static void calibrate(Weights *w, Mixture *m, int32_t next, int depth, float scale, const Said *whole) {
   if (m->level < 0) return;
-  const int most = sort_first(m, 4);
-  for (int rank = 0; rank < most; rank++) {
-    Cell *coarse, *fine = cell_of(w, m, rank, depth, mode, &coarse);
-    observe(coarse, m->ids[rank] == next, .9995f);
-    observe(fine, m->ids[rank] == next, .999f);
+  const int mode = scale > 0 ? SAMPLED : 0, kept = sort_first(m, KEPT);
+  for (int rank = 0; rank < kept && rank < CHILDREN; rank++) {
+    Cell *coarse, *fine = cell_of(w, m, m->q[rank], rank, depth, mode, &coarse);
+    observe(coarse, (float)(m->ids[rank] == next), .9995f);
+    observe(fine, (float)(m->ids[rank] == next), .999f);
+  }
+  if (mode != SAMPLED) return;
+  float p[KEPT], total = 0; /* the target's probabilities at this temperature, as far as they are known */
+  for (int i = 0; i < kept; i++) p[i] = 0;
+  for (int j = 0; j < whole->count; j++) {
+    const float mass = scale == 1 ? whole->p[j] : powf(whole->p[j], scale);
+    total += mass;
+    for (int i = 0; i < kept; i++)
+      if (m->ids[i] == (int32_t)whole->ids[j]) p[i] = mass;
+  }
+  if (scale == 1) total = 1;
+  for (int fixed = 0; fixed < WIDEST && fixed < kept; fixed++) {
+    float q[KEPT], common = 0;
+    const int count = drawable(m, kept, fixed, scale, q);
+    for (int i = 0; i < count; i++) common += fminf(p[fixed + i] / total, q[i]);
+    Cell *coarse, *fine = cell_of(w, m, count ? q[0] : 0, fixed, depth, DRAWN, &coarse);
+    observe(coarse, common, .9995f);
+    observe(fine, common, .999f);
   }
 }
 
@@ -456,10 +491,11 @@ void osd_text_append(Text *text, const int64_t *tokens, int64_t count, int heard
  *
  * `ids` and `logp` [1 + count, k] are the target's most probable tokens there. `next` [1 + count] is the token that came
  * where the output went on, in the order of the text, and -1 elsewhere. `others` and `other_p` [1 + count, KEPT] are what
- * another drafter said, -1 for nothing; null without one. Without `keep` only the request's own table learns the words. */
+ * another drafter said, -1 for nothing; null without one. `scale` is one over the temperature, 0 for greedy. Without
+ * `keep` only the request's own table learns the words. */
 void osd_recall_learn(Recall *recall, Text *text, int64_t count, const int64_t *tokens, const int64_t *parents,
                       const int64_t *ids, const float *logp, int64_t k, const int64_t *next, const int64_t *others,
-                      const float *other_p, int mode, int keep, uint32_t reader, uint32_t now) {
+                      const float *other_p, float scale, int keep, uint32_t reader, uint32_t now) {
   int32_t(*tails)[TAIL] = malloc((size_t)(1 + count) * sizeof(*tails));
   int32_t *depths = malloc((size_t)(1 + count) * sizeof(int32_t));
   if (!tails || !depths) {
@@ -467,7 +503,7 @@ void osd_recall_learn(Recall *recall, Text *text, int64_t count, const int64_t *
     free(depths);
     return;
   }
-  const int most = k < KEPT ? (int)k : KEPT;
+  const int known = k < SAID ? (int)k : SAID, most = known < KEPT ? known : KEPT;
   Mixture m;
   for (int64_t row = 0; row <= count; row++) {
     if (row) {
@@ -477,9 +513,9 @@ void osd_recall_learn(Recall *recall, Text *text, int64_t count, const int64_t *
       tail_of(text, tails[0]);
       depths[0] = 0;
     }
-    float p[KEPT];
-    for (int i = 0; i < most; i++) p[i] = expf(logp[row * k + i]);
-    const Said said = {ids + row * k, p, most};
+    float p[SAID];
+    for (int i = 0; i < known; i++) p[i] = expf(logp[row * k + i]);
+    const Said said = {ids + row * k, p, most}, whole = {ids + row * k, p, known};
     uint64_t hashes[ORDERS];
     const int orders = hashes_of(tails[row], hashes);
     pthread_mutex_lock(&recall->lock);
@@ -490,7 +526,7 @@ void osd_recall_learn(Recall *recall, Text *text, int64_t count, const int64_t *
         while (other.count < KEPT && other.ids[other.count] >= 0) other.count++;
       }
       mix(recall, text, tails[row], &said, other.count ? &other : NULL, &m);
-      calibrate(recall->weights, &m, (int32_t)next[row], depths[row], mode);
+      calibrate(recall->weights, &m, (int32_t)next[row], depths[row], scale, &whole);
     }
     if (keep) learn_table(&recall->table, hashes, orders, &said, reader, now);
     pthread_mutex_unlock(&recall->lock);
@@ -524,18 +560,65 @@ static Candidate take_best(Candidate *heap, int64_t *count) {
   return best;
 }
 
-enum { CHILDREN = 4 };
-
 typedef struct {
   Recall *recall;
   const Text *text;
-  int64_t limit; /* nodes at most */
-  int64_t mode;
+  int64_t limit;         /* nodes at most */
+  uint64_t seed, step;   /* by which tokens are drawn */
+  double scale;          /* one over the temperature, 0 for greedy */
   const int64_t *path;   /* what another drafter drafted, `levels` tokens; null without one */
   const int64_t *others; /* [1 + levels, KEPT] what it said after each of them, -1 for nothing */
   const float *other_p;
   int64_t levels;
 } Asked;
+
+/* The rows that a draft grows from, the roots of all sequences and then the nodes: of each the context, the number within
+ * its sequence, its depth and how far it follows the other drafter's path (-1: it has left it). */
+typedef struct {
+  int32_t (*tails)[TAIL];
+  int32_t *number, *depth, *along, *size; /* `size` are the nodes of each sequence */
+} Growing;
+
+static int grow_new(Growing *g, int64_t rows) {
+  g->tails = malloc((size_t)rows * sizeof(*g->tails));
+  g->number = malloc((size_t)rows * 4 * sizeof(int32_t));
+  g->depth = g->number + rows;
+  g->along = g->depth + rows;
+  g->size = g->along + rows;
+  return !g->tails || !g->number;
+}
+
+static void grow_free(Growing *g) {
+  free(g->tails);
+  free(g->number);
+}
+
+static void add_root(Growing *g, const Asked *one, int64_t row) {
+  tail_of(one->text, g->tails[row]);
+  g->number[row] = -1;
+  g->depth[row] = 0;
+  g->along[row] = one->path || one->others ? 0 : -1;
+  g->size[row] = 0;
+}
+
+/* The node `row` of a sequence, a token after another row of it. */
+static void add_node(Growing *g, const Asked *one, int64_t sequence, int64_t row, int64_t after, int32_t token) {
+  const int32_t place = g->along[after];
+  follow(g->tails[row], g->tails[after], token);
+  g->depth[row] = g->depth[after] + 1;
+  g->along[row] = place >= 0 && one->path && place < one->levels && one->path[place] == token ? place + 1 : -1;
+  g->number[row] = g->size[sequence]++;
+}
+
+/* What may follow a row, and what another drafter said there; its recall is locked. */
+static void look(const Growing *g, const Asked *one, int64_t row, Mixture *m, Said *other) {
+  *other = (Said){NULL, NULL, 0};
+  if (g->along[row] >= 0 && g->along[row] <= one->levels) {
+    *other = (Said){one->others + g->along[row] * KEPT, one->other_p + g->along[row] * KEPT, 0};
+    while (other->count < KEPT && other->ids[other->count] >= 0) other->count++;
+  }
+  mix(one->recall, one->text, g->tails[row], NULL, other->count ? other : NULL, m);
+}
 
 /* Draft for several sequences: the most probable nodes of all of them, from the most probable on, at most `most` and as
  * long as the chance that a node is kept is at least `floor`. With `chains` no node has a second child.
@@ -544,44 +627,28 @@ typedef struct {
  * comes from and its chance. Returns how many there are, or -1 without memory. */
 int64_t osd_recall_draft(const Asked *asked, int64_t sequences, int64_t most, float floor, int chains, int64_t *owner,
                          int64_t *parent, int64_t *token, int64_t *level, float *chance) {
-  const int64_t rows = sequences + most;
-  int32_t(*tails)[TAIL] = malloc((size_t)rows * sizeof(*tails));
-  Candidate *heap = malloc((size_t)(rows * CHILDREN + 1) * sizeof(Candidate));
-  int32_t *numbers = malloc((size_t)rows * 4 * sizeof(int32_t));
-  if (!tails || !heap || !numbers) {
-    free(tails);
+  Growing g;
+  Candidate *heap = malloc((size_t)((sequences + most) * CHILDREN + 1) * sizeof(Candidate));
+  if (grow_new(&g, sequences + most) || !heap) {
+    grow_free(&g);
     free(heap);
-    free(numbers);
     return -1;
   }
-  /* Of each row, a root or a node: its number within the sequence, its depth, how far it follows the other drafter's
-   * path (-1: it has left it); and of each sequence its nodes. */
-  int32_t *number = numbers, *depth = numbers + rows, *along = numbers + 2 * rows, *size = numbers + 3 * rows;
   int64_t waiting = 0, found = 0;
   Mixture m;
+  Said other;
   for (int64_t row = 0; row < sequences + found; row++) {
-    const int64_t node = row - sequences;
-    const int64_t s = node < 0 ? row : owner[node];
+    const int64_t node = row - sequences, s = node < 0 ? row : owner[node];
     const Asked *one = asked + s;
     const float reach = node < 0 ? 1 : chance[node];
-    if (node < 0) {
-      tail_of(one->text, tails[row]);
-      number[row] = -1;
-      depth[row] = 0;
-      along[row] = one->path || one->others ? 0 : -1;
-      size[s] = 0;
-    }
+    if (node < 0) add_root(&g, one, row);
     if (one->limit > 0 && !(node >= 0 && found >= most)) {
-      Said other = {NULL, NULL, 0};
-      if (along[row] >= 0 && along[row] <= one->levels) {
-        other = (Said){one->others + along[row] * KEPT, one->other_p + along[row] * KEPT, 0};
-        while (other.count < KEPT && other.ids[other.count] >= 0) other.count++;
-      }
       pthread_mutex_lock(&one->recall->lock);
-      mix(one->recall, one->text, tails[row], NULL, other.count ? &other : NULL, &m);
+      look(&g, one, row, &m, &other);
       const int best = m.level < 0 ? 0 : sort_first(&m, chains ? 1 : CHILDREN);
       for (int rank = 0; rank < best; rank++) {
-        const float worth = reach * chance_of(one->recall->weights, &m, rank, depth[row], (int)one->mode);
+        const float worth =
+            reach * chance_of(one->recall->weights, &m, m.q[rank], rank, g.depth[row], one->scale > 0 ? SAMPLED : 0);
         if (worth >= floor)
           raise_up(heap, waiting++,
                    (Candidate){worth, (int32_t)s, (int32_t)row, m.ids[rank], origin_of(&m, rank, &other)});
@@ -592,25 +659,121 @@ int64_t osd_recall_draft(const Asked *asked, int64_t sequences, int64_t most, fl
     if (row < sequences - 1) continue;
     while (waiting && found < most) {
       const Candidate best = take_best(heap, &waiting);
-      const int64_t new = sequences + found;
-      const Asked *its = asked + best.sequence;
-      if (size[best.sequence] >= its->limit) continue;
-      follow(tails[new], tails[best.parent], best.token);
-      depth[new] = depth[best.parent] + 1;
-      const int32_t place = along[best.parent];
-      along[new] = place >= 0 && its->path && place < its->levels && its->path[place] == best.token ? place + 1 : -1;
-      number[new] = size[best.sequence]++;
+      if (g.size[best.sequence] >= asked[best.sequence].limit) continue;
       owner[found] = best.sequence;
-      parent[found] = number[best.parent];
+      parent[found] = g.number[best.parent];
       token[found] = best.token;
       level[found] = best.level;
-      chance[found++] = best.worth;
+      chance[found] = best.worth;
+      add_node(&g, asked + best.sequence, best.sequence, sequences + found++, best.parent, best.token);
       break;
     }
   }
-  free(tails);
+  grow_free(&g);
   free(heap);
-  free(numbers);
+  return found;
+}
+
+/* How many children a row has, of which the last is drawn: as long as one more adds, times the chance of the row, at least
+ * `floor` to what is kept. `chances` [WIDEST] become those of the children that are chosen. */
+static int width_of(Weights *w, const Mixture *m, int kept, float scale, int depth, float reach, float floor, int most,
+                    float *chances) {
+  float told = 0, before = 0;
+  int width = 0;
+  for (int fixed = 0; fixed < WIDEST && fixed < kept && fixed < most; fixed++) {
+    float q[KEPT];
+    if (!drawable(m, kept, fixed, scale, q)) break;
+    const float last = chance_of(w, m, q[0], fixed, depth, DRAWN);
+    if (reach * (told + last - before) < floor) break;
+    before = told + last;
+    width = fixed + 1;
+    told += chances[fixed] = chance_of(w, m, m->q[fixed], fixed, depth, SAMPLED);
+  }
+  return width;
+}
+
+/* How probably a token is kept that was drawn from q [count] after so many chosen ones: as often as the target says it
+ * for each time that it is drawn, at most always, and all of them together as often as was counted. */
+static float chance_drawn(Weights *w, const Mixture *m, int fixed, int count, int drawn, const float *q, int depth) {
+  float kept = 0, mine = 0;
+  for (int i = 0; i < count; i++) {
+    const float said = chance_of(w, m, m->q[fixed + i], fixed + i, depth, SAMPLED), part = fminf(1, said / q[i]);
+    kept += q[i] * part;
+    if (i == drawn) mine = part;
+  }
+  return fminf(1, mine * chance_of(w, m, q[0], fixed, depth, DRAWN) / kept);
+}
+
+/* The same where the last child of a node is drawn, from the mixture off the children before it; how many there are is
+ * settled before. Nodes grow from the most probable on; a node is not taken back.
+ *
+ * Of each row, the roots and then the nodes, also what its last child was drawn from: the number of that child, or -1,
+ * and the tokens [KEPT] with their probabilities, 0 where there are none. */
+int64_t osd_recall_draw(const Asked *asked, int64_t sequences, int64_t most, float floor, int64_t *owner, int64_t *parent,
+                        int64_t *token, int64_t *level, float *chance, int64_t *child, int64_t *ids, float *q) {
+  Growing g;
+  Candidate *heap = malloc((size_t)(sequences + most + 1) * sizeof(Candidate)); /* rows to go on from */
+  if (grow_new(&g, sequences + most) || !heap) {
+    grow_free(&g);
+    free(heap);
+    return -1;
+  }
+  int64_t waiting = 0, found = 0;
+  Mixture m;
+  Said other;
+  for (int64_t row = 0; row < sequences; row++) {
+    add_root(&g, asked + row, row);
+    child[row] = -1;
+    if (asked[row].limit > 0) raise_up(heap, waiting++, (Candidate){1, (int32_t)row, (int32_t)row, 0, 0});
+  }
+  while (waiting && found < most) {
+    const Candidate at = take_best(heap, &waiting);
+    const Asked *one = asked + at.sequence;
+    const int64_t row = at.parent;
+    const float scale = (float)one->scale;
+    const int64_t left = one->limit - g.size[at.sequence], room = left < most - found ? left : most - found;
+    float chances[WIDEST], *mine = q + row * KEPT;
+    int32_t tokens[WIDEST], levels[WIDEST];
+    int width = 0;
+    pthread_mutex_lock(&one->recall->lock);
+    look(&g, one, row, &m, &other);
+    if (m.level >= 0 && room > 0) {
+      Weights *w = one->recall->weights;
+      const int kept = sort_first(&m, KEPT);
+      width = width_of(w, &m, kept, scale, g.depth[row], at.worth, floor, (int)room, chances);
+      const int fixed = width - 1, count = width ? drawable(&m, kept, fixed, scale, mine) : 0;
+      if (width) {
+        child[row] = g.size[at.sequence] + fixed;
+        double u = number(one->seed, one->step, DRAFT, (uint64_t)child[row]);
+        int drawn = 0;
+        while (drawn + 1 < count && (u -= mine[drawn]) >= 0) drawn++;
+        chances[fixed] = chance_drawn(w, &m, fixed, count, drawn, mine, g.depth[row]);
+        for (int i = 0; i < KEPT; i++) {
+          ids[row * KEPT + i] = i < count ? m.ids[fixed + i] : 0;
+          if (i >= count) mine[i] = 0;
+        }
+        for (int rank = 0; rank < width; rank++) {
+          const int which = rank < fixed ? rank : fixed + drawn;
+          tokens[rank] = m.ids[which];
+          levels[rank] = origin_of(&m, which, &other);
+        }
+      }
+    }
+    pthread_mutex_unlock(&one->recall->lock);
+    for (int rank = 0; rank < width; rank++) {
+      const int64_t new = sequences + found;
+      owner[found] = at.sequence;
+      parent[found] = g.number[row];
+      token[found] = tokens[rank];
+      level[found] = levels[rank];
+      chance[found++] = at.worth * chances[rank];
+      child[new] = -1;
+      add_node(&g, one, at.sequence, new, row, tokens[rank]);
+      raise_up(heap, waiting++, (Candidate){chance[new - sequences], at.sequence, (int32_t)new, 0, 0});
+    }
+  }
+  grow_free(&g);
+  free(heap);
   return found;
 }
 

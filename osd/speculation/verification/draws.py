@@ -1,7 +1,12 @@
-"""The rule ``naive`` for many sequences in one call, where a CPU has the target's logits."""
+"""Drafts of many sequences verified in one call, where a CPU has the target's logits.
+
+Candidates that were chosen are looked up in what is drawn from the target, as ``naive`` does; a last child that was
+drawn from a distribution of few tokens is verified as ``greedy_multidraft`` does.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,6 +37,22 @@ class Drawing(NamedTuple):
     first: int
 
 
+class LastDrawn(NamedTuple):
+    """What last children were drawn from, off the children chosen before them: an entry a root and an entry a node.
+
+    Those of one sequence stand behind those of the one before. ``child`` is the number of the node that was drawn, -1
+    where none was; ``ids`` are ``KEPT`` tokens an entry and ``q`` their probabilities, 0 where there are none.
+    """
+
+    child: array[Any]
+    ids: array[Any]
+    q: array[Any]
+
+
+class _Drafted(ctypes.Structure):
+    _fields_ = [("child", ctypes.c_void_p), ("ids", ctypes.c_void_p), ("q", ctypes.c_void_p)]
+
+
 def softmaxes(settings: SamplingSettings) -> bool:
     """Whether these settings make softmaxes at a temperature, of which min-p at most takes something."""
     return settings.temperature > 0 and settings.top_k == 0 and settings.top_p >= 1
@@ -47,12 +68,15 @@ def readable(logits: Tensor) -> bool:
     )
 
 
-def follow_draws(logits: Tensor, drawings: Sequence[Drawing]) -> list[tuple[list[int], int]]:
-    """The nodes of each draft that the draws keep, and the token after them: what ``Naive`` says of them.
+def follow_draws(
+    logits: Tensor, drawings: Sequence[Drawing], drawn: LastDrawn | None = None
+) -> list[tuple[list[int], int]]:
+    """The nodes of each draft that are kept, and the token after them: without ``drawn`` what ``Naive`` says of them.
 
     Args:
         logits: [R, vocabulary] float32 on a CPU, contiguous.
         drawings: with settings that make softmaxes.
+        drawn: of the drafts in this order.
 
     Raises:
         ValueError: the logits are not numbers.
@@ -67,8 +91,9 @@ def follow_draws(logits: Tensor, drawings: Sequence[Drawing]) -> list[tuple[list
     scales = array("f", [1 / one.settings.temperature for one in drawings])
     least = torch.tensor([one.settings.min_p for one in drawings]).log().clamp(min=_LEAST)
     path, accepted, following = array("q", [0] * nodes), array("q", [0] * count), array("q", [0] * count)
+    last = None if drawn is None else ctypes.byref(_Drafted(*map(_at, drawn)))
     failed = library.osd_naive(
-        logits.data_ptr(), logits.shape[1], count, _at(keys), _at(tokens), _at(parents), _at(scales),
+        logits.data_ptr(), logits.shape[1], count, _at(keys), last, _at(tokens), _at(parents), _at(scales),
         least.data_ptr(), _at(path), _at(accepted), _at(following), torch.get_num_threads(),
     )  # fmt: skip
     if failed == 1:

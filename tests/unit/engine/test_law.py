@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import queue
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from osd.drafters import Drafter
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
+from osd.drafters.recall.session import _by_sequence
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
@@ -44,7 +46,7 @@ from osd.speculation.tree import ROOT, DraftBatch
 from osd.speculation.verification import VERIFICATIONS
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
-from osd.speculation.verification.draws import Drawing, follow_draws
+from osd.speculation.verification.draws import Drawing, LastDrawn, follow_draws
 from tests.unit.engine.harness import settings
 from tests.unit.engine.toys import Lookup, Rider, Skip
 from tests.unit.speculation.test_penalties import written_out
@@ -314,6 +316,25 @@ def test_candidates_that_are_chosen_without_chance_leave_the_law_alone(
     assert drafted[-1] > 500
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("broken", [False, True], ids=["as it is", "told wrongly"])
+def test_candidates_that_recall_draws_leave_the_law_alone(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, temperature: float, broken: bool
+) -> None:
+    told = []
+
+    def by_sequence(*parts: Any) -> LastDrawn:
+        drawn = _by_sequence(*parts)
+        told.append(sum(child >= 0 for child in drawn.child))
+        return drawn._replace(q=array("f", [share / 3 for share in drawn.q])) if broken else drawn
+
+    monkeypatch.setattr("osd.drafters.recall.session._by_sequence", by_sequence)
+    policy = Policy.of(GROWTH_SETTINGS["best_first"]())  # type: ignore[arg-type]
+    found = p_value(model, SamplingParams(temperature), policy, count=1500, drafter=Recall())
+    assert sum(told) > 500
+    assert found < 1e-9 if broken else found > 1e-4
+
+
 @pytest.mark.parametrize("kind", ["best_first", "chain"])
 def test_a_mixture_of_recall_and_a_trained_drafter_leaves_the_law_alone(model: LlamaForCausalLM, kind: str) -> None:
     torch.manual_seed(2)
@@ -419,7 +440,7 @@ def test_a_rule_that_keeps_what_it_should_not_is_caught(
 def test_chosen_candidates_that_are_kept_whatever_the_target_says_are_caught(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def keeps_everything(logits: Tensor, drawings: Sequence[Drawing]) -> list[tuple[list[int], int]]:
+    def keeps_everything(logits: Tensor, drawings: Sequence[Drawing], drawn: None) -> list[tuple[list[int], int]]:
         after = [one._replace(row=one.row + len(one.tokens), tokens=[], parents=[]) for one in drawings]
         broken = zip(drawings, follow_draws(logits, after), strict=True)
         kept = [(list(range(len(one.tokens))), token) for one, (_, token) in broken]

@@ -179,27 +179,25 @@ def test_no_memory_for_the_table_makes_it_smaller_and_says_so(
 def test_what_ends_in_the_middle_of_a_draft_ends_there_as_it_does_without_one(target_dir: Path) -> None:
     """Text beyond the end, or text that is cut short, is what breaks a tool call."""
     with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
-        prompt = prompts([30], seed=3)[0]
 
-        def decode(name: str, **more: Any) -> Result:
-            client.submit(name, prompt, 40, capture=True, **more)
+        def decode(name: str, prompt: list[int], tokens: int, **more: Any) -> Result:
+            client.submit(name, prompt, tokens, ignore_eos=True, **more)
             return client.wait()[name]
 
-        whole = decode("whole", speculate=False, ignore_eos=True)
-        for number in range(2):
-            decode(f"learn {number}", ignore_eos=True)
         lengths = set()
-        for start in range(6, len(whole.text) - 12, 5):
-            stop = (whole.text[start : start + 4],)
-            goal = decode(f"plain {start}", stop=stop, speculate=False, ignore_eos=True)
-            got = decode(f"drafted {start}", stop=stop, ignore_eos=True)
+        for number, prompt in enumerate(prompts(range(11, 19), seed=3)):
+            whole = decode(f"whole {number}", prompt, 40, speculate=False)
+            for again in range(2):
+                decode(f"learn {number} {again}", prompt, 40, capture=True)
+            middle = len(whole.text) * (1 + number) // 10
+            stop = (whole.text[middle : middle + 3],)
+            goal = decode(f"plain {number}", prompt, 40, stop=stop, speculate=False)
+            got = decode(f"drafted {number}", prompt, 40, stop=stop)
             assert (got.text, got.finish, got.tokens) == (goal.text, goal.finish, goal.tokens)
             lengths.add(len(got.tokens))
-        assert len(lengths) > 4
-        for limit in range(1, 9):
-            client.submit(f"drafted to {limit}", prompt, limit, ignore_eos=True)
-            got = client.wait()[f"drafted to {limit}"]
-            assert (got.tokens, got.finish) == (whole.tokens[:limit], "length")
+            short = decode(f"short {number}", prompt, 5 + number)
+            assert (short.tokens, short.finish) == (whole.tokens[: 5 + number], "length")
+        assert len(lengths) > 3
         assert client.engine.counters().speculation().accepted > 100
 
 
@@ -220,7 +218,7 @@ def test_a_memory_that_is_always_wrong_costs_rounds_and_no_token_and_comes_to_an
             wrong = torch.tensor([[(text[end] + 1) % 200]])
             heard = Heard([], [], wrong, torch.zeros(1, 1), [int(wrong)])
             for _ in range(8):
-                shared.learn(before, heard, True, 1, 0)
+                shared.learn(before, heard, 0.0, 1, 0)
         client.submit("second", prompt, 40, ignore_eos=True)
         found = client.wait()["second"]
     assert found.tokens == goal

@@ -1,8 +1,9 @@
-"""What a kernel draws along drafts, beside the rule ``naive`` on whole distributions."""
+"""What a kernel draws along drafts: beside the rule ``naive`` on whole distributions, and by its law."""
 
 from __future__ import annotations
 
 import math
+from array import array
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from osd.engine.request import SamplingParams
 from osd.runtime.native import libraries, load
-from osd.speculation.noise import Noise
+from osd.speculation.noise import Noise, Purpose
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import DraftBatch
-from osd.speculation.verification.draws import Drawing, follow_draws, readable, softmaxes
+from osd.speculation.verification.draws import Drawing, LastDrawn, follow_draws, readable, softmaxes
 from osd.speculation.verification.naive import Naive
 
 PARENTS = [-1, -1, 0, 0, 1, 2, 2]
@@ -74,6 +75,45 @@ def test_tokens_come_as_often_as_they_are_probable(vocabulary: int) -> None:
     large = expected > 5
     statistic = float(((counts - expected)[large] ** 2 / expected[large]).sum())
     assert statistic < int(large.sum()) + 5 * math.sqrt(2 * int(large.sum()))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("fixed", [(), (5,), (5, 0)], ids=["none chosen", "one chosen", "two chosen"])
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_last_child_that_was_drawn_is_kept_as_often_as_it_may_be(
+    temperature: float, fixed: tuple[int, ...], broken: bool
+) -> None:
+    runs, vocabulary = 20000, 300
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(1 + len(fixed) + 1, vocabulary, generator=generator)
+    logits[0, :8] += 5.0
+    p = (logits[0].double() / temperature).softmax(-1)
+    ids = [token for token in (5, 3, 0, 7, 1) if token not in fixed]
+    q = torch.rand(len(ids), generator=generator) + 0.2
+    q = q / q.sum()
+    noise = Noise.of_seeds(range(runs), [4] * runs, torch.device("cpu"))
+    places = torch.searchsorted(q.cumsum(0), noise.uniform(Purpose.DRAFT, len(fixed))).clamp(max=len(ids) - 1)
+    y = torch.tensor(ids)[places].tolist()
+    parents, width = [-1] * (len(fixed) + 1), len(fixed) + 1
+    drawn = LastDrawn(array("q"), array("q"), array("f"))
+    for _ in range(runs):
+        drawn.child.extend([len(fixed), *[-1] * width])
+        drawn.ids.extend([*ids, *[0] * (8 - len(ids)), *[0] * (8 * width)])
+        told = [share / 4 for share in q.tolist()] if broken else q.tolist()
+        drawn.q.extend([*told, *[0.0] * (8 - len(ids)), *[0.0] * (8 * width)])
+    params = SamplingParams(temperature)
+    asked = [Drawing(0, [*fixed, y[seed]], parents, params, seed, 4, 0) for seed in range(runs)]
+    found = follow_draws(logits, asked, drawn)
+    first = [one.tokens[path[0]] if path else token for one, (path, token) in zip(asked, found, strict=True)]
+    counts = torch.bincount(torch.tensor(first), minlength=vocabulary).double()
+    expected = p * runs
+    large = expected > 5
+    statistic = float(((counts - expected)[large] ** 2 / expected[large]).sum())
+    limit = int(large.sum()) + 5 * math.sqrt(2 * int(large.sum()))
+    assert statistic > 2 * limit if broken else statistic < limit
+    kept = sum(bool(path) for path, _ in found) / runs
+    common = float(torch.minimum(p[ids], q.double()).sum() + p[list(fixed)].sum())
+    assert broken or abs(kept - common) < 5 * math.sqrt(common / runs)
 
 
 def test_only_softmaxes_of_readable_logits_are_followed() -> None:

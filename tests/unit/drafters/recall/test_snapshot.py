@@ -24,7 +24,7 @@ def learn(memory: Memory, request: str, tokens: list[int], now: int = 1000) -> N
     text = backend().text(64)
     text.append(tokens, certain=True)
     ids, logp = torch.tensor([[5, 6]]), torch.tensor([[-0.1, -3.0]])
-    memory.learn(text, Heard([], [], ids, logp, [5]), True, mark_of(request), now)
+    memory.learn(text, Heard([], [], ids, logp, [5]), 0.0, mark_of(request), now)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_it_is_a_safetensors_file_for_the_owner_that_says_what_it_is_of(snapshot
     with safe_open(path, "pt") as file:
         said = file.metadata()
         assert sorted(file.keys()) == ["entries", "places", "weights"]
-    assert (said["format"], said["target"], said["entries"]) == ("1", TARGET.name, "1024")
+    assert (said["format"], said["target"], said["entries"]) == ("2", TARGET.name, "1024")
     assert (said["target_sha256"], said["tokenizer_sha256"]) == (TARGET.weights, TARGET.tokenizer)
     assert abs(float(said["created"]) - time.time()) < 60
     assert said["sha256"] == about.sha256
@@ -109,7 +109,7 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("format", "it is of format 7, and only 1 is known"),
+        ("format", "it is of format 7, and only 2 is known"),
         ("contents", "its contents do not match their hash"),
         ("header", "it is damaged: 'created'"),
         ("entries", "its contents are not those of 1000000000000000 entries"),
