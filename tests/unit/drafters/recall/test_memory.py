@@ -136,7 +136,8 @@ def test_the_kernel_does_what_python_does(sampled: bool) -> None:
 def test_the_kernel_draws_what_python_draws(temperature: float) -> None:
     backends = NativeBackend(), PlainBackend()
     memories, language = [backend.memory(4096) for backend in backends], Language(1.5)
-    draftings, rng, drawn, alike = [backend.drafting() for backend in backends], random.Random(3), 0, 0
+    draftings, drawn, alike = [backend.drafting() for backend in backends], 0, 0
+    rng = random.Random(3)  # noqa: S311
     for number in range(25):
         texts = [backend.text(256) for backend in backends]
         tokens = [rng.randrange(VOCABULARY) for _ in range(9)]
