@@ -123,4 +123,7 @@ def _request(way: str, prompt: tuple[int, ...], tokens: int, policy: Policy | No
     greedy = SamplingParams(temperature=0)
     # The logits of plain decoding say how near a difference was.
     logprobs = 2 if policy is None else None
-    return Request(way, prompt, tokens, greedy, speculate=policy is not None, policy=policy, logprobs=logprobs)
+    # Drafters that remember do: what they draft are then answers that were given.
+    return Request(
+        way, prompt, tokens, greedy, speculate=policy is not None, policy=policy, logprobs=logprobs, capture=True
+    )

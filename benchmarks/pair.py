@@ -13,6 +13,8 @@ from osd.config import Settings, drafter_of
 from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
 from osd.drafters.base import Drafter
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.mixed.drafter import Mixed
+from osd.drafters.recall.drafter import Recall
 from osd.drafters.session import Runtime
 from osd.engine.engine import Engine
 from osd.registry.versions import Registry, VersionError
@@ -27,6 +29,9 @@ from serving.rollout_follower import Start
 DRAFTS = ("skip_layers", "language_model", "eagle", "registry")
 """What may draft: the target without some middle layers, which is often right untrained (Zhang et al., "Draft &
 Verify", ACL 2024); a fresh drafter of a kind; or the newest version of the configured domain."""
+
+RECALLING = ("recall", "mixed")
+"""What drafts by a memory, in an engine alone: recall, and recall with a fresh ``eagle``."""
 
 _SKIPPED = (0.4, 0.54)  # which layers skip_layers leaves out, as shares of the depth
 
@@ -79,14 +84,18 @@ def reading_anew(settings: Settings) -> Settings:
 
 
 def load_engine(settings: Settings, draft: str) -> tuple[Engine, str]:
-    """An engine as a replica has it, not started, and what to call its drafter.
+    """An engine as a replica has it, not started, and what to call its drafter: of ``DRAFTS`` or ``RECALLING``.
 
     Raises:
         BenchError: there is no such drafter.
         osd.target.load.TargetError: the target cannot be had.
     """
     directory = resolve(settings.target.source, settings.home_dir)
-    drafter, name = find_drafter(settings, draft, directory)
+    if draft == "recall":
+        return engine_with(settings, directory, Recall()), draft
+    drafter, name = find_drafter(settings, "eagle" if draft == "mixed" else draft, directory)
+    if draft == "mixed":
+        drafter, name = Mixed(drafter), f"recall with {name}"
     return engine_with(settings, directory, drafter), name
 
 

@@ -16,7 +16,7 @@ from benchmarks.figures import Quartiles
 from benchmarks.machine import Machine
 from benchmarks.nodes import Calibration, Draft, Tally, WatchedMixed, WatchedRecall, tallies
 from benchmarks.pair import BenchError, engine_with
-from benchmarks.streams import Arrivals, decoding_rate, updates_of
+from benchmarks.streams import Arrivals, answers_of, decoding_rate, updates_of
 from osd.config import ConfidenceSettings, Settings
 from osd.drafters.base import Drafter
 from osd.drafters.recall.drafter import Recall
@@ -130,7 +130,7 @@ def serve(
     The ways take turns on the same prompts, and another one begins each time. One plain wave before them warms up.
 
     Args:
-        setup: its engine is running, with a slot for each stream.
+        setup: its engine is running, with a slot for each stream and the prefix cache.
         prompts: ``plan.after`` and ``plan.unseen`` of them.
         plan: how much is served, and how.
         report: told which requests come next.
@@ -160,6 +160,11 @@ def _wave(
     setup: Setup, way: Way, phase: Literal["stream", "unseen"], first: int, prompts: Sequence[tuple[int, ...]],
     plan: Plan,
 ) -> Wave:  # fmt: skip
+    # Prompts are read first, so that all of them decode from then on: short answers would end before others begin.
+    read = [
+        Request(f"read-{number}", prompt, 1, speculate=False, domain=way.name) for number, prompt in enumerate(prompts)
+    ]
+    answers_of(setup.engine, read)
     requests = [
         Request(
             f"{way.name}-{phase}-{number}", prompt, plan.tokens, replace(plan.sampling, seed=number),

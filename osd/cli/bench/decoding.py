@@ -179,10 +179,11 @@ def lossless(
     draft: Annotated[
         list[str],
         typer.Option(
-            help="eagle, language_model, skip_layers or registry, as in osd bench rules; may be given again.",
+            help="recall, mixed (recall with a fresh eagle), eagle, language_model, skip_layers or registry; may be "
+            "given again.",
             metavar="KIND",
         ),
-    ] = ["eagle", "language_model"],  # noqa: B006 - likewise
+    ] = ["recall", "mixed", "eagle", "language_model"],  # noqa: B006 - likewise
     count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 200,
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Of each answer at most.")] = 16,
     json_file: Json = None,
@@ -199,7 +200,7 @@ def lossless(
     settings = settings_of(config, [*(overrides or ()), *fixed])
     check_output(json_file)
     for kind in draft:
-        check_draft(kind)
+        check_draft(kind, recalling=True)
     from itertools import chain, zip_longest
 
     from benchmarks.pair import encode, load_engine

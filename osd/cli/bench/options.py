@@ -45,12 +45,13 @@ CONTEXT = 512
 _WIDTH = 200  # characters
 
 
-def check_draft(draft: str) -> None:
-    """Refuse a drafter that is none of those to choose from."""
-    from benchmarks.pair import DRAFTS
+def check_draft(draft: str, recalling: bool = False) -> None:
+    """Refuse a drafter that is none of those to choose from, which may be ``recalling`` ones."""
+    from benchmarks.pair import DRAFTS, RECALLING
 
-    if draft not in DRAFTS:
-        fail(f"--draft must be one of {', '.join(DRAFTS)}, not {draft}")
+    choice = (*DRAFTS, *RECALLING) if recalling else DRAFTS
+    if draft not in choice:
+        fail(f"--draft must be one of {', '.join(choice)}, not {draft}")
 
 
 def check_output(json_file: Path | None, plot: Path | None = None) -> None:

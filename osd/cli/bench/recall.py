@@ -37,7 +37,7 @@ def recall(
     if draft is not None:
         check_draft(draft)
     from benchmarks import recall as bench
-    from benchmarks.pair import BenchError, encode, find_drafter, reading_anew
+    from benchmarks.pair import BenchError, encode, find_drafter
     from benchmarks.recall_tables import tables
     from osd.engine.request import SamplingParams
     from osd.target.load import resolve
@@ -52,8 +52,9 @@ def recall(
         directory = resolve(settings.target.source, settings.home_dir)
         drafter, name = (None, None) if draft is None else find_drafter(settings, draft, directory)
         growth = settings.growth if settings.growth.kind == "best_first" else BestFirstSettings()
-        settings = settings.model_copy(update={"growth": growth, "verification": None})
-        setup = bench.Setup.of(reading_anew(settings), directory, drafter)
+        reused = settings.engine.model_copy(update={"prefix_cache": True})
+        settings = settings.model_copy(update={"growth": growth, "verification": None, "engine": reused})
+        setup = bench.Setup.of(settings, directory, drafter)
     engine = setup.engine
     longest = settings.engine.context - tokens
     needed = after + prompts

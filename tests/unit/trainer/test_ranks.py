@@ -85,7 +85,7 @@ def rank_zero(folder):
     rank_zero = RankZero()
     yield rank_zero
     rank_zero.end()
-    process.join(20)
+    process.join(60)  # beside other work it takes its time
     dist.destroy_process_group()
     assert process.exitcode == 0
 
