@@ -99,7 +99,8 @@ class SlotManager:
         """The slot that holds most of the prompt of ``s``, and how many tokens; none holds more than ``s`` itself."""
         best, most = s.slot, s.fed
         for slot, (tokens, held) in enumerate(zip(self._tokens, self._cache.length, strict=True)):
-            end = min(held, len(s.tokens) - 1) if self._shared else 0
+            # A draft that was kept past the end of a request left more keys than the request has tokens.
+            end = min(held, len(tokens), len(s.tokens) - 1) if self._shared else 0
             if end > most and tokens[most] == s.tokens[most]:
                 alike = _common(tokens, s.tokens, end)
                 best, most = (slot, alike) if alike > most else (best, most)

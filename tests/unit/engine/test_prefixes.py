@@ -7,14 +7,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from osd.capture.trace import Trace
+from osd.config import EngineSettings
 from osd.engine.request import SamplingParams
+from osd.engine.slots import SlotManager
 from osd.runtime.batch import PackedRows
 from osd.runtime.decoder import Forward
+from osd.runtime.model import SlotModel
+from osd.target.model import load_model
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
 OTHER, PROMPT = prompts([3, 40], seed=8)
@@ -227,3 +233,25 @@ def test_many_prompts_that_begin_alike_are_answered_as_each_alone(target_dir: Pa
         assert results[str(number)].tokens == oracle.greedy(prompt, 1 + number % 5)
     assert cached == sum(result.cached for result in results.values())
     assert cached >= len(asked) - 3, "all begin alike, and three were there before anything was read"
+
+
+def test_what_was_kept_past_the_end_of_a_request_is_nobodys_prompt(target_dir: Path) -> None:
+    """A draft that is kept as a whole may reach further than the request did, and the next turn begins with all of it."""
+    target = SlotModel(load_model(target_dir, "float32", "cpu"), slots=2, context=64, scratch=8)
+    slots = SlotManager(target, EngineSettings(slots=2, context=64))
+
+    def admitted(tokens: list[int], kept: int) -> Any:
+        s = SimpleNamespace(tokens=tokens, fed=0, slot=-1)
+        slots.take(s)  # type: ignore[arg-type]
+        found = s.fed
+        slots.keep([s], [found], [0], [list(range(kept - found))], None)  # type: ignore[list-item]
+        return s, found
+
+    long, _ = admitted(list(range(10)), kept=9)
+    ended, _ = admitted([*range(8)], kept=12)  # four nodes more than its last token
+    slots.give_back(long.slot)
+    slots.give_back(ended.slot)
+    _, found = admitted([*range(10), 40, 41, 42], kept=12)
+    assert found == 9
+    _, found = admitted([*range(8), 50, 51, 52, 53, 54], kept=12)
+    assert found == 8
