@@ -236,7 +236,7 @@ def test_many_prompts_that_begin_alike_are_answered_as_each_alone(target_dir: Pa
 
 
 def test_what_was_kept_past_the_end_of_a_request_is_nobodys_prompt(target_dir: Path) -> None:
-    """A draft that is kept as a whole may reach further than the request did, and the next turn begins with all of it."""
+    """A draft that is kept as a whole may reach further than the request did; the next turn begins with all of that."""
     target = SlotModel(load_model(target_dir, "float32", "cpu"), slots=2, context=64, scratch=8)
     slots = SlotManager(target, EngineSettings(slots=2, context=64))
 
