@@ -173,7 +173,7 @@ class DraftGroup:
         return [Decision(trees[b], path, token) for b, (path, token) in decided]
 
     def _distributions(self, logits: Tensor) -> Callable[[list[int]], LazyProbabilities]:
-        """P of some of the sequences."""
+        """The target's distributions for some of the sequences."""
         width = self._draft.tokens.shape[1] + 1
         owners: list[int] = []
         entries: list[list[int]] = []
