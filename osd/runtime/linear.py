@@ -2,7 +2,7 @@
 
 A decode step multiplies 1 to some 64 rows with every weight, so it is bound by how fast weights are
 read. Three kernels can do it: ours (``osd.runtime.native``; the same bits for a row whatever its neighbours),
-oneDNN with weights packed once (fast for many rows where the CPU multiplies bfloat16), and PyTorch's own.
+oneDNN with weights packed once (fast where the CPU multiplies bfloat16), and PyTorch's own.
 """
 
 from __future__ import annotations

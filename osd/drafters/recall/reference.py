@@ -300,7 +300,7 @@ class PlainMemory:
         fixed, q = width - 1, _drawable(best, width - 1, one.temperature)
         # Kept as often as the target says it for each time that it is drawn, at most always, and all together as
         # often as was counted.
-        parts = [min(1.0, said / share) for said, share in zip(chances[fixed:], q, strict=True)]
+        parts = [min(1.0, said / share) for said, share in zip(chances[fixed:], q, strict=False)]
         kept = sum(share * part for share, part in zip(q, parts, strict=True))
         counted = self._chance(mixture, fixed, q[0], depth, _DRAWN)
         chances[fixed:] = [min(1.0, part * counted / kept) for part in parts]
@@ -353,11 +353,13 @@ class PlainMemory:
             self._observe(m, rank, q, depth, mode, token == following)
         if mode != _SAMPLED:
             return
-        tempered = {token: p ** (1 / temperature) for token, p in whole}
+        tempered = {token: (p / whole[0][1]) ** (1 / temperature) for token, p in whole}
+        if temperature == 1:
+            tempered = dict(whole)
         total = 1.0 if temperature == 1 else sum(tempered.values())
         for fixed in range(min(_WIDEST, len(best))):
             q = _drawable(best, fixed, temperature)
-            pairs = zip(best[fixed:], q, strict=True)
+            pairs = zip(best[fixed:], q, strict=False)
             common = sum(min(tempered.get(token, 0.0) / total, share) for (token, _), share in pairs)
             self._observe(m, fixed, q[0], depth, _DRAWN, common)
 
@@ -368,7 +370,8 @@ class PlainMemory:
 
 def _drawable(best: Said, fixed: int, temperature: float) -> list[float]:
     """What is drawn from off the first ``fixed`` tokens of a mixture."""
-    weights = [q ** (1 / temperature) for _, q in best[fixed:]]
+    weights = [(q / best[fixed][1]) ** (1 / temperature) for _, q in best[fixed:]]  # so that the largest stays
+    weights = [weight for weight in weights if weight >= 1e-9]
     return [weight / sum(weights) for weight in weights]
 
 

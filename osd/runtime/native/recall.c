@@ -354,12 +354,19 @@ static void observe(Cell *cell, float accepted, float kept) {
   cell->accepted = cell->accepted * kept + accepted;
 }
 
+/* p to the power of `scale` in parts of the largest, so that the largest stays at any temperature. */
+static float tempered(float p, float largest, float scale) { return powf(p / largest, scale); }
+
 /* The mixture off its first `fixed` tokens, as it is drawn from: of what is left the KEPT - fixed most probable, to the
- * power of `scale`. Returns how many there are; the mixture has its most probable tokens first. */
+ * power of `scale`. Returns how many have any probability; the mixture has its most probable tokens first. */
 static int drawable(const Mixture *m, int kept, int fixed, float scale, float *q) {
   float total = 0;
   int count = 0;
-  for (int i = fixed; i < kept && m->q[i] > 0; i++) total += q[count++] = scale == 1 ? m->q[i] : powf(m->q[i], scale);
+  for (int i = fixed; i < kept && m->q[fixed] > 0; i++) {
+    const float share = tempered(m->q[i], m->q[fixed], scale);
+    if (share < 1e-9f) break;
+    total += q[count++] = share;
+  }
   for (int i = 0; i < count; i++) q[i] /= total;
   return count;
 }
@@ -373,11 +380,11 @@ static void calibrate(Weights *w, Mixture *m, int32_t next, int depth, float sca
     observe(coarse, (float)(m->ids[rank] == next), .9995f);
     observe(fine, (float)(m->ids[rank] == next), .999f);
   }
-  if (mode != SAMPLED) return;
+  if (mode != SAMPLED || !(whole->p[0] > 0)) return;
   float p[KEPT], total = 0; /* the target's probabilities at this temperature, as far as they are known */
   for (int i = 0; i < kept; i++) p[i] = 0;
   for (int j = 0; j < whole->count; j++) {
-    const float mass = scale == 1 ? whole->p[j] : powf(whole->p[j], scale);
+    const float mass = scale == 1 ? whole->p[j] : tempered(whole->p[j], whole->p[0], scale);
     total += mass;
     for (int i = 0; i < kept; i++)
       if (m->ids[i] == (int32_t)whole->ids[j]) p[i] = mass;
@@ -386,8 +393,9 @@ static void calibrate(Weights *w, Mixture *m, int32_t next, int depth, float sca
   for (int fixed = 0; fixed < WIDEST && fixed < kept; fixed++) {
     float q[KEPT], common = 0;
     const int count = drawable(m, kept, fixed, scale, q);
+    if (!count) break;
     for (int i = 0; i < count; i++) common += fminf(p[fixed + i] / total, q[i]);
-    Cell *coarse, *fine = cell_of(w, m, count ? q[0] : 0, fixed, depth, DRAWN, &coarse);
+    Cell *coarse, *fine = cell_of(w, m, q[0], fixed, depth, DRAWN, &coarse);
     observe(coarse, common, .9995f);
     observe(fine, common, .999f);
   }

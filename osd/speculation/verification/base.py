@@ -17,9 +17,8 @@ from osd.speculation.tree import DraftBatch, Draw
 class Verdict:
     """What the target keeps of B drafts.
 
-    ``path`` [B, at least the deepest] int64 the accepted nodes from the root on, then -1; ``accepted`` [B] int64 how
-    many they are; ``token`` [B] int64 the token that follows them, a correction after a rejection or a bonus after a
-    whole path.
+    ``path`` [B, deepest] int64 the accepted nodes from the root on, then -1; ``accepted`` [B] int64 how many they are;
+    ``token`` [B] int64 the token that follows them, a correction after a rejection or a bonus after a whole path.
     """
 
     path: Tensor

@@ -132,7 +132,7 @@ def test_the_kernel_does_what_python_does(sampled: bool) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0])
 def test_the_kernel_draws_what_python_draws(temperature: float) -> None:
     backends = NativeBackend(), PlainBackend()
     memories, language = [backend.memory(4096) for backend in backends], Language(1.5)
