@@ -145,8 +145,8 @@ class DraftGroup:
         """Let the rule compare p with what was drafted."""
         mine = self._penalised(logits, rows)
         settings = [s.request.sampling for s in self.sequences]
-        looked_up = [one.repeatable or isinstance(self._rule(), Naive) for one in settings]
-        quick = [b for b, one in enumerate(settings) if looked_up[b] and softmaxes(one) and readable(mine)]
+        every, told = isinstance(self._rule(), Naive), readable(mine)
+        quick = [b for b, one in enumerate(settings) if told and (every or one.repeatable) and softmaxes(one)]
         found = dict(zip(quick, self._looked_up(mine, quick), strict=True))
         others = [b for b in range(len(settings)) if b not in found]
         if others:

@@ -26,7 +26,7 @@ _SIGNATURES: dict[str, tuple[list[type], type]] = {
     "osd_recall_drop": ([_POINTER, _UINT32, _UINT32], _INT64),
     "osd_recall_used": ([_POINTER], _INT64),
     "osd_recall_copy": ([_POINTER] * 4 + [_INT], _NONE),
-    "osd_naive": ([_POINTER] + [_INT64] * 2 + [_POINTER] * 9 + [_INT], _INT),
+    "osd_follow_draws": ([_POINTER] + [_INT64] * 2 + [_POINTER] * 9 + [_INT], _INT),
     "osd_top": ([_POINTER] * 2 + [_INT64] * 3 + [_POINTER] * 3 + [_INT], _INT),
 }
 _QUICK: dict[str, tuple[list[type], type]] = {

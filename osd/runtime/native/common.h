@@ -11,6 +11,8 @@
 
 #include "vector.h"
 
+enum { KEPT = 8 }; /* tokens of a distribution that recall keeps, and drafts from */
+
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 }; /* INT8 only for weights */
 
 INLINE float from_bf16(uint16_t bits) {

@@ -6,7 +6,6 @@
 
 enum {
   ORDERS = 4,                /* lengths of a key, from one token on */
-  KEPT = 8,                  /* tokens of an entry */
   WAYS = 8,                  /* entries of a set: the tags of a set fill a cache line */
   TAIL = 16,                 /* tokens of a context that are looked at */
   COPIED = ORDERS + 1,       /* tokens that a copy repeats at least */
@@ -585,20 +584,26 @@ typedef struct {
 typedef struct {
   int32_t (*tails)[TAIL];
   int32_t *number, *depth, *along, *size; /* `size` are the nodes of each sequence */
+  Candidate *heap;
 } Growing;
 
-static int grow_new(Growing *g, int64_t rows) {
+static void grow_free(Growing *g) {
+  free(g->tails);
+  free(g->number);
+  free(g->heap);
+}
+
+/* Room for so many rows and candidates; 1 when there is none. */
+static int grow_new(Growing *g, int64_t rows, int64_t candidates) {
   g->tails = malloc((size_t)rows * sizeof(*g->tails));
   g->number = malloc((size_t)rows * 4 * sizeof(int32_t));
   g->depth = g->number + rows;
   g->along = g->depth + rows;
   g->size = g->along + rows;
-  return !g->tails || !g->number;
-}
-
-static void grow_free(Growing *g) {
-  free(g->tails);
-  free(g->number);
+  g->heap = malloc((size_t)(candidates + 1) * sizeof(Candidate));
+  if (g->tails && g->number && g->heap) return 0;
+  grow_free(g);
+  return 1;
 }
 
 static void add_root(Growing *g, const Asked *one, int64_t row) {
@@ -636,12 +641,7 @@ static void look(const Growing *g, const Asked *one, int64_t row, Mixture *m, Sa
 int64_t osd_recall_draft(const Asked *asked, int64_t sequences, int64_t most, float floor, int chains, int64_t *owner,
                          int64_t *parent, int64_t *token, int64_t *level, float *chance) {
   Growing g;
-  Candidate *heap = malloc((size_t)((sequences + most) * CHILDREN + 1) * sizeof(Candidate));
-  if (grow_new(&g, sequences + most) || !heap) {
-    grow_free(&g);
-    free(heap);
-    return -1;
-  }
+  if (grow_new(&g, sequences + most, (sequences + most) * CHILDREN)) return -1;
   int64_t waiting = 0, found = 0;
   Mixture m;
   Said other;
@@ -658,7 +658,7 @@ int64_t osd_recall_draft(const Asked *asked, int64_t sequences, int64_t most, fl
         const float worth =
             reach * chance_of(one->recall->weights, &m, m.q[rank], rank, g.depth[row], one->scale > 0 ? SAMPLED : 0);
         if (worth >= floor)
-          raise_up(heap, waiting++,
+          raise_up(g.heap, waiting++,
                    (Candidate){worth, (int32_t)s, (int32_t)row, m.ids[rank], origin_of(&m, rank, &other)});
       }
       pthread_mutex_unlock(&one->recall->lock);
@@ -666,7 +666,7 @@ int64_t osd_recall_draft(const Asked *asked, int64_t sequences, int64_t most, fl
     /* The roots are all looked at before the first node is taken, and each node before the next. */
     if (row < sequences - 1) continue;
     while (waiting && found < most) {
-      const Candidate best = take_best(heap, &waiting);
+      const Candidate best = take_best(g.heap, &waiting);
       if (g.size[best.sequence] >= asked[best.sequence].limit) continue;
       owner[found] = best.sequence;
       parent[found] = g.number[best.parent];
@@ -678,7 +678,6 @@ int64_t osd_recall_draft(const Asked *asked, int64_t sequences, int64_t most, fl
     }
   }
   grow_free(&g);
-  free(heap);
   return found;
 }
 
@@ -720,22 +719,17 @@ static float chance_drawn(Weights *w, const Mixture *m, int fixed, int count, in
 int64_t osd_recall_draw(const Asked *asked, int64_t sequences, int64_t most, float floor, int64_t *owner, int64_t *parent,
                         int64_t *token, int64_t *level, float *chance, int64_t *child, int64_t *ids, float *q) {
   Growing g;
-  Candidate *heap = malloc((size_t)(sequences + most + 1) * sizeof(Candidate)); /* rows to go on from */
-  if (grow_new(&g, sequences + most) || !heap) {
-    grow_free(&g);
-    free(heap);
-    return -1;
-  }
+  if (grow_new(&g, sequences + most, sequences + most)) return -1;
   int64_t waiting = 0, found = 0;
   Mixture m;
   Said other;
   for (int64_t row = 0; row < sequences; row++) {
     add_root(&g, asked + row, row);
     child[row] = -1;
-    if (asked[row].limit > 0) raise_up(heap, waiting++, (Candidate){1, (int32_t)row, (int32_t)row, 0, 0});
+    if (asked[row].limit > 0) raise_up(g.heap, waiting++, (Candidate){1, (int32_t)row, (int32_t)row, 0, 0});
   }
   while (waiting && found < most) {
-    const Candidate at = take_best(heap, &waiting);
+    const Candidate at = take_best(g.heap, &waiting);
     const Asked *one = asked + at.sequence;
     const int64_t row = at.parent;
     const float scale = (float)one->scale;
@@ -777,11 +771,10 @@ int64_t osd_recall_draw(const Asked *asked, int64_t sequences, int64_t most, flo
       chance[found++] = at.worth * chances[rank];
       child[new] = -1;
       add_node(&g, one, at.sequence, new, row, tokens[rank]);
-      raise_up(heap, waiting++, (Candidate){chance[new - sequences], at.sequence, (int32_t)new, 0, 0});
+      raise_up(g.heap, waiting++, (Candidate){chance[new - sequences], at.sequence, (int32_t)new, 0, 0});
     }
   }
   grow_free(&g);
-  free(heap);
   return found;
 }
 

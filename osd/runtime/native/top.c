@@ -125,9 +125,9 @@ int osd_top(const float *logits, const int64_t *rows, int64_t count, int64_t voc
 #pragma omp parallel num_threads(threads)
   {
     const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
-    Entry *blocks = (Entry *)(scratch + m.me * space);
+    Entry *lanes = (Entry *)(scratch + m.me * space);
     for (int64_t r; (r = take(&m, count)) >= 0;)
-      top(logits + rows[r] * vocabulary, vocabulary, (int)k, blocks, blocks + k, ids + r * k, logp + r * k, tail + r);
+      top(logits + rows[r] * vocabulary, vocabulary, (int)k, lanes, lanes + k, ids + r * k, logp + r * k, tail + r);
   }
   free(scratch);
   return 0;

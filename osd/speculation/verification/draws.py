@@ -92,7 +92,7 @@ def follow_draws(
     least = torch.tensor([one.settings.min_p for one in drawings]).log().clamp(min=_LEAST)
     path, accepted, following = array("q", [0] * nodes), array("q", [0] * count), array("q", [0] * count)
     last = None if drawn is None else ctypes.byref(_Drafted(*map(_at, drawn)))
-    failed = library.osd_naive(
+    failed = library.osd_follow_draws(
         logits.data_ptr(), logits.shape[1], count, _at(keys), last, _at(tokens), _at(parents), _at(scales),
         least.data_ptr(), _at(path), _at(accepted), _at(following), torch.get_num_threads(),
     )  # fmt: skip

@@ -6,7 +6,6 @@
 #include "team.h"
 
 #define BLOCK 256
-#define KEPT 8 /* tokens of a distribution that was drafted from, as in recall.c */
 
 /* A sequence: the row of the logits after its root, those after its nodes follow; its nodes; and the keys of its draws. */
 typedef struct {
@@ -105,9 +104,9 @@ static int64_t residual(const Target *p, const int64_t *ids, const float *q, dou
  * `floors` [count] the least logarithm of a probability, in those of the largest. Where `drafted`, which may be null, has
  * a child that was drawn, it is kept with probability p / q', see osd/speculation/verification/greedy_multidraft.py.
  * Returns 1 without memory, 2 where logits [.., vocabulary] are not numbers. */
-int osd_naive(const float *logits, int64_t vocabulary, int64_t count, const Drawing *drawings, const Drafted *drafted,
-              const int64_t *tokens, const int64_t *parents, const float *scales, const float *floors, int64_t *path,
-              int64_t *accepted, int64_t *token, int threads) {
+int osd_follow_draws(const float *logits, int64_t vocabulary, int64_t count, const Drawing *drawings,
+                     const Drafted *drafted, const int64_t *tokens, const int64_t *parents, const float *scales,
+                     const float *floors, int64_t *path, int64_t *accepted, int64_t *token, int threads) {
   const int64_t blocks = vocabulary / BLOCK + 1;
   if (threads > count) threads = (int)count;
   if (threads < 1) return 0;
