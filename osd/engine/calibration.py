@@ -10,7 +10,7 @@ from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-_FEW, _REPEATS = 8, 2  # small forwards are the usual ones, and quickly repeated
+_FEW, _REPEATS = 24, 2  # small forwards are the usual ones, and quickly repeated
 
 
 def forward_seconds(target: SlotModel, most: int) -> dict[int, float]:

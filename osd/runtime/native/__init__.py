@@ -47,8 +47,10 @@ _QUICK: dict[str, tuple[list[type], type]] = {
     "osd_text_append": ([_POINTER] * 2 + [_INT64, _INT], _NONE),
 }
 """What takes microseconds: it keeps the interpreter's lock, which another thread would take for longer."""
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
 _LIBRARIES = {
-    "_kernels_avx512": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni"),
+    "_kernels_amx": (*_AVX512, "amx_tile", "amx_bf16", "amx_int8"),
+    "_kernels_avx512": _AVX512,
     "_kernels_avx2": ("avx2", "fma3"),
 }
 """The same sources, compiled for what each CPU needs to have; the best first."""
@@ -70,12 +72,13 @@ def quick_kernels() -> ctypes.PyDLL | None:
     return next((_declared(ctypes.PyDLL(path), _QUICK) for path in libraries()), None)
 
 
+@cache
 def libraries() -> list[str]:
-    """Files of the libraries that were built and that this CPU can run, the best first."""
+    """Files of the libraries that were built and that this CPU and the system let us run, the best first."""
     has = torch.cpu.get_capabilities()
     runnable = [name for name, needed in _LIBRARIES.items() if all(has.get(feature) for feature in needed)]
     paths = [Path(__file__).with_name(f"{name}{suffix}") for name in runnable for suffix in EXTENSION_SUFFIXES]
-    return [str(path) for path in paths if path.exists()]
+    return [str(path) for path in paths if path.exists() and ctypes.CDLL(str(path)).osd_allowed()]
 
 
 def load(path: str) -> ctypes.CDLL:

@@ -5,10 +5,24 @@
  *
  * Weights are packed in panels of output channels, 32 bits of each side by side: see panels.h.
  */
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include "panels.h"
 #include "team.h"
 
 #define ROW_BLOCK 48
+#define ARCH_REQ_XCOMP_PERM 0x1023 /* of the Linux kernel */
+#define XFEATURE_XTILEDATA 18
+
+/* Whether the system lets this process use all that the library was compiled for. Tiles have to be asked for. */
+int osd_allowed(void) {
+#ifdef __AMX_TILE__
+  return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+#else
+  return 1;
+#endif
+}
 
 /* The bytes of a packed weight. */
 int64_t osd_packed_bytes(int64_t outputs, int64_t inputs, int dtype) {
@@ -48,11 +62,25 @@ Input osd_input(const float *x, int64_t rows, int64_t inputs, int dtype, void *s
     TILE_OF(INT8, rows, panels);         \
     break
 
+/* Rows that are multiplied together at most. */
+static int rows_together(int dtype) {
+#ifdef __AMX_TILE__
+  if (dtype != FLOAT32) return matrix_rows(dtype);
+#endif
+  return tile_rows(dtype);
+}
+
 /* The rows from `first` on. */
 static void any_tile(const Input *x, int64_t first, int64_t inputs, const char *packed, float *y, int64_t stride,
                      int rows, int panels, int dtype, const char *next, int64_t pieces) {
   const char *at = x->rows + first * row_bytes(inputs, dtype);
   const float *units = x->units ? x->units + first : NULL;
+#ifdef __AMX_TILE__
+  if (dtype != FLOAT32) {
+    matrix_tile(at, units, inputs, packed, y, stride, rows, panels, dtype, next, pieces);
+    return;
+  }
+#endif
   switch (rows * 8 + panels) {
     TILE(1, 1);
     TILE(1, 2);
@@ -100,7 +128,7 @@ int64_t osd_chunks(int64_t outputs, int64_t rows) {
 /* y [rows, stride] = the rows of x from `first` on, times `panels` panels; as many bytes are fetched from `next`. */
 static void multiply(const Input *x, int64_t first, int64_t inputs, const char *packed, float *y, int64_t rows,
                      int64_t stride, int64_t panels, int dtype, const char *next) {
-  const int64_t most = tile_rows(dtype), pieces = (rows + most - 1) / most, bytes = panel_bytes(inputs, dtype);
+  const int64_t most = rows_together(dtype), pieces = (rows + most - 1) / most, bytes = panel_bytes(inputs, dtype);
   for (int64_t piece = 0; piece < pieces; piece++) {
     const int64_t a = rows * piece / pieces, b = rows * (piece + 1) / pieces;
     const int together = tile_panels((int)(b - a), dtype);

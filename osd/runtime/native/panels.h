@@ -40,4 +40,8 @@ static float largest_magnitude(const float *x, int64_t count) {
 #include "panels_avx2.h"
 #endif
 
+#ifdef __AMX_TILE__
+#include "panels_amx.h"
+#endif
+
 #endif

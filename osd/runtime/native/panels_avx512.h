@@ -13,10 +13,16 @@
 #define MAX_TILE 8
 #define MAX_CHUNK 3
 #define MIDDLE 128 /* the high byte of zero */
+#ifdef __AMX_TILE__
+#define TOGETHER 16 /* words that are multiplied at once */
+#else
+#define TOGETHER 1
+#endif
 
+/* Zero padded to as many as are multiplied at once. */
 static int64_t words(int64_t inputs, int dtype) {
-  const int64_t in_word = dtype == INT8 ? 4 : dtype == BFLOAT16 ? 2 : 1;
-  return (inputs + in_word - 1) / in_word;
+  const int64_t in_word = dtype == INT8 ? 4 : dtype == BFLOAT16 ? 2 : 1, at_once = in_word * (dtype == FLOAT32 ? 1 : TOGETHER);
+  return (inputs + at_once - 1) / at_once * at_once / in_word;
 }
 
 /* Vectors before the weights. */
@@ -50,22 +56,28 @@ static int64_t row_bytes(int64_t inputs, int dtype) { return words(inputs, dtype
 
 static int reads_floats(int dtype) { return dtype == FLOAT32; }
 
-/* A row of bfloat16, or of 16-bit integers: words of high bytes and of low bytes in turn; what one is worth. */
+/* A row of bfloat16, or of 16-bit integers: all high bytes and then all low bytes; what one is worth. */
 static float read_row(const float *x, void *to, int64_t inputs, int dtype) {
-  memset((char *)to + row_bytes(inputs, dtype) - 4, 0, 4);
+  int64_t k = 0;
   if (dtype == BFLOAT16) {
-    int64_t k = 0;
+    memset((char *)to + row_bytes(inputs, dtype) - 4 * TOGETHER, 0, 4 * TOGETHER);
     for (; k + 16 <= inputs; k += 16)
       _mm256_storeu_si256((__m256i *)((uint16_t *)to + k), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + k)));
     for (; k < inputs; k++) ((uint16_t *)to)[k] = to_bf16(x[k]);
     return 1;
   }
   const float most = largest_magnitude(x, inputs), scale = most > 0 ? INT16_MAX / most : 0;
-  for (int64_t k = 0; k < inputs; k++) {
+  uint8_t *high = to, *low = high + words(inputs, INT8) * 4; /* padded with anything: zeros are multiplied with it */
+  for (; k + 16 <= inputs; k += 16) {
+    const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), _mm512_set1_ps(scale)));
+    const __m512i values = _mm512_add_epi32(integers, _mm512_set1_epi32(MIDDLE * 256));
+    _mm_storeu_si128((__m128i *)(high + k), _mm512_cvtepi32_epi8(_mm512_srli_epi32(values, 8)));
+    _mm_storeu_si128((__m128i *)(low + k), _mm512_cvtepi32_epi8(values));
+  }
+  for (; k < inputs; k++) {
     const int32_t value = MIDDLE * 256 + _mm_cvtss_si32(_mm_set_ss(x[k] * scale));
-    uint8_t *at = (uint8_t *)to + k / 4 * 8 + k % 4;
-    at[0] = (uint8_t)(value >> 8);
-    at[4] = (uint8_t)value;
+    high[k] = (uint8_t)(value >> 8);
+    low[k] = (uint8_t)value;
   }
   return most / INT16_MAX;
 }
@@ -81,10 +93,14 @@ INLINE __m512 multiply_add(__m512 weight, __m512 value, __m512 sum, const int dt
   return sum;
 }
 
-/* Sums of high bytes, less 128 times those of the weights, and of low bytes: those of 16-bit integers. */
-INLINE __m512 whole(__m512 high, __m512 low, const float *excess) {
-  const __m512i signed_high = _mm512_sub_epi32(_mm512_castps_si512(high), _mm512_loadu_si512(excess));
-  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(signed_high), _mm512_set1_ps(256), _mm512_cvtepi32_ps(_mm512_castps_si512(low)));
+/* The sums of a row in a panel: for int8, of high bytes, less 128 times those of the weights, and of low bytes are those of
+ * 16-bit integers, and each is worth as much as the panel's `head` and the row's `unit` say. */
+INLINE __m512 worth(__m512 high, __m512 low, const float *head, const float *unit, const int dtype) {
+  if (dtype != INT8) return high;
+  const __m512i signed_high = _mm512_sub_epi32(_mm512_castps_si512(high), _mm512_loadu_si512(head + PANEL));
+  const __m512 sums = _mm512_fmadd_ps(_mm512_cvtepi32_ps(signed_high), _mm512_set1_ps(256),
+                                      _mm512_cvtepi32_ps(_mm512_castps_si512(low)));
+  return _mm512_mul_ps(sums, _mm512_mul_ps(_mm512_loadu_ps(head), _mm512_set1_ps(*unit)));
 }
 
 /* y [rows, stride] = `rows` rows times `panels` panels, sums in registers, inputs strictly ascending. Every `pieces`-th time
@@ -110,24 +126,17 @@ INLINE void tile(const char *x, const float *units, int64_t inputs, const char *
     for (int p = 0; p < panels; p++) weight[p] = _mm512_loadu_ps(first + p * bytes + k * PANEL * 4);
 #pragma GCC unroll 8
     for (int r = 0; r < rows * parts; r++) {
-      const __m512 value = _mm512_set1_ps(*(const float *)(x + r / parts * width + (k * parts + r % parts) * 4));
+      const __m512 value = _mm512_set1_ps(*(const float *)(x + r / parts * width + (r % parts * count + k) * 4));
 #pragma GCC unroll 8
       for (int p = 0; p < panels; p++) sums[r][p] = multiply_add(weight[p], value, sums[r][p], dtype);
     }
   }
 #pragma GCC unroll 8
-  for (int p = 0; p < panels; p++) {
-    const float *head = (const float *)(packed + p * bytes);
+  for (int p = 0; p < panels; p++)
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) {
-      float *to = y + r * stride + p * PANEL;
-      if (dtype == INT8)
-        _mm512_storeu_ps(to, _mm512_mul_ps(whole(sums[2 * r][p], sums[2 * r + 1][p], head + PANEL),
-                                           _mm512_mul_ps(_mm512_loadu_ps(head), _mm512_set1_ps(units[r]))));
-      else
-        _mm512_storeu_ps(to, sums[r][p]);
-    }
-  }
+    for (int r = 0; r < rows; r++)
+      _mm512_storeu_ps(y + r * stride + p * PANEL, worth(sums[r * parts][p], sums[r * parts + parts - 1][p],
+                                                         (const float *)(packed + p * bytes), units + r, dtype));
 }
 
 INLINE int tile_rows(int dtype) { return dtype == INT8 ? MAX_TILE / 2 : MAX_TILE; }

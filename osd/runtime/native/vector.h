@@ -50,6 +50,26 @@ INLINE float largest_of(Vector v) {
   return most;
 }
 
+/* Rows become columns. */
+INLINE void transpose(Vector rows[WIDTH]) {
+  for (int round = 1; round < WIDTH; round *= 2) { /* each puts row i and row i + WIDTH / 2 side by side */
+    Vector next[WIDTH];
+#pragma GCC unroll 8
+    for (int i = 0; i < WIDTH / 2; i++) {
+      const Vector a = rows[i], b = rows[i + WIDTH / 2];
+#ifdef __AVX512F__
+      next[2 * i] = __builtin_shuffle(a, b, (Mask){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+      next[2 * i + 1] = __builtin_shuffle(a, b, (Mask){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+#else
+      next[2 * i] = __builtin_shuffle(a, b, (Mask){0, 8, 1, 9, 2, 10, 3, 11});
+      next[2 * i + 1] = __builtin_shuffle(a, b, (Mask){4, 12, 5, 13, 6, 14, 7, 15});
+#endif
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDTH; i++) rows[i] = next[i];
+  }
+}
+
 /* As many numbers of float32, or of bfloat16. */
 INLINE Vector load_wide(const void *at, int bfloat16) {
   if (!bfloat16) return load(at);

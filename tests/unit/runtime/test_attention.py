@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +17,32 @@ from osd.runtime.attention.reference import ReferenceAttention
 from osd.runtime.batch import PackedRows, laid_out
 from osd.runtime.generic import slot_attention
 from osd.runtime.kv_cache import KVCache
-from osd.runtime.native import kernels
+from osd.runtime.native import libraries, load
 from tests.unit.runtime.rows import rows_of
 
 PARTS = [(2, 5, list(range(7))), (0, 0, list(range(4))), (1, 30, [9]), (3, 11, list(range(6)))]
 TREES = {0: [-1, -1, 0, 0, 1], 3: [-1, 0, 1, 0, -1]}
-RULES = [backend for backend in BACKENDS.values() if backend is not NativeAttention or kernels() is not None]
+PLAIN = [backend for backend in BACKENDS.values() if backend is not NativeAttention]
+
+
+def kernels_of(path: str, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
+    loaded = load(path)
+    monkeypatch.setattr("osd.runtime.attention.native.kernels", lambda: loaded)
+    return NativeAttention
+
+
+@pytest.fixture(params=libraries(), ids=lambda path: Path(path).name.split(".")[0])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
+    """Our kernels: each library that this CPU can run in turn."""
+    return kernels_of(request.param, monkeypatch)
+
+
+@pytest.fixture(
+    params=[*PLAIN, *libraries()], ids=lambda one: one.__name__ if one in PLAIN else Path(one).name.split(".")[0]
+)
+def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
+    """Every backend, ours with each library."""
+    return request.param if request.param in PLAIN else kernels_of(request.param, monkeypatch)
 
 
 @dataclass
@@ -109,18 +130,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
-def test_every_kernel_attends_as_written_down_naively(name: str, dtype: torch.dtype, rule) -> None:
+def test_every_kernel_attends_as_written_down_naively(
+    name: str, dtype: torch.dtype, rule: type[AttentionBackend]
+) -> None:
     case = make(**CASES[name], dtype=dtype)
     out = case.run(rule)[0].double()
     tolerance = 2e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, naive(case), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_new_keys_and_values_go_to_their_places_and_nowhere_else(rule) -> None:
+def test_new_keys_and_values_go_to_their_places_and_nowhere_else(rule: type[AttentionBackend]) -> None:
     case = make(TREES)
     _, keys, values = case.run(rule)
     for new, cache, before in ((case.key, keys, case.keys), (case.value, values, case.values)):
@@ -131,31 +152,35 @@ def test_new_keys_and_values_go_to_their_places_and_nowhere_else(rule) -> None:
         assert torch.equal(cache.transpose(1, 2)[untouched], before.transpose(1, 2)[untouched])
 
 
-@pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("trees", [None, TREES])
-def test_the_bits_of_a_row_do_not_depend_on_other_sequences(trees: dict[int, list[int]] | None, threads: int) -> None:
-    case = make(trees, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dim", [16, 64])
+def test_the_bits_of_a_row_do_not_depend_on_other_sequences(
+    native: type[AttentionBackend], trees: dict[int, list[int]] | None, dim: int, threads: int
+) -> None:
+    case = make(trees, dtype=torch.bfloat16, dim=dim)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        together = case.run(NativeAttention)[0]
+        together = case.run(native)[0]
         for slot in range(4):
             mine = (case.rows.slots == slot).nonzero().squeeze(1)
-            assert torch.equal(case.part(mine).run(NativeAttention)[0], together[mine])
+            assert torch.equal(case.part(mine).run(native)[0], together[mine])
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
-def test_the_bits_of_a_row_are_the_same_whether_a_chunk_comes_at_once_or_row_by_row() -> None:
-    case = make()
-    together = case.run(NativeAttention)[0]
+@pytest.mark.parametrize(("dim", "dtype"), [(16, torch.float32), (64, torch.bfloat16)])
+def test_the_bits_of_a_row_are_the_same_whether_a_chunk_comes_at_once_or_row_by_row(
+    native: type[AttentionBackend], dim: int, dtype: torch.dtype
+) -> None:
+    case = make(dim=dim, dtype=dtype)
+    together = case.run(native)[0]
     keys, values = case.keys.clone(), case.values.clone()
     for row in range(len(case.rows.slots)):
         one = case.part(torch.tensor([row]))
         one.keys, one.values = keys, values
-        out, keys, values = one.run(NativeAttention)
+        out, keys, values = one.run(native)
         assert torch.equal(out[0], together[row])
 
 

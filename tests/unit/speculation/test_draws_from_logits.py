@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from osd.speculation.verification.naive import Naive
 PARENTS = [-1, -1, 0, 0, 1, 2, 2]
 
 
-@pytest.fixture(params=libraries(), ids=lambda path: "avx512" if "avx512" in path else "avx2", autouse=True)
+@pytest.fixture(params=libraries(), ids=lambda path: Path(path).name.split(".")[0], autouse=True)
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each library that this CPU can run draws in turn."""
     loaded = load(request.param)
