@@ -91,11 +91,7 @@ def load_engine(settings: Settings, draft: str) -> tuple[Engine, str]:
         osd.target.load.TargetError: the target cannot be had.
     """
     directory = resolve(settings.target.source, settings.home_dir)
-    if draft == "recall":
-        return engine_with(settings, directory, Recall()), draft
-    drafter, name = find_drafter(settings, "eagle" if draft == "mixed" else draft, directory)
-    if draft == "mixed":
-        drafter, name = Mixed(drafter), f"recall with {name}"
+    drafter, name = find_drafter(settings, draft, directory)
     return engine_with(settings, directory, drafter), name
 
 
@@ -115,11 +111,16 @@ def plain_engine(settings: Settings) -> tuple[Engine, Path]:
 
 
 def find_drafter(settings: Settings, draft: str, directory: Path) -> tuple[Drafter, str]:
-    """The drafter that one of ``DRAFTS`` means, and what to call it.
+    """The drafter that one of ``DRAFTS`` or ``RECALLING`` means, and what to call it.
 
     Raises:
         BenchError: there is none.
     """
+    if draft == "recall":
+        return Recall(), draft
+    if draft == "mixed":
+        beside, name = find_drafter(settings, "eagle", directory)
+        return Mixed(beside), f"recall with {name}"
     if draft == "registry":
         registry = Registry(settings.registry_dir)
         whole = [info.number for info in registry.list(settings.domain) if not info.problem]

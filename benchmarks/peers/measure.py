@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table as Grid
@@ -17,6 +18,8 @@ from benchmarks.report import columns
 from benchmarks.streams import decode
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
+
+_SHORTEST = 8  # tokens of an answer that is timed
 
 
 @dataclass(frozen=True)
@@ -37,16 +40,25 @@ class Row:
     problem: str | None = None
 
 
-Ours = Callable[[Sequence[Sequence[int]], bool], tuple[float, list[list[int]]]]
-"""Decodes prompts on our engine, speculatively or not: seconds and tokens."""
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and how many tokens the target answers with before it ends, as far as that was looked at."""
+
+    prompt: tuple[int, ...]
+    answer: int
 
 
-def ours(engine: Engine, tokens: int) -> Ours:
-    """Our engine as it is configured, ``tokens`` tokens each whatever they are."""
+Ours = Callable[[Sequence[Sequence[int]], int, bool], tuple[float, list[list[int]]]]
+"""Decodes prompts on our engine, so many tokens each, speculatively or not: seconds and tokens."""
 
-    def run(prompts: Sequence[Sequence[int]], speculate: bool) -> tuple[float, list[list[int]]]:
+
+def ours(engine: Engine) -> Ours:
+    """Our engine as it is configured; nothing of what it decodes is remembered."""
+
+    def run(prompts: Sequence[Sequence[int]], tokens: int, speculate: bool) -> tuple[float, list[list[int]]]:
+        greedy = SamplingParams(temperature=0)
         requests = [
-            Request(str(n), tuple(prompt), tokens, SamplingParams(temperature=0), ignore_eos=True, speculate=speculate)
+            Request(str(n), tuple(prompt), tokens, greedy, ignore_eos=True, speculate=speculate, capture=False)
             for n, prompt in enumerate(prompts)
         ]
         return decode(engine, requests)
@@ -54,13 +66,31 @@ def ours(engine: Engine, tokens: int) -> Ours:
     return run
 
 
+def serve(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> None:
+    """Answer prompts of the stream one after the other, up to ``tokens`` each; drafters that remember do."""
+    for number, prompt in enumerate(prompts):
+        decode(engine, [Request(f"served-{number}", prompt, tokens, SamplingParams(temperature=0))])
+
+
+def answered(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[Asked]:
+    """Prompts with the lengths of our plain greedy answers: up to ``tokens``, and what is shorter than 8 left out.
+
+    What a model goes on to write behind the end of its answer repeats itself, and would flatter whoever copies.
+    """
+    greedy = SamplingParams(temperature=0)
+    found = []
+    for number, prompt in enumerate(prompts):
+        _, (answer,) = decode(engine, [Request(str(number), prompt, tokens, greedy, speculate=False, capture=False)])
+        found.append(Asked(prompt, len(answer)))
+    return [one for one in found if one.answer >= _SHORTEST]
+
+
 def measure(
     chosen: Mapping[str, Entry],
     models: Models,
     home: Path,
     run: Ours,
-    prompts: Sequence[tuple[int, ...]],
-    tokens: int,
+    asked: Sequence[Asked],
     turns: int,
     report: Callable[[str], None] = lambda step: None,
 ) -> list[Row]:
@@ -71,8 +101,8 @@ def measure(
         models: what they decode with.
         home: where their environments are.
         run: our engine.
-        prompts: ``models.streams`` a turn, in order and from the start again.
-        tokens: of each completion.
+        asked: ``models.streams`` a turn, in order and from the start again; all of a turn get as many tokens as the
+            shortest answer of theirs.
         turns: to take medians of, after one to warm up.
         report: told what is being done.
     """
@@ -85,7 +115,7 @@ def measure(
             shared = {"OMP_NUM_THREADS": str(models.threads), "HF_HUB_OFFLINE": "1"}
             environment = shared | entry.variables(models, python.parent.parent)
             with Worker(command(python, entry.script), load, environment) as worker:
-                rows.append(compare(name, worker, run, prompts, models.streams, tokens, turns, report))
+                rows.append(compare(name, worker, run, asked, models.streams, turns, report))
         except PeerError as error:
             report(f"{name}: {error}")
             rows.append(Row(name, problem=str(error)))
@@ -96,22 +126,22 @@ def compare(
     name: str,
     worker: Worker,
     run: Ours,
-    prompts: Sequence[tuple[int, ...]],
+    asked: Sequence[Asked],
     streams: int,
-    tokens: int,
     turns: int,
     report: Callable[[str], None] = lambda step: None,
 ) -> Row:
     """Let a peer and both ways of ours decode the same prompts in turn; another one begins each time."""
     speeds: dict[str, list[float]] = {"peer": [], "plain": [], "speculative": []}
-    same = 0
+    same = decoded = 0
     for turn in range(turns + 1):
         report(f"{name}: turn {turn} of {turns}")
-        asked = [prompts[(turn * streams + n) % len(prompts)] for n in range(streams)]
+        mine = [asked[(turn * streams + n) % len(asked)] for n in range(streams)]
+        prompts, tokens = [one.prompt for one in mine], min(one.answer for one in mine)
         ways: dict[str, Callable[[], tuple[float, list[list[int]]]]] = {
-            "peer": lambda asked=asked: worker.decode(asked, tokens),
-            "plain": lambda asked=asked: run(asked, False),
-            "speculative": lambda asked=asked: run(asked, True),
+            "peer": partial(worker.decode, prompts, tokens),
+            "plain": partial(run, prompts, tokens, False),
+            "speculative": partial(run, prompts, tokens, True),
         }
         names = list(ways)
         found = {way: ways[way]() for way in names[turn % 3 :] + names[: turn % 3]}
@@ -122,7 +152,8 @@ def compare(
             for way, (seconds, _) in found.items():
                 speeds[way].append(streams * tokens / seconds)
             pairs = zip(found["peer"][1], found["plain"][1], strict=True)
-            same += sum(a == b for mine, other in pairs for a, b in zip(mine, other, strict=True))
+            same += sum(a == b for theirs, other in pairs for a, b in zip(theirs, other, strict=True))
+            decoded += streams * tokens
     peer, plain, speculative = speeds.values()
     return Row(
         name,
@@ -132,7 +163,7 @@ def compare(
         Spread.of([mine / other for mine, other in zip(plain, peer, strict=True)]),
         Spread.of(speculative),
         Spread.of([mine / other for mine, other in zip(speculative, peer, strict=True)]),
-        same / (turns * streams * tokens),
+        same / decoded,
     )
 
 

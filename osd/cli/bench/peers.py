@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from osd.cli.bench.options import (
-    Draft,
     Json,
     Prompts,
     Tokens,
@@ -32,20 +31,25 @@ def peers(
     streams: Annotated[int, typer.Option(min=1, help="Prompts decoded at the same time.")] = 1,
     turns: Turns = 5,
     tokens: Tokens = 96,
-    draft: Draft = "registry",
+    draft: Annotated[
+        str, typer.Option(help="recall, mixed, or what other commands take for --draft.", metavar="KIND")
+    ] = "recall",
     prompts: Prompts = "unittest",
+    after: Annotated[int, typer.Option(min=0, help="Prompts that our engine answers before, in their order.")] = 200,
+    unseen: Annotated[int, typer.Option(min=1, help="Prompts after these, which turns take from.")] = 24,
     json_file: Json = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Compare with other engines, each in an environment of its own under the home directory, made when it is missing.
 
-    Same prompts, lengths and threads, greedily, in alternation. A peer that cannot be installed or does not run is a
-    row that says why. Peers that draft with a small model have ours if it is one, else the first layers of the target.
+    Same prompts, lengths and threads, greedily, in alternation; answers end where the target ends them. A peer that
+    cannot be installed or does not run is a row that says why. Peers that draft with a small model have ours if it is
+    one, else the first layers of the target.
     """
     settings = settings_of(config, overrides)
     check_output(json_file)
-    check_draft(draft)
+    check_draft(draft, recalling=True)
     from benchmarks.peers.roster import PEERS
 
     for name in peer or ():
@@ -59,7 +63,7 @@ def peers(
     from pathlib import Path
 
     from benchmarks.pair import engine_with, find_drafter, reading_anew
-    from benchmarks.peers.measure import measure, ours, table
+    from benchmarks.peers.measure import answered, measure, ours, serve, table
     from benchmarks.peers.models import write_drafter, write_first_layers
     from benchmarks.peers.roster import Models
     from osd.drafters.language_model.drafter import LanguageModel
@@ -97,10 +101,17 @@ def peers(
                 write_drafter(small, settings.target.dtype, Path(scratch, "draft")),
                 draft_gguf,
             )
-        asked = short_enough(engine.tokenizer, texts, settings.engine.context - tokens, prompts)
+        short = short_enough(engine.tokenizer, texts, settings.engine.context - tokens, prompts)
+        if len(short) < after + unseen:
+            fail(f"--after {after} and --unseen {unseen} need as many prompts, but {prompts} has {len(short)}")
         chosen = {key: entry for key, entry in PEERS.items() if peer is None or key in peer}
         with running(engine):
-            rows = measure(chosen, models, home, ours(engine, tokens), asked, tokens, turns, say)
+            say(f"serving {after} prompts")
+            serve(engine, short[:after], tokens)
+            asked = answered(engine, short[after : after + unseen], tokens)
+            if not asked:
+                fail(f"--prompts: none of {unseen} answers is long enough to be timed")
+            rows = measure(chosen, models, home, ours(engine), asked, turns, say)
     show(table(rows))
     about = {"target": settings.target.source, "draft": name, "prompts": prompts, "streams": streams, "tokens": tokens}
-    write(json_file, {**about, "turns": turns, "peers": [asdict(row) for row in rows]})
+    write(json_file, {**about, "after": after, "turns": turns, "peers": [asdict(row) for row in rows]})

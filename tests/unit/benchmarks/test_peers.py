@@ -16,7 +16,7 @@ from benchmarks.pair import find_drafter
 from benchmarks.peers import environments
 from benchmarks.peers.conversation import Worker, command
 from benchmarks.peers.environments import Environment, PeerError, ggml_flags, last_error
-from benchmarks.peers.measure import compare, measure
+from benchmarks.peers.measure import Asked, compare, measure
 from benchmarks.peers.models import write_drafter, write_first_layers
 from benchmarks.peers.roster import PEERS, Entry, Models
 from osd.cli.app import app
@@ -53,15 +53,18 @@ def fake(tmp_path: Path) -> list[str]:
     return [sys.executable, "-u", str(script)]
 
 
-def run(prompts: list[list[int]], speculate: bool) -> tuple[float, list[list[int]]]:
+ASKED = [Asked((1, 2), 5), Asked((7,), 9)]
+
+
+def run(prompts: list[list[int]], tokens: int, speculate: bool) -> tuple[float, list[list[int]]]:
     """An engine of ours that always takes the same time; its second stream says something else."""
-    return (0.1 if speculate else 0.2), [[prompt[0] + (n == 1)] * 5 for n, prompt in enumerate(prompts)]
+    return (0.1 if speculate else 0.2), [[prompt[0] + (n == 1)] * tokens for n, prompt in enumerate(prompts)]
 
 
 def test_a_peer_and_both_ways_of_ours_take_turns_and_ratios_are_within_a_turn(fake: list[str]):
     seen: list[str] = []
     with Worker(fake, {}, {}) as worker:
-        row = compare("fake", worker, run, [(1, 2), (7,)], 2, 5, 3, seen.append)
+        row = compare("fake", worker, run, ASKED, 2, 3, seen.append)
     assert row.version == "fake 1"
     assert row.plain == Spread(50.0, 50.0, 50.0)
     assert row.tokens_per_second is not None
@@ -84,7 +87,7 @@ def test_a_peer_that_fails_is_a_row_that_says_why_and_the_others_go_on(fake: lis
     chosen = {"broken": broken, "whole": whole}
     nothing = Path("none")
     models = Models(nothing, "float32", 64, 1, 1, None, nothing, None)
-    first, second = measure(chosen, models, nothing, run, [(1, 2)], 5, 1)
+    first, second = measure(chosen, models, nothing, run, ASKED[:1], 1)
     assert words in str(first.problem)
     assert first.tokens_per_second is None
     assert second.problem is None
@@ -194,6 +197,7 @@ def osd(tiny_target: Path, tmp_path: Path, *arguments: str):
     settings += ["engine.context=128", "drafter.kind=eagle", "drafter.vocabulary=100", "growth.governed=false"]
     given = [part for setting in settings for part in ("--set", setting)]
     given += ["--prompts", str(tmp_path / "prompts.jsonl"), "--draft", "eagle", "--turns", "1", "--tokens", "12"]
+    given += ["--after", "1", "--unseen", "2"]
     return CliRunner().invoke(app, ["bench", "peers", *given, *arguments])
 
 
