@@ -17,6 +17,7 @@ from osd.engine.request import SamplingParams
 from osd.engine.sequence import Sequence as Decoding
 from osd.runtime.device import sent
 from osd.runtime.native import kernels
+from osd.runtime.top import Top, orders_equals
 from osd.speculation.distributions import LazyProbabilities
 from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties, penalised
@@ -108,16 +109,20 @@ class DraftGroup:
         """Of each sequence."""
         return [NOTHING] * len(self.sequences) if self.proposal is None else self.proposal.trees
 
-    def unread(self, logits: Tensor, rows: Sequence[int]) -> Tensor | None:
+    def unread(self, logits: Tensor, rows: Sequence[int], tops: Top | None) -> Tensor | None:
         """[n] int64 what ``decide`` wants to be read from the device, None where it asks for itself.
 
         Args:
             logits: [R, vocabulary] of the target.
             rows: those after the root and after each node, of one sequence after the other.
+            tops: the most probable tokens of these rows, where they are looked at anyway.
         """
         if not self.asked.greedy:
             return None
-        best = most_probable(self._penalised(logits, rows))
+        if tops is not None and self.asked.penalties is None and orders_equals(logits):
+            best = tops.ids[:, 0]
+        else:
+            best = most_probable(self._penalised(logits, rows))
         pending = None if self.proposal is None else self.proposal.pending
         return best if pending is None else torch.cat([best, pending.sizes, pending.drafted.flatten()])
 

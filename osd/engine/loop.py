@@ -133,7 +133,8 @@ class DecodeLoop:
         start = time.perf_counter()
         scheduled = self.scheduler.plan(self.speculate)
         drafted = draft(scheduled, self._target.device)
-        outcome = commit(verify(drafted, self._target), self._slots, self._target.eos_ids, self._keeping)
+        verified = verify(drafted, self._target, self._keeping.top_k)
+        outcome = commit(verified, self._slots, self._target.eos_ids, self._keeping)
         self._count(outcome)
         for one in outcome.sequences:
             s = one.sequence

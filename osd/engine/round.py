@@ -87,13 +87,15 @@ class Drafted:
 class Verified:
     """The target's logits, what each sequence that ends keeps of its draft, and the seconds of both models.
 
-    ``captured`` says that a CUDA graph was made, so that times are longer than they will be.
+    ``tops`` are the target's most probable tokens at the rows of each group whose drafter reads them. ``captured``
+    says that a CUDA graph was made, so that times are longer than they will be.
     """
 
     scheduled: Scheduled
     groups: Sequence[DraftGroup]
     packed: Packed
     forward: Forward
+    tops: Sequence[Top | None]
     decisions: dict[Decoding, Decision]
     draft_seconds: dict[ActiveDrafter, float]
     forward_seconds: float
@@ -167,14 +169,21 @@ def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
 
 
 @torch.inference_mode()
-def verify(drafted: Drafted, target: SlotModel) -> Verified:
-    """Run the target over all drafts of all sequences in one forward, and decide what each keeps."""
+def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
+    """Run the target over all drafts of all sequences in one forward, and decide what each keeps.
+
+    Drafters that read the target's rows get the ``top_k`` most probable tokens of each.
+    """
     begun = mark(target.device)
     packed, rows = _packed(drafted)
     forward = target.forward(packed.rows, packed.wanted)
     forwarded = mark(target.device)
-    asked = zip(drafted.groups, rows, strict=True)
-    read = read_together([group.unread(forward.logits, mine) for group, mine in asked])
+    tops = [
+        top(forward.logits, mine, top_k) if group.drafter is not None and group.drafter.needs.target_rows else None
+        for group, mine in zip(drafted.groups, rows, strict=True)
+    ]
+    asked = zip(drafted.groups, rows, tops, strict=True)
+    read = read_together([group.unread(forward.logits, mine, found) for group, mine, found in asked])
     decisions: dict[Decoding, Decision] = {}
     for group, mine, numbers in zip(drafted.groups, rows, read, strict=True):
         decisions |= zip(group.sequences, group.decide(forward.logits, mine, numbers), strict=True)
@@ -182,7 +191,7 @@ def verify(drafted: Drafted, target: SlotModel) -> Verified:
     for drafter, before, after in drafted.marks:
         seconds[drafter] += between(before, after)
     return Verified(
-        drafted.scheduled, drafted.groups, packed, forward, decisions, seconds, between(begun, forwarded),
+        drafted.scheduled, drafted.groups, packed, forward, tops, decisions, seconds, between(begun, forwarded),
         GraphRecorder.made > drafted.graphs,
     )  # fmt: skip
 
@@ -232,7 +241,7 @@ def commit(verified: Verified, slots: SlotManager, eos_ids: frozenset[int], keep
     slots.keep([one.sequence for one in scheduled], [one.start for one in scheduled], packed.first, kept, hidden)
     outcomes: dict[Decoding, SequenceOutcome] = {}
     traced: dict[Decoding, Traced] = {}
-    tops = _tops(verified, keeping.top_k)
+    tops = _tops(verified)
     for number, (one, offsets) in enumerate(zip(scheduled, kept, strict=True)):
         s, decision = one.sequence, verified.decisions.get(one.sequence)
         states = None if hidden is None else _rows(hidden, packed.first[number], offsets)
@@ -259,20 +268,17 @@ def commit(verified: Verified, slots: SlotManager, eos_ids: frozenset[int], keep
     )  # fmt: skip
 
 
-def _tops(verified: Verified, k: int) -> dict[Decoding, Top]:
-    """The target's ``k`` most probable tokens at every verified row, for the drafters that read them, on the host."""
-    rows: list[int] = []
-    parts: dict[Decoding, tuple[int, int]] = {}
-    for number, one in enumerate(verified.scheduled.sequences):
-        s, decision = one.sequence, verified.decisions.get(one.sequence)
-        if decision is not None and s.drafter is not None and s.drafter.needs.target_rows:
-            first, count = verified.packed.logits[number], 1 + len(decision.tree.tokens)
-            parts[s] = len(rows), len(rows) + count
-            rows += range(first, first + count)
-    if not rows:
-        return {}
-    found = top(verified.forward.logits, rows, k).on_host()
-    return {s: found.part(*part) for s, part in parts.items()}
+def _tops(verified: Verified) -> dict[Decoding, Top]:
+    """What ``Verified.tops`` holds of each sequence, on the host."""
+    parts: dict[Decoding, Top] = {}
+    for group, found in zip(verified.groups, verified.tops, strict=True):
+        if found is None:
+            continue
+        host, at = found.on_host(), 0
+        for s, tree in zip(group.sequences, group.trees, strict=True):
+            parts[s] = host.part(at, at + 1 + len(tree.tokens))
+            at += 1 + len(tree.tokens)
+    return parts
 
 
 def _offsets(one: ScheduledSequence, decision: Decision | None) -> list[int]:

@@ -41,9 +41,14 @@ def top(logits: Tensor, rows: Sequence[int], k: int, support: Tensor | None = No
     float32 on a CPU, PyTorch everything else.
     """
     k = min(k, logits.shape[-1])
-    readable = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
-    found = _native(logits, rows, k) if readable and kernels() is not None else reference(logits, rows, k)
+    found = _native(logits, rows, k) if orders_equals(logits) else reference(logits, rows, k)
     return found if support is None else Top(support[found.ids], found.logp, found.tail)
+
+
+def orders_equals(logits: Tensor) -> bool:
+    """Whether ``top`` puts the first of equals first, as the kernel does."""
+    readable = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
+    return readable and kernels() is not None
 
 
 def _native(logits: Tensor, rows: Sequence[int], k: int) -> Top:
