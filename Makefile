@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install develop demo bench test soak quality browser
+.PHONY: help install develop demo bench test soak faults quality browser
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -46,7 +46,10 @@ test: develop browser ## Run all tests; ARGS="tests/unit -k config"
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/integration tests/e2e)
 
 soak: develop ## Run the tests that take long: laws of the output over a hundred thousand runs, and services of their own
-	$(BIN)/python -m pytest -m soak -n auto $(ARGS)
+	$(BIN)/python -m pytest -m 'soak and not fault' -n auto $(ARGS)
+
+faults: develop ## Kill, cut, fill and flush what the service needs, and print what is promised and what came of it
+	$(BIN)/python -m pytest -m fault $(ARGS)
 
 quality: develop ## Run every check that is not a test of behaviour
 	$(BIN)/ruff check .
