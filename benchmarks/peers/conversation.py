@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import tempfile
 import threading
@@ -19,7 +20,9 @@ LOAD_SECONDS, DECODE_SECONDS, END_SECONDS = 600.0, 600.0, 20.0
 
 
 class Worker:
-    """A worker that has loaded its models, until it is left.
+    """A worker that has loaded its models, until it is left; it runs only while it is asked.
+
+    A peer whose threads wait by spinning would take the cores of whoever decodes next.
 
     Raises:
         PeerError: when entering or asking: it ended, said so, or took too long.
@@ -48,6 +51,7 @@ class Worker:
         except BaseException:
             self._end()
             raise
+        self._signal(signal.SIGSTOP)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -55,8 +59,15 @@ class Worker:
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[list[int]]]:
         """Seconds as the worker measured them, and the tokens after each prompt."""
+        self._signal(signal.SIGCONT)
         answer = self._ask({"prompts": [list(prompt) for prompt in prompts], "tokens": tokens}, DECODE_SECONDS)
+        self._signal(signal.SIGSTOP)
         return float(answer["seconds"]), answer["ids"]
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Reach the worker and what it has started; it may have ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _read(self) -> None:
         assert self._process.stdout is not None  # noqa: S101 - it is a pipe
@@ -91,6 +102,7 @@ class Worker:
         assert self._process.stdin is not None  # noqa: S101 - it is a pipe
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()  # the end of its input ends it
+        self._signal(signal.SIGCONT)
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

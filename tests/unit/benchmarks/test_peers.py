@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import gguf
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -75,6 +77,16 @@ def test_a_peer_and_both_ways_of_ours_take_turns_and_ratios_are_within_a_turn(fa
     assert row.speculative_ratio.median == pytest.approx(2 * row.plain_ratio.median)
     assert row.same == 0.5
     assert len(seen) == 4
+
+
+def test_a_peer_runs_only_while_it_is_asked(fake: list[str]):
+    with Worker(fake, {}, {}) as worker:
+        process = psutil.Process(worker._process.pid)
+        for _ in range(2):
+            while process.status() != psutil.STATUS_STOPPED:  # a signal takes a moment
+                time.sleep(0.01)
+            assert worker.decode([(3,)], 4)[1] == [[3] * 4]
+    assert not process.is_running()
 
 
 @pytest.mark.parametrize(
