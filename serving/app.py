@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayError
-from ray.serve.config import DeploymentActorConfig
+from ray.serve.config import BackpressureConfig, DeploymentActorConfig
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
@@ -109,8 +109,10 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
         Server,
         name="osd",
         num_replicas=settings.serving.replicas,
-        # Beyond the queue's limit, so that the replica itself says 429, and with room for all that is not decoding.
+        # As many as decode and as many as arrive, so that the replica itself says 429, and room for all others.
         max_ongoing_requests=2 * settings.serving.max_queue + 64,
+        max_queued_requests=settings.serving.max_queue,
+        backpressure_config=BackpressureConfig(retry_after_s=1),
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if settings.target.device == "cuda" else 0},
         health_check_period_s=5,
         health_check_timeout_s=30,
