@@ -65,9 +65,9 @@ class _Answer:
     async def send(self, message: Message) -> None:
         """See ASGI."""
         if message["type"] == "http.response.start":
-            # The service's own errors are JSON, and a page.
-            plain = Headers(raw=list(message["headers"])).get("content-type", "").startswith("text/plain")
-            if plain and message["status"] >= 400:
+            # The service's own errors are JSON, and a page; Ray's are plain text, called so or not.
+            kind = Headers(raw=list(message["headers"])).get("content-type", "text/plain")
+            if kind.startswith("text/plain") and message["status"] >= 400:
                 await self.replace(message["status"], message["headers"])
             self.begun = True
         if not self._replaced:

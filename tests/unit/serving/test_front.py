@@ -60,9 +60,10 @@ def test_what_the_service_reads_comes_through():
     assert {name.decode(): value.decode() for name, value in seen} == {"host": "testserver", **headers}
 
 
+@pytest.mark.parametrize("kind", [PlainTextResponse, Response])
 @pytest.mark.parametrize("status", [404, 408, 500, 503])
-def test_rays_own_errors_have_openais_shape(status):
-    client, _ = behind(PlainTextResponse("Ray says SECRET", status))
+def test_rays_own_errors_have_openais_shape(status, kind):
+    client, _ = behind(kind("Ray says SECRET", status))
     response = client.get("/")
     error = error_of(response, status)
     assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
