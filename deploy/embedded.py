@@ -22,6 +22,7 @@ from deploy.running import announce, lock, withdraw
 from osd.capture.server import RedisError, open_redis
 from osd.config import ConfigError, Settings
 from osd.target.load import TargetError, resolve
+from serving import front
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,7 @@ def start_ray(settings: Settings) -> None:
     """Start Ray on this machine alone; signals keep the handlers that they have."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ[front.VARIABLE] = front.IMPORT_PATH
     stop = signal.getsignal(signal.SIGTERM)
     ray.init(
         address="local",

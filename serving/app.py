@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayError
-from ray.serve.config import DeploymentActorConfig
+from ray.serve.config import BackpressureConfig, DeploymentActorConfig
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
@@ -105,12 +105,16 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
     metrics = DeploymentActorConfig(
         name=METRICS, actor_class=ray.remote(ReplicaMetrics), actor_options={"num_cpus": 0, "max_concurrency": 1}
     )
+    # As many as decode and as many as arrive, so that the replica itself says 429, and some for all others.
+    room = 2 * settings.serving.max_queue + 64
     deployment: Any = serve.deployment(  # Ray's types call this a function
         Server,
         name="osd",
         num_replicas=settings.serving.replicas,
-        # Beyond the queue's limit, so that the replica itself says 429, and with room for all that is not decoding.
-        max_ongoing_requests=2 * settings.serving.max_queue + 64,
+        max_ongoing_requests=room,
+        # Those that Serve is choosing a replica for count too: fewer would refuse a burst that there is room for.
+        max_queued_requests=room,
+        backpressure_config=BackpressureConfig(retry_after_s=1),
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if settings.target.device == "cuda" else 0},
         health_check_period_s=5,
         health_check_timeout_s=30,

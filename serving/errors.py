@@ -13,6 +13,14 @@ from starlette.exceptions import HTTPException
 logger = logging.getLogger(__name__)
 
 
+_MESSAGES = {
+    404: "There is no such path.",
+    408: "The request took too long.",
+    500: "The server failed; its log says why.",
+    503: "The server cannot take this request now. Try again later.",
+}
+
+
 class ApiError(Exception):
     """A request is refused or failed; becomes the status and body of the response.
 
@@ -43,6 +51,15 @@ def invalid(message: str, param: str | None, code: str = "invalid_value") -> Api
     return ApiError(400, message, param=param, code=code)
 
 
+def of_status(status: int, headers: Mapping[str, str] | None = None) -> ApiError:
+    """What a status says by itself, where nobody knows more."""
+    message = _MESSAGES.get(status, "The request is refused.")
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return ApiError(
+        status, message, kind=kind, headers={**({"retry-after": "1"} if status == 503 else {}), **(headers or {})}
+    )
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """Name the first field that is wrong, without repeating its value."""
     first = error.errors(include_url=False, include_input=False)[0]
@@ -52,6 +69,8 @@ def from_validation(error: ValidationError) -> ApiError:
     param = first.get("ctx", {}).get("param") or _path(first["loc"])
     if kind == "extra_forbidden":
         return invalid(f"'{param}' is not supported.", param, "unsupported_parameter")
+    if kind == "too_many":
+        return invalid(first["msg"], param)
     if kind == "unsupported":
         return invalid(first["msg"], param, "unsupported_parameter")
     if kind == "missing":
@@ -78,12 +97,12 @@ def install(app: FastAPI) -> None:
         return error.response()
 
     @app.exception_handler(HTTPException)
-    async def not_found(request: Request, error: HTTPException) -> JSONResponse:
-        messages = {404: "There is no such path.", 405: f"{request.method} is not allowed on this path."}
-        message = messages.get(error.status_code, "The request is refused.")
-        return ApiError(error.status_code, message, headers=error.headers).response()
+    async def not_found(_: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 405:
+            return ApiError(405, "This method is not allowed on this path.", headers=error.headers).response()
+        return of_status(error.status_code, error.headers).response()
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
         logger.error("request failed", exc_info=error)
-        return ApiError(500, "The server failed; its log says why.", kind="server_error").response()
+        return of_status(500).response()

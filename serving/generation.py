@@ -26,16 +26,20 @@ class Generation:
     """The sequences of one HTTP request, decoded side by side.
 
     Lifetime: ``start`` takes places in the queue and submits; ``updates`` yields until every sequence has finished;
-    ``close`` (any number of times) cancels what still runs and gives the places back.
+    ``close`` (any number of times) cancels what still runs and gives the places back. ``seconds`` after ``start`` it
+    ends as a failure; None is never.
     """
 
-    def __init__(self, service: Service, admission: Admission, requests: Sequence[Request]) -> None:
-        self._service, self._admission = service, admission
+    def __init__(
+        self, service: Service, admission: Admission, requests: Sequence[Request], seconds: float | None
+    ) -> None:
+        self._service, self._admission, self._seconds = service, admission, seconds
         self._requests = {request.id: index for index, request in enumerate(requests)}
         self._pending = list(requests)
         self._running: set[str] = set()
-        self._updates: asyncio.Queue[Update | None] = asyncio.Queue()
+        self._updates: asyncio.Queue[Update | Disconnected | ApiError] = asyncio.Queue()
         self._watch: asyncio.Task[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._places = 0
 
     def start(self, receive: Receive) -> None:
@@ -54,6 +58,10 @@ class Generation:
                 loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
         self._watch = loop.create_task(self._wait_for_disconnect(receive))
+        if self._seconds is not None:
+            message = f"The answer took longer than {self._seconds:g} seconds."
+            late = ApiError(504, message, kind="server_error", code="timeout")
+            self._deadline = loop.call_later(self._seconds, self._end, late)
         for request in self._pending:
             self._running.add(request.id)
             self._service.submit(request, deliver)
@@ -63,12 +71,12 @@ class Generation:
 
         Raises:
             Disconnected: the client is gone.
-            ApiError: a sequence failed, or the engine gave it up.
+            ApiError: a sequence failed, the engine gave it up, or the time is over.
         """
         while self._running:
             update = await self._updates.get()
-            if update is None:
-                raise Disconnected
+            if isinstance(update, Exception):
+                raise update
             if update.finish_reason is not None:
                 self._running.discard(update.request_id)
             if update.finish_reason == "error":
@@ -82,6 +90,8 @@ class Generation:
         """Cancel what still runs."""
         if self._watch is not None:
             self._watch.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
         for request_id in self._running:
             self._service.cancel(request_id)
         self._running.clear()
@@ -91,10 +101,13 @@ class Generation:
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        self._end(Disconnected())
+
+    def _end(self, why: Disconnected | ApiError) -> None:
         # Cancel here and not where updates are read: a reader that is blocked in sending must not delay it.
         for request_id in self._running:
             self._service.cancel(request_id)
-        self._updates.put_nowait(None)
+        self._updates.put_nowait(why)
 
 
 def seed_of(seed: int, choice: int) -> int:

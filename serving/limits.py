@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from functools import lru_cache
 from typing import TypeVar
 
@@ -13,13 +15,15 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from osd.config import GrowthSettings, Settings
+from osd.config import GrowthSettings, ServingSettings, Settings
 from osd.engine.policy import Policy
 from serving.errors import ApiError, from_validation, invalid
 from serving.schemas import Speculation
 
 OPEN_PATHS = frozenset({"/health"})
 """Paths that answer without a key. The dashboard's own files are open too: they hold no data."""
+
+_CLOSE = {"Connection": "close"}  # what is left of a body is not waited for
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
@@ -62,25 +66,39 @@ class KeyGuard:
         return await error.response()(scope, receive, send)
 
 
-async def read_body(request: Request, schema: type[AnyBody], max_bytes: int) -> AnyBody:
-    """Read and check a JSON body, without ever holding more than ``max_bytes`` of it.
+async def read_body(request: Request, schema: type[AnyBody], limits: ServingSettings) -> AnyBody:
+    """Read and check a JSON body, without ever holding more of it than ``limits`` allow.
 
     Raises:
-        ApiError: 413 when it is longer, 400 when it is not a valid ``schema``.
+        ApiError: 415 when it is not JSON by its header, 413 when it is too long, 408 when it takes too long, 400 when
+            it is not a valid ``schema``.
     """
-    too_large = ApiError(413, f"The body is larger than {max_bytes} bytes.", code="request_too_large")
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "The body must be sent as 'content-type: application/json'.", code="unsupported_media_type")
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            data = await _receive(request, limits.max_body_bytes)
+    except TimeoutError:
+        message = f"The body did not arrive within {limits.body_timeout_s:g} seconds."
+        raise ApiError(408, message, code="timeout", headers=_CLOSE) from None
+    try:
+        return schema.model_validate_json(data, context=limits)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+async def _receive(request: Request, most: int) -> bytes:
+    message = f"The body is larger than {most} bytes."
+    too_large = ApiError(413, message, code="request_too_large", headers=_CLOSE)
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
+    if declared.isdecimal() and (len(declared) > len(str(most)) or int(declared) > most):
         raise too_large
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
-        if len(data) > max_bytes:
+        if len(data) > most:
             raise too_large
-    try:
-        return schema.model_validate_json(bytes(data))
-    except ValidationError as error:
-        raise from_validation(error) from None
+    return bytes(data)
 
 
 def check_prompt(ids: list[int], param: str, context: int, vocabulary: int) -> None:
@@ -113,24 +131,33 @@ def _policy(growth: GrowthSettings, verification: str | None) -> Policy:
     return Policy.of(growth, verification)
 
 
-def policy_of(speculation: Speculation | None, settings: Settings) -> Policy | None:
-    """How a request wants to speculate, None for as the server does.
+def check_draft(speculation: Speculation | None, settings: Settings) -> None:
+    """Refuse a draft that is larger than the server allows, before anything is planned for it.
 
     Raises:
-        ApiError: 400; growth and verification would bias the output together, or the draft is too large.
+        ApiError: 400.
+    """
+    if speculation is None or (speculation.growth is None and speculation.verification is None):
+        return
+    largest, limit = (speculation.growth or settings.growth).largest, settings.engine.max_draft
+    if largest > limit:
+        message = f"'osd.growth' drafts up to {largest} tokens and this server's limit is {limit}."
+        raise invalid(message, "osd.growth")
+
+
+def policy_of(speculation: Speculation | None, settings: Settings) -> Policy | None:
+    """How a request wants to speculate, None for as the server does; a large tree takes milliseconds to plan.
+
+    Raises:
+        ApiError: 400; growth and verification would bias the output together.
     """
     if speculation is None or (speculation.growth is None and speculation.verification is None):
         return None
     growth = speculation.growth or settings.growth
     try:
-        policy = _policy(growth, speculation.verification or settings.verification)  # type: ignore[arg-type] # frozen, so they hash
+        return _policy(growth, speculation.verification or settings.verification)  # type: ignore[arg-type] # frozen, so they hash
     except ValueError as error:
         raise invalid(f"'osd': {error}.", "osd") from None
-    largest, limit = policy.growth.max_nodes, settings.engine.max_draft
-    if largest > limit:
-        message = f"'osd.growth' drafts up to {largest} tokens and this server's limit is {limit}."
-        raise invalid(message, "osd.growth")
-    return policy
 
 
 def completion_budget(asked: int | None, default: int, param: str, prompt: int, context: int, limit: int) -> int:
@@ -155,8 +182,8 @@ class Admission:
     def __init__(self, limit: int) -> None:
         self.limit, self.taken = limit, 0
 
-    def enter(self, sequences: int) -> None:
-        """Take places.
+    def check(self, sequences: int) -> None:
+        """See that there are places, before work is done for those who take them.
 
         Raises:
             ApiError: 400 when the request alone is over the limit, 429 with Retry-After when there is no room now.
@@ -164,15 +191,47 @@ class Admission:
         if sequences > self.limit:
             raise invalid(f"The request asks for {sequences} choices and this server's limit is {self.limit}.", "n")
         if self.taken + sequences > self.limit:
-            raise ApiError(
-                429,
-                f"The queue is full: {self.taken} of {self.limit} places are taken. Try again later.",
-                kind="rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
+            raise _full(f"The queue is full: {self.taken} of {self.limit} places are taken.")
+
+    def enter(self, sequences: int) -> None:
+        """Take places.
+
+        Raises:
+            ApiError: as ``check``.
+        """
+        self.check(sequences)
         self.taken += sequences
 
     def leave(self, sequences: int) -> None:
         """Give places back."""
         self.taken -= sequences
+
+
+class Arrivals:
+    """Counts the requests whose body is on its way or whose prompt is being encoded, on one replica's event loop.
+
+    Without a limit, bodies that never end would take every place that Ray Serve has, those of ``/health`` too.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.taken = limit, 0
+
+    @contextlib.contextmanager
+    def one(self) -> Generator[None]:
+        """Be one of them.
+
+        Raises:
+            ApiError: 429 with Retry-After; there are as many as there may be.
+        """
+        if self.taken >= self.limit:
+            raise _full(f"{self.taken} requests are arriving, as many as this server takes.")
+        self.taken += 1
+        try:
+            yield
+        finally:
+            self.taken -= 1
+
+
+def _full(message: str) -> ApiError:
+    headers = {"Retry-After": "1"}
+    return ApiError(429, f"{message} Try again later.", kind="rate_limit_error", code="queue_full", headers=headers)

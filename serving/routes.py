@@ -7,21 +7,25 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from osd.engine.policy import Policy
 from osd.engine.request import Request as Sequence
 from osd.engine.request import SamplingParams, Update
 from serving import dashboard, errors, prometheus
 from serving.errors import ApiError, invalid
 from serving.generation import Disconnected, Generation, seed_of
+from serving.hosts import HostGuard, allowed_hosts
 from serving.limits import (
     Admission,
+    Arrivals,
     KeyGuard,
+    check_draft,
     check_ids,
     check_prompt,
     client_of,
@@ -30,11 +34,19 @@ from serving.limits import (
     read_body,
 )
 from serving.responses import Answer, EventStream, Logprobs, collect, events
-from serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Generate, Message, TokenizeRequest
+from serving.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generate,
+    Message,
+    TokenizeRequest,
+)
 from serving.service import ChatTemplateError, Service
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for /v1/completions."""
+AnyBody = TypeVar("AnyBody", bound=ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest)
 _COLDEST = 1e-4  # logits divided by less overflow float32; the distribution is greedy long before
 
 
@@ -44,17 +56,34 @@ def create_app(service: Service) -> FastAPI:
     errors.install(app)
     app.include_router(Routes(service).router)
     app.include_router(dashboard.router(service))
-    if service.settings.serving.api_key is not None:
-        app.add_middleware(KeyGuard, key=service.settings.serving.api_key, assets=dashboard.OPEN_PATHS)
+    settings = service.settings.serving
+    if settings.api_key is not None:
+        app.add_middleware(KeyGuard, key=settings.api_key, assets=dashboard.OPEN_PATHS)
+    if (names := allowed_hosts(settings)) is not None:
+        app.add_middleware(HostGuard, names=names)
     return app
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A body that was read and checked, and its prompts as token ids.
+
+    ``policy`` is how it speculates, None for as the server does; ``seconds`` is how long its answer may take, None for
+    any time.
+    """
+
+    body: Generate
+    prompts: list[list[int]]
+    policy: Policy | None
+    seconds: float | None
+
+
 class Routes:
-    """Handlers over one service; all state is the count of admitted sequences."""
+    """Handlers over one service; all state is the counts of arriving requests and of admitted sequences."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.limits = service, service.settings.serving
-        self.admission = Admission(self.limits.max_queue)
+        self.admission, self.arrivals = Admission(self.limits.max_queue), Arrivals(self.limits.max_queue)
         # One thread: a long prompt must not stall the event loop, and tokenizers are not promised to be thread-safe.
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self.router = APIRouter()
@@ -70,17 +99,21 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        body = await read_body(request, ChatRequest, self.limits.max_body_bytes)
-        self._check_model(body.model)
-        ids = await self._encode_chat(body.messages)
-        return await self._generate(request, body, [ids], self.limits.max_completion_tokens)
+        with self.arrivals.one():
+            body = await self._read(request, ChatRequest)
+            self._check_cost(body, 1)
+            prompts = [await self._encode_chat(body.messages)]
+            asked = Asked(body, prompts, await self._policy(body), self._seconds(body))
+        return await self._generate(request, asked, self.limits.max_completion_tokens)
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        body = await read_body(request, CompletionRequest, self.limits.max_body_bytes)
-        self._check_model(body.model)
-        prompts = [await self._encode(p, True) if isinstance(p, str) else p for p in body.prompt]
-        return await self._generate(request, body, prompts, COMPLETION_TOKENS)
+        with self.arrivals.one():
+            body = await self._read(request, CompletionRequest)
+            self._check_cost(body, len(body.prompt))
+            prompts = [await self._encode(p, True) if isinstance(p, str) else p for p in body.prompt]
+            asked = Asked(body, prompts, await self._policy(body), self._seconds(body))
+        return await self._generate(request, asked, COMPLETION_TOKENS)
 
     async def models(self) -> Response:
         """``GET /v1/models``."""
@@ -93,20 +126,21 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
-        body = await read_body(request, TokenizeRequest, self.limits.max_body_bytes)
-        self._check_model(body.model)
-        if body.messages is not None:
-            ids = await self._encode_chat(body.messages)
-        else:
-            ids = await self._encode(body.prompt or "", body.add_special_tokens)
+        with self.arrivals.one():
+            body = await self._read(request, TokenizeRequest)
+            if body.messages is not None:
+                ids = await self._encode_chat(body.messages)
+            else:
+                ids = await self._encode(body.prompt or "", body.add_special_tokens)
         return JSONResponse({"count": len(ids), "max_model_len": self.service.model.context, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
-        body = await read_body(request, DetokenizeRequest, self.limits.max_body_bytes)
-        self._check_model(body.model)
-        check_ids(body.tokens, "tokens", self.service.model.vocabulary)
-        return JSONResponse({"prompt": await self._in_thread(self.service.decode, body.tokens)})
+        with self.arrivals.one():
+            body = await self._read(request, DetokenizeRequest)
+            check_ids(body.tokens, "tokens", self.service.model.vocabulary)
+            text = await self._in_thread(self.service.decode, body.tokens)
+        return JSONResponse({"prompt": text})
 
     async def health(self) -> Response:
         """``GET /health``: 200 while this replica can decode."""
@@ -122,26 +156,46 @@ class Routes:
         text = prometheus.render(await self.service.totals(), settings.domain, model.id)
         return Response(text, media_type=prometheus.CONTENT_TYPE)
 
-    async def _generate(self, request: Request, body: Generate, prompts: list[list[int]], default: int) -> Response:
+    async def _read(self, request: Request, schema: type[AnyBody]) -> AnyBody:
+        body = await read_body(request, schema, self.limits)
+        self._check_model(body.model)
+        return body
+
+    def _check_cost(self, body: Generate, prompts: int) -> None:
+        """Refuse what is too much by its numbers alone, before work is done for it."""
+        self.admission.check(prompts * (body.n or 1))
+        check_draft(body.osd, self.service.settings)
+
+    def _seconds(self, body: Generate) -> float | None:
+        limit = self.limits.request_timeout_s
+        if body.timeout is not None and limit is not None and body.timeout > limit:
+            raise invalid(f"'timeout' is {body.timeout:g} and this server's limit is {limit:g} seconds.", "timeout")
+        return limit if body.timeout is None else body.timeout
+
+    async def _policy(self, body: Generate) -> Policy | None:
+        return await self._in_thread(policy_of, body.osd, self.service.settings) if body.osd else None
+
+    async def _generate(self, request: Request, asked: Asked, default: int) -> Response:
         """Decode every prompt ``n`` times; ``default`` is how many tokens a body means that does not say."""
-        model, param = self.service.model, "messages" if body.chat else "prompt"
+        model, body, prompts = self.service.model, asked.body, asked.prompts
+        param = "messages" if body.chat else "prompt"
         check_ids((token for token, _ in body.logit_bias or ()), "logit_bias", model.vocabulary)
         response_id = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4().hex}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
-        asked, name = body.limit
-        common = self._sequence(body, client_of(request.headers))
+        tokens, name = body.limit
+        common = self._sequence(asked, client_of(request.headers))
         sequences: list[Sequence] = []
         for ids in prompts:
             check_prompt(ids, param, model.context, model.vocabulary)
             limit = self.limits.max_completion_tokens
-            budget = completion_budget(asked, default, name, len(ids), model.context, limit)
+            budget = completion_budget(tokens, default, name, len(ids), model.context, limit)
             for choice in range(body.n or 1):
                 sampling = replace(common.sampling, seed=seed_of(seed, choice))
                 mine = f"{response_id}-{len(sequences)}"
                 sequences.append(replace(common, id=mine, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling))
         logprobs = Logprobs(body.chat, partial(self._in_thread, self._texts))
         answer = Answer(response_id, model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs)
-        generation = Generation(self.service, self.admission, sequences)
+        generation = Generation(self.service, self.admission, sequences, asked.seconds)
         handed_over = False
         try:
             generation.start(request.receive)
@@ -161,9 +215,9 @@ class Routes:
             if not handed_over:
                 generation.close()
 
-    def _sequence(self, body: Generate, client: str) -> Sequence:
+    def _sequence(self, asked: Asked, client: str) -> Sequence:
         """What all sequences of a client's request have in common; they differ in prompt, budget, id and seed."""
-        settings = self.service.settings
+        settings, body = self.service.settings, asked.body
         temperature = 1.0 if body.temperature is None else body.temperature
         sampling = SamplingParams(
             temperature=0.0 if temperature < _COLDEST else temperature,
@@ -186,7 +240,7 @@ class Routes:
             ignore_eos=bool(body.ignore_eos),
             capture=settings.capture.enabled and allowed,
             domain=body.osd.domain if body.osd else None,
-            policy=policy_of(body.osd, settings),
+            policy=asked.policy,
             logprobs=body.top,
             client=client,
         )
@@ -212,9 +266,6 @@ class Routes:
         return await self._in_thread(self.service.encode, text, special)
 
     async def _encode_chat(self, messages: list[Message]) -> list[int]:
-        if len(messages) > self.limits.max_messages:
-            limit = self.limits.max_messages
-            raise invalid(f"'messages' has {len(messages)} entries and this server's limit is {limit}.", "messages")
         # Chat templates know the older name of the role.
         turns = [{"role": m.role.replace("developer", "system"), "content": m.content} for m in messages]
         try:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from osd.config import DOMAIN, GrowthSettings, Verification
+from osd.config import DOMAIN, GrowthSettings, ServingSettings, Verification
 
 MOST_BIASES = 1024
 """Entries of ``logit_bias`` at most."""
+MOST_STOP = 4096
+"""Characters of all ``stop`` strings together at most."""
 
 _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (None, 0),
@@ -46,7 +48,11 @@ def _equal(value: Any, neutral: Any) -> bool:
 
 
 class Body(BaseModel):
-    """A JSON object with known fields only. Fields in ``neutral`` may say what is done anyway."""
+    """A JSON object with known fields only. Fields in ``neutral`` may say what is done anyway.
+
+    The server's limits of counts are the context of validation, ``ServingSettings``. What is too many, or one of many
+    that is wrong, is refused before the rest is looked at.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -59,11 +65,38 @@ class Body(BaseModel):
         for name, values in cls.neutral.items():
             if name in data and not any(_equal(data[name], value) for value in values):
                 raise PydanticCustomError("unsupported", "'{param}' is not supported.", {"param": name})
-        return {name: value for name, value in data.items() if name not in cls.neutral}
+        given = {name: value for name, value in data.items() if name not in cls.neutral}
+        # The first unknown name is what the refusal tells: a thousand more would only take time.
+        unknown = next((name for name in given if name not in cls.model_fields), None)
+        return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
+
+
+def _limits(info: ValidationInfo) -> ServingSettings:
+    return info.context or ServingSettings()
+
+
+def _too_many(param: str, count: int, limit: int) -> PydanticCustomError:
+    message = "'{param}' has {count} entries and this server's limit is {limit}."
+    return PydanticCustomError("too_many", message, {"param": param, "count": count, "limit": limit})
 
 
 def _stops(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list):
+        if len(value) > 4:
+            raise ValueError(f"has {len(value)} entries and the limit is 4")
+        size = sum(len(one) for one in value if isinstance(one, str))
+        if size > MOST_STOP:
+            raise ValueError(f"has {size} characters and the limit is {MOST_STOP}")
+    return value
+
+
+def _messages(value: Any, info: ValidationInfo) -> Any:
+    limit = _limits(info).max_messages
+    if isinstance(value, list) and len(value) > limit:
+        raise _too_many("messages", len(value), limit)
+    return value
 
 
 def _text(value: Any) -> Any:
@@ -100,14 +133,17 @@ def _biases(value: Any) -> Any:
     return pairs
 
 
-def _prompts(value: Any) -> Any:
+def _prompts(value: Any, info: ValidationInfo) -> Any:
     """One text, one list of token ids, or a list of either."""
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
         value = [value]
     if not isinstance(value, list) or not value:
         raise ValueError("must be a text, a list of token ids, or a list of these that is not empty")
+    limit = _limits(info).max_queue
+    if len(value) > limit:
+        raise _too_many("prompt", len(value), limit)
     for prompt in value:
-        ids = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
+        ids = isinstance(prompt, list) and set(map(type, prompt)) <= {int} and min(prompt, default=0) >= 0
         if not (isinstance(prompt, str) or ids):
             raise ValueError("must be a text, a list of token ids, or a list of these")
     return value
@@ -141,9 +177,9 @@ class Speculation(Body):
 class Generate(Body):
     """What chat and text completions share; ``None`` is the default of OpenAI.
 
-    ``top_k`` (0 and -1 are off), ``min_p``, ``repetition_penalty`` and ``ignore_eos`` are vLLM's extensions. ``user``
-    is taken as a label and not kept. With ``seed`` the text depends on prompt, settings and seed alone, and not on what
-    was drafted.
+    ``top_k`` (0 and -1 are off), ``min_p``, ``repetition_penalty`` and ``ignore_eos`` are vLLM's extensions. Ours is
+    ``timeout``: the seconds that the answer may take, from where the prompt has been read. ``user`` is taken as a label
+    and not kept. With ``seed`` the text depends on prompt, settings and seed alone, and not on what was drafted.
     """
 
     chat: ClassVar[bool] = False
@@ -159,13 +195,12 @@ class Generate(Body):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
     logit_bias: Annotated[list[tuple[int, float]] | None, BeforeValidator(_biases)] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]] | None, BeforeValidator(_stops)] = Field(
-        None, max_length=4
-    )
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]] | None, BeforeValidator(_stops)] = None
     n: int | None = Field(None, ge=1, le=8)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     store: bool | None = None
     user: str | None = None
     osd: Speculation | None = None
@@ -198,13 +233,17 @@ class Message(Body):
     content: Annotated[str, BeforeValidator(_text)]
 
 
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
+"""The turns of a chat, as many as the server allows."""
+
+
 class ChatRequest(Generate):
     """``POST /v1/chat/completions``."""
 
     neutral = _CHAT_NEUTRAL
     chat = True
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -257,7 +296,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -271,4 +310,4 @@ class DetokenizeRequest(Body):
     """``POST /detokenize``: the text of token ids."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(fail_fast=True)

@@ -29,6 +29,14 @@ def check_domain(domain: str) -> str:
     return domain
 
 
+def _listed(given: Any) -> Any:
+    return [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
+
+
+LISTED = BeforeValidator(_listed)
+"""Annotate a tuple of texts: it may be given as a list, or as one text with commas between them."""
+
+
 class Section(BaseModel):
     """A branch of the settings tree: unknown keys are refused, values never change."""
 

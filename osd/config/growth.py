@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -13,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from osd.config.base import Section, by_kind, of_kind
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Shares = Annotated[tuple[Share, ...], Field(min_length=1, max_length=32, fail_fast=True)]
 Depth = Annotated[int, Field(ge=1, le=32, description="tokens of the longest path of a draft")]
 Budget = Annotated[int, Field(ge=1, le=256, description="tokens of a draft tree at most")]
 
@@ -31,6 +33,11 @@ class _Growth(Section):
         """Tokens ahead that drafters are judged for."""
         return 3
 
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest draft: what planning it would say, at once."""
+        raise NotImplementedError
+
 
 class _DeepGrowth(_Growth):
     """Growth that ends at a depth."""
@@ -38,9 +45,36 @@ class _DeepGrowth(_Growth):
     depth: Depth = 3
 
     @property
+    def largest(self) -> int:
+        """Tokens of the largest draft: one for each level."""
+        return self.depth
+
+    @property
     def lookahead(self) -> int:
         """Tokens ahead that drafters are judged for: the depth."""
         return self.depth
+
+
+class _BudgetGrowth(_Growth):
+    """Growth that ends with a budget."""
+
+    budget: Budget = 16
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest draft: the budget."""
+        return self.budget
+
+
+def _places(widths: Iterable[int], budget: int) -> int:
+    """Nodes of a tree whose nodes have so many children, level by level; at most ``budget``."""
+    nodes, level = 0, 1
+    for width in widths:
+        level *= width
+        nodes += level
+        if nodes >= budget:
+            return budget
+    return nodes
 
 
 class ChainSettings(_DeepGrowth):
@@ -80,11 +114,10 @@ class AcceptanceHeadSettings(_DeepGrowth):
     h: float = Field(default=0.7, ge=0, le=1, description="probability of a rejection above which a chain ends")
 
 
-class DynamicTreeSettings(_Growth):
+class DynamicTreeSettings(_BudgetGrowth):
     """A tree that grows where the drafter is most likely to be right."""
 
     kind: Literal["dynamic_tree"] = "dynamic_tree"
-    budget: Budget = 16
     threshold: float | None = Field(default=None, gt=0, le=1, description="worth below which a tree does not grow")
 
 
@@ -93,26 +126,36 @@ class StaticTreeSettings(_DeepGrowth):
 
     kind: Literal["static_tree"] = "static_tree"
     budget: Budget = 16
-    acceptance: tuple[Share, ...] = Field(
+    acceptance: Shares = Field(
         default=(0.6, 0.15, 0.06, 0.03),
-        min_length=1,
         description="how often the child of each rank is accepted, until traffic has told",
     )
     draw: Literal["without_replacement", "iid", "top_then_drawn"] = Field(
         default="without_replacement", description="how siblings are drawn"
     )
 
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest draft: the budget, or all places that there are."""
+        return _places([len(self.acceptance)] * self.depth, self.budget)
 
-class SparseTreeSettings(_Growth):
+
+class SparseTreeSettings(_BudgetGrowth):
     """A tree of the paths that were right most often."""
 
     kind: Literal["sparse_tree"] = "sparse_tree"
-    budget: Budget = 16
-    ranks: tuple[Annotated[tuple[Share, ...], Field(min_length=1)], ...] = Field(
+    ranks: tuple[Shares, ...] = Field(
         default=((0.6, 0.15, 0.06, 0.03), (0.5, 0.12, 0.05), (0.45, 0.1), (0.4, 0.08), (0.35,)),
         min_length=1,
+        max_length=32,
+        fail_fast=True,
         description="how often the candidate of each rank is right, by depth, until traffic has told",
     )
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest draft: the budget, or all places that there are."""
+        return _places(map(len, self.ranks), self.budget)
 
 
 class TopKTreeSettings(_DeepGrowth):
@@ -122,8 +165,13 @@ class TopKTreeSettings(_DeepGrowth):
     budget: Budget = 16
     top_k: int = Field(default=4, ge=1, le=32, description="tokens of one level of a tree")
 
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest draft: the budget."""
+        return self.budget
 
-class BestFirstSettings(_Growth):
+
+class BestFirstSettings(_BudgetGrowth):
     """As many tokens, of all sequences and sources the most probable, as raise tokens per second."""
 
     kind: Literal["best_first"] = "best_first"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
+from pydantic_core import PydanticCustomError
 
-from osd.config.base import DOMAIN, Section
+from osd.config.base import DOMAIN, LISTED, Section
 from osd.config.drafter import DrafterSettings, MixedSettings, RecallSettings
 from osd.config.growth import BestFirstSettings, GrowthSettings
 from osd.config.trainer import TrainerSettings
@@ -65,19 +66,34 @@ class RedisSettings(Section):
     max_memory_mb: int = Field(default=1024, ge=32)
 
 
+def _key(key: SecretStr) -> SecretStr:
+    if not key.get_secret_value().strip():
+        raise PydanticCustomError("empty", "must not be empty; null is no key")
+    return key
+
+
 class ServingSettings(Section):
     """The HTTP service."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     replicas: int = Field(default=1, ge=1)
-    api_key: SecretStr | None = None
+    allowed_hosts: Annotated[tuple[str, ...], LISTED] | None = Field(
+        default=None,
+        description="names that Host may carry beside those of loopback; by default host, and any where there is a key "
+        "or host is not of loopback",
+    )
+    api_key: Annotated[SecretStr, AfterValidator(_key)] | None = None
     model_name: str | None = Field(default=None, description="id in /v1/models, else made from the target")
     capture_default: bool = Field(default=True, description="learn from requests that do not say store")
     max_body_bytes: int = Field(default=1 << 20, ge=1024)
     max_messages: int = Field(default=256, ge=1)
     max_completion_tokens: int = Field(default=2048, ge=1)
     max_queue: int = Field(default=128, ge=1, description="requests in a replica, running or waiting")
+    body_timeout_s: float = Field(default=20.0, gt=0, description="seconds in which the body of a request must arrive")
+    request_timeout_s: float | None = Field(
+        default=None, gt=0, description="seconds that an answer may take, and the most that a request may ask for"
+    )
 
 
 class Settings(Section):

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from osd.config.base import DOMAIN, Section
+from osd.config.base import DOMAIN, LISTED, Section
 
-Domains = Annotated[
-    tuple[Annotated[str, Field(pattern=DOMAIN)], ...],
-    BeforeValidator(
-        lambda given: [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
-    ),
-]
+Domains = Annotated[tuple[Annotated[str, Field(pattern=DOMAIN)], ...], LISTED]
 """Names of domains, in a list or with commas between them."""
 
 

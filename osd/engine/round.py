@@ -56,9 +56,11 @@ class ScheduledSequence:
         return self.ends and self.count == 1 and self.sequence.step > 0 and self.sequence.drafter is not None
 
     def reads_for(self, other: Decoding) -> bool:
-        """Whether the next token of another sequence is among these, after the same beginning."""
+        """Whether the next token of another sequence of the same client is among these, after the same beginning."""
         following = other.fed + 1
-        return self.start < following <= self.end and self.sequence.tokens[:following] == other.tokens[:following]
+        if self.sequence.request.client != other.request.client or not self.start < following <= self.end:
+            return False
+        return self.sequence.tokens[:following] == other.tokens[:following]
 
 
 @dataclass(frozen=True)

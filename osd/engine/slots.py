@@ -16,6 +16,8 @@ from osd.runtime.model import SlotModel
 class SlotManager:
     """Gives sequences their slots and, with ``engine.prefix_cache``, what any slot holds of their prompts.
 
+    One client's prompts are no part of another's: what was cached would tell each what the other asked.
+
     What a sequence leaves stays until another one gets its slot; the slot that was given back first goes first. Keys,
     values and the target's hidden states, which drafters and traces read, are copied. A prompt's last token is always
     left to be fed. See Zheng et al. 2024, "SGLang" (arXiv 2312.07104), who keep prefixes in a radix tree: the slots of
@@ -27,6 +29,7 @@ class SlotManager:
         self._cache, self._shared = target.cache, settings.prefix_cache
         self._free = list(range(settings.slots))
         self._tokens: list[list[int]] = [[] for _ in self._free]  # the cache knows how many of them are there
+        self._clients = [""] * settings.slots
         self._states: Tensor | None = None
         self._states_dtype = target.dtype
         if self._shared and target.taps:
@@ -48,7 +51,7 @@ class SlotManager:
         if not stays:
             self._adopt(s, source, count)
         self._cache.length[s.slot] = s.fed = count
-        self._tokens[s.slot] = s.tokens
+        self._tokens[s.slot], self._clients[s.slot] = s.tokens, s.request.client
 
     def catch_up(self, s: Sequence) -> None:
         """Give ``s``, which reads its prompt, what has come to be known of it since."""
@@ -100,7 +103,8 @@ class SlotManager:
         best, most = s.slot, s.fed
         for slot, (tokens, held) in enumerate(zip(self._tokens, self._cache.length, strict=True)):
             # A draft that was kept past the end of a request left more keys than the request has tokens.
-            end = min(held, len(tokens), len(s.tokens) - 1) if self._shared else 0
+            shared = self._shared and self._clients[slot] == s.request.client
+            end = min(held, len(tokens), len(s.tokens) - 1) if shared else 0
             if end > most and tokens[most] == s.tokens[most]:
                 alike = _common(tokens, s.tokens, end)
                 best, most = (slot, alike) if alike > most else (best, most)

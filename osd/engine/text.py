@@ -18,25 +18,27 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
-        self._decode, self._stop = _decoder(tokenizer), stop
+        self._decode, self._stop = _decoder(tokenizer), [_Search(one) for one in stop]
         self._ids: list[int] = []
         self._shown = 0  # tokens whose text is in _text
         self._before = 0  # tokens that are decoded again so that spaces between tokens come out right
-        self._text = ""
-        self._sent = 0
+        self._text = ""  # what was not taken yet
 
     def push(self, token: int) -> bool:
         """Add a token; True when a stop string is complete, which ends the text before it."""
         self._ids.append(token)
         prefix = self._decode(self._ids[self._before : self._shown])
         whole = self._decode(self._ids[self._before :])
-        if len(whole) > len(prefix) and not whole.endswith(UNFINISHED):
-            self._text += whole[len(prefix) :]
-            self._before, self._shown = self._shown, len(self._ids)
-        found = [place for place in (self._text.find(stop, self._sent) for stop in self._stop) if place >= 0]
-        if found:
-            self._text = self._text[: min(found)]
-        return bool(found)
+        if len(whole) <= len(prefix) or whole.endswith(UNFINISHED):
+            return False
+        new = whole[len(prefix) :]
+        self._before, self._shown = self._shown, len(self._ids)
+        # Of the stop strings that are complete now the one that begins first counts.
+        begins = [len(self._text) + place for place in (one.find(new) for one in self._stop) if place is not None]
+        self._text += new
+        if begins:
+            self._text = self._text[: min(begins)]
+        return bool(begins)
 
     def take(self, last: bool) -> str:
         """The text that is new and certain; everything when ``last``."""
@@ -44,22 +46,40 @@ class TextStream:
             prefix = self._decode(self._ids[self._before : self._shown])
             self._text += self._decode(self._ids[self._before :])[len(prefix) :]
             self._shown = len(self._ids)
-        end = len(self._text) if last else len(self._text) - self._held_back()
-        new, self._sent = self._text[self._sent : end], max(self._sent, end)
+        held = 0 if last else max((one.matched for one in self._stop), default=0)
+        end = len(self._text) - held
+        new, self._text = self._text[:end], self._text[end:]
         return new
 
     def close(self) -> None:
         """Forget tokens that have no text yet: a stop string ended the text."""
         self._shown = len(self._ids)
 
-    def _held_back(self) -> int:
-        longest = 0
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self._text) - self._sent), longest, -1):
-                if self._text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+
+class _Search:
+    """Looks for a string in a text that grows, each of whose characters it sees once (Knuth, Morris and Pratt, 1977).
+
+    ``matched`` characters at the end of the text are the longest beginning of the string that it ends with.
+    """
+
+    def __init__(self, string: str) -> None:
+        self._string, self.matched = string, 0
+        self._shorter = [0]  # for each beginning, the next shorter one that it ends with
+        for letter in string[1:]:
+            self._shorter.append(self._longest(self._shorter[-1], letter))
+
+    def find(self, new: str) -> int | None:
+        """Where the string begins that ``new`` completes, counted from the beginning of ``new``; None for nowhere."""
+        for place, letter in enumerate(new, 1):
+            self.matched = self._longest(self.matched, letter)
+            if self.matched == len(self._string):
+                return place - self.matched
+        return None
+
+    def _longest(self, matched: int, letter: str) -> int:
+        while matched and self._string[matched] != letter:
+            matched = self._shorter[matched - 1]
+        return matched + (self._string[matched] == letter)
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

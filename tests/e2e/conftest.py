@@ -21,6 +21,7 @@ from osd.capture.server import RedisServer
 from osd.config import Settings
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
+from serving import front
 from serving.app import build
 from tests.tiny import make_tiny
 
@@ -104,10 +105,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         engine={"slots": 4, "context": 1024, "threads": 1},
         drafter={"trained": {"vocabulary": 128}},
         growth={"governed": False},  # on so small a target no draft pays
-        serving={"port": free_port(), "replicas": REPLICAS, "max_queue": 6},
+        serving={"port": free_port(), "replicas": REPLICAS, "max_queue": 6, "body_timeout_s": 2},
     )
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    os.environ[front.VARIABLE] = front.IMPORT_PATH
     with RedisServer(max_memory_mb=128) as redis:
         ensure_version(settings, redis.url, target)
         try:

@@ -186,6 +186,18 @@ def test_secrets_are_never_repeated(tmp_path):
     assert "hush" not in repr(load_settings(None, ["serving.api_key=hush"], {}))
 
 
+@pytest.mark.parametrize("key", ["", "  "])
+def test_an_empty_key_is_no_key_and_is_refused_by_name(key):
+    assert "serving.api_key (the environment variable OSD_SERVING__API_KEY) must not be empty" in refusal(
+        None, (), {"OSD_SERVING__API_KEY": key}
+    )
+    assert load_settings(None, ["serving.api_key=null"], {}).serving.api_key is None
+
+
+def test_allowed_hosts_are_a_list_or_have_commas_between_them():
+    assert load_settings(None, ["serving.allowed_hosts=a, b"], {}).serving.allowed_hosts == ("a", "b")
+
+
 def test_settings_arrive_unchanged_in_a_process_with_another_environment(monkeypatch):
     settings = load_settings(None, ["serving.api_key=hush", "engine.slots=7"], {"OSD_ENGINE__CONTEXT": "99"})
     monkeypatch.setenv("OSD_ENGINE__SLOTS", "2")

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import torch
 
 from osd.speculation.tree import ROOT
 
@@ -79,26 +78,27 @@ class _Programme:
     """
 
     def __init__(self, acceptance: Sequence[float], nodes: int, depth: int) -> None:
-        ranks = min(len(acceptance), nodes)
-        size = nodes + 1  # with the root
-        nothing = -torch.inf
-        self._depth = depth
-        count = torch.arange(size + 1)
-        rest = (count - count[1:, None]).clamp(min=0)  # [m, n] n - m; no tree has 0 nodes
-        # value[d][b, n]: most tokens, the root counted, of a tree of n nodes, depth d and b children of its root.
-        value = [torch.full((ranks + 1, size + 1), nothing, dtype=torch.float64) for _ in range(depth + 1)]
-        taken = [torch.zeros(ranks + 1, size + 1, dtype=torch.int64) for _ in range(depth + 1)]
-        for d in range(depth + 1):
-            value[d][0, 1] = 1.0
-            if not d:
-                continue
-            below = value[d - 1].amax(0)  # [size + 1] the best subtree of each size
-            for b in range(1, ranks + 1):
-                # Of giving m = 1.. nodes to the b-th child; 0 times a tree that is not there is nothing either.
-                gain = torch.where(below[1:].isfinite(), acceptance[b - 1] * below[1:], nothing)
-                options = value[d][b - 1][rest] + gain[:, None]  # [m, n]: m nodes for the child and n - m for the rest
-                value[d][b], taken[d][b] = options.max(0)
-        self._value, self._taken = value, taken
+        ranks, size = min(len(acceptance), nodes), nodes + 1  # with the root
+        share, depth = np.array(acceptance[:ranks]), min(depth, nodes)
+        # value[d, b, n]: most tokens, the root counted, of a tree of n nodes, depth d and b children of its root, of
+        # which the b-th has taken + 1 nodes under it. No tree has 0 nodes.
+        value = np.full((depth + 1, ranks + 1, size + 1), -np.inf)
+        taken = np.zeros((depth + 1, ranks + 1, size + 1), dtype=np.int64)
+        value[:, 0, 1] = 1.0
+        below = np.full((depth, ranks, size + 1), -np.inf)  # what the b-th child gives with m nodes, one depth deeper
+        below[:, :, 1] = share
+        # By size, for all depths and ranks at once: a tree of n nodes is made of smaller ones.
+        for n in range(2, size + 1):
+            most = min(ranks, n - 1)
+            # [d, b, m]: m = 1.. nodes for the child and n - m for the rest
+            options = value[1:, :most, n - 1 : 0 : -1] + below[:, :most, 1:n]
+            chosen = options.argmax(-1)
+            taken[1:, 1 : most + 1, n] = chosen
+            value[1:, 1 : most + 1, n] = np.take_along_axis(options, chosen[..., None], -1)[..., 0]
+            best = value[:-1, :, n].max(-1)[:, None]  # [d, 1]
+            # 0 times a tree that is not there is nothing either.
+            np.multiply(best, share, out=below[:, :, n], where=np.isfinite(best))
+        self._depth, self._value, self._taken = depth, value, taken
 
     def accepted(self, nodes: int) -> float:
         """Expected accepted tokens of the best tree of so many nodes, minus infinity where there is none."""

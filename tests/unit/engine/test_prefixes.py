@@ -241,7 +241,7 @@ def test_what_was_kept_past_the_end_of_a_request_is_nobodys_prompt(target_dir: P
     slots = SlotManager(target, EngineSettings(slots=2, context=64))
 
     def admitted(tokens: list[int], kept: int) -> Any:
-        s = SimpleNamespace(tokens=tokens, fed=0, slot=-1)
+        s = SimpleNamespace(tokens=tokens, fed=0, slot=-1, request=SimpleNamespace(client=""))
         slots.take(s)  # type: ignore[arg-type]
         found = s.fed
         slots.keep([s], [found], [0], [list(range(kept - found))], None)  # type: ignore[list-item]
@@ -255,3 +255,20 @@ def test_what_was_kept_past_the_end_of_a_request_is_nobodys_prompt(target_dir: P
     assert found == 9
     _, found = admitted([*range(8), 50, 51, 52, 53, 54], kept=12)
     assert found == 8
+
+
+def test_one_clients_prompt_is_no_part_of_anothers(target_dir: Path, oracle: Oracle) -> None:
+    with running(target_dir, "none", slots=3, chunk=CHUNK) as client:
+        for name, who in (("hers", "her"), ("his", "him"), ("nobodys", "")):  # side by side, so that none waits
+            client.submit(name, PROMPT, 4, ignore_eos=True, client=who)
+        client.wait()
+        for name, who in (("hers again", "her"), ("a stranger's", "other"), ("a stranger's again", "other")):
+            client.submit(name, PROMPT, 4, ignore_eos=True, client=who)
+            client.wait()
+        results = client.results
+    assert {name: result.cached for name, result in results.items()} == {
+        "hers": 0, "his": 0, "nobodys": 0, "hers again": len(PROMPT) - 1,
+        "a stranger's": 0, "a stranger's again": len(PROMPT) - 1,
+    }  # fmt: skip
+    for result in results.values():
+        assert result.tokens == oracle.greedy(PROMPT, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,3 +82,18 @@ def test_what_is_shown_is_the_text_before_the_first_stop_string(text: str, stop:
     assert "".join(pieces) == goal
     for count in range(len(pieces)):
         assert goal.startswith("".join(pieces[:count])), "text that was shown is never taken back"
+
+
+def test_long_stop_strings_cost_no_more_than_what_is_new() -> None:
+    ids = ids_of("b" * 400)
+    stop = tuple("a" * 1023 + last for last in "bcde")
+
+    def seconds(stop: tuple[str, ...]) -> float:
+        start = time.thread_time()
+        stream(ids, stop)
+        return time.thread_time() - start
+
+    plain = min(seconds(()) for _ in range(3))
+    searched = min(seconds(stop) for _ in range(3))
+    print(f"{plain:.4f} s without, {searched:.4f} s with stop strings")
+    assert searched < 4 * plain

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import json
 
+from starlette.testclient import TestClient
+
+from serving.routes import create_app
+
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def asking(service, **options):
+    """A client of the application on loopback, as the service stands there by default."""
+    options = {"base_url": "http://127.0.0.1", "raise_server_exceptions": False, **options}
+    return TestClient(create_app(service), **options)
 
 
 def error_of(response, status):

@@ -11,8 +11,8 @@ from osd.config import Settings
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
 from serving.replica_metrics import Totals
-from serving.routes import create_app
 from serving.service import ChatTemplateError, Model
+from tests.unit.serving.answers import asking
 
 Script = Callable[[Request], list[Update] | None]
 
@@ -80,4 +80,4 @@ def service(make_service: Callable[..., ScriptedService]) -> ScriptedService:
 
 @pytest.fixture
 def client(service: ScriptedService) -> TestClient:
-    return TestClient(create_app(service), raise_server_exceptions=False)
+    return asking(service)

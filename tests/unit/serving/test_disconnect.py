@@ -8,46 +8,7 @@ import pytest
 from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
 from serving.routes import create_app
-
-
-class Browser:
-    """Speaks ASGI to the application, so that it can leave at any moment."""
-
-    def __init__(self, app, path, body):
-        self.incoming: asyncio.Queue = asyncio.Queue()
-        self.incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
-        self.sent: list = []
-        self.status = None
-        self.unblocked = asyncio.Event()
-        self.unblocked.set()
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [(b"host", b"test")],
-            "scheme": "http",
-            "server": ("test", 80),
-            "client": ("test", 1),
-        }
-        self.task = asyncio.ensure_future(app(scope, self.incoming.get, self.send))
-
-    async def send(self, message):
-        self.status = message.get("status", self.status)
-        self.sent.append(message)
-        await self.unblocked.wait()
-
-    def leave(self):
-        self.incoming.put_nowait({"type": "http.disconnect"})
-
-
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
+from tests.unit.serving.browser import Browser, until
 
 
 @pytest.mark.parametrize("how", ["disconnect", "cancel"])

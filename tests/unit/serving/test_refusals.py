@@ -3,12 +3,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from starlette.testclient import TestClient
 
 from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
-from serving.routes import create_app
-from tests.unit.serving.answers import CHAT, error_of, events_of
+from tests.unit.serving.answers import CHAT, asking, error_of, events_of
 
 
 def test_a_bias_of_a_token_that_the_model_does_not_have_is_refused(client, service):
@@ -76,7 +74,7 @@ def test_the_default_of_max_tokens_is_cut_to_what_fits(client, service):
 
 
 def test_the_servers_own_limit_of_tokens_is_named(make_service):
-    client = TestClient(create_app(make_service(max_completion_tokens=5)))
+    client = asking(make_service(max_completion_tokens=5))
     error = error_of(client.post("/v1/chat/completions", json={**CHAT, "max_completion_tokens": 6}), 400)
     assert error["param"] == "max_completion_tokens"
     assert "5" in error["message"]
@@ -90,7 +88,7 @@ def test_unknown_token_ids_and_empty_prompts_are_refused(client, service):
 
 
 def test_too_many_messages_are_refused(make_service):
-    client = TestClient(create_app(make_service(max_messages=2)))
+    client = asking(make_service(max_messages=2))
     error = error_of(client.post("/v1/chat/completions", json={"messages": CHAT["messages"] * 3}), 400)
     assert "2" in error["message"]
 
@@ -104,10 +102,11 @@ def test_an_order_of_messages_that_the_template_refuses_is_400(client):
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_body_that_is_too_large_is_413(make_service, declared):
-    client = TestClient(create_app(make_service(max_body_bytes=1024)))
+    client = asking(make_service(max_body_bytes=1024))
     body = json.dumps({"prompt": "x" * 2000}).encode()
     content = body if declared else (body[i : i + 100] for i in range(0, len(body), 100))
-    assert error_of(client.post("/v1/completions", content=content), 413)["code"] == "request_too_large"
+    response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert error_of(response, 413)["code"] == "request_too_large"
 
 
 def test_unknown_paths_and_methods_have_openais_error_shape(client):

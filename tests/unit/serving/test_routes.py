@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from starlette.testclient import TestClient
 
 from osd.engine.request import SamplingParams, Update
 from osd.metrics import SpeculationCounts
-from serving.routes import create_app
-from tests.unit.serving.answers import CHAT, error_of, events_of
+from tests.unit.serving.answers import CHAT, asking, error_of, events_of
 
 
 def test_a_chat_completion_has_openais_shape_the_usage_and_the_acceptance(client, service):
@@ -145,7 +143,7 @@ def test_clients_are_told_apart_by_a_hash_of_their_key(client, service):
 )
 def test_store_decides_whether_a_request_is_learned_from(make_service, default, store, captured):
     service = make_service(capture_default=default)
-    with TestClient(create_app(service)) as client:
+    with asking(service) as client:
         client.post("/v1/completions", json={"prompt": "hi", "store": store})
     assert service.submitted[0].capture is captured
 

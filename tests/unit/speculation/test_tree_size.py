@@ -3,8 +3,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from osd.speculation.growth import GROWTHS, DraftOutcome
+from osd.config import GROWTH_SETTINGS, SparseTreeSettings, StaticTreeSettings
+from osd.speculation.growth import GROWTHS, DraftOutcome, make_growth
 from osd.speculation.growth.tree_shape import best_paths, best_shape, expected_tokens, hardware_aware_size
 from osd.speculation.tree import ROOT, Draw
 from osd.speculation.verification import VERIFICATIONS
@@ -118,3 +121,25 @@ def test_a_static_tree_shrinks_while_many_draft_together_and_grows_when_one_is_a
     assert growth.max_nodes == 6
     assert changes > 0
     assert GROWTHS["static_tree"](paths=[(0,)]).observe([DraftOutcome([-1], [0])] * 1000, seconds) is False
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 5),
+    st.lists(st.floats(0, 1), min_size=1, max_size=4),
+    st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1, max_size=5),
+)
+def test_the_size_of_a_tree_is_known_before_it_is_planned(
+    budget: int, depth: int, acceptance: list[float], ranks: list[list[float]]
+) -> None:
+    for settings in (
+        StaticTreeSettings(budget=budget, depth=depth, acceptance=tuple(acceptance)),
+        SparseTreeSettings(budget=budget, ranks=tuple(map(tuple, ranks))),
+    ):
+        assert make_growth(settings).max_nodes == settings.largest
+
+
+@pytest.mark.parametrize("kind", GROWTH_SETTINGS)
+def test_every_growth_says_how_large_it_grows(kind: str) -> None:
+    settings = GROWTH_SETTINGS[kind]()
+    assert make_growth(settings).max_nodes == settings.largest

@@ -1,0 +1,102 @@
+"""What reaches Ray Serve's proxy from outside, malformed, unfinished or too much, against the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from ray import serve
+from ray.serve.config import BackpressureConfig
+
+UNFINISHED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 90\r\n\r\n{"
+)
+
+
+def said(service, headers, path="/health"):
+    """The answer to a request with raw headers: its head, and its body."""
+    lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+    with socket.create_connection(("127.0.0.1", service.settings.serving.port), timeout=20) as connection:
+        start = f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n".encode()
+        connection.sendall(start + lines + b"\r\n")
+        head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+    return head.lower(), body
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        (b"X-Request-ID", b"\xff\xfe"),
+        (b"serve_multiplexed_model_id", b"\xff"),
+        (b"serve-multiplexed-model-id", b"elsewhere"),
+        (b"X-Session-ID", b"\xff"),
+        (b"X-Request-Disconnect-Disabled", b"\xff"),
+        (b"X-Request-Timeout-Seconds", b"0.0001"),
+        (b"X-Request-Timeout-Seconds", b"\xff"),
+    ],
+)
+def test_headers_that_ray_acts_on_change_nothing(service, header):
+    head, body = said(service, [header])
+    assert head.startswith(b"http/1.1 200 ")
+    assert json.loads(body) == {"status": "ok"}
+
+
+def test_bodies_that_do_not_end_keep_nobody_from_health_and_end_with_408(service):
+    with contextlib.ExitStack() as held:
+        connections = []
+        for _ in range(40):  # more than both replicas let arrive
+            connection = socket.create_connection(("127.0.0.1", service.settings.serving.port), timeout=20)
+            connections.append(held.enter_context(connection))
+            connection.sendall(UNFINISHED)
+        start = time.monotonic()
+        assert service.http.get("/health").json() == {"status": "ok"}
+        assert time.monotonic() - start < 1.5
+        files = [connection.makefile("rb") for connection in connections]
+        statuses = [file.readline().split()[1] for file in files]
+        # The connection of a body that is not waited for ends with the answer.
+        late = [file.read() for file, status in zip(files, statuses, strict=True) if status == b"408"]
+    assert set(statuses) == {b"408", b"429"}
+    assert len(late) <= 12
+    assert all(b'"code":"timeout"' in answer for answer in late)
+    assert service.complete().status_code == 200
+
+
+def test_an_answer_that_takes_too_long_ends(service):
+    error = service.complete(max_tokens=1000, ignore_eos=True, timeout=0.05)
+    assert error.status_code == 504
+    assert error.json()["error"]["code"] == "timeout"
+
+
+def test_rays_refusals_have_openais_shape(service):
+    """A second application, whose queue is small enough to fill."""
+
+    @serve.deployment(
+        max_ongoing_requests=1, max_queued_requests=1, backpressure_config=BackpressureConfig(retry_after_s=3)
+    )
+    class Slow:
+        async def __call__(self, request):
+            if "fail" in request.url.path:
+                raise RuntimeError("SECRET")
+            await asyncio.sleep(2)
+            return "done"
+
+    serve.run(Slow.bind(), name="slow", route_prefix="/slow")
+    try:
+        failed = service.http.get("/slow/fail")
+        assert failed.status_code == 500
+        assert failed.json()["error"]["type"] == "server_error"
+        assert "SECRET" not in failed.text
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(lambda _: service.http.get("/slow"), range(6)))
+    finally:
+        serve.delete("slow")
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert refused
+    for answer in refused:
+        assert answer.headers["retry-after"] == "3"
+        assert answer.json()["error"]["type"] == "server_error"

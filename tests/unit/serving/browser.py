@@ -1,0 +1,51 @@
+"""A client that speaks ASGI, for what happens in the middle of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+
+class Browser:
+    """Speaks ASGI to the application, so that it can leave at any moment."""
+
+    def __init__(self, app, path, body, whole=True, method="POST"):
+        self.incoming: asyncio.Queue = asyncio.Queue()
+        self.incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": not whole})
+        self.sent: list = []
+        self.status = None
+        self.unblocked = asyncio.Event()
+        self.unblocked.set()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+            "scheme": "http",
+            "server": ("test", 80),
+            "client": ("test", 1),
+        }
+        self.task = asyncio.ensure_future(app(scope, self.incoming.get, self.send))
+
+    async def send(self, message):
+        self.status = message.get("status", self.status)
+        self.sent.append(message)
+        await self.unblocked.wait()
+
+    @property
+    def answer(self):
+        """All bytes of the answer so far."""
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+    def leave(self):
+        self.incoming.put_nowait({"type": "http.disconnect"})
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)

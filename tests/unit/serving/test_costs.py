@@ -1,0 +1,112 @@
+"""What a small request may ask for is bounded before work is done for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+from pydantic import ValidationError
+
+from serving import limits, routes
+from serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
+from tests.unit.serving.answers import CHAT, asking, error_of
+
+MESSAGE = CHAT["messages"][0]
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Fails a test in which anything is done for one of the sequences, or a draft is planned."""
+
+    def worked(*given):
+        raise AssertionError("work was done")
+
+    monkeypatch.setattr(routes, "seed_of", worked)
+    monkeypatch.setattr(limits, "_policy", worked)
+
+
+def test_prompts_times_choices_are_bounded_before_a_sequence_is_made(client, service, no_work):
+    error = error_of(client.post("/v1/completions", json={"prompt": [[5]] * 17, "n": 8}), 400)
+    assert (error["param"], error["code"]) == ("n", "invalid_value")
+    assert "136" in error["message"]
+    assert "128" in error["message"]
+    error = error_of(client.post("/v1/completions", json={"prompt": [[5]] * 200_000, "n": 8}), 400)
+    assert error["message"] == "'prompt' has 200000 entries and this server's limit is 128."
+    assert service.submitted == []
+
+
+def test_a_full_queue_is_said_before_a_prompt_is_encoded(make_service):
+    service = make_service(max_queue=2)
+    service.encode = lambda text, special: pytest.fail("it was encoded")
+    client = asking(service)
+    assert error_of(client.post("/v1/completions", json={"prompt": "a", "n": 3}), 400)["param"] == "n"
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (ChatRequest, {"messages": [{"role": "user"}] * 200}),
+        (ChatRequest, {"messages": [MESSAGE] * 5000}),
+        (ChatRequest, {"messages": [MESSAGE], **{f"field_{number}": 1 for number in range(5000)}}),
+        (ChatRequest, {"messages": [MESSAGE], "stop": [""] * 5000}),
+        (CompletionRequest, {"prompt": [[5]] * 5000}),
+        (DetokenizeRequest, {"tokens": [-1] * 5000}),
+        (ChatRequest, {"messages": [MESSAGE], "osd": {"growth": {"kind": "static_tree", "acceptance": [2] * 5000}}}),
+        (ChatRequest, {"messages": [MESSAGE], "osd": {"growth": {"kind": "sparse_tree", "ranks": [[2] * 9] * 5000}}}),
+    ],
+)
+def test_of_a_thousand_mistakes_one_is_looked_at(schema, body):
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate_json(json.dumps(body))
+    assert caught.value.error_count() <= 3
+
+
+def test_too_many_messages_are_refused_for_the_tokenizer_as_well(make_service):
+    client = asking(make_service(max_messages=2))
+    error = error_of(client.post("/tokenize", json={"messages": [MESSAGE] * 3}), 400)
+    assert error["message"] == "'messages' has 3 entries and this server's limit is 2."
+
+
+@pytest.mark.parametrize("stop", ["x" * 4097, ["x" * 2048, "y" * 2049]])
+def test_stop_strings_are_bounded_in_length(client, service, stop):
+    error = error_of(client.post("/v1/completions", json={"prompt": "a", "stop": stop}), 400)
+    assert error["param"] == "stop"
+    assert "4097 characters and the limit is 4096" in error["message"]
+    assert client.post("/v1/completions", json={"prompt": "a", "stop": "x" * 4096}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "growth",
+    [
+        {"kind": "static_tree", "budget": 256, "depth": 32, "acceptance": [0.5] * 32},
+        {"kind": "sparse_tree", "budget": 256, "ranks": [[0.5] * 32] * 32},
+        {"kind": "static_tree", "budget": 65, "depth": 8},
+        {"kind": "top_k_tree", "budget": 65},
+    ],
+)
+def test_a_draft_that_is_too_large_is_refused_before_it_is_planned(client, no_work, growth):
+    error = error_of(client.post("/v1/completions", json={"prompt": "a", "osd": {"growth": growth}}), 400)
+    assert error["param"] == "osd.growth"
+    assert "this server's limit is 64" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "growth", [{"kind": "static_tree", "acceptance": [0.5] * 33}, {"kind": "sparse_tree", "ranks": [[0.5]] * 33}]
+)
+def test_the_shares_of_a_tree_are_bounded_in_number(client, growth):
+    error = error_of(client.post("/v1/completions", json={"prompt": "a", "osd": {"growth": growth}}), 400)
+    assert error["param"].startswith("osd.growth.")
+    assert "32" in error["message"]
+
+
+def test_a_draft_is_planned_off_the_event_loop(client, service, monkeypatch):
+    planned = []
+
+    def plan(growth, verification):
+        planned.append(threading.current_thread().name)
+
+    monkeypatch.setattr(limits, "_policy", plan)
+    body = {"prompt": "a", "osd": {"growth": {"kind": "static_tree", "budget": 64, "depth": 32}}}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    assert [name.startswith("tokenize") for name in planned] == [True]

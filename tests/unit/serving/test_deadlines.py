@@ -1,0 +1,125 @@
+"""What a client may take its time for, and what ends without it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from osd.engine.request import Update
+from serving.routes import create_app
+from tests.unit.serving.answers import CHAT, asking, error_of
+from tests.unit.serving.browser import Browser, until
+
+PROMPT = {"prompt": "hi"}
+
+
+def error_in(browser):
+    return json.loads(browser.answer)["error"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_a_body_that_does_not_end_is_408_and_closes_its_connection(make_service, path):
+    async def scenario():
+        app = create_app(make_service(body_timeout_s=0.05))
+        slow = Browser(app, path, PROMPT, whole=False)
+        await until(lambda: slow.task.done())
+        assert slow.status == 408
+        assert (b"connection", b"close") in slow.sent[0]["headers"]
+        error = error_in(slow)
+        assert error["code"] == "timeout"
+        assert error["message"] == "The body did not arrive within 0.05 seconds."
+
+    asyncio.run(scenario())
+
+
+def test_bodies_that_do_not_end_take_a_bounded_number_of_places_and_leave_them(make_service):
+    async def scenario():
+        service = make_service(max_queue=2, body_timeout_s=30)
+        app = create_app(service)
+        slow = [Browser(app, path, PROMPT, whole=False) for path in ("/v1/completions", "/tokenize")]
+        await asyncio.sleep(0)
+        refused = Browser(app, "/v1/completions", PROMPT)
+        await until(lambda: refused.task.done())
+        assert refused.status == 429
+        assert (b"retry-after", b"1") in refused.sent[0]["headers"]
+        assert error_in(refused)["code"] == "queue_full"
+        health = Browser(app, "/v1/models/tiny", {}, method="GET")
+        await until(lambda: health.task.done())
+        assert health.status == 200
+        slow[0].leave()
+        await until(lambda: slow[0].task.done())
+        accepted = Browser(app, "/v1/completions", PROMPT)
+        await until(lambda: accepted.task.done())
+        assert accepted.status == 200
+        slow[1].leave()
+        await until(lambda: slow[1].task.done())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("server", "asked"), [(0.05, None), (None, 0.05), (30.0, 0.05)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long_is_504_and_decoding_ends(make_service, stream, server, asked):
+    async def scenario():
+        service = make_service(request_timeout_s=server)
+        service.script = lambda request: None
+        late = Browser(create_app(service), "/v1/completions", {**PROMPT, "n": 2, "stream": stream, "timeout": asked})
+        await until(lambda: late.task.done())
+        assert late.status == 504
+        error = error_in(late)
+        assert (error["type"], error["code"]) == ("server_error", "timeout")
+        assert error["message"] == "The answer took longer than 0.05 seconds."
+        assert set(service.cancelled) == {request.id for request in service.submitted}
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error_and_done(service):
+    async def scenario():
+        service.script = lambda request: [Update(request.id, (1,), "a")]
+        late = Browser(create_app(service), "/v1/chat/completions", {**CHAT, "stream": True, "timeout": 0.05})
+        await until(lambda: late.task.done())
+        assert late.status == 200
+        *_, error, done, end = late.answer.split(b"\n\n")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "timeout"
+        assert (done, end) == (b"data: [DONE]", b"")
+        assert service.cancelled[0] == service.submitted[0].id
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_blocks_does_not_put_off_the_deadline(service):
+    async def scenario():
+        service.script = lambda request: [Update(request.id, (1,), "a")]
+        slow = Browser(create_app(service), "/v1/completions", {**PROMPT, "stream": True, "timeout": 0.05})
+        slow.unblocked.clear()
+        await until(lambda: service.cancelled)
+        assert not slow.task.done()
+        slow.unblocked.set()
+        await until(lambda: slow.task.done())
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_in_time_leaves_no_timer_behind(service):
+    async def scenario():
+        done = Browser(create_app(service), "/v1/completions", {**PROMPT, "timeout": 3600})
+        await until(lambda: done.task.done())
+        assert done.status == 200
+        await asyncio.sleep(0.01)
+        scheduled = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        assert all(timer.cancelled() for timer in scheduled)
+        assert service.cancelled == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 31, "5", True])
+def test_a_timeout_is_a_number_of_seconds_and_at_most_the_servers(make_service, timeout):
+    client = asking(make_service(request_timeout_s=30.0))
+    error = error_of(client.post("/v1/completions", json={**PROMPT, "timeout": timeout}), 400)
+    assert error["param"] == "timeout"
+    assert timeout != 31 or error["message"] == "'timeout' is 31 and this server's limit is 30 seconds."
+    assert client.post("/v1/completions", json={**PROMPT, "timeout": 30}).status_code == 200
