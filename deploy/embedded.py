@@ -127,8 +127,6 @@ class Embedded:
         handle = open_redis(settings)
         self._ends.callback(RedisSupervisor(handle.server).close if handle.server else handle.close)
         self.redis_url = handle.url
-        if handle.server is not None and settings.drafts:
-            self._ends.callback(self._keep_pointers)
         # Ray and Serve need seconds to start and the target up to a minute: neither waits for the other.
         pool = ThreadPoolExecutor(1, "prepare")
         try:
@@ -142,6 +140,8 @@ class Embedded:
             self.directory = self._ray.wait("prepare", prepared)
         finally:
             pool.shutdown(wait=not self._ray.died)
+        if handle.server is not None and settings.drafts:
+            self._ends.callback(self._keep_pointers)
         self._report("loading the replicas")
         self._start_replicas()
         import trainer.app
