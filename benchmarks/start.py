@@ -157,7 +157,9 @@ def weight_bytes(settings: Settings) -> int:
     """Of the target as it is served, each tensor once, and of the newest drafter version as it is stored."""
     size = DTYPES[settings.target.dtype].itemsize
     target = 0
-    for file in resolve(settings.target.source, settings.home_dir).glob("*.safetensors"):
+    for file in resolve(settings.target.source, settings.home_dir, revision=settings.target.revision).glob(
+        "*.safetensors"
+    ):
         with safe_open(file, "numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
                 shape = tensors.get_slice(name).get_shape()
@@ -172,7 +174,7 @@ def weight_bytes(settings: Settings) -> int:
 
 def kv_bytes(settings: Settings) -> int:
     """Of the target's keys and values, for all slots."""
-    config = load_config(resolve(settings.target.source, settings.home_dir))
+    config = load_config(resolve(settings.target.source, settings.home_dir, revision=settings.target.revision))
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     places = settings.engine.context + settings.engine.max_draft + 1

@@ -10,6 +10,7 @@ from ray import serve
 import serving.app
 import trainer.app
 from deploy.preparation import check_settings, ensure_version
+from osd.capture.server import open_redis
 from osd.config import ConfigError, load_settings
 from osd.target.load import resolve
 
@@ -26,12 +27,14 @@ def build(args: dict[str, str]) -> serve.Application:
     Raises:
         ConfigError: a setting is refused, settings contradict each other, or there is no ``redis_url``.
         osd.target.load.TargetError: the target cannot be had.
+        osd.capture.server.RedisError: Redis does not answer, or is a cluster.
     """
     settings = load_settings(None, [f"{key}={value}" for key, value in args.items()])
     if settings.redis_url is None:
         raise ConfigError("redis_url must be set on a cluster: all nodes share one Redis")
     check_settings(settings)
-    directory = resolve(settings.target.source, settings.home_dir)
+    open_redis(settings).close()
+    directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
     if settings.drafts:
         ensure_version(settings, settings.redis_url, directory)
         _end_trainer()

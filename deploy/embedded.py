@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
-import signal
 import socket
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,18 @@ import ray
 from ray.exceptions import RayError
 from redis.exceptions import RedisError as ConnectionLost
 
-from deploy.running import announce, lock, withdraw
-from osd.capture.server import RedisError, open_redis
+from deploy.local_ray import LocalRay, RayDied
+from deploy.running import DRAIN_SECONDS, announce, lock, withdraw
+from osd.capture.server import RedisError, open_redis, public_url
+from osd.capture.supervisor import RedisSupervisor
 from osd.config import ConfigError, Settings
-from osd.target.load import TargetError, resolve
-from serving import front
+from osd.target.load import TargetError, commit_of, resolve
 
 logger = logging.getLogger(__name__)
 
-_OBJECT_STORE_BYTES = 256 << 20  # weights travel as files, so Ray moves next to nothing
-_TRAINER_SECONDS = 20.0
+_SERVE_SECONDS, _REPLICAS_SECONDS, _ACTOR_SECONDS = 120.0, 1800.0, 60.0  # the replicas load the target
+_TRAINER_SECONDS, _ANSWER_SECONDS = 20.0, 15.0
+_LOOK_SECONDS = 0.1
 _MOMENT_SECONDS = 0.2
 
 
@@ -46,8 +48,10 @@ class Embedded:
         self.settings = settings
         self.url = f"http://{_reachable(settings.serving.host)}:{settings.serving.port}"
         self.redis_url = ""
+        self.directory = Path()
         self.trainer: Any = None
         self._report = report
+        self._ray = LocalRay()
         self._ends = contextlib.ExitStack()
 
     def start(self) -> None:
@@ -56,6 +60,7 @@ class Embedded:
         Must be called on the main thread: the Redis server lives and dies with it.
 
         Raises:
+            RayDied: a server of Ray ended by itself.
             StartError: the port or the home directory is in use, the settings of the drafter do not fit the target,
                 or the service does not come up.
             TargetError: the target cannot be had.
@@ -75,9 +80,40 @@ class Embedded:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def stop(self) -> None:
-        """End everything, last started first; every step is tried whatever became of the others."""
+    def stop(self, report: Callable[[str], None] = lambda step: None) -> None:
+        """End everything, last started first; every step is tried whatever became of the others.
+
+        ``report`` is told what it waits for.
+        """
+        self._report = report
         self._ends.close()
+
+    def check(self) -> None:
+        """Raise ``RayDied`` when the loop no longer runs because a server of Ray ended by itself."""
+        self._ray.check()
+
+    def ask_trainer(self, method: str) -> Any:
+        """What a method of the trainer answers.
+
+        Raises:
+            RayDied: a server of Ray ended by itself.
+            TimeoutError: the trainer does not answer.
+        """
+        return self._ask_trainer(method, _ACTOR_SECONDS)
+
+    def about(self) -> str:
+        """In a line what runs: target, replicas and Redis."""
+        settings, commit = self.settings, commit_of(self.directory)
+        target = settings.target.source + (f" at commit {commit}" if commit else "")
+        replicas = f"{settings.serving.replicas} replica{'s' * (settings.serving.replicas > 1)}"
+        redis = f"Redis at {public_url(self.redis_url)}" if settings.redis_url else "a Redis of its own"
+        return f"{target} with {replicas} and {redis}"
+
+    def _ask_trainer(self, method: str, seconds: float, *arguments: object) -> Any:
+        def ask() -> Any:
+            return ray.get(getattr(self.trainer, method).remote(*arguments), timeout=seconds)
+
+        return self._ray.call(f"bring the trainer's answer to {method}", seconds, ask)
 
     def _start(self) -> None:
         settings = self.settings
@@ -89,26 +125,31 @@ class Embedded:
             raise StartError(f"osd already runs in {settings.home_dir}; stop it, or set another home") from None
         self._report("starting Redis")
         handle = open_redis(settings)
-        self._ends.callback(handle.close)
+        self._ends.callback(RedisSupervisor(handle.server).close if handle.server else handle.close)
         self.redis_url = handle.url
-        if handle.server is not None and settings.drafts:
-            self._ends.callback(self._keep_pointers)
         # Ray and Serve need seconds to start and the target up to a minute: neither waits for the other.
-        with ThreadPoolExecutor(1, "prepare") as pool:
+        pool = ThreadPoolExecutor(1, "prepare")
+        try:
             prepared = pool.submit(self._prepare)
             wait([prepared], _MOMENT_SECONDS)  # a target that is not there shows at once
             if not prepared.done() or prepared.exception() is None:
-                self._ends.callback(ray.shutdown)
-                start_ray(settings)
+                self._ends.callback(self._ray.stop)
+                with _coming_up():
+                    self._ray.start(settings)
                 self._start_serve()
-            directory = prepared.result()
-        logger.info("the target lies in %s", directory)
+            self.directory = self._ray.wait("prepare", prepared)
+        finally:
+            pool.shutdown(wait=not self._ray.died)
+        if handle.server is not None and settings.drafts:
+            self._ends.callback(self._keep_pointers)
         self._report("loading the replicas")
         self._start_replicas()
         import trainer.app
 
         if trainer.app.wanted(settings):
-            self.trainer = trainer.app.start(settings, self.redis_url)
+            with _coming_up():
+                start = partial(trainer.app.start, settings, self.redis_url)
+                self.trainer = self._ray.call("start the trainer", _ACTOR_SECONDS, start)
             self._ends.callback(self._stop_trainer)
         announce(settings.home_dir, self.url, self.redis_url)
         self._ends.callback(withdraw, settings.home_dir)
@@ -118,7 +159,9 @@ class Embedded:
         from deploy.preparation import check_settings, ensure_version
 
         check_settings(self.settings)
-        directory = resolve(self.settings.target.source, self.settings.home_dir, self._report)
+        directory = resolve(
+            self.settings.target.source, self.settings.home_dir, self._report, revision=self.settings.target.revision
+        )
         if not self.settings.drafts:
             return directory
         self._report("preparing the drafter")
@@ -138,17 +181,34 @@ class Embedded:
 
         options = {"host": self.settings.serving.host, "port": self.settings.serving.port}
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        self._ends.callback(_stop_serving)
+        self._ends.callback(self._stop_serving)
+        start = partial(
+            serve.start, proxy_location="HeadOnly", http_options=options, logging_config={"log_level": "WARNING"}
+        )
         with _coming_up():
-            serve.start(proxy_location="HeadOnly", http_options=options, logging_config={"log_level": "WARNING"})
+            self._ray.call("start Serve", _SERVE_SECONDS, start)
 
     def _start_replicas(self) -> None:
         from ray import serve
 
         import serving.app
 
+        application = serving.app.build(self.settings, self.redis_url)
         with _coming_up():
-            serve.run(serving.app.build(self.settings, self.redis_url), name="osd", route_prefix="/")
+            run = partial(serve.run, application, name="osd", route_prefix="/")
+            self._ray.call("start the replicas", _REPLICAS_SECONDS, run)
+
+    def _stop_serving(self) -> None:
+        self._report(f"waiting for requests in flight, at most {DRAIN_SECONDS:.0f} seconds")
+        begun = time.monotonic()
+        try:
+            self._ray.call("end the replicas", DRAIN_SECONDS + _ANSWER_SECONDS, _delete_application)
+        except RayDied:
+            return
+        except (RayError, TimeoutError) as error:
+            logger.warning("the replicas did not stop by themselves: %s", _last_line(error))
+            return
+        self._report(f"drained after {time.monotonic() - begun:.0f} seconds")
 
     def _keep_pointers(self) -> None:
         from deploy.preparation import keep_pointers
@@ -160,34 +220,13 @@ class Embedded:
 
     def _stop_trainer(self) -> None:
         try:
-            ray.get(self.trainer.stop.remote(_TRAINER_SECONDS), timeout=_TRAINER_SECONDS + 5)
-        except RayError as error:
-            logger.warning("the trainer did not stop by itself: %s", _last_line(error))
-        ray.kill(self.trainer)
-
-
-def start_ray(settings: Settings) -> None:
-    """Start Ray on this machine alone; signals keep the handlers that they have."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ[front.VARIABLE] = front.IMPORT_PATH
-    stop = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        address="local",
-        # Ray's books only: what computes at the same time is decided by threads and by the trainer's pauses.
-        num_cpus=max(os.cpu_count() or 1, settings.serving.replicas + 2),
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        namespace="osd",
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        configure_logging=True,
-        _node_ip_address="127.0.0.1",
-        # Ray's default is the lowest priority but four, and only the trainer is to stand back.
-        _system_config={"worker_niceness": 0},
-    )
-    # Ray has put handlers of its own in the place of whoever waits for the signal.
-    signal.signal(signal.SIGTERM, stop)
+            try:
+                self._ask_trainer("stop", _TRAINER_SECONDS + _ANSWER_SECONDS, _TRAINER_SECONDS)
+            except (RayError, TimeoutError) as error:
+                logger.warning("the trainer did not stop by itself: %s", _last_line(error))
+            self._ray.call("end the trainer", _ANSWER_SECONDS, ray.kill, self.trainer)
+        except (RayDied, TimeoutError):
+            return  # what is left of it ends with Ray
 
 
 def check_port(host: str, port: int) -> None:
@@ -216,16 +255,20 @@ def _reachable(host: str) -> str:
 def _coming_up() -> Generator[None]:
     try:
         yield
-    except (RayError, RuntimeError) as error:
+    except (RayError, RuntimeError, TimeoutError) as error:
         raise StartError(f"the service does not come up: {_last_line(error)}") from error
 
 
-def _stop_serving() -> None:
+def _delete_application() -> None:
+    """Have the replicas end what they do, and wait until they have."""
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 
     # Not serve.shutdown: it kills its controller, which Ray then reports as a failure. ray.shutdown ends it quietly.
-    with contextlib.suppress(RayError):
-        serve.delete("osd")
+    with contextlib.suppress(RayServeException):  # Serve has not come up
+        serve.delete("osd", _blocking=False)
+        while "osd" in serve.status().applications:
+            time.sleep(_LOOK_SECONDS)
 
 
 def _last_line(error: BaseException) -> str:

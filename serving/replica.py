@@ -69,7 +69,7 @@ class Replica:
         # busy thread.
         sys.setswitchinterval(_SWITCH_SECONDS)
         one_core()
-        directory = resolve(settings.target.source, settings.home_dir)
+        directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
         self._tokenizer = load_tokenizer(directory)
         registry = Registry(settings.registry_dir)
         self._pointer, self._events, self._control = Pointer(redis_url), Events(redis_url), Control(redis_url)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,16 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import make_tiny
 
     return make_tiny(tmp_path_factory.mktemp("tiny-target"))
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """Waits until a condition holds, and fails when it does not within ten seconds."""
+
+    def wait(condition: Callable[[], object], seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "the condition did not come true in time"
+            time.sleep(0.01)
+
+    return wait

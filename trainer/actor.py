@@ -123,7 +123,7 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
     from osd.target.load import resolve
     from trainer.executor import Local, TargetContext
 
-    directory = resolve(settings.target.source, settings.home_dir)
+    directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
     config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
 
     def build(config: dict[str, Any]) -> Trainable:

@@ -50,7 +50,7 @@ class RecordingSetup:
             osd.target.load.TargetError: the target cannot be had.
             osd.drafters.DrafterError: it is too small to be tapped.
         """
-        directory = resolve(settings.target.source, settings.home_dir)
+        directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
         reader = drafters.initial(EagleSettings(), directory, settings.home_dir)
         take = Take(settings.target.source, settings.target.dtype, reader.needs.taps, tokens, settings.capture.top_k)
         return cls(settings, directory, load_tokenizer(directory), reader, take)

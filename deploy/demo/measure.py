@@ -124,7 +124,7 @@ def measure(
     """
     report("loading the engine for the measurement")
     one_core()
-    directory = resolve(settings.target.source, settings.home_dir)
+    directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
     asked = _encode(settings, directory, prompts, max_tokens)[: PROMPTS + 1]
     with _running(settings, directory, served) as (engine, ways):
         runs = {name: Run() for name in ways}

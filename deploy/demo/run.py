@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx2
-import ray
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.live import Live
@@ -114,13 +113,14 @@ async def _live(
         sending = asyncio.create_task(replay(send, service.url, traffic, story.tally, api_key=key))
         with _display(story, console) as refresh:
             while not sending.done():
+                service.check()
                 await _sample(client, service, story)
                 refresh()
                 if story.now.time >= _MINUTE and recalled.name not in os.listdir(folder):
                     await asyncio.to_thread(_keep, recalled, folder / recalled.name)
                 await asyncio.wait([sending], timeout=_SAMPLE_SECONDS)
         await sending
-        await asyncio.to_thread(ray.get, service.trainer.pause.remote())
+        await asyncio.to_thread(service.ask_trainer, "pause")
         await asyncio.sleep(_REPORT_SECONDS)
         await _sample(client, service, story)
 
@@ -140,7 +140,7 @@ async def _sample(client: httpx2.AsyncClient, service: Embedded, story: Story) -
                 continue
             combine = max if family.type == "gauge" else float.__add__
             totals[metric.name] = combine(totals.get(metric.name, 0.0), float(metric.value))
-    story.trainer = await asyncio.to_thread(ray.get, service.trainer.status.remote())
+    story.trainer = await asyncio.to_thread(service.ask_trainer, "status")
     story.samples.append(
         Sample(
             time=time.monotonic() - story.begun,

@@ -13,7 +13,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import redis
@@ -76,7 +76,7 @@ class RedisServer:
 
     It runs in its own process group, so that Ctrl-C in the terminal does not reach it, and dies with the thread
     that started it: start it from one that lives as long as the server is needed. After ``close`` (or a crash)
-    ``start`` brings it back empty under the same URL.
+    ``start`` brings it back empty under the same URL; ``osd.capture.supervisor`` does after each crash.
 
     Raises:
         RedisError: from ``start``: there is no redis-server, or it does not come up.
@@ -184,7 +184,7 @@ def open_redis(settings: Settings) -> RedisHandle:
     """Connect to ``settings.redis_url``, or start a server when it is not set.
 
     Raises:
-        RedisError: it does not answer, or none can be started.
+        RedisError: it does not answer or is a cluster, or none can be started.
     """
     if not settings.redis_url:
         server = RedisServer(settings.redis.max_memory_mb)
@@ -194,22 +194,33 @@ def open_redis(settings: Settings) -> RedisHandle:
         client = connect(settings.redis_url, timeout=2.0)
     except ValueError:
         # The parser's own message may quote a piece of the password.
-        raise RedisError("redis_url: not a Redis URL, expected redis://[:password@]host:port/db") from None
+        expected = "redis://[:password@]host:port/db, rediss:// or redis+sentinel://host:port,host:port/service/db"
+        raise RedisError(f"redis_url: not a Redis URL, expected {expected}") from None
     with client:
+        place = public_url(settings.redis_url)
         try:
             client.ping()
+            clustered = _clustered(client)
         except (redis.RedisError, OSError) as error:
-            place = public_url(settings.redis_url)
             reason = " ".join(str(error).split())
             raise RedisError(f"redis_url {place}: cannot connect ({reason})") from None
+        if clustered:
+            raise RedisError(f"redis_url {place}: Redis Cluster is not supported; name one server, or its sentinels")
     return RedisHandle(settings.redis_url)
+
+
+def _clustered(client: redis.Redis) -> bool:
+    try:
+        about: Any = client.info("cluster")
+    except redis.ResponseError:  # a user who may not ask
+        return False
+    return bool(about.get("cluster_enabled"))
 
 
 def public_url(url: str) -> str:
     """The URL without user, password and query, for messages."""
     parts = urlsplit(url)
-    port = f":{parts.port}" if parts.port else ""
-    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def find_server() -> Path:

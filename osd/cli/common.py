@@ -27,8 +27,8 @@ Url = Annotated[
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Completion tokens of one answer at most.")]
 Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")]
 
-FAILED, INTERRUPTED = 2, 130
-"""Exit codes: something to be changed by the user, and stopped by the user."""
+BROKEN, FAILED, INTERRUPTED = 1, 2, 130
+"""Exit codes: what the service needs died, something to be changed by the user, and stopped by the user."""
 
 _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
@@ -39,12 +39,32 @@ def fail(reason: object) -> NoReturn:
     raise typer.Exit(FAILED)
 
 
+def broken(reason: object) -> NoReturn:
+    """End the command with one line on standard error, and at once every process that it started.
+
+    Nothing else that the interpreter would do at its end: what died may never answer.
+    """
+    typer.echo(f"osd: {reason}", err=True)
+    _end_at_once(BROKEN)
+
+
 def settings_of(config: Path | None, overrides: list[str] | None) -> Settings:
     """Read the settings, or end the command with the line that says what is wrong with them."""
+    for override in overrides or ():
+        _check_public(*override.partition("=")[::2])
     try:
         return load_settings(config, overrides or ())
     except ConfigError as error:
         fail(error)
+
+
+def _check_public(key: str, value: str) -> None:
+    """End the command when ``--set`` holds a secret: every user of the machine can read a command line."""
+    if key.strip() == "serving.api_key" and value.strip() != "null":
+        fail("serving.api_key (--set) shows to other users: use serving.api_key_file or OSD_SERVING__API_KEY")
+    user = value.partition("//")[2].rpartition("@")[0]
+    if key.strip() == "redis_url" and (user.partition(":")[2] or "password=" in value):
+        fail("redis_url (--set) shows its password to other users: use redis.password_file or OSD_REDIS_URL")
 
 
 def redis_url(settings: Settings) -> str | None:
@@ -80,11 +100,7 @@ def stop_signals() -> Generator[None]:
         raise KeyboardInterrupt
 
     def second(number: int, frame: object) -> None:
-        import os
-
-        while _kill_descendants():
-            pass  # what was started while the others were killed
-        os._exit(INTERRUPTED)
+        _end_at_once(INTERRUPTED)
 
     _adopt_orphans(True)
     before = {name: signal.signal(name, first) for name in (signal.SIGINT, signal.SIGTERM)}
@@ -104,6 +120,14 @@ def _adopt_orphans(adopt: bool) -> None:
     """Whether to stay the ancestor of all that is started, also of processes whose parent ends first (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def _end_at_once(code: int) -> NoReturn:
+    import os
+
+    while _kill_descendants():
+        pass  # what was started while the others were killed
+    os._exit(code)
 
 
 def _kill_descendants() -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signals
+from osd.cli.common import ConfigFile, Overrides, broken, fail, settings_of, stop_signals
 
 
 def demo(
@@ -28,6 +28,7 @@ def demo(
         fail("the demo needs a drafter.kind that is trained, and trainer.enabled and capture.enabled")
     from deploy.demo.run import Plan, run
     from deploy.embedded import START_ERRORS
+    from deploy.local_ray import RayDied
     from osd.traffic.prompt import TrafficError
 
     with stop_signals():
@@ -35,3 +36,5 @@ def demo(
             run(settings, Plan(source, minutes, rate), report)
         except (*START_ERRORS, TrafficError) as error:
             fail(error)
+        except RayDied as error:
+            broken(error)

@@ -132,7 +132,7 @@ def export_version(
     _quiet()
     try:
         found = Registry(settings.registry_dir).load(settings.domain, version)
-        target = resolve(settings.target.source, settings.home_dir)
+        target = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
         drafter = drafters.trainable(drafters.from_config(without_head(found.config), target))
         drafter.load_weights(found.weights)
         name = _known_name(settings, target)
@@ -158,7 +158,7 @@ def import_drafter(
 
     _quiet()
     try:
-        target = resolve(settings.target.source, settings.home_dir)
+        target = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
         name, drafter = formats.read(directory.absolute(), target)
         manifest = {"parent": None, "trained_on": {}, "imported": {"format": name, "directory": directory.name}}
         registry = Registry(settings.registry_dir)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signals
+from osd.cli.common import ConfigFile, Overrides, broken, fail, settings_of, stop_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from deploy.embedded import Embedded
+    from osd.config import Settings
 
 
 def up(config: ConfigFile = None, overrides: Overrides = None) -> None:
@@ -18,23 +19,31 @@ def up(config: ConfigFile = None, overrides: Overrides = None) -> None:
     settings = settings_of(config, overrides)
     from rich.console import Console
 
-    from deploy.embedded import START_ERRORS, Embedded
+    from deploy.embedded import START_ERRORS
+    from deploy.local_ray import RayDied
 
-    console = Console(stderr=True, highlight=False)
     with stop_signals():
         try:
-            with console.status("starting ...") as status:
-                service = Embedded(settings, lambda step: status.update(f"{step} ..."))
-                service.start()
+            _run(settings, Console(stderr=True, highlight=False))
         except START_ERRORS as error:
             fail(error)
-        try:
-            console.print(f"OpenAI API  {service.url}/v1\nDashboard   {service.url}/dashboard")
-            console.print(f"Metrics     {service.url}/metrics\nCtrl-C stops everything.")
-            _follow(service, console)
-        finally:
-            with console.status("stopping ..."):
-                service.stop()
+        except RayDied as error:
+            broken(error)
+
+
+def _run(settings: Settings, console: Console) -> None:
+    from deploy.embedded import Embedded
+
+    with console.status("starting ...") as status:
+        service = Embedded(settings, lambda step: status.update(f"{step} ..."))
+        service.start()
+    try:
+        console.print(f"OpenAI API  {service.url}/v1\nDashboard   {service.url}/dashboard")
+        console.print(f"Metrics     {service.url}/metrics\nCtrl-C stops everything.")
+        _tell(console, time.time(), f"started: {service.about()}")
+        _follow(service, console)
+    finally:
+        service.stop(lambda step: _tell(console, time.time(), step))
 
 
 def _follow(service: Embedded, console: Console) -> None:
@@ -47,14 +56,20 @@ def _follow(service: Embedded, console: Console) -> None:
     try:
         while True:
             time.sleep(1)
+            service.check()
             try:
                 news = [event for event in events.recent(20, steps=False) if event["time"] > seen]
             except RedisError:
                 continue
             for event in news:
                 seen = event["time"]
-                moment = time.strftime("%H:%M:%S", time.localtime(seen))
                 reason = f": {event['reason']}" if event.get("reason") else ""
-                console.print(f"{moment}  version {event['version']} {event['kind'].replace('_', ' ')}{reason}")
+                of = "" if event["domain"] == service.settings.domain else f" of {event['domain']}"
+                done = event["kind"].replace("_", " ")
+                _tell(console, seen, f"version {event['version']}{of} {done}{reason}")
     finally:
         events.close()
+
+
+def _tell(console: Console, at: float, what: str) -> None:
+    console.print(f"{time.strftime('%H:%M:%S', time.localtime(at))}  {what}", soft_wrap=True)

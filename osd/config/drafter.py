@@ -39,6 +39,7 @@ class LanguageModelSettings(_Drafter):
     kind: Literal["language_model"] = "language_model"
     layers: int = Field(default=2, ge=1, description="target layers that it keeps where it has no source")
     source: str | None = Field(default=None, description="model that it starts from")
+    revision: str | None = Field(default=None, description="branch, tag or commit of a source from a hub")
 
     @property
     def reproducible(self) -> bool:

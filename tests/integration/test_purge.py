@@ -16,11 +16,8 @@ from trainer import checkpoint
 
 
 def purge(loop, request):
-    arguments = ["traces", "purge", "--request", request]
-    values = {"home": loop.settings.home, "redis_url": loop.url}
-    for key, value in values.items():
-        arguments += ["--set", f"{key}={value}"]
-    return CliRunner().invoke(app, arguments)
+    environment = {"OSD_HOME": str(loop.settings.home), "OSD_REDIS_URL": loop.url}
+    return CliRunner().invoke(app, ["traces", "purge", "--request", request], env=environment)
 
 
 def memory(worker):

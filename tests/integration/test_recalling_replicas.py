@@ -102,10 +102,8 @@ def contents(replica):
 
 
 def purge(settings, redis_url, request):
-    arguments = ["traces", "purge", "--request", request]
-    for key, value in {"home": settings.home, "redis_url": redis_url}.items():
-        arguments += ["--set", f"{key}={value}"]
-    return CliRunner().invoke(app, arguments)
+    environment = {"OSD_HOME": str(settings.home), "OSD_REDIS_URL": redis_url}
+    return CliRunner().invoke(app, ["traces", "purge", "--request", request], env=environment)
 
 
 def test_a_purged_request_is_forgotten_by_every_replica_and_by_the_snapshot(replicas, settings, redis_url):

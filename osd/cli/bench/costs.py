@@ -49,7 +49,7 @@ def forward(
 
     with stop_signals():
         with loading():
-            directory = resolve(settings.target.source, settings.home_dir)
+            directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
             drafter, name = find_drafter(settings, draft, directory)
             model = load_model(directory, settings.target.dtype, settings.target.device)
         taps, weights = drafter.needs.taps, settings.target.weights
@@ -86,7 +86,11 @@ def overhead(
 
     with stop_signals():
         with loading():
-            model = load_model(resolve(settings.target.source, settings.home_dir), settings.target.dtype, "cpu")
+            model = load_model(
+                resolve(settings.target.source, settings.home_dir, revision=settings.target.revision),
+                settings.target.dtype,
+                "cpu",
+            )
         target = SlotModel(model, slots=batch, context=CONTEXT, scratch=budget + 1)
         several_cores(settings.engine.threads)
         sampling = SamplingParams(temperature=temperature, top_p=top_p)

@@ -84,7 +84,7 @@ def decode(
         policy = forced(policy, acceptance)
     with loading():
         texts = load(prompts)
-        directory = resolve(settings.target.source, settings.home_dir)
+        directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
         drafter, name = find_drafter(settings, draft, directory)
         calls = bench.Calls.of(drafter)
         engine = engine_with(reading_anew(settings), directory, drafter)

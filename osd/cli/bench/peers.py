@@ -74,7 +74,7 @@ def peers(
     with tempfile.TemporaryDirectory() as scratch:
         with loading():
             texts = load(prompts)
-            directory = resolve(settings.target.source, home, say)
+            directory = resolve(settings.target.source, home, say, revision=settings.target.revision)
             gguf = gguf_of(settings.target.source, home, say)
             drafter, name = find_drafter(settings, draft, directory)
             engine = engine_with(reading_anew(settings), directory, drafter)

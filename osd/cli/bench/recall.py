@@ -49,7 +49,7 @@ def recall(
         fail(f"--prompts must be at least --streams {streams}, not {prompts}")
     with loading():
         texts = load(stream)
-        directory = resolve(settings.target.source, settings.home_dir)
+        directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
         drafter, name = (None, None) if draft is None else find_drafter(settings, draft, directory)
         growth = settings.growth if settings.growth.kind == "best_first" else BestFirstSettings()
         reused = settings.engine.model_copy(update={"prefix_cache": True})

@@ -45,8 +45,11 @@ class LanguageModel(Trainable):
         """See ``Kind.initial``: the model ``settings.source``, else the target's first ``settings.layers`` layers."""
         target = load_model(target_dir, "float32", "cpu")
         if settings.source is None:
+            if settings.revision is not None:
+                raise DrafterError("drafter.revision is of drafter.source, which is not set")
             return cls.first_layers(target, settings.layers)
-        drafter = cls(load_model(resolve(settings.source, home), "float32", "cpu"), shared=False)
+        directory = resolve(settings.source, home, revision=settings.revision)
+        drafter = cls(load_model(directory, "float32", "cpu"), shared=False)
         mine, theirs = text_config(drafter.model).vocab_size, text_config(target).vocab_size
         if mine != theirs:
             raise DrafterError(f"drafter.source has {mine} tokens, but the target has {theirs}; they must be the same")

@@ -183,6 +183,11 @@ def test_a_source_of_another_vocabulary_is_refused(target_dir: Path, tmp_path: P
         initial(LanguageModelSettings(source=str(tmp_path)), target_dir, tmp_path / "home")
 
 
+def test_a_revision_without_a_source_is_refused(target_dir: Path) -> None:
+    with pytest.raises(DrafterError, match=r"^drafter\.revision is of drafter\.source, which is not set$"):
+        initial(LanguageModelSettings(revision="v1"), target_dir, target_dir)
+
+
 def test_a_source_of_the_same_vocabulary_is_drafted_with_as_it_is(target_dir: Path, tmp_path: Path) -> None:
     source = make_tiny(tmp_path / "small", seed=8, layers=1)
     drafter = initial(LanguageModelSettings(source=str(source)), target_dir, tmp_path / "home")

@@ -1,0 +1,93 @@
+"""The Redis that osd started is killed: it comes back under the same URL, and what uses it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from osd.capture.server import RedisServer
+from osd.capture.stream import TraceReader, TraceWriter
+from osd.capture.supervisor import RedisSupervisor
+from osd.config import CaptureSettings
+from tests.traces import small_trace
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.fault(
+        "the Redis of our own is killed",
+        "it answers again within 5 s under the same URL; what was not captured meanwhile is counted",
+    ),
+]
+
+BACK_SECONDS = 5
+CAPTURE = CaptureSettings(max_records=100, max_queue=8)
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer(64) as server:
+        yield server
+
+
+def crash(server: RedisServer) -> None:
+    """Kill the server and wait until another one answers."""
+    before = server.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    deadline = time.monotonic() + BACK_SECONDS
+    with redis.Redis.from_url(server.url) as client:
+        while True:
+            assert time.monotonic() < deadline
+            try:
+                if client.ping() and server.pid != before:
+                    return
+            except redis.RedisError:
+                time.sleep(0.01)
+
+
+def test_it_comes_back_with_its_password_and_captures_go_on_with_the_group_made_anew(server, eventually):
+    url = server.url
+    writer, reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "trainer", "c")
+    try:
+        with RedisSupervisor(server):
+            writer.offer(small_trace(request_id="before"))
+            (first,) = reader.read(1, block_ms=5000)
+            reader.ack([first.id])
+            crash(server)
+            assert server.url == url
+            offered = 1
+
+            def written_again() -> bool:
+                nonlocal offered
+                offered += 1
+                writer.offer(small_trace(request_id=f"after-{offered}"))
+                time.sleep(0.05)
+                return writer.counters()["written"] > 1
+
+            eventually(written_again)
+            assert reader.read(1, block_ms=5000)[0].trace.request_id.startswith("after-")
+            eventually(lambda: sum(writer.counters().values()) == offered)
+    finally:
+        writer.close()
+        reader.close()
+
+
+def test_a_server_that_cannot_start_is_tried_again(server, monkeypatch, eventually, caplog):
+    start, tries = server.start, []
+
+    def fail_twice() -> None:
+        tries.append(0)
+        if len(tries) < 3:
+            raise OSError("no memory")
+        start()
+
+    monkeypatch.setattr(server, "start", fail_twice)
+    with RedisSupervisor(server):
+        crash(server)
+    assert len(tries) == 3
+    assert "redis-server ended by itself, starting it again" in caplog.text

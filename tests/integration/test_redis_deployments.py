@@ -1,0 +1,160 @@
+"""Redis as people run it: with a replica that takes over, with TLS, shared by several services, as a cluster."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+import redis
+from redis.connection import SSLConnection
+
+from osd.capture.purge import Member, Purges
+from osd.capture.server import RedisError, open_redis
+from osd.capture.stream import TraceReader, TraceWriter
+from osd.config import CaptureSettings, Settings, load_settings
+from osd.redis_client import connect
+from osd.registry.events import Events
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from tests.redis_servers import PASSWORD, Address, pair, run
+
+CAPTURE = CaptureSettings(max_records=100)
+ROLLOUT = Rollout(stable=1, canary=None, share=0.0, changed=0.0)
+
+
+def client_of(port: int) -> redis.Redis:
+    return redis.Redis(port=port, password=PASSWORD, protocol=2)
+
+
+def test_after_a_failover_every_kind_of_write_reaches_the_new_master_at_its_first_try(tmp_path):
+    with pair(tmp_path) as (old, new), Address(old) as address:
+        url = f"redis://:{PASSWORD}@127.0.0.1:{address.port}/0"
+        clients = [connect(url) for _ in range(3)]
+        plain, scripted, transacted = clients
+        script = scripted.register_script("redis.call('INCR', KEYS[1])")
+
+        def transact(value: int) -> None:
+            with transacted.pipeline() as pipe:
+                pipe.set("b", value).set("c", value)
+                pipe.execute()
+
+        plain.set("a", 1)
+        script(keys=["count"])
+        transact(1)
+        with client_of(new) as server, client_of(old) as demoted:
+            demoted.wait(1, 2000)
+            server.replicaof("NO", "ONE")
+            demoted.replicaof("127.0.0.1", new)
+            address.behind = new
+            plain.set("a", 2)
+            script(keys=["count"])
+            transact(2)
+            assert server.mget("a", "b", "c", "count") == [b"2", b"2", b"2", b"2"]
+        for client in clients:
+            client.close()
+
+
+def test_with_nobody_to_write_to_the_refusal_is_an_error_for_the_caller(tmp_path):
+    with pair(tmp_path) as (_, replica), connect(f"redis://:{PASSWORD}@127.0.0.1:{replica}/0") as client:
+        with pytest.raises(redis.ReadOnlyError):
+            client.set("a", 1)
+        assert client.get("a") is None
+
+
+def use_everything(url: str, name: str) -> None:
+    """Write through whatever osd keeps in Redis."""
+    with Pointer(url) as pointer, Events(url) as events, ReplicaLoads(url) as loads, Purges(url) as purges:
+        pointer.set("general", ROLLOUT)
+        assert pointer.replace("general", ROLLOUT, ROLLOUT)
+        assert pointer.all() == {"general": ROLLOUT}
+        events.add("published", "general", 1, name=name)
+        assert [event["name"] for event in events.recent()] == [name]
+        loads.report(name, ReplicaLoad(1, 0, 1, 1.0))
+        assert loads.read().keys() == {name}
+        purges.ask("r")
+        purges.alive(Member("replica", name))
+        assert purges.members() == {Member("replica", name)}
+
+
+def test_two_services_share_a_redis_when_each_has_a_prefix(redis_url, redis_client, make_trace, eventually):
+    prefixes = "first:", "second:"
+    for prefix in prefixes:
+        url = load_settings(None, [f"redis_url={redis_url}", f"redis_prefix={prefix}"], {}).redis_url
+        assert url is not None
+        use_everything(url, prefix)
+        writer, reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "trainer", "c")
+        writer.offer(make_trace(prefix))
+        assert [given.trace.request_id for given in reader.read(9, block_ms=5000)] == [prefix]
+        assert reader.lag() == 1
+        writer.close()
+        reader.close()
+    keys = [key.decode() for key in redis_client.scan_iter()]
+    halves = [{key.removeprefix(prefix) for key in keys if key.startswith(prefix)} for prefix in prefixes]
+    assert sum(map(len, halves)) == len(keys)
+    assert halves[0] - {"osd:replica:first:"} == halves[1] - {"osd:replica:second:"}
+    assert CAPTURE.stream in halves[0]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl, which makes the certificate, is not there")
+    folder = tmp_path_factory.mktemp("tls")
+    made = folder / "cert.pem", folder / "key.pem"
+    options = ["req", "-x509", "-nodes", "-days", "1", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    options += ["-subj", "/CN=osd", "-addext", "subjectAltName=IP:127.0.0.1"]
+    options += ["-out", str(made[0]), "-keyout", str(made[1])]
+    subprocess.run([openssl, *options], check=True, capture_output=True)
+    return made
+
+
+def test_tls_is_taken_up_with_a_server_that_the_given_certificates_vouch_for(redis_url, certificate, tmp_path):
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(*certificate)
+    secret, _, place = redis_url.removeprefix("redis://:").partition("@")
+    password = tmp_path / "password"
+    password.write_text(secret + "\n")
+    with Address(int(place.partition(":")[2].partition("/")[0]), tls) as address:
+        given = [f"redis_url=rediss://127.0.0.1:{address.port}/0", f"redis.password_file={password}"]
+        settings = load_settings(None, [*given, f"redis.ca_file={certificate[0]}"], {})
+        with open_redis(settings) as handle, connect(handle.url) as client:
+            assert client.ping()
+        with pytest.raises(RedisError, match="certificate verify failed"):
+            open_redis(load_settings(None, given, {}))
+
+
+def test_with_tls_both_the_sentinels_and_the_master_are_asked_over_it(certificate):
+    url = f"rediss+sentinel://me:pass%2Fword@127.0.0.1:1,h:2/service/3?ssl_ca_certs={certificate[0]}"
+    with connect(f"{url}&sentinel_password=other") as client:
+        pool = client.connection_pool
+        guards = [guard.connection_pool for guard in pool.sentinel_manager.sentinels]
+        assert [(guard.connection_kwargs["host"], guard.connection_kwargs["port"]) for guard in guards] == [
+            ("127.0.0.1", 1),
+            ("h", 2),
+        ]
+        master, guard = pool.make_connection(), guards[0].make_connection()
+        for one in (master, guard):
+            assert isinstance(one, SSLConnection)
+            assert one.ca_certs == str(certificate[0])
+        assert (master.username, master.password, master.db) == ("me", "pass/word", 3)
+        assert guard.password == "other"
+
+
+def test_a_cluster_is_refused_by_name(tmp_path):
+    with run(tmp_path, 'save ""', "cluster-enabled yes", f"requirepass {PASSWORD}") as port:
+        settings = Settings(redis_url=f"redis://:{PASSWORD}@127.0.0.1:{port}/0")
+        with pytest.raises(
+            RedisError, match=r"^redis_url redis://127\.0\.0\.1:\d+/0: Redis Cluster is not supported; "
+        ):
+            open_redis(settings)
+
+
+@pytest.mark.parametrize("url", ["redis+sentinel://127.0.0.1:1", "redis+sentinel://127.0.0.1:1,/service"])
+def test_sentinels_without_a_service_or_a_place_are_no_redis_url(url):
+    with pytest.raises(RedisError, match=r"^redis_url: not a Redis URL"):
+        open_redis(Settings(redis_url=url))

@@ -1,0 +1,113 @@
+"""Redis servers as people run them: with any configuration, and an address that leads to one or another."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+from osd.capture.server import find_server
+
+PASSWORD = "hush-hush"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def run(folder: Path, *lines: str, arguments: tuple[str, ...] = ()) -> Iterator[int]:
+    """A server with these lines of configuration; yields its port when it answers."""
+    port = free_port()
+    folder.mkdir(exist_ok=True)
+    config = folder / f"{port}.conf"
+    config.write_text("\n".join(("bind 127.0.0.1", f"port {port}", f"dir {folder}", *lines)) + "\n")
+    process = subprocess.Popen(
+        [find_server(), config, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder
+    )
+    try:
+        with redis.Redis(port=port, password=None if arguments else PASSWORD) as client:
+            deadline = time.monotonic() + 10
+            while True:
+                assert time.monotonic() < deadline
+                assert process.poll() is None, "it does not start"
+                with contextlib.suppress(redis.ConnectionError):
+                    if client.ping():
+                        break
+                time.sleep(0.02)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def pair(folder: Path) -> Iterator[tuple[int, int]]:
+    """A master and its replica that has caught up, by their ports."""
+    secured = ('save ""', f"requirepass {PASSWORD}", f"masterauth {PASSWORD}", "repl-diskless-sync-delay 0")
+    with run(folder, *secured) as master, run(folder, *secured, f"replicaof 127.0.0.1 {master}") as replica:
+        with redis.Redis(port=replica, password=PASSWORD) as client:
+            deadline = time.monotonic() + 10
+            while client.info("replication")["master_link_status"] != "up":
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        yield master, replica
+
+
+class Address:
+    """An address on loopback that leads to ``behind``, and can lead elsewhere; with ``tls`` it is for TLS."""
+
+    def __init__(self, behind: int, tls: ssl.SSLContext | None = None) -> None:
+        self.behind, self._tls = behind, tls
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def __enter__(self) -> Address:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for one in (self._server, *self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(5)
+        for one in (self._server, *self._open):
+            one.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return
+            try:
+                client = self._tls.wrap_socket(client, server_side=True) if self._tls else client
+            except OSError:  # it does not trust the certificate
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self.behind))
+            self._open += client, server
+            for one, other in ((client, server), (server, client)):
+                self._threads.append(threading.Thread(target=_copy, args=(one, other)))
+                self._threads[-1].start()
+
+
+def _copy(one: socket.socket, other: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := one.recv(65536):
+            other.sendall(data)
+    with contextlib.suppress(OSError):
+        other.shutdown(socket.SHUT_RDWR)

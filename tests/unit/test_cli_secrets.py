@@ -1,0 +1,23 @@
+"""What is given on the command line is for every user of the machine to read, so no secret is taken from there."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from osd.cli.app import app
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ("serving.api_key=hush", "serving.api_key_file or OSD_SERVING__API_KEY"),
+        ("redis_url=redis://:hush@h/0", "redis.password_file or OSD_REDIS_URL"),
+        ("redis_url=redis+sentinel://h:1/s?sentinel_password=hush", "redis.password_file or OSD_REDIS_URL"),
+    ],
+)
+def test_a_secret_on_the_command_line_is_refused_without_showing_it_again(given, instead):
+    result = CliRunner().invoke(app, ["drafters", "list", "--set", given])
+    assert result.exit_code == 2
+    assert result.stderr.rstrip().endswith(f"use {instead}")
+    assert "hush" not in result.output

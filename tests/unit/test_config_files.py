@@ -1,0 +1,52 @@
+"""Settings that come from files, and that together make one Redis URL."""
+
+from __future__ import annotations
+
+import pytest
+
+from osd.config import ConfigError, Settings, load_settings
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["redis_prefix=a:"], "redis_prefix is for an existing Redis: set redis_url too"),
+        (
+            ["redis.password_file=/nowhere", "redis_url=redis://h"],
+            "redis.password_file /nowhere cannot be read",
+        ),
+        (
+            ["redis.password_file=/nowhere", "redis_url=redis://:p@h"],
+            "redis_url has a password, and",
+        ),
+        (
+            ["redis.ca_file=/nowhere", "redis_url=redis://h"],
+            "redis.ca_file is for TLS: redis_url must begin",
+        ),
+        (["redis.ca_file=/nowhere", "redis_url=rediss://h"], "redis.ca_file: there is no file /nowhere"),
+        (["redis_prefix=a*", "redis_url=redis://h"], "redis_prefix (--set) must match"),
+        (["serving.api_key_file=/nowhere"], "serving.api_key_file /nowhere cannot be read: No such file"),
+        (["serving.api_key_file=/dev/null"], "serving.api_key_file /dev/null is empty"),
+        (
+            ["serving.api_key_file=/dev/null", "serving.api_key=k"],
+            "serving.api_key and serving.api_key_file are both",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_one_line(given, reason):
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, given, {})
+    assert str(caught.value).startswith(reason)
+
+
+def test_secrets_come_from_files_and_show_in_no_description_of_the_settings(tmp_path):
+    key, password = tmp_path / "key", tmp_path / "password"
+    key.write_text("hush-key\n")
+    password.write_text("hush/password\n")
+    given = [f"serving.api_key_file={key}", f"redis.password_file={password}", "redis_url=redis://me@h:1/0"]
+    settings = load_settings(None, given, {})
+    assert settings.serving.api_key is not None
+    assert settings.serving.api_key.get_secret_value() == "hush-key"
+    assert settings.redis_url == "redis://me:hush%2Fpassword@h:1/0"
+    assert "hush" not in repr(settings)
+    assert Settings.model_validate(settings.model_dump()) == settings

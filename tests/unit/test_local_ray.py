@@ -1,0 +1,134 @@
+"""What is asked of Ray ends when Ray does, or when the time is up; its servers are stand-ins that only sleep."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from deploy import local_ray
+from deploy.local_ray import LocalRay, RayDied
+from osd.config import Settings
+
+
+class Servers:
+    """Starts the stand-ins in the place of ``ray.init``, which returns when ``up`` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.up = folder, threading.Event()
+        self.up.set()
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def init(self, **_: object) -> None:
+        if threading.current_thread() is threading.main_thread():  # as Ray's own does
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sleep = shutil.which("sleep")
+        assert sleep is not None
+        for name in ("gcs_server", "raylet"):
+            shutil.copy(sleep, self.folder / name)
+            self.started.append(subprocess.Popen([self.folder / name, "60"]))
+        self.up.wait(60)
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    servers = Servers(tmp_path)
+    monkeypatch.setattr(ray, "init", servers.init)
+    monkeypatch.setattr(ray, "shutdown", lambda: [server.kill() for server in servers.started])
+    yield servers
+    servers.up.set()
+    for server in servers.started:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture
+def node(servers: Servers, tmp_path: Path) -> Iterator[LocalRay]:
+    node = LocalRay()
+    node.start(Settings(home=tmp_path))
+    yield node
+    node.stop()
+
+
+def forever() -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "Ray's GCS"), (1, "Ray's raylet")])
+def test_a_call_that_hangs_ends_when_a_server_dies_and_so_does_every_later_one(node, servers, index, name):
+    victim = servers.started[index]
+    threading.Timer(0.3, victim.kill).start()
+    begun = time.monotonic()
+    with pytest.raises(RayDied, match=rf"^{name} \(process {victim.pid}\) died$"):
+        node.call("answer", 60, forever)
+    assert time.monotonic() - begun < 5
+    for ask in (node.check, lambda: node.call("answer", 60, forever)):
+        with pytest.raises(RayDied):
+            ask()
+    node.stop()
+    assert all(server.poll() is not None for server in servers.started)
+
+
+def test_an_error_that_comes_of_the_death_of_a_server_says_that_it_died(node, servers):
+    def broken() -> None:
+        servers.started[1].kill()
+        servers.started[1].wait()
+        raise ConnectionError("lost")
+
+    with pytest.raises(RayDied):
+        node.call("answer", 60, broken)
+
+
+def test_a_server_that_dies_while_ray_starts_ends_the_start(servers, tmp_path):
+    servers.up.clear()
+    node = LocalRay()
+    killer = threading.Timer(0.5, lambda: servers.started[1].kill())
+    killer.start()
+    with pytest.raises(RayDied, match="raylet"):
+        node.start(Settings(home=tmp_path))
+    node.stop()
+
+
+def test_what_takes_too_long_is_an_error_that_says_what(node):
+    with pytest.raises(TimeoutError, match=r"^Ray does not answer within 0 seconds$"):
+        node.call("answer", 0.1, forever)
+    node.check()
+
+
+def test_what_a_call_returns_or_raises_comes_through(node):
+    assert node.call("count", 5, len, "abc") == 3
+    with pytest.raises(TypeError):
+        node.call("count", 5, len, 3)
+
+
+def test_servers_that_do_not_come_up_in_time_are_ended(servers, tmp_path, monkeypatch):
+    servers.up.clear()
+    monkeypatch.setattr(local_ray, "_START_SECONDS", 0.5)
+    monkeypatch.setattr(local_ray, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(ray, "shutdown", forever)
+    node = LocalRay()
+    with pytest.raises(TimeoutError, match="Ray does not start"):
+        node.start(Settings(home=tmp_path))
+    node.stop()
+    assert all(server.poll() is not None for server in servers.started)
+
+
+def test_ray_takes_no_signal_away_from_the_command(servers, tmp_path):
+    def stop(*_: object) -> None:
+        raise AssertionError("not sent")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        node = LocalRay()
+        node.start(Settings(home=tmp_path))
+        assert signal.getsignal(signal.SIGTERM) is stop
+        node.stop()
+    finally:
+        signal.signal(signal.SIGTERM, before)
