@@ -16,7 +16,6 @@ from typing import Any
 import filelock
 import ray
 from ray.exceptions import RayError
-from redis.exceptions import RedisError as ConnectionLost
 
 from deploy.running import announce, lock, withdraw
 from osd.capture.server import RedisError, open_redis
@@ -90,8 +89,6 @@ class Embedded:
         handle = open_redis(settings)
         self._ends.callback(handle.close)
         self.redis_url = handle.url
-        if handle.server is not None and settings.drafts:
-            self._ends.callback(self._keep_pointers)
         # Ray and Serve need seconds to start and the target up to a minute: neither waits for the other.
         with ThreadPoolExecutor(1, "prepare") as pool:
             prepared = pool.submit(self._prepare)
@@ -148,14 +145,6 @@ class Embedded:
 
         with _coming_up():
             serve.run(serving.app.build(self.settings, self.redis_url), name="osd", route_prefix="/")
-
-    def _keep_pointers(self) -> None:
-        from deploy.preparation import keep_pointers
-
-        try:
-            keep_pointers(self.settings, self.redis_url)
-        except (ConnectionLost, OSError) as error:
-            logger.warning("the rollout pointers are not kept, the newest versions start next time: %s", error)
 
     def _stop_trainer(self) -> None:
         try:
