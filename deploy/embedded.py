@@ -16,7 +16,6 @@ from typing import Any
 import filelock
 import ray
 from ray.exceptions import RayError
-from redis.exceptions import RedisError as ConnectionLost
 
 from deploy.local_ray import LocalRay, RayDied
 from deploy.running import DRAIN_SECONDS, announce, lock, withdraw
@@ -209,14 +208,6 @@ class Embedded:
             logger.warning("the replicas did not stop by themselves: %s", _last_line(error))
             return
         self._report(f"drained after {time.monotonic() - begun:.0f} seconds")
-
-    def _keep_pointers(self) -> None:
-        from deploy.preparation import keep_pointers
-
-        try:
-            keep_pointers(self.settings, self.redis_url)
-        except (ConnectionLost, OSError) as error:
-            logger.warning("the rollout pointers are not kept, the newest versions start next time: %s", error)
 
     def _stop_trainer(self) -> None:
         try:

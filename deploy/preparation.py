@@ -1,4 +1,4 @@
-"""What comes before a start: settings that agree, a first drafter version, and the pointers of the last run."""
+"""What comes before a start: settings that agree, a first drafter version, and pointers to versions that fit."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import importlib.metadata
 import importlib.util
 import json
 import time
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from osd import files
 from osd.config import ConfigError, Settings
@@ -56,42 +55,43 @@ def check_settings(settings: Settings) -> None:
 def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:
     """Make sure that the rollout pointer of the domain names a version of the configured drafter; return its number.
 
-    Where it does not, the version that was in service when osd last stopped comes back, else the newest that fits;
-    a domain without any is given the drafter's initial weights as a version. Other domains that have a version come
-    back in the same way, and where none fits they stay away; but those of ``trainer.extra_domains`` begin with the
-    drafter that this domain has.
+    Where it does not, the newest version that fits comes into service; a domain without any is given the drafter's
+    initial weights as a version, and those of ``trainer.extra_domains`` the drafter that this domain has. Other domains
+    that have a version are treated in the same way, and where none fits they stay as they are.
     """
     registry = Registry(settings.registry_dir)
-    with Pointer(redis_url) as pointer:
-        domains = {*registry.domains(), settings.domain}
-        before = {domain: pointer.get(domain) or _kept(settings, domain) for domain in domains}
-        first = _First(settings, target)
-        for domain in domains:
-            rollout = _fitting(registry, domain, before[domain], first.config)
-            if rollout is None and domain == settings.domain:
-                number = registry.publish(
-                    domain, first.drafter.weights(), first.config, {"parent": None, "trained_on": {}}
-                )
-                rollout = _at(number)
+    first = _First(settings, target)
+    with Pointer(redis_url, settings.registry_dir) as pointer:
+
+        def choose(domain: str, before: Rollout | None) -> Rollout | None:
+            rollout = _fitting(registry, domain, before, first.config)
             if rollout is not None:
-                pointer.set(domain, rollout)
+                return rollout
+            if domain == settings.domain:
+                manifest = {"parent": None, "trained_on": {}}
+                return _at(registry.publish(domain, first.drafter.weights(), first.config, manifest))
+            own = pointer.get(settings.domain)
+            if own is None or domain not in settings.trainer.extra_domains:
+                return None
+            version = registry.load(settings.domain, own.stable)
+            manifest = {"parent": None, "trained_on": {}, "copied": f"{settings.domain}/{own.stable}"}
+            return _at(registry.publish(domain, version.weights, version.config, manifest))
+
+        for domain in dict.fromkeys((settings.domain, *settings.trainer.extra_domains, *registry.domains())):
+            pointer.repair(domain)
+            _settle(pointer, domain, choose)
         own = pointer.get(settings.domain)
-        assert own is not None  # noqa: S101  it has just been set
-        for domain in settings.trainer.extra_domains:
-            if pointer.get(domain) is None:
-                version = registry.load(settings.domain, own.stable)
-                manifest = {"parent": None, "trained_on": {}, "copied": f"{settings.domain}/{own.stable}"}
-                number = registry.publish(domain, version.weights, version.config, manifest)
-                pointer.set(domain, _at(number))
+    assert own is not None  # noqa: S101  it has just been set
     return own.stable
 
 
-def keep_pointers(settings: Settings, redis_url: str) -> None:
-    """Write the pointer of each domain beside its versions, for the next start with an empty Redis."""
-    with Pointer(redis_url) as pointer:
-        rollouts = pointer.all()
-    for domain in rollouts.keys() & set(Registry(settings.registry_dir).domains()):
-        _kept_file(settings, domain).write_bytes(msgspec.json.encode(rollouts[domain]))
+def _settle(pointer: Pointer, domain: str, choose: Callable[[str, Rollout | None], Rollout | None]) -> None:
+    """Move a domain's pointer to what ``choose`` makes of it, as often as somebody else moves it meanwhile."""
+    while True:
+        before = pointer.get(domain)
+        rollout = choose(domain, before)
+        if rollout is None or rollout == before or pointer.replace(domain, before, rollout):
+            return
 
 
 class _First:
@@ -143,21 +143,6 @@ def _fitting(registry: Registry, domain: str, rollout: Rollout | None, config: d
 
 def _at(number: int) -> Rollout:
     return Rollout(stable=number, canary=None, share=0.0, changed=time.time())
-
-
-def _kept(settings: Settings, domain: str) -> Rollout | None:
-    """What ``keep_pointers`` wrote; it holds for one start, because after a crash it would be out of date."""
-    file = _kept_file(settings, domain)
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Rollout)
-    except (FileNotFoundError, msgspec.MsgspecError):
-        return None
-    finally:
-        file.unlink(missing_ok=True)
-
-
-def _kept_file(settings: Settings, domain: str) -> Path:
-    return settings.registry_dir / f"{domain}.rollout.json"
 
 
 def _serves(registry: Registry, domain: str, number: int, config: dict[str, Any]) -> bool:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import glob
 import os
 import secrets
 import time
+from collections.abc import Generator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 _STALE_SECONDS = 3600.0
 """After which nobody writes any more: what is left is of a process that was killed."""
+
+_LOOK_SECONDS = 0.005
 
 
 def write(path: Path, *parts: bytes | memoryview, mode: int = 0o666) -> None:
@@ -23,10 +29,13 @@ def write(path: Path, *parts: bytes | memoryview, mode: int = 0o666) -> None:
         os.fsync(file.fileno())
 
 
-def replace(path: Path, *parts: bytes | memoryview, mode: int = 0o666) -> None:
+def replace(
+    path: Path, *parts: bytes | memoryview, mode: int = 0o666, guard: AbstractContextManager[None] | None = None
+) -> None:
     """Put ``parts`` in the place of a file, whose directory is made; ``mode`` says who may read it, before the umask.
 
-    A crash may leave a ``.<name>.*`` beside it, which a later call removes.
+    ``guard`` is held while the new one takes the place of the old one, and not while it is written. A crash may leave a
+    ``.<name>.*`` beside it, which a later call removes.
 
     Raises:
         OSError: the disk does not take it; what was there stays.
@@ -39,7 +48,8 @@ def replace(path: Path, *parts: bytes | memoryview, mode: int = 0o666) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         write(temporary, *parts, mode=mode)
-        os.replace(temporary, path)
+        with guard or contextlib.nullcontext():
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
@@ -50,5 +60,29 @@ def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path, seconds: float = 10.0) -> Generator[None]:
+    """Hold a lock among processes and threads, on a file that is made; one that dies gives it back.
+
+    Raises:
+        OSError: it cannot be had within ``seconds``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise OSError(errno.ETIMEDOUT, f"held by another process for {seconds:g} s", str(path)) from None
+            time.sleep(_LOOK_SECONDS)
+        yield
     finally:
         os.close(descriptor)

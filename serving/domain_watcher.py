@@ -47,7 +47,7 @@ class DomainWatcher(Watcher):
             self._pool.sweep()
             try:
                 rollouts = self._versions.pointer.all()
-            except RedisError as error:
+            except (RedisError, OSError) as error:
                 if not failing:
                     logger.warning("rollout pointers cannot be read (%s), keeping what is there", error)
                 failing = True

@@ -72,7 +72,8 @@ class Replica:
         directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
         self._tokenizer = load_tokenizer(directory)
         registry = Registry(settings.registry_dir)
-        self._pointer, self._events, self._control = Pointer(redis_url), Events(redis_url), Control(redis_url)
+        self._pointer = Pointer(redis_url, settings.registry_dir)
+        self._events, self._control = Events(redis_url), Control(redis_url)
         self._loads = ReplicaLoads(redis_url)
         start: Start | None = None
         if settings.drafts:
@@ -139,7 +140,8 @@ class Replica:
     async def totals(self) -> Totals:
         """See ``Service``; with those of all replicas out of reach, the counters of this replica."""
         totals = await self._shared.totals() or self._own.totals(time.time())
-        return replace(totals, spent=await asyncio.to_thread(self._feeds.spent))
+        spent, versions = await asyncio.to_thread(lambda: (self._feeds.spent(), self._feeds.versions()))
+        return replace(totals, spent=spent, versions=versions)
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         """See ``Service``."""

@@ -8,7 +8,7 @@ from zero without making any total go backwards.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from osd.engine.counters import EngineLoad
@@ -48,12 +48,13 @@ class Report:
 class Totals:
     """Counters summed over every replica that ever reported, and the last report of each living one.
 
-    ``spent`` is what the trainer says of its CPU seconds.
+    ``spent`` is what the trainer says of its CPU seconds, and ``versions`` are those of each domain that are on disk.
     """
 
     counters: Mapping[Name, float]
     replicas: list[Report]
     spent: Spent = field(default_factory=Spent)
+    versions: Mapping[str, Collection[int]] = field(default_factory=dict)
 
     def by_label(self, name: str) -> dict[tuple[str | int, ...], float]:
         """The counter ``name`` by its labels, in order."""

@@ -45,7 +45,7 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
     """Load the version in service, else the newest good one before it, else make the drafter's initial weights."""
     try:
         rollout = pointer.get(settings.domain)
-    except RedisError as error:
+    except (RedisError, OSError) as error:
         logger.warning("the rollout pointer cannot be read, starting with the newest version: %s", error)
         rollout = None
     refused: set[int] = set()

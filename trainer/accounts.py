@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -101,16 +101,21 @@ class CostMeter:
     def spent(self) -> Spent:
         """What was spent until now."""
         now = self._clock()
-        self._spent = Spent(self._spent.by_version, self._spent.unpublished + now - self._mark)
+        unpublished = self._spent.unpublished + now - self._mark
+        self._spent = msgspec.structs.replace(self._spent, unpublished=unpublished)
         self._mark = now
         return self._spent
 
     def published(self, version: int) -> None:
         """Charge what was spent to a version that came of it."""
         spent = self.spent()
-        self._spent = Spent({**spent.by_version, version: spent.unpublished})
+        self._spent = Spent({**spent.by_version, version: spent.unpublished}, 0.0, spent.older)
         self._told_at = -_TELL_SECONDS
         self.tell()
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Count all others together: they were removed."""
+        self._spent = self.spent().only(versions)
 
     def resume(self, saved: Spent) -> None:
         """Go on from the checkpoint or from the ledger, whichever counts more."""
@@ -120,7 +125,7 @@ class CostMeter:
             logger.warning("the ledger cannot be read: %s", error)
             told = Spent()
         before, mine = max(saved, told, key=lambda spent: spent.total), self.spent()
-        self._spent = Spent(before.by_version, before.unpublished + mine.unpublished)
+        self._spent = msgspec.structs.replace(before, unpublished=before.unpublished + mine.unpublished)
 
     def tell(self) -> None:
         """Write the ledger, at most once a second; without Redis it is written later."""

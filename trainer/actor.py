@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 from osd.config import Settings
+from osd.registry.pointer_file import FencedError
 from trainer.status import Status
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Trainer:
     """Runs the workers; after an unexpected error new ones go on from the checkpoints, with a growing delay.
 
     When the process dies Ray starts it again with the same arguments, and the workers go on from the checkpoints too.
+    When another trainer has taken over a domain this one ends for good.
     """
 
     def __init__(self, settings: Settings, redis_url: str) -> None:
@@ -65,6 +67,12 @@ class Trainer:
     def fail(self, failure: str) -> None:
         """Keep an unexpected error for ``status``."""
         self._failure = failure
+
+    def lose(self, reason: str) -> None:
+        """End for good: another trainer has taken over."""
+        logger.error("%s", reason)
+        self.fail(reason)
+        self._stop.set()
 
     def pause(self) -> bool:
         """Stop training until ``resume``; True when the loop is at rest."""
@@ -94,6 +102,8 @@ class Trainer:
         while not self._stop.is_set():
             try:
                 self.train()
+            except FencedError as error:
+                self.lose(str(error))
             except Exception as error:
                 logger.exception("training failed, next try from the checkpoint in %.0f s", backoff)
                 self.fail(f"{type(error).__name__}: {error}")

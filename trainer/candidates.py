@@ -48,6 +48,7 @@ class Candidates:
         self._spare, self._working = spare, working
         self._gate_after = 0.0
         self._canary_after = 0.0
+        self._refused = False
 
     def due(self, learner: Learner) -> bool:
         """Whether it is time for a candidate."""
@@ -58,6 +59,7 @@ class Candidates:
 
         Raises:
             StoppedError: the loop shall end.
+            osd.registry.pointer.FencedError: another trainer has taken over the domain.
         """
         accounts, status = self._accounts, self._accounts.status
         counters, steps = learner.counters, learner.distiller.steps
@@ -73,15 +75,19 @@ class Candidates:
             self._gate_after = time.monotonic() + 2.0
             return False
         except (ValueError, OSError) as error:
-            logger.error("a candidate could not be published: %s", error)
+            if not self._refused:  # a full disk stays so for a while
+                logger.error("a candidate could not be published, trying again: %s", error)
+            self._refused = True
             self._gate_after = time.monotonic() + 10.0
             return False
+        self._refused = False
         decision = outcome.decision
         logger.info("candidate at step %d: %s", steps, decision.reason)
         status.gate = {"passed": decision.passed, "reason": decision.reason, **decision.figures()}
         learner.judged(decision)
         if outcome.version is not None:
             accounts.published(outcome.version, self._publisher.stable)
+            accounts.cost.keep(self._publisher.retire())
         elif not decision.waits:
             status.rejected += 1
         return True
@@ -94,8 +100,8 @@ class Candidates:
         self._canary_after = time.monotonic() + _CANARY_SECONDS
         try:
             judgement = self._publisher.decide(time.time())
-        except RedisError as error:
-            logger.warning("nothing is decided on the canary while Redis is gone: %s", error)
+        except (RedisError, OSError) as error:
+            logger.warning("nothing is decided on the canary for now: %s", error)
             return
         if judgement is not None:
             figures = {"action": judgement.action, "reason": judgement.reason}

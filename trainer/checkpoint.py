@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from osd import files
 from osd.config import Settings
 from osd.drafters.acceptance_head import without_head
 from osd.learning.online import Learner
+from osd.registry.lease import Lease
 from osd.registry.versions import Version
 from trainer.accounts import Accounts
 
@@ -28,14 +30,16 @@ class CheckpointError(ValueError):
     """A checkpoint is there and cannot be read; one line."""
 
 
-def save(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Replace the checkpoint; a crash at any moment leaves the old one or the new one.
+def save(
+    path: Path, tensors: dict[str, Tensor], state: dict[str, Any], guard: AbstractContextManager[None] | None = None
+) -> None:
+    """Replace the checkpoint, holding ``guard`` then; a crash at any moment leaves the old one or the new one.
 
     Raises:
         OSError: the disk does not take it.
     """
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    files.replace(path, safetensors.torch.save(tensors, {_STATE: json.dumps(state)}))
+    files.replace(path, safetensors.torch.save(tensors, {_STATE: json.dumps(state)}), guard=guard)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -65,11 +69,12 @@ class Checkpoints:
     The replay buffer itself is not kept: it fills again from the traffic, and no record of a request is in the file.
     """
 
-    def __init__(self, settings: Settings, accounts: Accounts) -> None:
+    def __init__(self, settings: Settings, accounts: Accounts, lease: Lease) -> None:
         self._path = settings.home_dir / "trainer" / f"{settings.domain}.safetensors"
-        self._target, self._accounts = settings.target.source, accounts
+        self._target, self._accounts, self._lease = settings.target.source, accounts, lease
         self._saved_at = time.monotonic()
         self._saved_steps = 0
+        self._refused = False
 
     def age(self, learner: Learner, finished: int) -> float:
         """Seconds for which training, or ``finished`` records, have been unsaved; 0 when there is nothing to save."""
@@ -99,7 +104,11 @@ class Checkpoints:
         return True
 
     def save(self, learner: Learner) -> bool:
-        """Write the checkpoint; False when the disk does not take it."""
+        """Write the checkpoint; False when the disk does not take it, which is logged once.
+
+        Raises:
+            osd.registry.pointer.FencedError: another trainer has taken over the domain.
+        """
         self._saved_at = time.monotonic()
         tensors, learned = learner.state()
         counted = self._accounts.state()
@@ -111,9 +120,12 @@ class Checkpoints:
             "target": self._target,
         }
         try:
-            save(self._path, tensors, state)
+            save(self._path, tensors, state, self._lease.held())
         except OSError as error:
-            logger.error("the checkpoint cannot be written: %s", error)
+            if not self._refused:
+                logger.error("the checkpoint cannot be written, the one before stays: %s", error)
+            self._refused = True
             return False
+        self._refused = False
         self._saved_steps = learner.distiller.steps
         return True

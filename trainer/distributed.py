@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import ray
 
 from osd.config import Settings
+from osd.registry.pointer_file import FencedError
 from trainer.actor import Trainer, Training, open_target
 from trainer.status import Status
 
@@ -200,7 +201,10 @@ def _lead(settings: Settings, redis_url: str, group: ActorHandle[Any]) -> None:
     if orders.stopped:
         workers.stop()
     threading.Thread(target=_follow, args=(workers, orders, group), name="trainer-orders", daemon=True).start()
-    workers.run()
+    try:
+        workers.run()
+    except FencedError as error:
+        ray.get(group.lose.remote(str(error)))  # an error would bring a new group
     executor.end()
 
 

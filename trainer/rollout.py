@@ -4,7 +4,7 @@
         |                  '--> rolled back: worse, silently corrupt, or nobody could tell in time
         '--> rejected: never leaves the trainer
 
-The pointer in Redis is the state, and the evidence is all that a restart loses: whoever takes over watches the canary
+The pointer is the state, and the evidence is all that a restart loses: whoever takes over watches the canary
 that the pointer names until the same time limit. A pointer that somebody else moved is left as it is.
 """
 
@@ -23,7 +23,9 @@ from osd.drafters.trainable import Trainable
 from osd.learning.gate import GateDecision
 from osd.registry.events import Events, Kind
 from osd.registry.learnt import REQUESTS
+from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.retention import retire
 from osd.registry.versions import Registry, Version, VersionError
 from trainer.canary import Canary, Judgement, expected_rate
 from trainer.executor import Build
@@ -46,16 +48,29 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Service:
-    """One domain's registry, rollout pointer and events."""
+    """One domain's registry, rollout pointer and events, and the right to change the first two.
+
+    Whatever changes them raises ``osd.registry.pointer.FencedError`` when another trainer has taken over the domain.
+    """
 
     domain: str
     registry: Registry
     pointer: Pointer
     events: Events
+    lease: Lease
 
     def rollout(self) -> Rollout | None:
         """What the pointer says."""
         return self.pointer.get(self.domain)
+
+    def move(self, before: Rollout | None, rollout: Rollout) -> bool:
+        """Move the pointer if it still is ``before``; False when somebody else has."""
+        return self.pointer.replace(self.domain, before, rollout, self.lease.fence)
+
+    def finish(self) -> None:
+        """What was begun in the registry is done, or given up."""
+        with self.lease.held():
+            self.registry.finish(self.domain)
 
     def recalled(self) -> dict[str, str]:
         """As ``recall`` the hash of the latest snapshot of what replicas recall beside the drafter, if there is one."""
@@ -99,6 +114,7 @@ class CanaryWatch:
 
         Raises:
             redis.exceptions.RedisError: Redis is gone; nothing was decided.
+            OSError: the disk does not take it; nothing was decided.
         """
         canary, service = self.canary, self._service
         if canary is None:
@@ -113,7 +129,7 @@ class CanaryWatch:
         if (
             rollout is None
             or (rollout.stable, rollout.canary) != (canary.stable, canary.version)
-            or not service.pointer.replace(service.domain, rollout, decided)
+            or not service.move(rollout, decided)
         ):
             logger.info("version %d is no canary any more: somebody moved the rollout pointer", canary.version)
             self.canary = None
@@ -134,8 +150,9 @@ class Publisher:
     ``stable`` is the version that candidates are compared with, 0 before the first look.
     """
 
-    def __init__(self, service: Service, settings: TrainerSettings, build: Build) -> None:
-        self.service, self._settings, self._build = service, settings, build
+    def __init__(self, service: Service, settings: TrainerSettings, build: Build, keep: int) -> None:
+        """``keep`` is how many of the newest versions stay on disk."""
+        self.service, self._settings, self._build, self._keep = service, settings, build, keep
         self._watch = CanaryWatch(service, settings.canary_seconds)
         self._baseline: Trainable | None = None
         self.stable = 0
@@ -151,14 +168,16 @@ class Publisher:
         A canary that the pointer names is watched from now on.
 
         Raises:
-            redis.exceptions.RedisError: the pointer cannot be read.
+            redis.exceptions.RedisError, OSError: the pointer cannot be read, or what was begun cannot be finished.
         """
         self._finish()
         rollout = self.service.rollout()
         if rollout is None:
             return None
         self._watch.follow(rollout)
-        for number in range(rollout.stable, 0, -1):
+        for number in reversed(self.service.registry.numbers(self.service.domain)):
+            if number > rollout.stable:
+                continue
             try:
                 version = self.service.registry.load(self.service.domain, number)
             except VersionError as error:
@@ -204,7 +223,8 @@ class Publisher:
         if self.service.rollout() != before:
             return moved
         share = self._settings.canary_share
-        attempt = service.registry.begin(service.domain, {"parent": self.stable, "share": share})
+        intention = {"parent": self.stable, "share": share}
+        attempt = service.registry.begin(service.domain, intention, service.lease.held())
         manifest = {
             "parent": self.stable,
             "trained_on": trained_on,
@@ -213,7 +233,9 @@ class Publisher:
             REQUESTS: learnt,
             **recalled,
         }
-        number = service.registry.publish(service.domain, candidate.weights(), candidate.config(), manifest)
+        number = service.registry.publish(
+            service.domain, candidate.weights(), candidate.config(), manifest, service.lease.held()
+        )
         if not self._put(number, before, share, manifest):
             return moved
         if not share:
@@ -223,14 +245,23 @@ class Publisher:
 
     def _put(self, number: int, before: Rollout | None, share: float, manifest: dict[str, Any]) -> bool:
         """Put a published version in service, or on trial; False when somebody moved the pointer from ``before``."""
-        stable, service = manifest["parent"] if share else number, self.service
+        stable = manifest["parent"] if share else number
         rollout = Rollout(stable=stable, canary=number if share else None, share=share, changed=time.time())
-        put = service.pointer.replace(service.domain, before, rollout)
+        put = self.service.move(before, rollout)
         if put:
             self._watch.follow(rollout)
             self._tell_put(number, share, manifest)
-        self.service.registry.finish(self.service.domain)
+        self.service.finish()
         return put
+
+    def retire(self) -> list[int]:
+        """Remove the versions that need not stay; returns the numbers of those that do."""
+        service = self.service
+        try:
+            return retire(service.registry, service.domain, self._keep, service.lease.held())
+        except OSError as error:
+            logger.warning("old versions of %s are not removed: %s", service.domain, error)
+            return service.registry.numbers(service.domain)
 
     def _tell_put(self, number: int, share: float, manifest: dict[str, Any]) -> None:
         kind, more = ("canary", {"share": share}) if share else ("published", {"trained_on": manifest["trained_on"]})
@@ -242,6 +273,7 @@ class Publisher:
 
         Raises:
             redis.exceptions.RedisError: Redis is gone; it is tried again.
+            OSError: the disk does not take it; it is tried again.
         """
         begun = self.service.registry.begun(self.service.domain)
         if begun is None:
@@ -262,7 +294,7 @@ class Publisher:
             elif (rollout.stable, rollout.canary, rollout.pinned) == (intention.get("parent"), None, False):
                 logger.info("version %d was published and not put in service; now it is", number)
                 self._put(number, rollout, share, manifest)
-        self.service.registry.finish(self.service.domain)
+        self.service.finish()
 
     def observe(self, trace: Trace) -> None:
         """Take in a live request, as evidence for or against the canary."""

@@ -224,13 +224,15 @@ def feeding(settings: Settings, own: Registry, redis_url: str, due: Sequence[Due
     stop, begun = threading.Event(), time.monotonic()
 
     def feed() -> None:
-        with Pointer(redis_url) as pointer:
+        with Pointer(redis_url, own.root) as pointer:
             for one in due:
                 if stop.wait(max(begun + one.seconds - time.monotonic(), 0.0)):
                     return
                 version = one.registry.load(settings.domain, one.version)
                 number = own.publish(settings.domain, version.weights, version.config, version.manifest)
-                pointer.set(settings.domain, Rollout(stable=number, canary=None, share=0.0, changed=time.time()))
+                rollout = Rollout(stable=number, canary=None, share=0.0, changed=time.time())
+                if not pointer.replace(settings.domain, pointer.get(settings.domain), rollout):
+                    raise BenchError(f"somebody else moved the rollout pointer of {settings.domain}")
 
     with ThreadPoolExecutor(1, "feed") as pool:
         feeding = pool.submit(feed)

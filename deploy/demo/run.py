@@ -198,8 +198,8 @@ def _display(story: Story, console: Console) -> Generator[Callable[[], None]]:
 
 
 def _stable(settings: Settings, redis_url: str) -> int:
-    with Pointer(redis_url) as pointer:
+    with Pointer(redis_url, settings.registry_dir) as pointer:
         rollout = pointer.get(settings.domain)
     if rollout is None:
-        raise StartError(f"the rollout pointer of {settings.domain} is gone from Redis")
+        raise StartError(f"the rollout pointer of {settings.domain} is gone")
     return rollout.stable

@@ -5,7 +5,8 @@ Ground floor: numpy and msgspec only. Logs are natural; arrays are little-endian
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -18,6 +19,24 @@ FORMAT = 2
 
 NOT_DRAFTED, ACCEPTED, REJECTED = 0, 1, 2
 """Values of ``Trace.verdict``."""
+
+_MOST = 1 << 24
+"""Rows, columns and tokens that no request has: what says more is no trace."""
+
+_DTYPES = frozenset(("bfloat16", "float16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64"))
+_Segment = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+_PER_TOKEN = {
+    "target_ids": 2, "target_logp": 2, "target_tail": 1, "draft_ids": 2, "draft_logp": 2, "draft_tail": 1, "drafted": 1,
+    "verdict": 1, "source": 1,
+}  # fmt: skip
+"""Arrays with a row for each completion token, and how many dimensions they have."""
+
+_AFTER = {"after_ids": 2, "after_logp": 2, "after_tail": 1}
+
+_MEASURED = frozenset(("target_logp", "target_tail", "draft_logp", "draft_tail", "after_logp", "after_tail", "hidden"))
+"""Arrays of numbers with fractions; all others are ids or choices."""
 
 
 class TraceError(ValueError):
@@ -41,13 +60,17 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         """Unpack, read-only; ``bfloat16`` comes back as ``uint16`` bits.
 
         Raises:
-            TraceError: the data does not fill the shape, or the dtype is unknown.
+            TraceError: the data does not fill the shape, a dimension is negative or larger than any request, or the
+                dtype is not one of a trace.
         """
-        try:
-            kind = np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
-            return np.frombuffer(self.data, kind).reshape(self.shape)
-        except (TypeError, ValueError) as error:
-            raise TraceError(f"array of {self.dtype} {self.shape}: {error}") from None
+        if self.dtype not in _DTYPES:
+            raise TraceError(f"array of {self.dtype[:40]!r}, which is no type of numbers of a trace")
+        if not 1 <= len(self.shape) <= 2 or not all(0 <= size <= _MOST for size in self.shape):
+            raise TraceError(f"array of {len(self.shape)} dimensions: must be 1 or 2, each of 0 to {_MOST}")
+        kind = np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+        if len(self.data) != math.prod(self.shape) * kind.itemsize:
+            raise TraceError(f"array of {self.dtype} {self.shape} has {len(self.data)} bytes")
+        return np.frombuffer(self.data, kind).reshape(self.shape)
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,11 +97,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     request_id: str
-    segment: int
+    segment: _Segment
     domain: str
     target: str
     drafter_domain: str
-    drafter_version: int
+    drafter_version: _Version
     created: float
     temperature: float
     top_k: int
@@ -118,30 +141,36 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             TraceError: they do not.
         """
-        prompt, completion = len(self.prompt_ids.numpy()), len(self.completion_ids.numpy())
-        for name in (
-            "target_ids",
-            "target_logp",
-            "target_tail",
-            "draft_ids",
-            "draft_logp",
-            "draft_tail",
-            "drafted",
-            "verdict",
-            "source",
-        ):
-            rows = getattr(self, name).numpy().shape[:1]
-            if rows != (completion,):
+        if not all(map(math.isfinite, (self.created, self.temperature, self.top_p))) or self.temperature < 0:
+            raise TraceError("created, temperature and top_p must be finite, and temperature not negative")
+        prompt, completion = len(_array(self, "prompt_ids", 1)), len(_array(self, "completion_ids", 1))
+        for name, dimensions in _PER_TOKEN.items():
+            rows = len(_array(self, name, dimensions))
+            if rows != completion:
                 raise TraceError(f"{name} has {rows} rows for {completion} completion tokens")
         verdict, source = self.verdict.numpy(), self.source.numpy()
         if ((source >= 0) != (verdict != NOT_DRAFTED)).any() or (source >= len(self.sources)).any():
             raise TraceError(f"source does not name one of {len(self.sources)} for each drafted token")
         rejected = int((verdict == REJECTED).sum())
-        after = [None if array is None else array.numpy().shape[:1] for array in self.after]
-        if after not in ([None] * 3, [(rejected,)] * 3):
+        after = [None if getattr(self, name) is None else len(_array(self, name, n)) for name, n in _AFTER.items()]
+        if after not in ([None] * 3, [rejected] * 3):
             raise TraceError(f"after_ids, after_logp and after_tail have {after} rows for {rejected} rejected tokens")
-        if self.hidden is not None and self.hidden.numpy().shape[0] != prompt + completion - 1:
-            raise TraceError(f"hidden has {self.hidden.shape[0]} rows for {prompt + completion} tokens")
+        if self.hidden is not None and (rows := len(_array(self, "hidden", 2))) != prompt + completion - 1:
+            raise TraceError(f"hidden has {rows} rows for {prompt + completion} tokens")
+
+
+def _array(trace: Trace, name: str, dimensions: int) -> np.ndarray:
+    """An array of a trace with so many dimensions.
+
+    Raises:
+        TraceError: it has others, or numbers that are not whole where they count something.
+    """
+    values = getattr(trace, name).numpy()
+    if values.ndim != dimensions:
+        raise TraceError(f"{name} has {values.ndim} dimensions, must have {dimensions}")
+    if name not in _MEASURED and values.dtype.kind not in "iu":
+        raise TraceError(f"{name} is of {values.dtype}, must be of whole numbers")
+    return values
 
 
 class _Numbered(msgspec.Struct, frozen=True):
@@ -152,7 +181,7 @@ class _First(Trace, frozen=True, kw_only=True):
     """A record of format 1."""
 
     format: int = 1
-    segment: int = msgspec.field(name="piece")
+    segment: _Segment = msgspec.field(name="piece")
     drafter_domain: str = ""
     sources: tuple[str, ...] = ("",)
     source: Array | None = None  # type: ignore[assignment] # it is made in ``current``

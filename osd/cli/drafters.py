@@ -30,29 +30,40 @@ class FormatName(StrEnum):
 
 @app.command("list")
 def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Show the versions of every domain."""
+    """Show the versions of every domain, and those that were removed last."""
     settings = settings_of(config, overrides)
     from redis.exceptions import RedisError
     from rich.console import Console
     from rich.table import Table
 
     from osd.registry.pointer import Pointer
+    from osd.registry.pointer_file import PointerFiles
     from osd.registry.versions import Registry
 
     registry, url = Registry(settings.registry_dir), redis_url(settings)
     table = Table("domain", "version", "in service", "parent", "made", "gate")
-    for domain in registry.domains():
-        moved = None
-        if url:
-            try:
-                with Pointer(url) as pointer:
+
+    def add(domain: str, number: int, state: str, manifest: dict[str, Any], problem: str | None = None) -> None:
+        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.get("created", 0)))
+        row = [domain, str(number), state, str(manifest.get("parent") or ""), made]
+        table.add_row(*row, problem or _figures(manifest.get("gate") or {}))
+
+    try:
+        for domain in registry.domains():
+            if url:
+                with Pointer(url, registry.root) as pointer:
                     moved = pointer.get(domain)
-            except RedisError as error:
-                fail(f"Redis does not answer: {error}")
-        for info in registry.list(domain):
-            made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.manifest.get("created", 0)))
-            row = [domain, str(info.number), _state(info.number, moved), str(info.manifest.get("parent") or "")]
-            table.add_row(*row, made, info.problem or _figures(info.manifest.get("gate") or {}))
+            else:
+                moved = PointerFiles(registry.root).read(domain)
+            infos = registry.list(domain)
+            there = {info.number for info in infos}
+            for one in registry.removed(domain):
+                if one.number not in there:
+                    add(domain, one.number, f"removed {_day(one.removed)}", one.manifest)
+            for info in infos:
+                add(domain, info.number, _state(info.number, moved), info.manifest, info.problem)
+    except (RedisError, OSError) as error:
+        fail(f"the rollout pointer or the registry cannot be read: {error}")
     if table.row_count:
         Console(highlight=False).print(table)
     else:
@@ -153,6 +164,8 @@ def import_drafter(
     settings = settings_of(config, overrides)
     from osd import drafters
     from osd.drafters import formats
+    from osd.registry.pointer_file import PointerFiles
+    from osd.registry.retention import retire
     from osd.registry.versions import Registry, VersionError
     from osd.target.load import TargetError, resolve
 
@@ -163,6 +176,8 @@ def import_drafter(
         manifest = {"parent": None, "trained_on": {}, "imported": {"format": name, "directory": directory.name}}
         registry = Registry(settings.registry_dir)
         number = registry.publish(settings.domain, drafter.weights(), drafter.config(), manifest)
+        guard = PointerFiles(registry.root).locked(settings.domain)
+        retire(registry, settings.domain, settings.registry.keep, guard)
     except (VersionError, TargetError, drafters.DrafterError, formats.FormatError, OSError) as error:
         fail(error)
     typer.echo(
@@ -198,18 +213,17 @@ def _open(config: ConfigFile, overrides: Overrides) -> Generator[_Desk]:
 
     from osd.registry.events import Events
     from osd.registry.pointer import Pointer
-    from osd.registry.versions import VersionError
 
     url = redis_url(settings)
     if url is None:
         fail(f"nothing runs in {settings.home_dir}; start it with osd up, or set redis_url")
-    pointer, events = Pointer(url), Events(url)
+    pointer, events = Pointer(url, settings.registry_dir), Events(url)
     try:
         rollout = pointer.get(settings.domain)
         if rollout is None:
             fail(f"domain {settings.domain} has no version in service; set domain")
         yield _Desk(settings, pointer, events, rollout)
-    except (RedisError, VersionError) as error:
+    except (RedisError, OSError, ValueError) as error:
         fail(error)
     finally:
         pointer.close()
@@ -224,6 +238,10 @@ def _state(number: int, rollout: Rollout | None) -> str:
     if number != rollout.stable:
         return ""
     return "yes, pinned" if rollout.pinned else "yes"
+
+
+def _day(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(seconds))
 
 
 def _figures(gate: dict[str, Any]) -> str:

@@ -61,6 +61,14 @@ class CaptureSettings(Section):
     segment: int = Field(default=512, ge=16, description="completion tokens of one record at most")
 
 
+class RegistrySettings(Section):
+    """The drafter versions on disk."""
+
+    keep: int = Field(
+        default=20, ge=1, description="newest versions of a domain on disk, beside those that serve and their parents"
+    )
+
+
 class RedisSettings(Section):
     """The server that osd starts when no URL is given, and what an existing one asks for."""
 
@@ -127,6 +135,7 @@ class Settings(Section):
     drafter: DrafterSettings = MixedSettings()
     growth: GrowthSettings = BestFirstSettings()
     capture: CaptureSettings = CaptureSettings()
+    registry: RegistrySettings = RegistrySettings()
     redis: RedisSettings = RedisSettings()
     trainer: TrainerSettings = TrainerSettings()
     serving: ServingSettings = ServingSettings()

@@ -25,17 +25,18 @@ def fingerprints(asked: str) -> set[str]:
 
 
 def versions_with(registry: Registry, domain: str, asked: str) -> list[int]:
-    """The versions of a domain that have learnt from a request: the first that names it, and all after it.
+    """The versions of a domain that have learnt from a request: those after the first that names it, and that one.
 
-    Each candidate goes on from the weights of the one before, so that a later version contains it too, unless training
-    was begun anew in between: one version too many is named rather than one too few.
+    The first may have been removed. Each candidate goes on from the weights of the one before, so that a later version
+    contains it too, unless training was begun anew in between: one version too many is named rather than one too few.
     """
     wanted = fingerprints(asked)
     infos = registry.list(domain)
-    for place, info in enumerate(infos):
-        named = info.manifest.get(REQUESTS)
+    manifests = {one.number: one.manifest for one in (*registry.removed(domain), *infos)}
+    for number in sorted(manifests):
+        named = manifests[number].get(REQUESTS)
         if isinstance(named, list) and not wanted.isdisjoint(map(str, named)):
-            return [later.number for later in infos[place:]]
+            return [info.number for info in infos if info.number >= number]
     return []
 
 

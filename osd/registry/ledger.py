@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated
 
 import msgspec
@@ -13,15 +14,25 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """CPU seconds of the trainer: ``by_version`` those that led to each, ``unpublished`` those since the last one."""
+    """CPU seconds of the trainer: ``by_version`` those that led to each, ``unpublished`` those since the last one.
+
+    ``older`` are those that led to versions that were removed.
+    """
 
     by_version: dict[int, _Seconds] = {}
     unpublished: _Seconds = 0.0
+    older: _Seconds = 0.0
 
     @property
     def total(self) -> float:
         """All of them."""
-        return sum(self.by_version.values()) + self.unpublished
+        return sum(self.by_version.values()) + self.unpublished + self.older
+
+    def only(self, versions: Collection[int]) -> Spent:
+        """The same with each of ``versions`` apart, and all others among the older ones."""
+        apart = {version: seconds for version, seconds in self.by_version.items() if version in versions}
+        folded = sum(seconds for version, seconds in self.by_version.items() if version not in versions)
+        return Spent(apart, self.unpublished, self.older + folded)
 
 
 class Ledger(RedisClient):

@@ -1,133 +1,200 @@
-"""The rollout pointer: which drafter version serves a domain."""
+"""The rollout pointer: which drafter version serves a domain.
+
+What is on disk counts. Redis spreads the news, and is repaired by whoever finds that it is behind.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
-from redis.exceptions import RedisError, WatchError
+from redis.exceptions import DataError, RedisError, WatchError
 
 from osd.config import check_domain
-from osd.hashing import unit_hash
 from osd.redis_client import RedisClient, decoded
+from osd.registry.pointer_file import FencedError, PointerFiles, Rollout, encode
+
+__all__ = ["FencedError", "Pointer", "Rollout"]
 
 logger = logging.getLogger(__name__)
 
 _DOMAINS = "osd:domains"
 
-_Number = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class Rollout(msgspec.Struct, frozen=True):
-    """A domain's version in service, and the canary with its share of requests (0 to 1).
-
-    ``changed`` is the time of the change, in seconds since the epoch. A ``pinned`` domain is moved by operators only.
-    """
-
-    stable: _Number
-    canary: _Number | None
-    share: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    changed: float
-    pinned: bool = False
-
-    def version_for(self, request_id: str) -> int:
-        """The version that serves a request: the same in every replica, whatever is held out for evaluation."""
-        if self.canary is not None and unit_hash(request_id.encode(), b"canary") < self.share:
-            return self.canary
-        return self.stable
-
 
 class Pointer(RedisClient):
-    """Reads and moves the rollout pointers in Redis, one round trip each.
+    """Reads and moves the rollout pointers of the registry in ``root``.
+
+    A rollout is the newer one of what is on disk and of what Redis has: a shared disk may show the last move late.
 
     Raises:
-        redis.exceptions.RedisError: from every method but ``watch``: Redis does not answer, or holds no rollout
-            under that name.
+        redis.exceptions.RedisError: from every method but ``watch``: nothing is on disk, and Redis does not answer or
+            holds no rollout under that name.
+        OSError: from the same: the disk does not give or take it.
         ValueError: the domain is not a valid name.
     """
 
+    def __init__(self, url: str, root: Path) -> None:
+        super().__init__(url)
+        self._files = PointerFiles(root)
+
     def get(self, domain: str) -> Rollout | None:
         """The domain's rollout, None when it has none yet."""
-        data = self._client.get(_key(domain))
-        return None if data is None else _decode(domain, data)
-
-    def set(self, domain: str, rollout: Rollout) -> None:
-        """Move the domain's pointer.
-
-        Raises:
-            ValueError: a version below 1 or a share outside 0 to 1.
-        """
-        key, data = _key(domain), _encode(domain, rollout)
-        with self._client.pipeline() as pipe:
-            pipe.sadd(_DOMAINS, domain)
-            pipe.set(key, data)
-            pipe.execute()
+        durable, unread = self._durable(domain)
+        try:
+            rollout = self._newer(domain, durable, self._client.get(_key(domain)))
+        except RedisError:
+            if durable is None:
+                raise
+            return durable
+        if rollout is None and unread is not None:
+            raise unread
+        return rollout
 
     def all(self) -> dict[str, Rollout]:
-        """The rollout of every domain that has one, in two round trips."""
-        names: Any = self._client.smembers(_DOMAINS)
-        domains = sorted(name.decode() for name in names)
-        found = self._client.mget([_key(domain) for domain in domains]) if domains else []
-        return {name: _decode(name, data) for name, data in zip(domains, found, strict=True) if data is not None}
+        """The rollout of every domain that has one."""
+        durable = {domain: self._durable(domain)[0] for domain in self._files.domains()}
+        try:
+            names: Any = self._client.smembers(_DOMAINS)
+            domains = sorted({name.decode() for name in names} | durable.keys())
+            found: Any = self._client.mget([_key(domain) for domain in domains]) if domains else []
+            newer = {
+                name: self._newer(name, durable.get(name), data) for name, data in zip(domains, found, strict=True)
+            }
+        except RedisError:
+            if not any(durable.values()):
+                raise
+            newer = durable
+        return {domain: rollout for domain, rollout in newer.items() if rollout is not None}
 
-    def replace(self, domain: str, before: Rollout | None, rollout: Rollout) -> bool:
-        """Move the domain's pointer if it still is ``before``, in two round trips; False when somebody else has.
+    def replace(self, domain: str, before: Rollout | None, rollout: Rollout, fence: int | None = None) -> bool:
+        """Move the domain's pointer if it still is ``before``, as ``get`` gave it; False when somebody else has.
+
+        ``fence`` is the number of the trainer that moves it, None for anybody else.
 
         Raises:
-            ValueError: a version below 1 or a share outside 0 to 1.
+            ValueError: a version below 1, one that is not there, or a share outside 0 to 1.
+            FencedError: the trainer is not the newest.
         """
-        key, data = _key(domain), _encode(domain, rollout)
-        with self._client.pipeline() as pipe:
-            try:
-                pipe.watch(key)
-                found: Any = pipe.get(key)
-                if (None if found is None else _decode(domain, found)) != before:
-                    return False
-                pipe.multi()
-                pipe.sadd(_DOMAINS, domain)
-                pipe.set(key, data)
-                pipe.execute()
-            except WatchError:
+        with self._files.locked(domain):
+            if fence is not None:
+                self._files.check(domain, fence)
+            now = self.get(domain)
+            if _unfenced(now) != _unfenced(before):
                 return False
+            for number in sorted(rollout.versions):
+                if not (self._files.root / domain / str(number)).is_dir():
+                    raise ValueError(f"rollout of {domain}: there is no version {number}")
+            moves, newest = (now.moves, now.fence) if now else (0, 0)
+            moved = msgspec.structs.replace(rollout, moves=moves + 1, fence=newest)
+            self._files.write(domain, moved)
+        self._spread(domain, moved)
         return True
 
-    def watch(self, domain: str, stop: threading.Event, interval: float = 0.5) -> Iterator[Rollout]:
-        """Yield the rollout and then each change of it, until ``stop`` is set.
+    def repair(self, domain: str) -> Rollout | None:
+        """Make Redis say what is on disk, before anything follows it; returns that.
 
-        Looks every ``interval`` seconds. While Redis is gone there is no change: whoever follows keeps what it has.
+        A Redis that is ahead was another registry's. Only where nothing is on disk its rollout is taken down.
+        """
+        with self._files.locked(domain):
+            durable = self._files.read(domain)
+            spread = self._told(domain)
+            rollout = durable or spread
+            if rollout is None:
+                return None
+            if spread is not None and (durable is None or spread.moves > durable.moves):
+                rollout = msgspec.structs.replace(rollout, moves=spread.moves + 1)
+                self._files.write(domain, rollout)
+        self._spread(domain, rollout)
+        return rollout
+
+    def watch(self, domain: str, stop: threading.Event, interval: float = 0.5) -> Iterator[Rollout]:
+        """Yield the rollout and then each move of it, until ``stop`` is set.
+
+        Looks every ``interval`` seconds. While it cannot be read there is no change: whoever follows keeps what it has.
         """
         seen: Rollout | None = None
         failing = False
         while not stop.is_set():
             try:
                 rollout = self.get(domain)
-            except RedisError as error:
+            except (RedisError, OSError) as error:
                 if not failing:
                     logger.warning("rollout pointer of %s cannot be read (%s), keeping what is there", domain, error)
                 failing = True
             else:
                 failing = False
-                if rollout is not None and rollout != seen:
+                if rollout is not None and (seen is None or rollout.moves > seen.moves):
                     seen = rollout
                     yield rollout
             stop.wait(interval)
+
+    def _durable(self, domain: str) -> tuple[Rollout | None, OSError | None]:
+        """What is on disk, or why it cannot be read."""
+        try:
+            return self._files.read(domain), None
+        except OSError as error:
+            return None, error
+
+    def _told(self, domain: str) -> Rollout | None:
+        """What Redis has; None for anything else under the key."""
+        try:
+            return _decode(domain, self._client.get(_key(domain)))
+        except DataError as error:
+            logger.warning("%s", error)
+            return None
+
+    def _newer(self, domain: str, durable: Rollout | None, data: Any) -> Rollout | None:
+        """What is on disk or what Redis has; a Redis that is behind is told.
+
+        Raises:
+            DataError: Redis has something else, and nothing is on disk.
+        """
+        try:
+            told = _decode(domain, data)
+        except DataError:
+            if durable is None:
+                raise
+            told = None
+        if durable is None or (told is not None and told.moves > durable.moves):
+            return told
+        if told is None or told.moves < durable.moves:
+            self._spread(domain, durable)
+        return durable
+
+    def _spread(self, domain: str, rollout: Rollout) -> None:
+        """Tell Redis of a move; whoever reads it next does when this fails."""
+        key, data = _key(domain), encode(domain, rollout)
+        try:
+            with self._client.pipeline() as pipe:
+                pipe.watch(key)
+                try:
+                    told = _decode(domain, pipe.get(key))
+                except DataError:
+                    told = None
+                if told is not None and told.moves > rollout.moves:
+                    return
+                pipe.multi()
+                pipe.sadd(_DOMAINS, domain)
+                pipe.set(key, data)
+                pipe.execute()
+        except WatchError:
+            return  # somebody else tells of this move or of a later one
+        except RedisError as error:
+            logger.warning("Redis is not told yet of move %d of %s: %s", rollout.moves, domain, error)
+
+
+def _unfenced(rollout: Rollout | None) -> Rollout | None:
+    """What the pointer says without the trainer's number: a trainer that takes over moves nothing."""
+    return None if rollout is None else msgspec.structs.replace(rollout, fence=0)
 
 
 def _key(domain: str) -> str:
     return f"osd:rollout:{check_domain(domain)}"
 
 
-def _encode(domain: str, rollout: Rollout) -> bytes:
-    data = msgspec.json.encode(rollout)
-    try:
-        msgspec.json.decode(data, type=Rollout)  # a Struct checks its limits only when it is read
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"rollout of {domain}: {error}") from None
-    return data
-
-
-def _decode(domain: str, data: bytes | str) -> Rollout:
-    return decoded(data, Rollout, f"rollout pointer of {domain}")
+def _decode(domain: str, data: Any) -> Rollout | None:
+    return None if data is None else decoded(data, Rollout, f"rollout pointer of {domain}")

@@ -1,6 +1,7 @@
 """Drafter versions on disk: a version that can be seen is whole, and is never changed.
 
 ``<root>/<domain>/<number>/`` holds ``model.safetensors``, ``config.json`` and ``manifest.json``.
+``osd.registry.retention`` removes old ones, each as a whole too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import secrets
 import shutil
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from torch import Tensor
 
 from osd import files
 from osd.config import check_domain
+from osd.registry import history
+from osd.registry.history import RemovedVersion
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _ATTEMPT = "attempt"
@@ -61,8 +65,15 @@ class Registry:
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
 
-    def publish(self, domain: str, weights: dict[str, Tensor], config: dict[str, Any], manifest: dict[str, Any]) -> int:
-        """Write a version under the next free number and return the number.
+    def publish(
+        self,
+        domain: str,
+        weights: dict[str, Tensor],
+        config: dict[str, Any],
+        manifest: dict[str, Any],
+        guard: AbstractContextManager[None] | None = None,
+    ) -> int:
+        """Write a version under the next free number and return the number; ``guard`` is held while it comes in sight.
 
         The registry adds to the manifest, over anything of that name: ``domain``, ``created`` (seconds since the
         epoch), ``sha256`` of the weights, ``config_sha256``, ``code_version`` and ``packages``.
@@ -102,14 +113,15 @@ class Registry:
             for name, content in ((_WEIGHTS, data), (_CONFIG, config_data), (_MANIFEST, manifest_data)):
                 files.write(temporary / name, content)
             files.sync_directory(temporary)
-            number = self._claim(folder, temporary)
+            with guard or nullcontext():
+                number = self._claim(folder, temporary)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         files.sync_directory(folder)
         return number
 
-    def begin(self, domain: str, intention: dict[str, Any]) -> str:
+    def begin(self, domain: str, intention: dict[str, Any], guard: AbstractContextManager[None] | None = None) -> str:
         """Write down what a version that is about to be published is for, and return a token for its manifest.
 
         Whoever finds it with ``begun`` after a crash can finish what was begun: a version that nobody put in service
@@ -119,7 +131,8 @@ class Registry:
             OSError: the disk does not take it.
         """
         token = secrets.token_hex(8)
-        files.replace(self._folder(domain) / f".{_ATTEMPT}.json", _to_json({**intention, _ATTEMPT: token}))
+        data = _to_json({**intention, _ATTEMPT: token})
+        files.replace(self._folder(domain) / f".{_ATTEMPT}.json", data, guard=guard)
         return token
 
     def begun(self, domain: str) -> tuple[dict[str, Any], int | None] | None:
@@ -141,12 +154,21 @@ class Registry:
 
         Raises:
             ValueError: the domain is not a valid name.
-            VersionError: it is missing or damaged.
+            VersionError: it is missing, removed, also while it is read, or damaged.
         """
-        name = f"{domain}/{number}"
         path = self._folder(domain) / str(number)
-        if not path.is_dir():
-            raise VersionError(f"{name}: no such drafter version")
+        try:
+            return self._load(domain, number, path)
+        except VersionError:
+            if path.is_dir():
+                raise
+        name = f"{domain}/{number}"
+        if any(one.number == number for one in self.removed(domain)):
+            raise VersionError(f"{name}: removed; only the newest versions stay on disk (registry.keep)")
+        raise VersionError(f"{name}: no such drafter version")
+
+    def _load(self, domain: str, number: int, path: Path) -> Version:
+        name = f"{domain}/{number}"
         manifest = _read_object(path / _MANIFEST, name)
         # What is hashed is what is parsed: the files are read once.
         data = _read(path / _WEIGHTS, name)
@@ -173,8 +195,26 @@ class Registry:
             try:
                 infos.append(VersionInfo(domain, number, path, _read_object(path / _MANIFEST, f"{domain}/{number}")))
             except VersionError as error:
-                infos.append(VersionInfo(domain, number, path, {}, str(error)))
+                if path.is_dir():  # else it was removed just now
+                    infos.append(VersionInfo(domain, number, path, {}, str(error)))
         return infos
+
+    def numbers(self, domain: str) -> list[int]:
+        """The numbers of the domain's versions, in order; reads no manifest.
+
+        Raises:
+            ValueError: the domain is not a valid name.
+        """
+        return numbers_in(self._folder(domain))
+
+    def removed(self, domain: str) -> list[RemovedVersion]:
+        """The versions that were removed last, by number.
+
+        Raises:
+            ValueError: the domain is not a valid name.
+            OSError: the disk does not give it.
+        """
+        return history.read(self._folder(domain))
 
     def domains(self) -> list[str]:
         """The domains that have a version, sorted."""

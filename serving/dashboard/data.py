@@ -29,12 +29,14 @@ class Feeds:
 
     def __init__(self, settings: Settings, redis_url: str, registry: Registry, events: Events) -> None:
         self._domain, self._registry, self._events = settings.domain, registry, events
-        self._pointer = Pointer(redis_url)
+        self._pointer = Pointer(redis_url, registry.root)
         self._reader = TraceReader(
             redis_url, settings.capture, group=f"trainer-{settings.domain}", consumer="dashboard"
         )
         self._ledger = Ledger(redis_url)
         self._spent, self._spent_at = Spent(), 0.0
+        self._versions: dict[str, list[int]] = {}
+        self._versions_at = 0.0
         self._lock = threading.Lock()
         self._read_at = 0.0
         self._latest: dict[str, Any] = {}
@@ -57,6 +59,14 @@ class Feeds:
                 self._spent_at = time.monotonic()
             return self._spent
 
+    def versions(self) -> dict[str, list[int]]:
+        """The numbers of the versions that are on disk, by domain. Blocks for a moment."""
+        with self._lock:
+            if time.monotonic() - self._versions_at > _FRESH_SECONDS:
+                self._versions = {domain: self._registry.numbers(domain) for domain in self._registry.domains()}
+                self._versions_at = time.monotonic()
+            return self._versions
+
     def close(self) -> None:
         """Close the connections."""
         self._ledger.close()
@@ -70,7 +80,7 @@ class Feeds:
             events = [event for event in self._events.recent(_EVENTS) if event["domain"] == self._domain]
             lag = self._reader.lag()
             return {"redis": True, "versions": versions, "rollout": rollout, "events": events, "lag": lag}
-        except RedisError:
+        except (RedisError, OSError):
             return {"redis": False, "versions": versions, "rollout": None, "events": [], "lag": None}
 
 

@@ -23,6 +23,7 @@ from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from serving import front
 from serving.app import build
+from tests.pointers import put
 from tests.tiny import make_tiny
 
 REPLICAS = 2
@@ -49,8 +50,8 @@ class Service:
         self, number: int, canary: int | None = None, share: float = 0.0, domain: str | None = None
     ) -> Rollout:
         rollout = Rollout(number, canary, share, time.time())
-        with Pointer(self.redis.url) as pointer:
-            pointer.set(domain or self.settings.domain, rollout)
+        with Pointer(self.redis.url, self.settings.registry_dir) as pointer:
+            put(pointer, domain or self.settings.domain, rollout)
         return rollout
 
     def data(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
+from tests.pointers import put
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
 from trainer.executor import Executor, Local, TargetContext
 from trainer.worker import Worker
@@ -36,7 +37,11 @@ class Loop:
             capture={"max_records": 2000},  # type: ignore[arg-type]
         )
         self.url = url
-        self.registry, self.pointer, self.events = Registry(home / "registry"), Pointer(url), Events(url)
+        self.registry, self.pointer, self.events = (
+            Registry(home / "registry"),
+            Pointer(url, home / "registry"),
+            Events(url),
+        )
         self.writer = TraceWriter(url, self.settings.capture.model_copy(update={"max_queue": 2000}))
         self.worker: Worker | None = None
         self.thread: threading.Thread | None = None
@@ -52,7 +57,7 @@ class Loop:
         return number
 
     def point(self, number):
-        self.pointer.set("general", Rollout(number, None, 0.0, time.time()))
+        put(self.pointer, "general", Rollout(number, None, 0.0, time.time()))
 
     def send(self, count, **changes):
         for n in range(self.sent, self.sent + count):

@@ -28,7 +28,7 @@ def test_each_version_comes_into_service_when_its_time_has_come_and_none_after_t
     settings, own = Settings(home=tmp_path / "home"), Registry(tmp_path / "own")
     own.publish("general", trained.load("general", 1).weights, trained.load("general", 1).config, {})
     seen = []
-    with Pointer(redis_url) as pointer:
+    with Pointer(redis_url, own.root) as pointer:
         begun = time.monotonic()
         with feeding(settings, own, redis_url, [Due(0.3, trained, 3), Due(60.0, trained, 2)]):
             while (rollout := pointer.get("general")) is None and time.monotonic() < begun + 20:

@@ -1,94 +1,180 @@
-"""The rollout pointer in a real Redis."""
+"""The rollout pointer on disk and in a real Redis."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import msgspec
 import pytest
 import redis
 
 from osd.capture.server import RedisServer
 from osd.registry.pointer import Pointer, Rollout
+from tests.pointers import put
 
 STABLE = Rollout(stable=1, canary=None, share=0.0, changed=1.5)
 CANARY = Rollout(stable=1, canary=2, share=0.25, changed=2.5)
 
 
 @pytest.fixture
-def pointer(redis_url: str) -> Iterator[Pointer]:
-    made = Pointer(redis_url)
+def root(tmp_path: Path) -> Path:
+    """A registry's folder with nine versions of two domains."""
+    for domain in ("general", "code"):
+        for number in range(1, 10):
+            (tmp_path / domain / str(number)).mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.fixture
+def pointer(redis_url: str, root: Path) -> Iterator[Pointer]:
+    made = Pointer(redis_url, root)
     yield made
     made.close()
+
+
+def said(rollout: Rollout | None) -> Rollout | None:
+    """Without the count of its moves."""
+    return None if rollout is None else msgspec.structs.replace(rollout, moves=0)
 
 
 def test_domain_without_a_rollout_has_none(pointer: Pointer):
     assert pointer.get("general") is None
 
 
-def test_rollout_that_was_set_is_read_per_domain(pointer: Pointer):
-    pointer.set("general", STABLE)
-    pointer.set("code", CANARY)
-    assert pointer.get("general") == STABLE
-    assert pointer.get("code") == CANARY
+def test_rollout_that_was_put_is_read_per_domain(pointer: Pointer):
+    put(pointer, "general", STABLE)
+    put(pointer, "code", CANARY)
+    assert said(pointer.get("general")) == STABLE
+    assert said(pointer.get("code")) == CANARY
 
 
 @pytest.mark.parametrize(
-    "rollout", [Rollout(0, None, 0.0, 1.0), Rollout(1, 0, 0.0, 1.0), Rollout(1, 2, 1.5, 1.0), Rollout(1, 2, -0.1, 1.0)]
-)
-def test_rollout_out_of_range_is_refused_and_the_old_one_stays(pointer: Pointer, rollout: Rollout):
-    pointer.set("general", STABLE)
+    "rollout",
+    [
+        Rollout(0, None, 0.0, 1.0), Rollout(1, 0, 0.0, 1.0), Rollout(1, 2, 1.5, 1.0), Rollout(1, 2, -0.1, 1.0),
+        Rollout(10, None, 0.0, 1.0), Rollout(1, 10, 0.1, 1.0),
+    ],
+)  # fmt: skip
+def test_rollout_out_of_range_or_to_a_version_that_is_not_there_is_refused_and_the_old_one_stays(
+    pointer: Pointer, rollout: Rollout
+):
+    before = put(pointer, "general", STABLE)
     with pytest.raises(ValueError, match=r"^rollout of general: "):
-        pointer.set("general", rollout)
-    assert pointer.get("general") == STABLE
+        pointer.replace("general", before, rollout)
+    assert pointer.get("general") == before
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b'{"stable": 0, "canary": null, "share": 0, "changed": 1}'])
-def test_anything_else_under_the_key_is_an_error_of_redis(pointer: Pointer, redis_client: redis.Redis, data: bytes):
+def test_anything_else_under_the_key_is_an_error_of_redis_and_mended_where_the_disk_has_a_rollout(
+    pointer: Pointer, redis_client: redis.Redis, data: bytes
+):
     redis_client.set("osd:rollout:general", data)
     with pytest.raises(redis.RedisError, match=r"^rollout pointer of general: "):
         pointer.get("general")
+    put(pointer, "code", STABLE)
+    redis_client.set("osd:rollout:code", data)
+    assert said(pointer.get("code")) == STABLE
+    assert redis_client.get("osd:rollout:code") != data
 
 
-def test_all_domains_that_have_a_rollout_are_found(pointer: Pointer, redis_client: redis.Redis):
+def test_all_domains_that_have_a_rollout_are_found(pointer: Pointer, redis_client: redis.Redis, root: Path):
     assert pointer.all() == {}
-    pointer.set("general", STABLE)
-    assert pointer.replace("code", None, CANARY)
-    pointer.set("general", CANARY)
-    assert pointer.all() == {"general": CANARY, "code": CANARY}
+    general, code = put(pointer, "general", STABLE), put(pointer, "code", CANARY)
+    assert pointer.all() == {"general": general, "code": code}
+    (root / "code.rollout.json").unlink()
+    assert pointer.all() == {"general": general, "code": code}
     redis_client.delete("osd:rollout:code")
-    assert pointer.all() == {"general": CANARY}
+    assert pointer.all() == {"general": general}
 
 
 def test_a_rollout_is_replaced_only_while_it_is_what_it_was(pointer: Pointer, redis_client: redis.Redis):
     assert pointer.replace("general", None, STABLE)
+    first = pointer.get("general")
     assert not pointer.replace("general", None, CANARY)
     assert not pointer.replace("general", CANARY, CANARY)
-    assert pointer.get("general") == STABLE
-    assert pointer.replace("general", STABLE, CANARY)
-    assert pointer.get("general") == CANARY
-    # As an earlier osd wrote it.
-    redis_client.set("osd:rollout:general", b'{"stable": 1, "canary": null, "share": 0.0, "changed": 1.5}')
-    assert pointer.replace("general", STABLE, CANARY)
+    assert pointer.get("general") == first
+    assert pointer.replace("general", first, CANARY)
+    assert said(pointer.get("general")) == CANARY
+    # It says the same as in the beginning, and has moved.
+    assert pointer.replace("general", pointer.get("general"), STABLE)
+    assert not pointer.replace("general", first, CANARY)
 
 
-def test_a_rollout_that_moves_in_the_middle_of_a_replacement_stays(
-    pointer: Pointer, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+def test_what_only_redis_has_as_an_earlier_osd_wrote_it_counts_and_is_taken_down(
+    pointer: Pointer, redis_client: redis.Redis
 ):
-    pointer.set("general", STABLE)
-    execute = redis.client.Pipeline.execute
+    redis_client.set("osd:rollout:general", b'{"stable": 1, "canary": null, "share": 0.0, "changed": 1.5}')
+    assert pointer.get("general") == STABLE
+    assert pointer.repair("general") is not None
+    redis_client.flushall()
+    assert said(pointer.get("general")) == STABLE
 
-    def meanwhile(pipe: redis.client.Pipeline) -> object:
-        redis_client.set("osd:rollout:general", b'{"stable": 7, "canary": null, "share": 0.0, "changed": 9}')
-        return execute(pipe)
 
-    monkeypatch.setattr(redis.client.Pipeline, "execute", meanwhile)
-    assert not pointer.replace("general", STABLE, CANARY)
-    monkeypatch.undo()
-    now = pointer.get("general")
-    assert now is not None
-    assert now.stable == 7
+def test_a_flush_of_redis_loses_nothing_and_redis_is_told_again(pointer: Pointer, redis_client: redis.Redis):
+    pinned = put(pointer, "general", msgspec.structs.replace(STABLE, pinned=True))
+    redis_client.flushall()
+    assert pointer.get("general") == pinned
+    assert redis_client.get("osd:rollout:general") is not None
+    redis_client.flushall()
+    assert pointer.all() == {"general": pinned}
+    assert redis_client.smembers("osd:domains") == {b"general"}
+
+
+def test_a_redis_that_is_behind_is_told_and_never_takes_the_pointer_back(pointer: Pointer, redis_client: redis.Redis):
+    put(pointer, "general", STABLE)
+    old = redis_client.get("osd:rollout:general")
+    moved = put(pointer, "general", CANARY)
+    assert isinstance(old, bytes)
+    redis_client.set("osd:rollout:general", old)
+    assert pointer.get("general") == moved
+    assert redis_client.get("osd:rollout:general") != old
+
+
+def test_a_disk_that_shows_a_move_late_does_not_hide_it(pointer: Pointer, root: Path):
+    before = put(pointer, "general", STABLE)
+    late = (root / "general.rollout.json").read_bytes()
+    moved = put(pointer, "general", CANARY)
+    (root / "general.rollout.json").write_bytes(late)
+    assert pointer.get("general") == moved
+    assert not pointer.replace("general", before, STABLE)
+
+
+def test_a_file_that_a_disk_has_damaged_counts_as_not_there_and_is_named_once(
+    pointer: Pointer, root: Path, caplog: pytest.LogCaptureFixture
+):
+    moved = put(pointer, "general", CANARY)
+    (root / "general.rollout.json").write_bytes(b"{")
+    assert pointer.get("general") == pointer.get("general") == moved
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
+        f"{root / 'general.rollout.json'} is damaged and counts as not there"
+    ]
+    assert pointer.replace("general", moved, STABLE)
+    assert b'"stable":1' in (root / "general.rollout.json").read_bytes()
+
+
+def test_of_many_who_move_the_pointer_at_once_no_update_is_lost(redis_url: str, root: Path):
+    each, won = 20, []
+
+    def move() -> None:
+        with Pointer(redis_url, root) as mine:
+            done = 0
+            while done < each:
+                before = mine.get("general")
+                done += mine.replace("general", before, Rollout(1, None, 0.0, (before.changed if before else 0) + 1))
+        won.append(done)
+
+    threads = [threading.Thread(target=move) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    with Pointer(redis_url, root) as pointer:
+        rollout = pointer.get("general")
+    assert rollout is not None
+    assert (rollout.moves, rollout.changed) == (4 * each, 4 * each)
 
 
 def test_domain_that_is_not_a_name_is_refused(pointer: Pointer):
@@ -96,13 +182,19 @@ def test_domain_that_is_not_a_name_is_refused(pointer: Pointer):
         pointer.get("a b")
 
 
-def test_redis_gone_raises_soon(redis_server: RedisServer, pointer: Pointer):
+def test_with_redis_gone_the_disk_is_read_and_moved_and_what_it_does_not_have_is_an_error_soon(
+    redis_server: RedisServer, pointer: Pointer
+):
+    put(pointer, "general", STABLE)
     redis_server.close()
     started = time.monotonic()
     with pytest.raises(redis.RedisError):
-        pointer.get("general")
+        pointer.get("code")
     with pytest.raises(redis.RedisError):
-        pointer.set("general", STABLE)
+        pointer.replace("code", None, STABLE)
+    assert said(pointer.get("general")) == STABLE
+    moved = put(pointer, "general", CANARY)
+    assert pointer.all() == {"general": moved}
     assert time.monotonic() - started < 2.0
 
 
@@ -113,22 +205,21 @@ def test_watch_yields_each_change_once_and_outlives_a_restart_of_redis(
 
     def follow() -> None:
         for rollout in pointer.watch("general", stop, interval=0.01):
-            seen.append(rollout)
+            seen.append(said(rollout))
 
     thread = threading.Thread(target=follow)
     thread.start()
     try:
-        pointer.set("general", STABLE)
+        put(pointer, "general", STABLE)
         eventually(lambda: seen == [STABLE])
-        pointer.set("general", STABLE)
-        pointer.set("general", CANARY)
+        put(pointer, "general", CANARY)
         eventually(lambda: seen == [STABLE, CANARY])
         redis_server.close()
         time.sleep(0.05)
         redis_server.start()
         time.sleep(0.05)
         assert seen == [STABLE, CANARY]
-        pointer.set("general", STABLE)
+        put(pointer, "general", STABLE)
         eventually(lambda: seen == [STABLE, CANARY, STABLE])
     finally:
         stop.set()

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from deploy.preparation import ensure_version, keep_pointers
+from deploy.preparation import ensure_version
 from osd.capture.server import RedisServer
 from osd.config import RecallDrafterSettings, Settings, load_settings
 from osd.drafters import from_config
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
+from tests.pointers import put
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def settings(tiny_target: Path, tmp_path: Path) -> Settings:
 
 
 def pointed(settings: Settings, url: str, domain: str | None = None) -> int:
-    with Pointer(url) as pointer:
+    with Pointer(url, settings.registry_dir) as pointer:
         rollout = pointer.get(domain or settings.domain)
     assert rollout is not None
     return rollout.stable
@@ -70,20 +71,55 @@ def test_a_pointer_that_is_there_is_left_alone(settings, server, tiny_target):
     assert ensure_version(settings, server.url, tiny_target) == 1
 
 
-def test_with_an_empty_redis_the_newest_version_comes_back(settings, server, tiny_target):
+def test_with_an_empty_redis_the_version_in_service_comes_back(settings, server, tiny_target):
     ensure_version(settings, server.url, tiny_target)
     assert another(settings) == 2
-    assert ensure_version(settings, restarted(server), tiny_target) == 2
+    assert ensure_version(settings, restarted(server), tiny_target) == 1
+    assert pointed(settings, server.url) == 1
 
 
-def test_a_rollback_outlives_a_clean_stop_but_holds_for_one_start_only(settings, server, tiny_target):
+def test_a_rollback_and_a_pin_outlive_every_restart_of_an_empty_redis(settings, server, tiny_target):
     ensure_version(settings, server.url, tiny_target)
     another(settings)
-    with Pointer(server.url) as pointer:
-        pointer.set(settings.domain, Rollout(stable=1, canary=None, share=0.0, changed=time.time()))
-    keep_pointers(settings, server.url)
-    assert ensure_version(settings, restarted(server), tiny_target) == 1
-    assert ensure_version(settings, restarted(server), tiny_target) == 2
+    with Pointer(server.url, settings.registry_dir) as pointer:
+        put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=1.0))
+        rollout = put(pointer, settings.domain, Rollout(stable=1, canary=None, share=0.0, changed=2.0, pinned=True))
+        for _ in range(2):
+            assert ensure_version(settings, restarted(server), tiny_target) == 1
+            assert pointer.get(settings.domain) == rollout
+
+
+def test_a_redis_of_another_registry_is_corrected(settings, server, tiny_target, tmp_path):
+    with Pointer(server.url, tmp_path / "another") as pointer:
+        for number in range(1, 10):
+            (tmp_path / "another" / settings.domain / str(number)).mkdir(parents=True)
+            put(pointer, settings.domain, Rollout(number, None, 0.0, time.time()))
+    assert ensure_version(settings, server.url, tiny_target) == 1
+    assert pointed(settings, server.url) == 1
+    with Pointer(server.url, tmp_path / "another") as pointer:
+        put(pointer, settings.domain, Rollout(5, None, 0.0, time.time()))
+    assert ensure_version(settings, server.url, tiny_target) == 1
+    assert pointed(settings, server.url) == 1
+
+
+def test_a_pointer_that_moves_while_a_service_starts_is_not_lost(settings, server, tiny_target, monkeypatch):
+    ensure_version(settings, server.url, tiny_target)
+    wider = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": 2})})
+    replace = Pointer.replace
+    theirs = Rollout(stable=1, canary=None, share=0.0, changed=9.0, pinned=True)
+
+    def moved(pointer, domain, before, rollout, fence=None):
+        monkeypatch.undo()
+        put(pointer, domain, theirs)
+        return replace(pointer, domain, before, rollout, fence)
+
+    monkeypatch.setattr(Pointer, "replace", moved)
+    # Theirs does not fit these settings: it is looked at, and then replaced.
+    assert ensure_version(wider, server.url, tiny_target) == 3
+    with Pointer(server.url, settings.registry_dir) as pointer:
+        now = pointer.get(settings.domain)
+    assert now is not None
+    assert now.moves == 3
 
 
 def test_other_domains_come_back_too_where_their_versions_fit(settings, server, tiny_target):
@@ -92,23 +128,20 @@ def test_other_domains_come_back_too_where_their_versions_fit(settings, server, 
     version = registry.load(settings.domain, 1)
     for domain, config in (("code", version.config), ("code", version.config), ("alien", {"kind": "eagle"})):
         registry.publish(domain, version.weights, config, {})
-    with Pointer(server.url) as pointer:
-        pointer.set("code", Rollout(stable=1, canary=None, share=0.0, changed=time.time(), pinned=True))
-    keep_pointers(settings, server.url)
+    with Pointer(server.url, settings.registry_dir) as pointer:
+        put(pointer, "code", Rollout(stable=1, canary=None, share=0.0, changed=time.time(), pinned=True))
     ensure_version(settings, restarted(server), tiny_target)
-    with Pointer(server.url) as pointer:
+    with Pointer(server.url, settings.registry_dir) as pointer:
         assert pointer.all().keys() == {"code", settings.domain}
         assert pointer.all()["code"].pinned
     assert pointed(settings, server.url, "code") == 1
-    ensure_version(settings, restarted(server), tiny_target)
-    assert pointed(settings, server.url, "code") == 2
 
 
 def test_a_domain_that_is_to_be_trained_begins_with_the_drafter_in_service_and_only_once(settings, server, tiny_target):
     ensure_version(settings, server.url, tiny_target)
     another(settings)
-    with Pointer(server.url) as pointer:
-        pointer.set(settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
+    with Pointer(server.url, settings.registry_dir) as pointer:
+        put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
     more = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"extra_domains": ("code",)})})
     for _ in range(2):
         ensure_version(more, server.url, tiny_target)
@@ -120,6 +153,8 @@ def test_a_domain_that_is_to_be_trained_begins_with_the_drafter_in_service_and_o
 def test_a_damaged_version_does_not_come_back(settings, server, tiny_target):
     ensure_version(settings, server.url, tiny_target)
     another(settings)
+    with Pointer(server.url, settings.registry_dir) as pointer:
+        put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
     (settings.registry_dir / settings.domain / "2" / "model.safetensors").write_bytes(b"damaged")
     assert ensure_version(settings, restarted(server), tiny_target) == 1
 
@@ -129,6 +164,8 @@ def test_a_version_with_an_acceptance_head_is_still_of_the_configured_drafter(se
     registry = Registry(settings.registry_dir)
     drafter = WithAcceptanceHead(from_config(registry.load(settings.domain, 1).config, tiny_target))
     assert registry.publish(settings.domain, drafter.weights(), drafter.config(), {"parent": 1}) == 2
+    with Pointer(server.url, settings.registry_dir) as pointer:
+        put(pointer, settings.domain, Rollout(stable=2, canary=None, share=0.0, changed=time.time()))
     assert ensure_version(settings, restarted(server), tiny_target) == 2
 
 
@@ -144,12 +181,12 @@ def test_a_version_that_was_trained_elsewhere_stays_in_service_whatever_its_size
     registry = Registry(settings.registry_dir)
     first = registry.load(settings.domain, 1)
     other = registry.publish(settings.domain, first.weights, {**first.config, "shared": False}, {"imported": {}})
-    with Pointer(server.url) as pointer:
-        pointer.set(settings.domain, Rollout(other, None, 0.0, time.time()))
+    with Pointer(server.url, settings.registry_dir) as pointer:
+        put(pointer, settings.domain, Rollout(other, None, 0.0, time.time()))
     assert ensure_version(settings, server.url, tiny_target) == other
     foreign = registry.publish(settings.domain, first.weights, {**first.config, "kind": "eagle"}, {"imported": {}})
-    with Pointer(server.url) as pointer:
-        pointer.set(settings.domain, Rollout(foreign, None, 0.0, time.time()))
+    with Pointer(server.url, settings.registry_dir) as pointer:
+        put(pointer, settings.domain, Rollout(foreign, None, 0.0, time.time()))
     assert ensure_version(settings, server.url, tiny_target) == 1
 
 

@@ -18,6 +18,7 @@ from osd.drafters import initial
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
+from tests.pointers import put
 from tests.tiny import HIDDEN, VOCABULARY
 from tests.unit.learning.toys import make_trace
 from trainer import app
@@ -48,8 +49,8 @@ def settings(tiny_target, tmp_path, redis_url):
     )
     drafter = initial(made.drafter, tiny_target, tmp_path)
     number = Registry(made.registry_dir).publish(made.domain, drafter.weights(), drafter.config(), {})
-    with Pointer(redis_url) as pointer:
-        pointer.set(made.domain, Rollout(number, None, 0.0, time.time()))
+    with Pointer(redis_url, made.registry_dir) as pointer:
+        put(pointer, made.domain, Rollout(number, None, 0.0, time.time()))
     return made
 
 

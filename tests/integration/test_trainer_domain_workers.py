@@ -15,6 +15,7 @@ from osd.capture.stream import TraceWriter
 from osd.config import Settings
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
+from tests.pointers import put
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
 from trainer.domain_workers import DomainWorkers
 from trainer.executor import TargetContext
@@ -38,8 +39,8 @@ def settings(tmp_path: Path) -> Settings:
 
 
 @pytest.fixture
-def pointer(redis_url: str) -> Iterator[Pointer]:
-    with Pointer(redis_url) as pointer:
+def pointer(redis_url: str, settings: Settings) -> Iterator[Pointer]:
+    with Pointer(redis_url, settings.registry_dir) as pointer:
         yield pointer
 
 
@@ -50,7 +51,7 @@ def start(redis_url: str, settings: Settings, pointer: Pointer) -> Iterator[Star
     registry, drafter = Registry(settings.registry_dir), Toy()
     for domain in ("general", "code"):
         number = registry.publish(domain, drafter.weights(), drafter.config(), {})
-        pointer.set(domain, Rollout(number, None, 0.0, time.time()))
+        put(pointer, domain, Rollout(number, None, 0.0, time.time()))
     running: list[tuple[DomainWorkers, threading.Thread]] = []
     writer = TraceWriter(redis_url, settings.capture.model_copy(update={"max_queue": 2000}))
 

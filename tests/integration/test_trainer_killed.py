@@ -13,9 +13,12 @@ import pytest
 
 from osd.capture.stream import TraceWriter
 from osd.registry.events import Events
+from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry
 from tests.integration.killed import settings
+from tests.pointers import put
 from tests.unit.learning.toys import Toy, make_trace
 from trainer import checkpoint
 
@@ -53,8 +56,8 @@ def prepare(url, home):
     """A domain with a first version and records to learn from."""
     registry, toy = Registry(settings(home).registry_dir), Toy()
     registry.publish("general", toy.weights(), toy.config(), {})
-    with Pointer(url) as pointer:
-        pointer.set("general", Rollout(1, None, 0.0, 1.0))
+    with Pointer(url, settings(home).registry_dir) as pointer:
+        put(pointer, "general", Rollout(1, None, 0.0, 1.0))
     writer = TraceWriter(url, settings(home).capture.model_copy(update={"max_queue": RECORDS}))
     for n in range(RECORDS):
         assert writer.offer(make_trace(f"request-{n}", completion=30, seed=n))
@@ -68,7 +71,7 @@ def check_whole(url, home, registry):
     numbers = [info.number for info in registry.list("general")]
     for number in numbers:
         registry.load("general", number)
-    with Pointer(url) as pointer:
+    with Pointer(url, settings(home).registry_dir) as pointer:
         assert pointer.get("general").stable in numbers
     path = settings(home).home_dir / "trainer" / "general.safetensors"
     if path.exists():
@@ -109,7 +112,7 @@ def check_finished(url, client, home, registry):
     told = [event["version"] for event in events.recent() if event["kind"] == "published"]
     events.close()
     assert sorted(told) == numbers[1:]
-    with Pointer(url) as pointer:
+    with Pointer(url, settings(home).registry_dir) as pointer:
         assert pointer.get("general").stable == numbers[-1]
     (group,) = client.xinfo_groups("osd:traces")
     assert group["pending"] == 0
@@ -133,16 +136,17 @@ def test_a_version_that_was_published_and_not_put_in_service_is_unless_somebody_
 
     registry, toy = Registry(tmp_path), Toy()
     first = registry.publish("general", toy.weights(), toy.config(), {})
-    with Pointer(redis_url) as pointer:
-        pointer.set("general", Rollout(first, None, 0.0, 1.0))
+    with Pointer(redis_url, tmp_path) as pointer:
+        put(pointer, "general", Rollout(first, None, 0.0, 1.0))
         attempt = registry.begin("general", {"parent": first, "share": 0.0})
         manifest = {"parent": first, "trained_on": {"steps": 1}, "gate": {"acceptance": 0.5}, "attempt": attempt}
         second = registry.publish("general", toy.weights(), toy.config(), manifest)
         if moved:
-            pointer.set("general", Rollout(first, None, 0.0, 2.0, pinned=True))
+            put(pointer, "general", Rollout(first, None, 0.0, 2.0, pinned=True))
         events = Events(redis_url)
         trainer = settings(tmp_path).trainer
-        publisher = Publisher(Service("general", registry, pointer, events), trainer, lambda config: Toy())
+        service = Service("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
+        publisher = Publisher(service, trainer, lambda config: Toy(), 20)
         found = publisher.in_service()
         assert found is not None
         assert found.number == pointer.get("general").stable == (first if moved else second)

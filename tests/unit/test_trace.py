@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import tracemalloc
+
 import msgspec
 import numpy as np
 import pytest
@@ -55,10 +58,58 @@ def test_unpacked_array_is_read_only():
         Array.of(np.zeros(2)).numpy()[0] = 1
 
 
-@pytest.mark.parametrize("array", [Array("float16", (3,), b"1234"), Array("no_such_type", (1,), b"1")])
-def test_array_whose_bytes_do_not_fit_is_refused(array: Array):
-    with pytest.raises(TraceError):
+@pytest.mark.parametrize(
+    "array",
+    [
+        Array("float16", (3,), b"1234"),
+        Array("no_such_type", (1,), b"1"),
+        Array("object", (1,), b"12345678"),
+        Array("(1000000000,)f4", (0,), b""),
+        Array("float16", (-1,), b"1234"),
+        Array("float16", (-2, -1), b"1234"),
+        Array("float16", (2, -1), b"1234"),
+        Array("float16", (1 << 40, 0), b""),
+        Array("float16", (0, 1 << 70), b""),
+        Array("float16", (1 << 62, 4), b"1234"),
+        Array("float16", (), b"12"),
+        Array("float16", (1,) * 33, b"12"),
+    ],
+)
+def test_array_whose_bytes_do_not_fit_or_whose_size_is_absurd_is_refused(array: Array):
+    with pytest.raises(TraceError, match="^array of "):
         array.numpy()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"prompt_ids": Array("int32", (1 << 40, 0), b"")},
+        {"prompt_ids": Array("int32", (4, 0), b"")},
+        {"completion_ids": Array("int32", (3, 1), bytes(12))},
+        {"target_tail": Array("float16", (3, 1), bytes(6))},
+        {"hidden": Array("bfloat16", (6,), bytes(12))},
+        {"source": Array("float32", (3,), bytes(12))},
+        {"segment": -1},
+        {"segment": 1 << 40},
+        {"drafter_version": -4},
+        {"drafter_version": 1 << 62},
+        {"created": math.nan},
+        {"temperature": -1.0},
+        {"temperature": math.inf},
+        {"top_p": math.nan},
+    ],
+)
+def test_a_record_with_absurd_counts_or_dimensions_is_refused_before_anything_is_made_of_it(
+    trace: Trace, changed: dict
+):
+    data = encode(msgspec.structs.replace(trace, **changed))
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError):
+            decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ROWS)

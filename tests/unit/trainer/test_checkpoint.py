@@ -6,12 +6,15 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from osd import files
 from osd.config import Settings
 from osd.learning.distiller import Distiller
 from osd.learning.gate import Gate
 from osd.learning.online import Learner, Local, empty_replay
 from osd.registry.learnt import Learnt
+from osd.registry.lease import Lease
 from osd.registry.ledger import Spent
+from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.versions import Version
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
 from trainer import checkpoint
@@ -81,7 +84,8 @@ def training(settings):
     distiller = Distiller(Toy(), settings.trainer)
     accounts = Accounts(Status(), CostMeter("general", Silent(), lambda: 0.0), Learnt())
     learner = Learner(distiller, settings.trainer, Gate(3, "forward_kl"), VOCABULARY, empty_replay(settings.trainer))
-    return learner, accounts, checkpoint.Checkpoints(settings, accounts)
+    lease = Lease(PointerFiles(settings.registry_dir), "general")
+    return learner, accounts, checkpoint.Checkpoints(settings, accounts, lease)
 
 
 def test_a_checkpoint_from_before_the_learner_had_a_state_of_its_own_is_read(tmp_path):
@@ -115,4 +119,37 @@ def test_a_checkpoint_from_before_the_learner_had_a_state_of_its_own_is_read(tmp
     assert checkpoints.save(learner)
     again = checkpoint.load(settings.home_dir / "trainer" / "general.safetensors")
     assert again is not None
-    assert again[1] == state
+    assert again[1] == {**state, "spent": {"by_version": {"2": 1.5}, "unpublished": 0.25, "older": 0.0}}
+
+
+def test_a_checkpoint_is_not_written_by_a_trainer_that_another_one_has_replaced(tmp_path):
+    settings = Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
+    learner, _, checkpoints = training(settings)
+    assert checkpoints.save(learner)
+    path = settings.home_dir / "trainer" / "general.safetensors"
+    before = path.read_bytes()
+    PointerFiles(settings.registry_dir).write("general", Rollout(1, None, 0.0, 1.0, fence=1))
+    learner.distiller.steps += 1
+    with pytest.raises(FencedError, match=r"^another trainer has taken over general: "):
+        checkpoints.save(learner)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_disk_that_is_full_is_told_of_once_until_it_takes_a_checkpoint_again(tmp_path, monkeypatch, caplog):
+    settings = Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
+    learner, _, checkpoints = training(settings)
+    write = files.write
+
+    def full(path, *parts, mode):
+        raise OSError(28, "No space left on device")
+
+    for _ in range(2):
+        monkeypatch.setattr(files, "write", full)
+        assert not checkpoints.save(learner)
+        assert not checkpoints.save(learner)
+        monkeypatch.setattr(files, "write", write)
+        assert checkpoints.save(learner)
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "the checkpoint cannot be written"
+    ] * 2

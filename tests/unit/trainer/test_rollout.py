@@ -11,7 +11,9 @@ from osd.drafters.recall.snapshot import Snapshots
 from osd.learning.batch import collate
 from osd.learning.gate import Gate
 from osd.registry.events import Events
+from osd.registry.lease import Lease
 from osd.registry.pointer import Rollout
+from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry
 from osd.target.identity import Identity
 from tests.unit.learning.toys import Toy, make_trace
@@ -35,7 +37,7 @@ class Redis(Events):
             raise answer
         return answer
 
-    def replace(self, domain, before, rollout):
+    def replace(self, domain, before, rollout, fence):
         if self.get(domain) != before:
             return False
         self.moves.append(rollout)
@@ -44,6 +46,11 @@ class Redis(Events):
     def add(self, kind, domain, version, **figures):
         self.events.append((kind, version))
         self.recalled.append(figures.get("recall"))
+
+
+def publisher_of(registry, redis, settings):
+    lease = Lease(PointerFiles(registry.root), "general")
+    return Publisher(Service("general", registry, redis, redis, lease), settings, lambda config: Toy(), 20)
 
 
 STABLE = Rollout(1, None, 0.0, 1.0)
@@ -58,7 +65,7 @@ def propose(tmp_path):
             registry.publish("general", Toy().weights(), Toy().config(), {})
         gate = Gate(depth=2, divergence="forward_kl", min_positions=10)
         settings = TrainerSettings(canary_share=share, canary_seconds=60)
-        publisher = Publisher(Service("general", registry, redis, redis), settings, lambda config: Toy())
+        publisher = publisher_of(registry, redis, settings)
         candidate = Toy()
         candidate.load_weights(registry.load("general", 1).weights)
         batches = [collate([make_trace(completion=30)])]
@@ -214,7 +221,7 @@ def test_while_a_canary_is_on_trial_the_next_candidate_waits(canary):
 def test_a_successor_watches_the_canary_that_the_pointer_names_until_the_same_time_limit(canary):
     _, registry, redis = canary
     settings = TrainerSettings(canary_share=0.2, canary_seconds=60)
-    successor = Publisher(Service("general", registry, redis, redis), settings, lambda config: Toy())
+    successor = publisher_of(registry, redis, settings)
     version = successor.in_service()
     assert version is not None
     assert version.number == 1

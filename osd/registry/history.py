@@ -1,0 +1,57 @@
+"""What became of versions that were removed: the newest manifests, in one file beside the others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from osd import files
+
+logger = logging.getLogger(__name__)
+
+MOST = 300
+"""Removed versions of a domain that are remembered."""
+
+_FILE = "history.json"
+
+
+class RemovedVersion(msgspec.Struct, frozen=True):
+    """A version that is gone, when it was removed (seconds since the epoch), and what its manifest said."""
+
+    number: int
+    removed: float
+    manifest: dict[str, Any]
+
+
+def read(folder: Path) -> list[RemovedVersion]:
+    """The versions that were removed from a domain's folder, by number; none when the file is damaged, which is logged.
+
+    Raises:
+        OSError: the disk does not give it.
+    """
+    path = folder / _FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[RemovedVersion])
+    except FileNotFoundError:
+        return []
+    except msgspec.MsgspecError as error:
+        logger.warning("%s is damaged and begins anew: %s", path, error)
+        return []
+
+
+def add(folder: Path, manifests: Iterable[tuple[int, dict[str, Any]]]) -> None:
+    """Remember versions that are removed now, by number and manifest.
+
+    Raises:
+        OSError: the disk does not take it; what was there stays.
+    """
+    now = time.time()
+    known = {one.number: one for one in read(folder)}
+    known |= {number: RemovedVersion(number, now, manifest) for number, manifest in manifests}
+    newest = sorted(known.values(), key=lambda one: one.number)[-MOST:]
+    files.replace(folder / _FILE, msgspec.json.encode(newest))

@@ -1,0 +1,112 @@
+"""The right to train a domain: one trainer has it, and whoever had it before can write nothing any more."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Generator
+
+import msgspec
+
+from osd.registry.pointer_file import PointerFiles, Rollout
+
+SILENT_SECONDS = 60.0
+"""After which a holder that says nothing has lost it: its machine is gone with the lock, or it hangs."""
+
+_TELL_SECONDS = 1.0
+
+
+class Lease:
+    """A trainer's hold on a domain, for one thread: a lock that the kernel gives back, and a number that grows.
+
+    The lock keeps a second trainer waiting. The number, ``fence``, is what makes it safe: it is written beside the
+    rollout pointer, and ``held`` refuses a trainer that was thought to be gone and comes back.
+
+    Raises:
+        OSError: from ``take`` and ``held``: the disk does not give or take it.
+    """
+
+    def __init__(self, files: PointerFiles, domain: str) -> None:
+        self.fence = 0
+        self._files, self._domain = files, domain
+        self._path = files.root / f".{domain}.trainer"
+        self._descriptor: int | None = None
+        self._beat, self._beat_at, self._told_at = 0, 0.0, -_TELL_SECONDS
+
+    def take(self, rollout: Rollout) -> bool:
+        """Become the domain's newest trainer, or stay it; False while another one lives.
+
+        ``rollout`` is what the pointer says, for a domain that has nothing on disk yet.
+
+        Raises:
+            FencedError: another one has taken over.
+        """
+        if self.fence:
+            self._files.check(self._domain, self.fence)
+            return True
+        if not self._lock() and not self._silent():
+            return False
+        with self._files.locked(self._domain):
+            now = self._files.read(self._domain) or rollout
+            self._files.write(self._domain, msgspec.structs.replace(now, fence=now.fence + 1))
+        self.fence = now.fence + 1
+        self.alive()
+        return True
+
+    def alive(self) -> None:
+        """Say that this trainer goes on, once a second at most; nothing before it has taken the domain.
+
+        Raises:
+            FencedError: another one has taken over.
+        """
+        now = time.monotonic()
+        if not self.fence or now - self._told_at < _TELL_SECONDS:
+            return
+        self._told_at = now
+        with contextlib.suppress(OSError):  # it is said again, and ``held`` does not rely on it
+            self._files.check(self._domain, self.fence)
+            self._lock()  # which a silent one may still have had
+            os.utime(self._path)
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[None]:
+        """Write something while nobody can take over.
+
+        Raises:
+            FencedError: another one has taken over.
+        """
+        with self._files.locked(self._domain):
+            self._files.check(self._domain, self.fence)
+            yield
+
+    def release(self) -> None:
+        """Let the next one take it at once."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _lock(self) -> bool:
+        """Whether the lock is this trainer's, now or before."""
+        if self._descriptor is not None:
+            return True
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        return True
+
+    def _silent(self) -> bool:
+        """Whether who has the lock has said nothing for long, by this machine's clock alone."""
+        beat, now = self._path.stat().st_mtime_ns, time.monotonic()
+        if beat != self._beat:
+            self._beat, self._beat_at = beat, now
+        return now - self._beat_at > SILENT_SECONDS

@@ -1,0 +1,13 @@
+"""Moves rollout pointers for tests, as an operator does."""
+
+from __future__ import annotations
+
+from osd.registry.pointer import Pointer, Rollout
+
+
+def put(pointer: Pointer, domain: str, rollout: Rollout) -> Rollout:
+    """Move the pointer whatever it says; returns what it says now."""
+    assert pointer.replace(domain, pointer.get(domain), rollout)
+    now = pointer.get(domain)
+    assert now is not None
+    return now

@@ -1,0 +1,110 @@
+"""Who may train a domain."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from osd.registry import lease as module
+from osd.registry.lease import Lease
+from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
+
+ROOT = Path(module.__file__).parents[2]
+ROLLOUT = Rollout(1, None, 0.0, 1.0)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> PointerFiles:
+    made = PointerFiles(tmp_path)
+    made.write("general", ROLLOUT)
+    return made
+
+
+@pytest.fixture
+def make(files: PointerFiles):
+    made = []
+
+    def lease() -> Lease:
+        made.append(Lease(files, "general"))
+        return made[-1]
+
+    yield lease
+    for one in made:
+        one.release()
+
+
+def fence_of(files: PointerFiles) -> int:
+    rollout = files.read("general")
+    assert rollout is not None
+    return rollout.fence
+
+
+def test_one_trainer_has_a_domain_and_the_next_waits_until_it_ends(make, files):
+    first, second = make(), make()
+    assert first.take(ROLLOUT)
+    assert first.take(ROLLOUT)
+    assert not second.take(ROLLOUT)
+    first.release()
+    assert second.take(ROLLOUT)
+    assert (first.fence, second.fence, fence_of(files)) == (1, 2, 2)
+
+
+def test_a_trainer_that_is_killed_leaves_the_domain_at_once(make, files):
+    code = (
+        "import os, sys; from pathlib import Path; from osd.registry.lease import *\n"
+        "lease = Lease(PointerFiles(Path(sys.argv[1])), 'general')\n"
+        "assert lease.take(Rollout(1, None, 0.0, 1.0)); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(files.root)], cwd=ROOT, check=False)
+    assert killed.returncode == -9
+    mine = make()
+    assert mine.take(ROLLOUT)
+    assert mine.fence == 2
+
+
+def test_a_trainer_that_has_been_silent_is_replaced_and_can_write_nothing_when_it_comes_back(make, monkeypatch):
+    silent, next_one = make(), make()
+    assert silent.take(ROLLOUT)
+    assert not next_one.take(ROLLOUT)
+    monkeypatch.setattr(module, "SILENT_SECONDS", -1.0)
+    assert next_one.take(ROLLOUT)
+    with next_one.held():
+        pass
+    with pytest.raises(FencedError, match=r"^another trainer has taken over general: [^\n]*$"), silent.held():
+        pytest.fail("it wrote")
+    silent._told_at = -1.0
+    for refused in (silent.alive, lambda: silent.take(ROLLOUT)):
+        with pytest.raises(FencedError):
+            refused()
+
+
+def test_a_trainer_that_speaks_is_not_replaced_however_long_it_has_the_domain(make, monkeypatch):
+    first, second = make(), make()
+    now = 1000.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    assert first.take(ROLLOUT)
+    for _ in range(100):
+        now += 30.0
+        before = os.stat(first._path).st_mtime_ns
+        os.utime(first._path, ns=(before - 10**9, before - 10**9))  # time that passes on the disk's clock
+        first.alive()
+        assert not second.take(ROLLOUT)
+    now += 61.0
+    assert second.take(ROLLOUT)
+
+
+def test_taking_over_moves_no_pointer(make, files):
+    assert make().take(ROLLOUT)
+    assert files.read("general") == Rollout(1, None, 0.0, 1.0, fence=1)
+
+
+def test_a_domain_with_nothing_on_disk_begins_with_what_the_pointer_says(tmp_path):
+    files = PointerFiles(tmp_path / "registry")
+    lease = Lease(files, "general")
+    assert lease.take(Rollout(3, None, 0.0, 1.0, moves=4))
+    assert files.read("general") == Rollout(3, None, 0.0, 1.0, moves=4, fence=1)
+    lease.release()

@@ -1,0 +1,177 @@
+"""Which versions stay on disk, and what is known of the others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from osd.registry import history, retention
+from osd.registry.learnt import REQUESTS, fingerprint, versions_with
+from osd.registry.pointer_file import PointerFiles, Rollout
+from osd.registry.retention import retire
+from osd.registry.versions import Registry, VersionError
+
+
+@pytest.fixture(autouse=True)
+def _a_disk_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(tmp_path)
+
+
+def publish(registry: Registry, parent: int | None = None, **manifest: object) -> int:
+    return registry.publish("general", {"w": torch.zeros(3)}, {}, {"parent": parent, **manifest})
+
+
+def point(registry: Registry, stable: int, canary: int | None = None, pinned: bool = False) -> None:
+    PointerFiles(registry.root).write("general", Rollout(stable, canary, 0.1 if canary else 0.0, 1.0, pinned))
+
+
+def prune(registry: Registry, keep: int) -> list[int]:
+    return retire(registry, "general", keep, nullcontext())
+
+
+def test_the_newest_stay_and_what_serves_and_the_parents_of_all_these(registry):
+    parents = [None, 1, 1, 1, 3, 5, 6, 7, 8, 9, 10]
+    for parent in parents:
+        publish(registry, parent)
+    point(registry, stable=5, canary=7)
+    # 10 and 11 are new, 5 and 7 serve; 9, 3 and 6 are what these came from, and 10 is what 11 did.
+    assert prune(registry, 2) == registry.numbers("general") == [3, 5, 6, 7, 9, 10, 11]
+    assert [one.number for one in registry.removed("general")] == [1, 2, 4, 8]
+
+
+def test_a_pinned_version_stays_however_old_it_is(registry):
+    publish(registry)
+    point(registry, stable=1, pinned=True)
+    for _ in range(30):
+        publish(registry, 1)
+        prune(registry, 3)
+    assert registry.numbers("general") == [1, 29, 30, 31]
+
+
+def test_where_nobody_knows_what_serves_nothing_is_removed(registry):
+    for _ in range(5):
+        publish(registry)
+    assert prune(registry, 1) == registry.numbers("general") == [1, 2, 3, 4, 5]
+
+
+def test_a_year_of_versions_takes_no_more_room_and_no_more_time_than_a_week(registry):
+    sizes, seconds = [], []
+    for number in range(1, 1001):
+        publish(registry, number - 1 or None, **{REQUESTS: [fingerprint(str(number))]})
+        point(registry, number)
+        prune(registry, 20)
+        if number in (400, 700, 1000):
+            sizes.append(sum(path.stat().st_size for path in registry.root.rglob("*") if path.is_file()))
+            began = time.perf_counter()
+            for _ in range(5):
+                assert len(registry.list("general")) == 21
+            seconds.append(time.perf_counter() - began)
+    assert max(sizes) < 1.05 * min(sizes)
+    assert max(seconds) < 10 * min(seconds)  # 50 times as many versions were published
+    assert registry.numbers("general") == [*range(980, 1001)]
+    removed = registry.removed("general")
+    assert [one.number for one in removed] == [*range(680, 980)]
+    assert removed[-1].manifest["parent"] == 978
+    assert len(removed) == history.MOST
+
+
+def test_a_version_that_was_removed_is_named_in_the_error(registry):
+    for parent in (None, 1, 2, 3):
+        publish(registry, parent)
+    point(registry, 4)
+    prune(registry, 1)
+    with pytest.raises(VersionError, match=r"^general/1: removed; only the newest versions stay on disk"):
+        registry.load("general", 1)
+    with pytest.raises(VersionError, match=r"^general/9: no such drafter version$"):
+        registry.load("general", 9)
+
+
+def test_what_learnt_from_a_request_is_still_known_when_the_first_that_did_was_removed(registry):
+    publish(registry)
+    publish(registry, 1, **{REQUESTS: [fingerprint("cmpl-a-0")]})
+    for parent in (2, 3, 4):
+        publish(registry, parent)
+    point(registry, 5)
+    prune(registry, 1)
+    assert versions_with(registry, "general", "cmpl-a") == registry.numbers("general") == [4, 5]
+
+
+def test_a_reader_finds_a_whole_version_or_an_error_that_says_it_was_removed(registry):
+    publish(registry)
+    point(registry, 1)
+    done, seen = threading.Event(), set()
+
+    def read() -> None:
+        while not done.is_set():
+            assert [info.problem for info in registry.list("general") if info.problem] == []
+            for number in range(1, max(registry.numbers("general")) + 1):
+                try:
+                    registry.load("general", number)
+                    seen.add("whole")
+                except VersionError as error:
+                    seen.add(str(error).partition(": ")[2].partition(";")[0])
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for number in range(1, 80):
+            publish(registry, number)
+            point(registry, number + 1)
+            prune(registry, 1)
+    finally:
+        done.set()
+        thread.join()
+    assert seen == {"whole", "removed"}
+
+
+def test_killed_between_hiding_and_deleting_nothing_half_is_seen_and_the_rest_goes_later(registry, monkeypatch):
+    for parent in (None, 1, 2, 3):
+        publish(registry, parent)
+    point(registry, 4)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
+    prune(registry, 1)
+    monkeypatch.undo()
+    assert [info.problem for info in registry.list("general")] == [None, None]
+    left = [path for path in (registry.root / "general").iterdir() if path.name.startswith(".")]
+    assert len(left) == 2
+    for path in left:
+        os.utime(path, (1.0, 1.0))
+    publish(registry, 4)
+    assert not any(path.exists() for path in left)
+
+
+def test_on_a_full_disk_room_is_made_first_and_what_was_removed_is_written_down_then(registry, monkeypatch):
+    for parent in (None, 1, 2, 3):
+        publish(registry, parent)
+    point(registry, 4)
+    add = history.add
+
+    def full(folder, manifests):
+        if (folder / "1").exists() or any(path.name.startswith(".") for path in folder.iterdir()):
+            raise OSError(28, "No space left on device")
+        add(folder, manifests)
+
+    monkeypatch.setattr(retention.history, "add", full)
+    assert prune(registry, 1) == [3, 4]
+    assert [one.number for one in registry.removed("general")] == [1, 2]
+
+
+def test_a_damaged_history_begins_anew(registry):
+    for parent in (None, 1, 2, 3):
+        publish(registry, parent)
+    point(registry, 4)
+    (registry.root / "general" / "history.json").write_text("{")
+    prune(registry, 1)
+    assert [one.number for one in registry.removed("general")] == [1, 2]
