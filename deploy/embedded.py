@@ -139,8 +139,6 @@ class Embedded:
             self.directory = self._ray.wait("prepare", prepared)
         finally:
             pool.shutdown(wait=not self._ray.died)
-        if handle.server is not None and settings.drafts:
-            self._ends.callback(self._keep_pointers)
         self._report("loading the replicas")
         self._start_replicas()
         import trainer.app

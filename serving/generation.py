@@ -17,6 +17,9 @@ from serving.service import Service
 
 logger = logging.getLogger(__name__)
 
+UNREAD_SECONDS = 60.0
+"""For which an update may lie unread: who reads none for so long is gone, whatever the connection says."""
+
 
 class Disconnected(Exception):
     """The client is gone: nothing more needs to be computed or sent."""
@@ -24,6 +27,9 @@ class Disconnected(Exception):
 
 class Generation:
     """The sequences of one HTTP request, decoded side by side.
+
+    A client that disconnects, a proxy in front that dies and a reader that takes nothing end them within a round, also
+    while the response blocks in sending.
 
     Lifetime: ``start`` takes places in the queue and submits; ``updates`` yields until every sequence has finished;
     ``close`` (any number of times) cancels what still runs and gives the places back. ``seconds`` after ``start`` it
@@ -40,6 +46,7 @@ class Generation:
         self._updates: asyncio.Queue[Update | Disconnected | ApiError] = asyncio.Queue()
         self._watch: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._places = 0
 
     def start(self, receive: Receive) -> None:
@@ -55,7 +62,7 @@ class Generation:
         def deliver(update: Update) -> None:
             # A loop that is closed has nobody left to tell, and the engine's thread must not suffer from it.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._updates.put_nowait, update)
+                loop.call_soon_threadsafe(self._arrived, update)
 
         self._watch = loop.create_task(self._wait_for_disconnect(receive))
         if self._seconds is not None:
@@ -75,6 +82,7 @@ class Generation:
         """
         while self._running:
             update = await self._updates.get()
+            self._expect_reader(anew=True)
             if isinstance(update, Exception):
                 raise update
             if update.finish_reason is not None:
@@ -90,24 +98,42 @@ class Generation:
         """Cancel what still runs."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._deadline is not None:
-            self._deadline.cancel()
-        for request_id in self._running:
-            self._service.cancel(request_id)
+        for timer in (self._deadline, self._unread):
+            if timer is not None:
+                timer.cancel()
+        self._give_up()
         self._running.clear()
-        self._admission.leave(self._places)
-        self._places = 0
+
+    def _arrived(self, update: Update) -> None:
+        self._updates.put_nowait(update)
+        self._expect_reader(anew=False)
+
+    def _expect_reader(self, anew: bool) -> None:
+        """Have a deadline for the next read while something is unread, from now on where it is set ``anew``."""
+        if self._unread is not None and anew:
+            self._unread.cancel()
+            self._unread = None
+        if self._unread is None and self._running and not self._updates.empty():
+            self._unread = asyncio.get_running_loop().call_later(UNREAD_SECONDS, self._end, Disconnected())
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        try:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        except Exception as error:  # what is in front of us died, and whoever it answered has lost the connection
+            logger.warning("a request is given up, nobody listens any more: %s", type(error).__name__)
         self._end(Disconnected())
 
     def _end(self, why: Disconnected | ApiError) -> None:
         # Cancel here and not where updates are read: a reader that is blocked in sending must not delay it.
+        self._give_up()
+        self._updates.put_nowait(why)
+
+    def _give_up(self) -> None:
         for request_id in self._running:
             self._service.cancel(request_id)
-        self._updates.put_nowait(why)
+        self._admission.leave(self._places)
+        self._places = 0
 
 
 def seed_of(seed: int, choice: int) -> int:

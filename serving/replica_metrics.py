@@ -2,16 +2,18 @@
 
 A report carries a replica's counters since it started. What changed since the replica's last report is added to
 the totals and to the second in which it changed: a replica that dies leaves its counts behind, and a new one starts
-from zero without making any total go backwards.
+from zero without making any total go backwards. Of the drafter versions of a domain those that were counted last are
+kept apart, and all others together: no count falls but those of a version that joins them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
-from osd.engine.counters import EngineLoad
+from osd.engine.counters import APART, OLDER, EngineLoad
 from osd.metrics import acceptance_rate, mean_acceptance_length
 from osd.registry.ledger import Spent
 
@@ -30,7 +32,7 @@ class Report:
 
     ``version`` is the stable one, and ``canary`` the one that drafts for a share of requests beside it; ``others`` are
     the versions of other domains that are at hand. ``counters`` never decrease; labels are (position) or (source) of
-    draft tokens, or (domain, version) of the drafter.
+    draft tokens, or (domain, version) of the drafter, where "older" are those that the replica does not keep apart.
     """
 
     replica: str
@@ -59,7 +61,7 @@ class Totals:
     def by_label(self, name: str) -> dict[tuple[str | int, ...], float]:
         """The counter ``name`` by its labels, in order."""
         found = {key[1:]: value for key, value in self.counters.items() if isinstance(key, tuple) and key[0] == name}
-        return dict(sorted(found.items()))
+        return dict(sorted(found.items(), key=lambda item: [(isinstance(label, int), label) for label in item[0]]))
 
 
 @dataclass
@@ -97,19 +99,19 @@ class ReplicaMetrics:
     def __init__(self) -> None:
         self._totals: Counter[Name] = Counter()
         self._last: dict[str, Report] = {}
+        self._apart: dict[str | int, dict[str | int, None]] = {}
         self._seconds: deque[Second] = deque(maxlen=HISTORY_SECONDS)
         self._swaps: deque[tuple[float, int]] = deque(maxlen=200)
 
     def push(self, report: Report) -> None:
         """Take one report; reports of one replica come in order."""
         before = self._last.get(report.replica)
-        delta = Counter(dict(report.counters))
-        if before is not None:
-            delta.subtract(dict(before.counters))
-            if before.version != report.version:
-                self._mark(report.time, report.version)
+        delta = _since({} if before is None else before.counters, report.counters)
+        if before is not None and before.version != report.version:
+            self._mark(report.time, report.version)
         self._last[report.replica] = report
         self._totals.update(delta)
+        self._fold(delta)
         second = self._second(int(report.time))
         second.counts.update(+delta)
         second.load[report.replica] = (report.load.running, report.load.waiting)
@@ -168,11 +170,41 @@ class ReplicaMetrics:
             self._seconds.append(Second(time))
         return self._seconds[-1]
 
+    def _fold(self, counted: Iterable[Name]) -> None:
+        """Keep the versions that were ``counted`` last apart, so many of each domain."""
+        for key in counted:
+            if not _of_version(key) or key[2] == OLDER:
+                continue
+            apart = self._apart.setdefault(key[1], {})
+            apart.pop(key[2], None)
+            apart[key[2]] = None  # behind all others
+            if len(apart) > APART:
+                oldest = next(iter(apart))
+                del apart[oldest]
+                for old in [old for old in self._totals if _of_version(old) and old[1:] == (key[1], oldest)]:
+                    self._totals[old[0], old[1], OLDER] += self._totals.pop(old)
+
     def _mark(self, time: float, version: int) -> None:
         # Replicas swap one after the other; that is one mark.
         recent = [mark for mark in self._swaps if time - mark[0] < _MARK_SECONDS and mark[1] == version]
         if not recent:
             self._swaps.append((time, version))
+
+
+def _of_version(key: Name) -> TypeGuard[tuple[str | int, str | int, str | int]]:
+    return isinstance(key, tuple) and len(key) == 3
+
+
+def _since(before: Mapping[Name, float], now: Mapping[Name, float]) -> Counter[Name]:
+    """What a replica counted between two reports; of what it had not heard of before also that this is 0 yet."""
+    delta: Counter[Name] = Counter()
+    for key, value in now.items():
+        if key not in before or value != before[key]:
+            delta[key] = value - before.get(key, 0)
+    for key in before.keys() - now.keys():
+        if _of_version(key):  # the replica has added it to its older ones, and here it has been counted
+            delta[key[0], key[1], OLDER] -= before[key]
+    return delta
 
 
 def _mean(values: list[int]) -> float:

@@ -147,7 +147,7 @@ class Routes:
         try:
             self.service.check_health()
         except Exception as error:
-            raise ApiError(503, "The engine has stopped.", kind="server_error") from error
+            raise ApiError(503, f"This replica cannot decode: {error}.", kind="server_error") from error
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:

@@ -57,7 +57,7 @@ class Service(Protocol):
         ...
 
     def check_health(self) -> None:
-        """Raise when this replica cannot decode any more."""
+        """Raise when this replica cannot decode any more, with one sentence that says why."""
         ...
 
     async def totals(self) -> Totals:

@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, Self, TypeVar
 
 from osd.metrics import SpeculationCounts
+
+APART = 8
+"""Versions of a domain whose counts are kept apart, those that were counted last: what runs is always one of them."""
+
+OLDER = "older"
+"""Stands for all other versions of a domain."""
+
+DraftedBy = tuple[str, int | Literal["older"]]
+"""Domain and version of a drafter."""
+
+
+class _Counts(Protocol):
+    def add(self, other: Self, /) -> None: ...
+
+
+Counts = TypeVar("Counts", bound=_Counts)
+
+
+def of_version(counts: dict[DraftedBy, Counts], drafted_by: tuple[str, int], new: Callable[[], Counts]) -> Counts:
+    """The entry of a version that is about to be counted, ``new`` where there is none.
+
+    What was counted longest ago is added to the older ones of its domain where more than ``APART`` would be apart.
+    """
+    entry = counts.pop(drafted_by, None)
+    if entry is None:
+        entry, domain = new(), drafted_by[0]
+        apart = [key for key in counts if key[0] == domain and key[1] != OLDER]
+        for key in apart[: max(0, len(apart) + 1 - APART)]:
+            counts.setdefault((domain, OLDER), new()).add(counts.pop(key))
+    counts[drafted_by] = entry  # behind all others
+    return entry
 
 
 @dataclass(frozen=True)
@@ -35,8 +68,9 @@ class EngineCounters:
     """Counts that only grow, the longest swap stall apart; seconds are wall-clock.
 
     ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read.
-    ``by_version`` and ``seconds_by_version`` are by the domain and version of the drafter. ``token_seconds`` sums over
-    sequences how long each waited for its tokens: by ``completion_tokens`` it is the mean inter-token latency.
+    ``by_version`` and ``seconds_by_version`` are by the domain and version of the drafter, see ``of_version``: what was
+    counted last stands last. ``token_seconds`` sums over sequences how long each waited for its tokens: by
+    ``completion_tokens`` it is the mean inter-token latency.
     """
 
     requests: int = 0
@@ -50,8 +84,16 @@ class EngineCounters:
     token_seconds: float = 0.0
     swaps: int = 0
     swap_stall_seconds_max: float = 0.0
-    by_version: dict[tuple[str, int], SpeculationCounts] = field(default_factory=dict)
-    seconds_by_version: dict[tuple[str, int], DecodeSeconds] = field(default_factory=dict)
+    by_version: dict[DraftedBy, SpeculationCounts] = field(default_factory=dict)
+    seconds_by_version: dict[DraftedBy, DecodeSeconds] = field(default_factory=dict)
+
+    def copy(self) -> EngineCounters:
+        """The same counts, which no longer grow."""
+        return replace(
+            self,
+            by_version={key: SpeculationCounts.sum([counts]) for key, counts in self.by_version.items()},
+            seconds_by_version={key: replace(seconds) for key, seconds in self.seconds_by_version.items()},
+        )
 
     def speculation(self) -> SpeculationCounts:
         """The draft counts of all versions together."""

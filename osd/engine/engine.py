@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 
@@ -131,9 +130,10 @@ class Engine:
         self.loop.speculate = enabled
 
     def check_health(self) -> None:
-        """Raise RuntimeError unless the thread decodes."""
+        """Raise RuntimeError, with one sentence that says why, unless the thread decodes; never waits for it."""
         if self._thread is None or not self._thread.is_alive():
             raise RuntimeError("the engine's thread does not run")
+        self.loop.health.check()
 
     def load(self) -> EngineLoad:
         """How many requests run and wait."""
@@ -143,4 +143,4 @@ class Engine:
     def counters(self) -> EngineCounters:
         """A copy of the counts so far."""
         with self._changed:
-            return copy.deepcopy(self.loop.counters)
+            return self.loop.counters.copy()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 from osd.config import Settings
 from osd.drafters.base import Drafter
 from osd.engine.calibration import forward_seconds
-from osd.engine.counters import DecodeSeconds, EngineCounters
+from osd.engine.counters import DecodeSeconds, EngineCounters, of_version
+from osd.engine.health import Health
 from osd.engine.planner import Planner
 from osd.engine.policy import Policy
 from osd.engine.pool import DrafterPool
 from osd.engine.request_router import RequestRouter
-from osd.engine.round import Keeping, Outcome, commit, draft, verify
+from osd.engine.round import Keeping, Outcome, SequenceOutcome, commit, draft, verify
 from osd.engine.savings import savings
 from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import Sequence
@@ -40,6 +43,7 @@ class DecodeLoop:
         planner: how much is drafted.
         router: of requests that do not say their domain, None where nothing can tell them apart.
         counters: what was done so far.
+        health: whether rounds end.
         cancelled: ids of requests that are to end.
         speculate: whether rounds draft.
         stopping: whether ``run`` is to end.
@@ -69,28 +73,27 @@ class DecodeLoop:
         self.scheduler = Scheduler(settings.engine, self._slots, self.planner, self.pool, self.router, self._tracer)
         self._keeping = Keeping(settings.capture.top_k, settings.trainer.samples != "teacher")
         self.counters = EngineCounters()
+        self.health = Health()
         self.cancelled: set[str] = set()
         self.speculate = True
         self.stopping = False
 
     def run(self) -> None:
         """Decode until ``stopping``; what is not finished then ends as cancelled."""
-        several_cores(self._settings.engine.threads)
-        if self.pool is not None:
-            most = self._settings.engine.slots * (1 + self._policy.growth.max_nodes)
-            self.planner.costs.measure(forward_seconds(self._target, most))
-        while self._wait():
-            try:
-                with self.changed:
-                    self._swap()
-                    self._drop_cancelled()
-                    for s in self.scheduler.admit():
-                        self.counters.prompt_tokens += len(s.tokens)
-                if self.scheduler.running:
-                    self._round()
-            except Exception as error:
-                log.exception("a round failed")
-                self._fail(f"{type(error).__name__} while decoding")
+        self.health.working()
+        try:
+            several_cores(self._settings.engine.threads)
+            if self.pool is not None:
+                most = self._settings.engine.slots * (1 + self._policy.growth.max_nodes)
+                self.planner.costs.measure(forward_seconds(self._target, most))
+            self.health.resting()  # what came before is no round
+            while self._wait():
+                self._step()
+        except Exception as error:  # nothing decodes any more, and nobody is to wait for it
+            log.exception("the engine's thread ends")
+            with self.changed:
+                self.stopping = True
+                self._fail(self.scheduler.everything(), error)
 
     def drafted_by(self, s: Sequence) -> tuple[str, int]:
         """Domain and version of a sequence's drafter."""
@@ -105,11 +108,56 @@ class DecodeLoop:
             scheduler, pool = self.scheduler, self.pool
             if not (scheduler.waiting or scheduler.running or self.stopping or (pool and pool.staged)):
                 self.cancelled.clear()
+                self.health.resting()
                 self.changed.wait()
+            self.health.working()
             if self.stopping:
                 for s in scheduler.everything():
-                    scheduler.end(s)
+                    self._try(s, scheduler.end)
             return not self.stopping
+
+    def _step(self) -> None:
+        """Swap, admit, and run a round where there is something to run."""
+        try:
+            with self.changed:
+                self._swap()
+                self._drop_cancelled()
+                while (s := self.scheduler.take()) is not None:
+                    if self._try(s, self.scheduler.admit):
+                        self.counters.prompt_tokens += len(s.tokens)
+            for s in [s for s in self.scheduler.running if not s.decoding]:
+                self._try(s, self.scheduler.catch_up)
+            if self.scheduler.running:
+                self._round()
+                self.health.round_ended()
+        except Exception as error:
+            log.exception("a round failed")
+            self.health.round_failed(type(error).__name__)
+            with self.changed:
+                self._fail(list(self.scheduler.running), error)
+
+    def _try(self, s: Sequence, act: Callable[[Sequence], None]) -> bool:
+        """Do something for one sequence; where that fails, the sequence does, and no other."""
+        try:
+            act(s)
+        except Exception as error:
+            self._fail_alone(s, error)
+            return False
+        return True
+
+    def _fail_alone(self, s: Sequence, error: Exception) -> None:
+        log.error("request %s failed", s.request.id, exc_info=error)
+        self.health.request_failed(type(error).__name__)
+        with self.changed:
+            self._fail([s], error)
+
+    def _fail(self, sequences: list[Sequence], error: Exception) -> None:
+        """End sequences with an error; nothing in their slots can be relied on. Must hold ``changed``."""
+        for s in sequences:
+            if not s.ended:
+                self.counters.failed += 1
+                s.fail(f"{type(error).__name__} while decoding")
+            self.scheduler.let_go(s, forget=True)
 
     def _swap(self) -> None:
         start = time.perf_counter()
@@ -127,7 +175,7 @@ class DecodeLoop:
         self.cancelled.clear()
         self.counters.cancelled += len(gone)
         for s in gone:
-            self.scheduler.end(s)
+            self._try(s, self.scheduler.end)
 
     def _round(self) -> None:
         start = time.perf_counter()
@@ -136,22 +184,29 @@ class DecodeLoop:
         verified = verify(drafted, self._target, self._keeping.top_k)
         outcome = commit(verified, self._slots, self._target.eos_ids, self._keeping)
         self._count(outcome)
+        for s, error in outcome.failed.items():
+            self._fail_alone(s, error)
         for one in outcome.sequences:
-            s = one.sequence
-            s.limit = s.policy.growth.next_limit(s.limit, len(one.tree.tokens), len(one.path))
-            s.report()
-            self._tracer.emit(s, *self.drafted_by(s))
-            if s.finish and self.router is not None and self.speculate:
-                self.router.ended(s)
-            with self.changed:
-                self.scheduler.settle(s)
+            self._try(one.sequence, partial(self._settle, one))
         seconds = time.perf_counter() - start
         self.planner.observe(outcome, seconds)
         with self.changed:
             self.counters.busy_seconds += seconds
             self.counters.token_seconds += seconds * len(outcome.sequences)
             for version, added in savings(outcome, seconds, self.planner.costs).items():
-                self.counters.seconds_by_version.setdefault(version, DecodeSeconds()).add(added)
+                of_version(self.counters.seconds_by_version, version, DecodeSeconds).add(added)
+
+    def _settle(self, one: SequenceOutcome, s: Sequence) -> None:
+        """Tell a sequence's client and its trace what the round gave it, and let it go where it has finished."""
+        s.limit = s.policy.growth.next_limit(s.limit, len(one.tree.tokens), len(one.path))
+        s.report()
+        self._tracer.emit(s, *self.drafted_by(s))
+        if s.finish and self.router is not None and self.speculate:
+            self.router.ended(s)
+        with self.changed:
+            self.scheduler.settle(s)
+        if s.finish:
+            self.health.request_ended()
 
     def _count(self, outcome: Outcome) -> None:
         with self.changed:
@@ -161,13 +216,6 @@ class DecodeLoop:
                 self.counters.completion_tokens += one.tokens
                 if one.tree.tokens:
                     drafted_by = self.drafted_by(one.sequence)
-                    of_version = self.counters.by_version.setdefault(drafted_by, SpeculationCounts())
-                    for counts in (one.sequence.counts, of_version):
+                    version_counts = of_version(self.counters.by_version, drafted_by, SpeculationCounts)
+                    for counts in (one.sequence.counts, version_counts):
                         counts.count(one.drafted, one.accepted)
-
-    def _fail(self, message: str) -> None:
-        with self.changed:
-            self.counters.failed += len(self.scheduler.running)
-            for s in list(self.scheduler.running):
-                s.fail(message)
-                self.scheduler.release(s, forget=True)

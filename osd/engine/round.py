@@ -6,6 +6,7 @@ decides what stays; ``commit`` keeps that in every cache, sequence and trace.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from osd.runtime.model import SlotModel
 from osd.runtime.top import Top, top
 from osd.speculation.tree import ROOT
 from osd.speculation.worth import Worth
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,10 +131,11 @@ class SequenceOutcome:
 class Outcome:
     """What a round did: an entry for each sequence that drew a token, the rows of its forward, and its seconds.
 
-    ``plain_rows`` are the rows without drafts.
+    ``failed`` are sequences of which not everything could be kept, and why. ``plain_rows`` are the rows without drafts.
     """
 
     sequences: Sequence[SequenceOutcome]
+    failed: dict[Decoding, Exception]
     missed: dict[Decoding, int]
     rows: int
     plain_rows: int
@@ -237,37 +241,67 @@ def read_together(parts: Sequence[Tensor | None]) -> list[list[int]]:
 
 @torch.inference_mode()
 def commit(verified: Verified, slots: SlotManager, eos_ids: frozenset[int], keeping: Keeping) -> Outcome:
-    """Keep what was accepted, in every cache, sequence and trace; ``eos_ids`` end a sequence."""
+    """Keep what was accepted, in every cache, sequence and trace; ``eos_ids`` end a sequence.
+
+    What fails for one sequence fails for no other.
+    """
     scheduled, packed, hidden = verified.scheduled.sequences, verified.packed, verified.forward.hidden
     kept = [_offsets(one, verified.decisions.get(one.sequence)) for one in scheduled]
     slots.keep([one.sequence for one in scheduled], [one.start for one in scheduled], packed.first, kept, hidden)
-    outcomes: dict[Decoding, SequenceOutcome] = {}
+    outcomes: list[SequenceOutcome] = []
+    failed: dict[Decoding, Exception] = {}
     traced: dict[Decoding, Traced] = {}
     tops = _tops(verified)
     for number, (one, offsets) in enumerate(zip(scheduled, kept, strict=True)):
-        s, decision = one.sequence, verified.decisions.get(one.sequence)
+        s, decision, first = one.sequence, verified.decisions.get(one.sequence), packed.logits[number]
         states = None if hidden is None else _rows(hidden, packed.first[number], offsets)
-        following = s.tokens[one.start + 1 : one.end + 1]
-        if decision is None:
-            s.hand_on(following, states)
-            continue
-        first, tree = packed.logits[number], decision.tree
-        said = verified.forward.logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)]
-        s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said, tops.get(s)))
-        taken = s.append(decision.tokens, eos_ids)
-        if s.request.logprobs is not None:
-            rows = [1 + node for node in [ROOT, *decision.path][: len(taken)]]
-            s.tell(token_logprobs(said[rows], taken, s.request.logprobs))
-        s.step += 1
-        outcomes[s] = SequenceOutcome(s, len(taken), tree, decision.path)
-        traced[s] = Traced(decision, taken, first, s.trace, tops.get(s))
+        taken = None
+        try:
+            taken = _go_on(one, decision, first, verified.forward.logits, states, tops.get(s), eos_ids)
+        except Exception as error:
+            failed[s] = error
+        if decision is not None:
+            traced[s] = Traced(decision, taken or [], first, s.trace if taken else None, tops.get(s))
+            if taken is not None:
+                outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path))
     for group in verified.groups:
-        mine = [traced[s] for s in group.sequences]
-        trace_group(group, mine, verified.forward.logits, keeping.top_k, keeping.after)
+        try:
+            mine = [traced[s] for s in group.sequences]
+            trace_group(group, mine, verified.forward.logits, keeping.top_k, keeping.after)
+        except Exception:  # what cannot be captured costs nobody an answer
+            log.exception("traces of %d requests are lost", len(group.sequences))
+            for s in group.sequences:
+                s.trace = None
     return Outcome(
-        list(outcomes.values()), verified.scheduled.missed, len(packed.rows.token_ids),
+        outcomes, failed, verified.scheduled.missed, len(packed.rows.token_ids),
         sum(one.count for one in scheduled), verified.draft_seconds, verified.forward_seconds, verified.captured,
     )  # fmt: skip
+
+
+def _go_on(
+    one: ScheduledSequence,
+    decision: Decision | None,
+    first: int,
+    logits: Tensor,
+    states: Tensor | None,
+    best: Top | None,
+    eos_ids: frozenset[int],
+) -> list[int] | None:
+    """Have one sequence go on with what it keeps; returns the tokens that it took, None where it still reads."""
+    s = one.sequence
+    following = s.tokens[one.start + 1 : one.end + 1]
+    if decision is None:
+        s.hand_on(following, states)
+        return None
+    tree = decision.tree
+    said = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)]
+    s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said, best))
+    taken = s.append(decision.tokens, eos_ids)
+    if s.request.logprobs is not None:
+        rows = [1 + node for node in [ROOT, *decision.path][: len(taken)]]
+        s.tell(token_logprobs(said[rows], taken, s.request.logprobs))
+    s.step += 1
+    return taken
 
 
 def _tops(verified: Verified) -> dict[Decoding, Top]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from osd.engine.round import Scheduled, ScheduledSequence
 from osd.engine.sequence import Sequence, Unrouted
 from osd.engine.slots import SlotManager
 from osd.engine.tracing import Tracer
+
+log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -47,21 +50,28 @@ class Scheduler:
         """Queue a sequence."""
         self.waiting.append(sequence)
 
-    def admit(self) -> list[Sequence]:
-        """Give waiting sequences the slots that are free; returns those that run from now on."""
-        admitted: list[Sequence] = []
-        while self.waiting and self._slots.free:
-            s = self.waiting.popleft()
-            self._slots.take(s)
-            if self._pool is not None:
-                s.learner = self._pool.own
-                if s.request.speculate:
-                    self._begin(s, self._pool)
-            self._tracer.begin(s)
-            self._take_cached(s, 0)
-            self.running.append(s)
-            admitted.append(s)
-        return admitted
+    def take(self) -> Sequence | None:
+        """The sequence that waits longest, which runs from now on; None without one, or without a free slot for it."""
+        if not (self.waiting and self._slots.free):
+            return None
+        self.running.append(self.waiting.popleft())
+        return self.running[-1]
+
+    def admit(self, s: Sequence) -> None:
+        """Give a sequence that was taken its slot, its drafter and what is known of its prompt."""
+        self._slots.take(s)
+        if self._pool is not None:
+            s.learner = self._pool.own
+            if s.request.speculate:
+                self._begin(s, self._pool)
+        self._tracer.begin(s)
+        self._take_cached(s, 0)
+
+    def catch_up(self, s: Sequence) -> None:
+        """Give a sequence what has come to be known of its prompt since it began to read that."""
+        start = s.fed
+        self._slots.catch_up(s)
+        self._take_cached(s, start)
 
     def _begin(self, s: Sequence, pool: DrafterPool) -> None:
         if s.request.domain is None and self._router is not None and self._router.open:
@@ -80,10 +90,6 @@ class Scheduler:
         scheduled: list[ScheduledSequence] = []
         reading: list[ScheduledSequence] = []
         for s in self.running:
-            if not s.decoding:
-                start = s.fed
-                self._slots.catch_up(s)
-                self._take_cached(s, start)
             if s.decoding:
                 scheduled.append(ScheduledSequence(s, s.fed, 1, ends=True))
             elif budget > 0 and not any(one.reads_for(s) for one in reading):
@@ -114,11 +120,16 @@ class Scheduler:
     def release(self, s: Sequence, forget: bool = False) -> None:
         """Take back what a running sequence holds; with ``forget`` nothing in its slot can be relied on."""
         self.running.remove(s)
+        if s.slot < 0:
+            return
         if forget:
             self._slots.forget(s.slot)
         self._slots.give_back(s.slot)
         if s.drafter is not None:
-            s.drafter.close(s.slot)
+            try:
+                s.drafter.close(s.slot)
+            except Exception:  # the slot is free all the same: who gets it next opens it anew
+                log.exception("the drafter of request %s cannot let it go", s.request.id)
 
     def named(self, ids: set[str]) -> list[Sequence]:
         """The sequences of some requests."""
@@ -132,7 +143,11 @@ class Scheduler:
         """Give up a sequence, running or waiting."""
         s.finish = "cancelled"
         s.report()
+        self.let_go(s)
+
+    def let_go(self, s: Sequence, forget: bool = False) -> None:
+        """Hold a sequence no longer, running or waiting; of one that has gone already there is nothing to do."""
         if s in self.waiting:
             self.waiting.remove(s)
-        else:
-            self.release(s)
+        elif s in self.running:
+            self.release(s, forget)

@@ -47,7 +47,7 @@ class Sequence:
     ``domain`` is whose request it is, as far as is known. ``drafter`` is what it drafts with, None when it decodes
     plainly or as long as it is ``unrouted``; its trace keeps the states that ``learner`` reads. ``tokens`` are the
     prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all but the last once the
-    prompt is done; ``cached`` of the prompt's were in some slot before.
+    prompt is done; ``cached`` of the prompt's were in some slot before. ``ended`` says that its last report was sent.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.counts = SpeculationCounts()
         self.trace: TraceBuilder | None = None
+        self.ended = False
         self._text = TextStream(tokenizer, request.stop)
         self._new: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -110,8 +111,8 @@ class Sequence:
 
     def begin(self, drafter: ActiveDrafter) -> None:
         """Draft with ``drafter`` from now on."""
-        self.drafter = drafter
         drafter.open(self.slot, self.tokens[0], Origin(self.request.id, self.request.client, self.request.capture))
+        self.drafter = drafter  # only now is there something to close
 
     def hand_on(self, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
         """Pass committed tokens on to its drafter, or keep them until it has one, and their states to its trace.
@@ -146,6 +147,7 @@ class Sequence:
         self._send(Update(self.request.id, (), "", "error", self.counts, message))
 
     def _send(self, update: Update) -> None:
+        self.ended = update.finish_reason is not None
         try:
             self._on_update(update)
         except Exception:  # a receiver that is gone ends its own request and nobody else's

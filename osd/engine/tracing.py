@@ -36,10 +36,10 @@ class Tracer:
     def emit(self, s: Decoding, domain: str, version: int) -> None:
         """Hand on what is complete of a sequence that the drafter ``version`` of ``domain`` drafts for."""
         while s.trace is not None and self._sink is not None and (s.finish or s.trace.full()):
-            trace = s.trace.build(s.domain, domain, version)
-            if trace is None:
-                return
             try:
+                trace = s.trace.build(s.domain, domain, version)
+                if trace is None:
+                    return
                 self._sink(trace)
             except Exception:  # what cannot be captured costs nobody an answer
                 log.exception("the trace of request %s is lost", s.request.id)

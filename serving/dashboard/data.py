@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 
 from osd.capture.stream import TraceReader
 from osd.config import Settings
+from osd.engine.counters import OLDER
 from osd.registry.events import Events
 from osd.registry.learnt import REQUESTS
 from osd.registry.ledger import Ledger, Spent
@@ -93,17 +94,18 @@ def _version(info: VersionInfo) -> dict[str, Any]:
 def ledger(totals: Totals, domain: str) -> dict[str, Any]:
     """Seconds saved in serving against seconds spent training, by version of ``domain`` and in ``total``.
 
+    Versions that are not counted apart any more are the one named "older".
     ``saved`` is ``plain - decode``, see ``osd.engine.savings``: seconds of the engine, on all the cores that it has.
     ``training`` are CPU seconds of the trainer; those since the last version count in the total only. ``net`` is
     ``saved - training``.
     """
     tokens, plain, decode = (
-        {int(labels[1]): value for labels, value in totals.by_label(f"version_{name}").items() if labels[0] == domain}
+        {labels[1]: value for labels, value in totals.by_label(f"version_{name}").items() if labels[0] == domain}
         for name in ("tokens", "plain_seconds", "decode_seconds")
     )
-    spent = totals.spent.by_version
+    spent: dict[str | int, float] = {**totals.spent.by_version}
     rows = []
-    for version in sorted({*tokens, *spent}):
+    for version in sorted({*tokens, *spent}, key=lambda version: -1 if version == OLDER else version):
         saved, training = plain.get(version, 0.0) - decode.get(version, 0.0), spent.get(version, 0.0)
         rows.append({"version": version, "tokens": tokens.get(version, 0), "plain": plain.get(version, 0.0)})
         rows[-1] |= {"decode": decode.get(version, 0.0), "saved": saved, "training": training, "net": saved - training}

@@ -181,7 +181,7 @@ export function ledger({ ledger: { versions, unpublished, total } }) {
     }
     return row;
   };
-  const rows = [...versions].reverse().map((values) => line(`v${values.version}`, values));
+  const rows = [...versions].reverse().map((values) => line(values.version === "older" ? "older" : `v${values.version}`, values));
   if (unpublished) rows.unshift(line("in training", { training: unpublished }));
   if (rows.length) rows.push(line("total", total));
   document.querySelector("#ledger tbody").replaceChildren(...rows);

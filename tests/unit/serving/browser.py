@@ -29,7 +29,13 @@ class Browser:
             "server": ("test", 80),
             "client": ("test", 1),
         }
-        self.task = asyncio.ensure_future(app(scope, self.incoming.get, self.send))
+        self.task = asyncio.ensure_future(app(scope, self.receive, self.send))
+
+    async def receive(self):
+        message = await self.incoming.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
 
     async def send(self, message):
         self.status = message.get("status", self.status)
@@ -40,6 +46,10 @@ class Browser:
     def answer(self):
         """All bytes of the answer so far."""
         return b"".join(message.get("body", b"") for message in self.sent)
+
+    def die(self):
+        """What a proxy that was killed looks like to Serve's replica."""
+        self.incoming.put_nowait(RuntimeError("The actor died."))
 
     def leave(self):
         self.incoming.put_nowait({"type": "http.disconnect"})

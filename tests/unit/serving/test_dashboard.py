@@ -105,6 +105,7 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
 
 def test_the_ledger_sets_what_serving_saved_against_what_training_took():
     seconds = {("general", 1): (100, 5.0, 6.0), ("general", 2): (300, 15.0, 9.0), ("code", 1): (9, 1.0, 0.5)}
+    seconds["general", "older"] = (50, 2.0, 1.0)
     names = ("version_tokens", "version_plain_seconds", "version_decode_seconds")
     counters = {
         (name, *drafted_by): value
@@ -112,11 +113,12 @@ def test_the_ledger_sets_what_serving_saved_against_what_training_took():
         for name, value in zip(names, values, strict=True)
     }
     shown = ledger(Totals(counters, [], Spent({2: 2.0, 3: 1.0}, 0.5)), "general")
-    one, two, three = shown["versions"]
+    older, one, two, three = shown["versions"]
+    assert (older["version"], older["tokens"], older["saved"], older["training"]) == ("older", 50, 1.0, 0.0)
     assert (one["version"], one["saved"], one["training"], one["net"]) == (1, -1.0, 0.0, -1.0)
     assert (two["version"], two["saved"], two["training"], two["net"]) == (2, 6.0, 2.0, 4.0)
     assert (three["version"], three["tokens"], three["saved"], three["net"]) == (3, 0, 0.0, -1.0)
     assert shown["unpublished"] == 0.5
     assert shown["total"] == {
-        "tokens": 400, "plain": 20.0, "decode": 15.0, "saved": 5.0, "training": 3.5, "net": 1.5,
+        "tokens": 450, "plain": 22.0, "decode": 16.0, "saved": 6.0, "training": 3.5, "net": 2.5,
     }  # fmt: skip

@@ -7,6 +7,7 @@ import pytest
 
 from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
+from serving import generation
 from serving.routes import create_app
 from tests.unit.serving.browser import Browser, until
 
@@ -59,6 +60,56 @@ def test_a_reader_that_blocks_does_not_delay_the_cancellation(service):
         assert not slow.task.done()
         slow.unblocked.set()
         await until(lambda: slow.task.done())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_proxy_that_dies_is_a_client_that_left(service, stream):
+    async def scenario():
+        app = create_app(service)
+        service.script = lambda request: [Update(request.id, (1,), "a")]
+        gone = Browser(app, "/v1/completions", {"prompt": "hi", "n": 2, "stream": stream})
+        await until(lambda: len(service.submitted) == 2)
+        gone.die()
+        await until(lambda: gone.task.done())
+        assert set(service.cancelled) == {request.id for request in service.submitted}
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_takes_nothing_ends_its_request_and_leaves_the_queue(make_service, monkeypatch):
+    monkeypatch.setattr(generation, "UNREAD_SECONDS", 0.1)
+
+    async def scenario():
+        service = make_service(max_queue=1)
+        app = create_app(service)
+        service.script = lambda request: [Update(request.id, (1,), "a"), Update(request.id, (1,), "b")]
+        stuck = Browser(app, "/v1/completions", {"prompt": "hi", "stream": True})
+        stuck.unblocked.clear()
+        await until(lambda: service.cancelled)
+        assert not stuck.task.done()
+        service.script = lambda request: [Update(request.id, (1,), "a", "stop", SpeculationCounts())]
+        other = Browser(app, "/v1/completions", {"prompt": "hi"})
+        await until(lambda: other.task.done())
+        assert other.status == 200, "the place in the queue is free"
+        stuck.unblocked.set()
+        await until(lambda: stuck.task.done())
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_waits_for_a_slow_engine_is_no_reader_that_takes_nothing(service, monkeypatch):
+    monkeypatch.setattr(generation, "UNREAD_SECONDS", 0.05)
+
+    async def scenario():
+        service.script = lambda request: [Update(request.id, (1,), "a")]
+        waiting = Browser(create_app(service), "/v1/completions", {"prompt": "hi", "stream": True})
+        await until(lambda: len(waiting.sent) == 2)
+        await asyncio.sleep(0.2)
+        assert service.cancelled == []
+        waiting.leave()
+        await until(lambda: waiting.task.done())
 
     asyncio.run(scenario())
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from osd.engine.counters import EngineLoad
+from osd.engine.counters import APART, OLDER, DecodeSeconds, EngineCounters, EngineLoad, of_version
 from serving.replica_metrics import ReplicaMetrics, Report
 
 
@@ -31,6 +31,54 @@ def test_totals_do_not_go_backwards_when_a_replica_is_replaced():
     assert [living.replica for living in totals.replicas] == ["b"]
     metrics.push(report(201, "b", requests=2))
     assert metrics.totals(201.5).counters["requests"] == 7
+
+
+def versions_of(counters, name="a", time=100.0):
+    """What a replica reports of its versions."""
+    figures = {("version_tokens", *key): seconds.tokens for key, seconds in counters.seconds_by_version.items()}
+    figures["completion_tokens"] = sum(figures.values())
+    return Report(name, time, 1, True, EngineLoad(1, 0), 0.0, figures)
+
+
+def test_no_total_falls_while_a_thousand_versions_come_and_go_in_replicas_that_come_and_go():
+    metrics, expected = ReplicaMetrics(), 0
+    replicas = {"a": EngineCounters(), "b": EngineCounters()}
+    before = {}
+    for version in range(1, 1001):
+        for name in list(replicas):
+            if version % 100 == 0 and name != "b":  # replaced
+                del replicas[name]
+                name = f"r{version}"
+                replicas[name] = EngineCounters()
+            served = 7 if name == "b" and version % 50 < 3 else version  # rolled back for a while
+            of_version(replicas[name].seconds_by_version, ("general", served), DecodeSeconds).add(DecodeSeconds(5))
+            expected += 5
+            metrics.push(versions_of(replicas[name], name, 100.0 + version))
+            totals = metrics.totals(0.0)
+            now = totals.by_label("version_tokens")
+            assert sum(now.values()) == totals.counters["completion_tokens"] == expected
+            assert len(now) <= APART + 1
+            assert all(value >= before.get(label, 0) for label, value in now.items())
+            before = now
+    assert now["general", OLDER] > 0.9 * expected
+
+
+def test_versions_that_one_replica_no_longer_keeps_apart_stay_apart_while_others_count_them():
+    metrics = ReplicaMetrics()
+    one, other = EngineCounters(), EngineCounters()
+    of_version(other.seconds_by_version, ("general", 1), DecodeSeconds).add(DecodeSeconds(7))
+    for version in range(1, APART + 1):
+        of_version(one.seconds_by_version, ("general", version), DecodeSeconds).add(DecodeSeconds(5))
+    metrics.push(versions_of(one))
+    metrics.push(versions_of(other, "b"))
+    of_version(one.seconds_by_version, ("code", 1), DecodeSeconds).add(DecodeSeconds(1))
+    of_version(one.seconds_by_version, ("general", APART + 1), DecodeSeconds).add(DecodeSeconds(5))
+    assert ("general", 1) not in one.seconds_by_version
+    metrics.push(versions_of(one))
+    totals = metrics.totals(100.0).by_label("version_tokens")
+    assert totals["general", 1] == 12
+    assert totals["general", OLDER] == 5, "the second version was counted longest ago"
+    assert totals["code", 1] == 1
 
 
 def test_many_dead_replicas_are_forgotten_but_not_their_counts():

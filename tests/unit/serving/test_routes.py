@@ -213,4 +213,6 @@ def test_tokenize_and_detokenize_are_each_others_inverse(client):
 def test_health_follows_the_engine(client, service):
     assert client.get("/health").status_code == 200
     service.healthy = False
-    assert error_of(client.get("/health"), 503)["type"] == "server_error"
+    error = error_of(client.get("/health"), 503)
+    assert error["type"] == "server_error"
+    assert error["message"] == "This replica cannot decode: thread ended."
