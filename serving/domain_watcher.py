@@ -69,9 +69,11 @@ class DomainWatcher(Watcher):
             if domain in self._pool.domains and rollout != self._seen.get(domain):
                 self._seen[domain] = rollout
                 self._followers[domain].follow(rollout)
+            elif domain in self._pool.domains:
+                self._followers[domain].again()
         missing = [domain for domain in others if domain not in self._pool.domains]
         for domain in sorted(missing, key=lambda domain: (domain not in self._wanted, domain)):
-            refused = self._seen.get(domain) == others[domain]
+            refused = self._seen.get(domain) == others[domain] and not self._followers[domain].due
             if not refused and self._room(domain):
                 self._open(domain, others[domain])
         self._wanted -= self._pool.domains.keys()
@@ -90,7 +92,7 @@ class DomainWatcher(Watcher):
         number, handle = rollout.stable, self._engine.drafters(domain)
         new = Follower(domain, self._versions, handle, self._stop)
         follower = self._followers.setdefault(domain, new)
-        self._seen[domain] = rollout  # refused or not, it is tried again only when the pointer moves
+        self._seen[domain] = rollout  # refused, it is tried again only when the pointer moves
 
         def open_domain(version: Version) -> None:
             self._pool.open(domain, number, version.weights, self._versions.cache.of(version.config))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from osd import drafters
@@ -30,11 +31,15 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 _SWAP_SECONDS = 30.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 @dataclass
 class Start:
-    """What a replica starts with: the drafter, its version (0: not from the registry), and what was refused."""
+    """What a replica starts with: the drafter, its version (0: not from the registry), and what was refused.
+
+    What could not be read is not refused: it is tried again.
+    """
 
     drafter: Drafter
     version: int
@@ -57,9 +62,10 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
             version = registry.load(settings.domain, number)
             drafter = drafters.served(drafters.from_config(version.config, target_dir), settings)
             drafter.load_weights(version.weights)
-        except (VersionError, DrafterError) as error:
-            logger.error("drafter version %d is refused: %s", number, error)
-            refused.add(number)
+        except (VersionError, DrafterError, OSError) as error:
+            logger.error("drafter version %d is not used: %s", number, error)
+            if not _may_pass(error):
+                refused.add(number)
         else:
             return Start(drafter, number, refused)
     first = drafters.initial(settings.drafter, target_dir, settings.home_dir)
@@ -104,55 +110,126 @@ class Versions:
 class Follower:
     """Does what a domain's rollout says: loads, checks and stages each new version beside decoding.
 
-    A version that cannot be loaded or does not fit is refused: counted, logged, put on the events, and the running
-    one stays. The requests of a canary that is refused are served by the stable version.
+    A version that is damaged or does not fit is refused: counted, logged, put on the events, and left alone until the
+    pointer comes back to it or is set once more as it is. What may pass, such as a disk that does not answer, is tried
+    again after ever longer pauses. Meanwhile the running version stays, and the requests of a canary are served by the
+    stable version.
     """
 
     def __init__(self, domain: str, versions: Versions, handle: DomainHandle, stop: threading.Event) -> None:
         """Follow for ``domain`` with the drafters of ``handle``, until ``stop``."""
         self._domain, self._versions, self._handle, self._stop = domain, versions, handle, stop
+        self._rollout: Rollout | None = None
+        self._pauses: dict[int, tuple[int, float]] = {}  # of versions to try again: how often it failed, and until when
+        self._unswapped: set[int] = set()  # versions that were staged and not swapped in, and told of
+        self._late: tuple[int, int] | None = None  # not swapped in yet, and the version before it
         self.known_bad: set[int] = set()
         self.rejected = 0
 
     def follow(self, rollout: Rollout) -> None:
         """Bring the drafters to what ``rollout`` says."""
-        # In this order, so that a canary that is promoted serves its share until it is swapped in for all.
-        self._follow_stable(rollout.stable)
-        self._follow_canary(rollout)
+        before, self._rollout = self._rollout, rollout
+        named = {rollout.stable, rollout.canary}
+        if before is not None and replace(before, changed=rollout.changed) == rollout:
+            named = set()  # whoever sets the pointer to where it is wants that tried again
+        self.known_bad &= named
+        self._unswapped &= named
+        self._pauses = {number: pause for number, pause in self._pauses.items() if number in named}
+        self._bring(rollout)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether something is to be tried again."""
+        return bool(self._pauses)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is to be tried now."""
+        return any(time.monotonic() >= until for _, until in self._pauses.values())
+
+    def again(self) -> None:
+        """Try again what is due."""
+        if self._rollout is not None and self.due:
+            self._bring(self._rollout)
 
     def use(self, number: int, take: Callable[[Version], None]) -> bool:
-        """Load a version for ``take``; False when it is refused."""
+        """Load a version for ``take``; False when it is refused, or to be tried again."""
+        if time.monotonic() < self._pauses.get(number, (0, 0.0))[1]:
+            return False
         try:
             take(self._versions.registry.load(self._domain, number))
-        except (VersionError, DrafterError) as error:
-            self.refuse(number, str(error))
         except Exception as error:
-            # Whatever is wrong with a version, it must not end the thread that would load the next one.
-            logger.exception("drafter version %d of %s cannot be loaded", number, self._domain)
-            self.refuse(number, type(error).__name__)
-        else:
-            return True
-        return False
+            if _may_pass(error):
+                self._pause(number, f"it cannot be read now ({error})")
+                return False
+            self._pauses.pop(number, None)
+            if isinstance(error, (VersionError, DrafterError)):
+                self.refuse(number, str(error))
+            else:
+                # Whatever is wrong with a version, it must not end the thread that would load the next one.
+                logger.exception("drafter version %d of %s cannot be loaded", number, self._domain)
+                self.refuse(number, type(error).__name__)
+            return False
+        return True
 
     def refuse(self, number: int, reason: str) -> None:
         """Count a version that is not used, and say why."""
+        self.known_bad.add(number)
+        self._tell_refused(number, reason)
+
+    def _tell_refused(self, number: int, reason: str) -> None:
         self.rejected += 1
         logger.error("drafter version %d of %s is refused, what runs stays: %s", number, self._domain, reason)
         self._versions.events.tell("rejected", self._domain, number, reason=reason, stage="load")
 
+    def _pause(self, number: int, reason: str) -> None:
+        failed = self._pauses.get(number, (0, 0.0))[0]
+        pause = min(_FIRST_PAUSE * 2**failed, _LONGEST_PAUSE)
+        self._pauses[number] = failed + 1, time.monotonic() + pause
+        log = logger.debug if failed else logger.warning
+        log("drafter version %d of %s is tried again in %.0f s: %s", number, self._domain, pause, reason)
+
+    def _bring(self, rollout: Rollout) -> None:
+        # In this order, so that a canary that is promoted serves its share until it is swapped in for all.
+        self._follow_stable(rollout.stable)
+        self._follow_canary(rollout)
+
     def _follow_stable(self, number: int) -> None:
         before = self._handle.drafter_version
+        if self._late is not None and self._late[0] == before:
+            self._tell_swapped(*self._late)
+        if number == before:
+            self._pauses.pop(number, None)
         if number == before or number in self.known_bad:
-            # Known bad only until the pointer moves: whoever points at it again wants it tried again.
-            self.known_bad.discard(number)
             return
 
         def stage(version: Version) -> None:
             self._handle.stage(number, version.weights, self._versions.cache.of(version.config))
 
-        if self.use(number, stage) and self._swapped(number):
-            logger.info("drafter version %d is in service, before it %d", number, before)
-            self._versions.events.tell("swapped", self._domain, number, previous=before)
+        if self.use(number, stage):
+            self._await_swap(number, before)
+
+    def _await_swap(self, number: int, before: int) -> None:
+        deadline = time.monotonic() + _SWAP_SECONDS
+        while self._handle.drafter_version != number:
+            why = self._handle.swap_failure(number)
+            if why is None and time.monotonic() > deadline:
+                why, self._late = f"no swap within {_SWAP_SECONDS:.0f} s", (number, before)
+            if why is not None:
+                reason = f"it cannot be swapped in ({why})"
+                if number not in self._unswapped:
+                    self._unswapped.add(number)
+                    self._tell_refused(number, reason)
+                return self._pause(number, reason)
+            if self._stop.wait(0.01):
+                return None
+        return self._tell_swapped(number, before)
+
+    def _tell_swapped(self, number: int, before: int) -> None:
+        self._late = None
+        self._pauses.pop(number, None)
+        logger.info("drafter version %d is in service, before it %d", number, before)
+        self._versions.events.tell("swapped", self._domain, number, previous=before)
 
     def _follow_canary(self, rollout: Rollout) -> None:
         number, running = rollout.canary, self._handle.canary_version
@@ -166,17 +243,17 @@ class Follower:
                 logger.info("drafter version %d is no canary any more", running)
         elif number == running:
             self._handle.try_canary(rollout, None)
-        elif self.use(number, try_out):
+        elif number not in self.known_bad and self.use(number, try_out):
+            self._pauses.pop(number, None)
             logger.info("drafter version %d drafts for %.0f %% of requests", number, 100 * rollout.share)
         elif running is not None:
             self._handle.end_canary()
 
-    def _swapped(self, number: int) -> bool:
-        deadline = time.monotonic() + _SWAP_SECONDS
-        while self._handle.drafter_version != number and time.monotonic() < deadline:
-            if self._stop.wait(0.01):
-                return False
-        return self._handle.drafter_version == number
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the same may work later: what failed is the machine, and not the version."""
+    cause = error if isinstance(error, (OSError, MemoryError)) else error.__context__
+    return isinstance(cause, (OSError, MemoryError)) and not isinstance(cause, FileNotFoundError)
 
 
 class Watcher(ABC):
@@ -222,7 +299,17 @@ class VersionWatcher(Watcher):
 
     def _run(self) -> None:
         one_core()
-        for number in sorted(self._follower.known_bad):
-            self._follower.refuse(number, "refused when the replica started")
+        follower = self._follower
+        for number in sorted(follower.known_bad):
+            follower.refuse(number, "refused when the replica started")
         for rollout in self._pointer.watch(self._domain, self._stop, POLL_SECONDS):
-            self._follower.follow(rollout)
+            follower.follow(rollout)
+            while follower.unfinished and not self._stop.wait(POLL_SECONDS) and self._still(rollout):
+                follower.again()
+
+    def _still(self, rollout: Rollout) -> bool:
+        """Whether the pointer has not moved on; with Redis gone it has not."""
+        try:
+            return self._pointer.get(self._domain) == rollout
+        except RedisError:
+            return True

@@ -19,13 +19,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from redis.exceptions import RedisError
 
 from osd.config import TrainerSettings
-from osd.registry.replica_loads import ReplicaLoads
+from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.runtime.device import several_cores
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ LONGEST_STEP = 0.15
 _SMALLEST = 32
 _POLL = 0.02
 _RETRY = 1.0
+_BLIND_SECONDS = 5.0  # for which what was last known of the load may stand
 
 
 def lower_priority(threads: int) -> None:
@@ -58,6 +59,7 @@ class Capacity:
         self._settings = settings
         self._clock = clock
         self._unreadable_until = 0.0
+        self._known, self._known_at = 0.0, -math.inf
         self._began, self._worked = -math.inf, 0.0  # of the last piece of work: when it began, and its seconds
         self.tokens = settings.micro_batch_tokens
         self.reachable = True
@@ -66,20 +68,23 @@ class Capacity:
         """The share of the time that may be trained now.
 
         0 while in some replica a request waits or tokens come slower than the objective allows, ``trainer.duty`` while
-        requests run, all of it otherwise. When the loads cannot be read, serving is taken to need nothing.
+        requests run, all of it otherwise. When the loads cannot be read it stays for five seconds, and is 0 then:
+        serving may need anything.
         """
         now = time.monotonic()
-        if now < self._unreadable_until:
-            return 1.0
-        try:
-            loads = self._loads.read()
-        except RedisError as error:
-            if self.reachable:
-                logger.warning("the loads of replicas cannot be read, training goes on without it: %s", error)
-            self.reachable = False
-            self._unreadable_until = now + _RETRY
-            return 1.0
-        self.reachable = True
+        if now >= self._unreadable_until:
+            try:
+                self._known, self._known_at = self._share(self._loads.read()), now
+            except RedisError as error:
+                if self.reachable:
+                    logger.warning("the loads of replicas cannot be read, training waits until they can: %s", error)
+                self.reachable = False
+                self._unreadable_until = now + _RETRY
+            else:
+                self.reachable = True
+        return self._known if now - self._known_at < _BLIND_SECONDS else 0.0
+
+    def _share(self, loads: Mapping[str, ReplicaLoad]) -> float:
         objective = self._settings.latency_objective_ms or math.inf
         if any(load.waiting > 0 or load.inter_token_ms > objective for load in loads.values()):
             return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,8 @@ from osd.drafters.session import Kept, Origin, Runtime, Session, TargetRows
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
+
+log = logging.getLogger(__name__)
 
 _MOST_WANTED = 64
 """Names of domains that are remembered until somebody asks: clients can send any."""
@@ -176,6 +179,7 @@ class DrafterPool:
         self._turn = 0
         self._wanted: set[str] = set()
         self._staged: dict[str, tuple[ActiveDrafter, int, dict[str, Tensor] | None]] = {}
+        self._failed: dict[str, tuple[int, str]] = {}
         self._retired: list[ActiveDrafter] = []  # until ``sweep``: the decode thread must not spend its time on memory
         self.domains = {domain: DomainDrafters(self._maker.make(drafter, domain, version))}
 
@@ -250,6 +254,7 @@ class DrafterPool:
         with self._changed:
             self.end_canary(domain)
             self._staged.pop(domain, None)
+            self._failed.pop(domain, None)
             self._retired.append(self.domains.pop(domain).stable)
             self._maker.forget(domain)
 
@@ -283,22 +288,38 @@ class DrafterPool:
         with self._changed:
             if self.domains.get(domain) is drafters:  # else they have been dropped meanwhile
                 self._staged[domain] = staged
+                self._failed.pop(domain, None)
                 self._changed.notify_all()
 
     def swap(self) -> ActiveDrafter | None:
-        """Take one staged version into service, None where there is none; must hold ``changed``."""
+        """Take one staged version into service, None where there is none; must hold ``changed``.
+
+        One whose weights cannot be taken is not in service, and ``swap_failure`` says why. The session may have a part
+        of them then, which costs acceptance and nothing else, until a version is staged that can be taken.
+        """
         if not self._staged:
             return None
         domain, (drafter, version, staged) = self._staged.popitem()
         drafters = self.domains[domain]
+        if staged is not None:
+            try:
+                with torch.inference_mode():
+                    drafter.session.load(staged)
+            except Exception as error:
+                log.exception("drafter version %d of %s cannot be swapped in", version, domain)
+                self._failed[domain] = version, type(error).__name__
+                return None
         if drafter is not drafters.stable:
             self._retired.append(drafters.stable)
             drafters.stable = drafter
         drafter.version = version
-        if staged is not None:
-            with torch.inference_mode():
-                drafter.session.load(staged)
         return drafter
+
+    def swap_failure(self, domain: str, version: int) -> str | None:
+        """Why a version that was staged could not be swapped in; None while that may still come, and afterwards."""
+        with self._changed:
+            failed, why = self._failed.get(domain, (0, ""))
+        return why if failed == version else None
 
     def try_canary(
         self, domain: str, rollout: Rollout, weights: dict[str, Tensor] | None, drafter: Drafter | None = None
@@ -357,6 +378,10 @@ class DomainHandle:
     def stage(self, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
         """See ``DrafterPool.stage``."""
         self._pool.stage(self._domain, version, weights, drafter)
+
+    def swap_failure(self, version: int) -> str | None:
+        """See ``DrafterPool.swap_failure``."""
+        return self._pool.swap_failure(self._domain, version)
 
     def try_canary(self, rollout: Rollout, weights: dict[str, Tensor] | None, drafter: Drafter | None = None) -> None:
         """See ``DrafterPool.try_canary``."""

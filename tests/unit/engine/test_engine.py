@@ -240,9 +240,7 @@ def test_a_trace_that_cannot_be_kept_costs_no_answer(target_dir: Path, oracle: O
         assert client.engine.counters().failed == 0
 
 
-def test_a_swap_that_fails_fails_no_more_than_the_requests_at_hand(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_swap_that_fails_fails_no_request_and_is_told(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(target_dir, "eagle") as client:
         session = client.engine.pool.own.session  # type: ignore[union-attr]
         assert session is not None
@@ -253,11 +251,22 @@ def test_a_swap_that_fails_fails_no_more_than_the_requests_at_hand(
             tried.set()
             raise MemoryError("no memory")
 
-        monkeypatch.setattr(session, "load", broken)
-        client.engine.stage(2, make_drafter("eagle", target_dir).weights())  # type: ignore[union-attr]
-        assert tried.wait(10)
-        client.submit("r", [1, 2, 3], 8, ignore_eos=True)
-        assert client.wait()["r"].finish == "length"
+        weights = make_drafter("eagle", target_dir).weights()  # type: ignore[union-attr]
+        with monkeypatch.context() as patched:
+            patched.setattr(session, "load", broken)
+            client.submit("r", [1, 2, 3], 100, ignore_eos=True)
+            client.engine.stage(2, weights)
+            assert tried.wait(10)
+            assert client.wait()["r"].finish == "length"
+        assert client.engine.drafter_version == 1, "what is not swapped in is not said to be"
+        assert client.engine.counters().swaps == 0
+        general = client.engine.drafters("general")
+        assert general.swap_failure(2) == "MemoryError"
+        assert general.swap_failure(3) is None
+        client.engine.stage(2, weights)
+        while client.engine.drafter_version != 2:
+            time.sleep(0.001)
+        assert general.swap_failure(2) is None
         client.engine.check_health()
 
 

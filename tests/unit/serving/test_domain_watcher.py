@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 
@@ -14,6 +15,7 @@ from osd.drafters.base import DrafterError
 from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
+from serving import rollout_follower
 from serving.domain_watcher import DomainWatcher
 from serving.rollout_follower import Versions
 
@@ -28,6 +30,9 @@ class ScriptedDrafters:
 
     def stage(self, number, weights, drafter):
         self.drafter_version = number
+
+    def swap_failure(self, number):
+        return None
 
     def try_canary(self, rollout, weights, drafter=None):
         self.canary_version = rollout.canary
@@ -214,3 +219,23 @@ def test_the_thread_outlives_a_redis_that_goes_and_ends_soon(make, monkeypatch):
     begun = time.monotonic()
     watcher.close()
     assert time.monotonic() - begun < 2
+
+
+def test_a_domain_whose_version_cannot_be_read_now_is_opened_later(make, registry, monkeypatch):
+    monkeypatch.setattr(rollout_follower, "_FIRST_PAUSE", 0.02)
+    watcher, engine, events = make()
+    load, failures = registry.load, iter([True, True])
+
+    def flaky(domain, number):
+        if next(failures, False):
+            raise OSError(errno.EIO, "Input/output error")
+        return load(domain, number)
+
+    monkeypatch.setattr(registry, "load", flaky)
+    deadline = time.monotonic() + 10
+    while "code" not in engine.domains:
+        watcher.look({"general": at(1), "code": at(2)})
+        assert time.monotonic() < deadline
+    assert engine.domains["code"].drafter_version == 2
+    assert watcher.rejected == 0
+    assert events.events == []

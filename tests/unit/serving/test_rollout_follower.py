@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import itertools
 import threading
 import time
 
@@ -12,7 +14,8 @@ from osd.config import AcceptanceHeadSettings, EagleSettings, Settings
 from osd.drafters.base import DrafterError
 from osd.registry.events import Events
 from osd.registry.pointer import Rollout
-from osd.registry.versions import Registry
+from osd.registry.versions import Registry, VersionError
+from serving import rollout_follower
 from serving.rollout_follower import DrafterCache, Start, Versions, VersionWatcher, starting_drafter
 
 
@@ -98,14 +101,18 @@ class ScriptedEngine:
     drafter_version = 1
     canary_version = None
 
-    def __init__(self, misfits=()):
-        self.misfits, self.staged, self.shares = misfits, [], []
+    def __init__(self, misfits=(), unswapped=0):
+        self.misfits, self.staged, self.shares, self.unswapped = misfits, [], [], unswapped
 
     def stage(self, number, weights, drafter):
         self.staged.append(number)
         if number in self.misfits:
             raise DrafterError("a shape is wrong")
-        self.drafter_version = number
+        if len(self.staged) > self.unswapped:
+            self.drafter_version = number
+
+    def swap_failure(self, number):
+        return "MemoryError"
 
     def try_canary(self, rollout, weights, drafter=None):
         assert (weights is None) == (rollout.canary == self.canary_version)
@@ -123,12 +130,13 @@ class ScriptedEvents(Events):
     """Keeps events, or has no Redis for them."""
 
     def __init__(self, gone=False):
-        self.gone, self.events = gone, []
+        self.gone, self.events, self.reasons = gone, [], []
 
     def add(self, kind, domain, version, **figures):
         if self.gone:
             raise RedisGone
         self.events.append((kind, version))
+        self.reasons.append(figures.get("reason"))
 
 
 class OneDrafter:
@@ -197,6 +205,122 @@ def test_what_was_refused_at_the_start_is_counted_once_and_tried_when_pointed_at
     watcher = watch(settings, registry, engine, events, at(3), at(3, changed=2.0), refused={3})
     assert events.events == [("rejected", 3), ("swapped", 3)]
     assert watcher.rejected == 1
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(rollout_follower, "POLL_SECONDS", 0.005)
+    monkeypatch.setattr(rollout_follower, "_FIRST_PAUSE", 0.01)
+
+
+class FlakyRegistry(Registry):
+    """Fails to read so many times before it can."""
+
+    def __init__(self, root, failures, error):
+        super().__init__(root)
+        self.failures, self.error, self.tried = failures, error, []
+
+    def load(self, domain, number):
+        self.tried.append(time.monotonic())
+        if len(self.tried) <= self.failures:
+            try:
+                raise self.error
+            except OSError:
+                if self.error.errno == errno.ESTALE:  # as the registry says it of a file that it reads
+                    raise VersionError("general/3: cannot read model.safetensors") from None
+                raise
+        return super().load(domain, number)
+
+
+EIO = OSError(errno.EIO, "Input/output error")
+ESTALE = OSError(errno.ESTALE, "Stale file handle")
+
+
+def followed(settings, registry, engine, events, *rollouts, until):
+    """Watch until a condition holds; a pointer stays where its last rollout is."""
+    pointer = ScriptedPointer(*rollouts[-1:])
+    pointer.watch = lambda domain, stop, interval: (yield from rollouts)
+    watcher = VersionWatcher(
+        Versions(settings, registry, pointer, events, OneDrafter()), engine, Start(None, engine.drafter_version)
+    )
+    watcher.start()
+    deadline = time.monotonic() + 10
+    while not until():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.002)
+    watcher.close()
+    return watcher
+
+
+@pytest.mark.parametrize("error", [EIO, ESTALE], ids=["raw", "as the registry says it"])
+def test_a_version_that_cannot_be_read_now_is_tried_again_with_longer_pauses(settings, registry, quick, error):
+    flaky = FlakyRegistry(registry.root, 4, error)
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    watcher = followed(settings, flaky, engine, events, at(3), until=lambda: events.events)
+    assert events.events == [("swapped", 3)]
+    assert watcher.rejected == 0, "it was not refused"
+    pauses = [later - sooner for sooner, later in itertools.pairwise(flaky.tried)]
+    assert len(pauses) == 4
+    assert all(pause >= 0.01 * 2**number for number, pause in enumerate(pauses))
+
+
+def test_a_canary_that_cannot_be_read_now_is_tried_again(settings, registry, quick):
+    flaky = FlakyRegistry(registry.root, 2, EIO)
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    followed(settings, flaky, engine, events, trial(3), until=lambda: engine.shares)
+    assert engine.shares == [(3, 0.5, 1)]
+    assert events.events == []
+
+
+def test_a_pointer_that_moves_on_ends_the_tries(settings, registry, quick):
+    flaky = FlakyRegistry(registry.root, 1, EIO)
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    followed(settings, flaky, engine, events, at(2), at(3), until=lambda: events.events)
+    assert events.events == [("swapped", 3)]
+    assert engine.staged == [3]
+
+
+def test_a_replica_that_could_not_read_its_version_at_the_start_takes_it_up_later(
+    settings, registry, tiny_target, quick
+):
+    flaky = FlakyRegistry(registry.root, 1, EIO)
+    start = starting_drafter(settings, flaky, ScriptedPointer(at(3)), tiny_target)
+    assert (start.version, start.refused) == (1, {2}), "2 is damaged, 3 was not readable"
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    followed(settings, flaky, engine, events, at(3), until=lambda: events.events)
+    assert events.events == [("swapped", 3)]
+
+
+def test_a_version_that_is_damaged_is_left_alone_while_the_canary_beside_it_changes(settings, registry, quick):
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    watcher = watch(settings, registry, engine, events, at(2), trial(3, stable=2), trial(3, 0.2, stable=2))
+    assert events.events == [("rejected", 2)]
+    assert watcher.rejected == 1
+    assert engine.shares == [(3, 0.5, 1), (3, 0.2, 1)]
+
+
+def test_a_swap_that_fails_is_told_as_failed_and_tried_again(settings, registry, quick):
+    engine, events = ScriptedEngine(unswapped=2), ScriptedEvents()
+    watcher = followed(settings, registry, engine, events, at(3), until=lambda: len(events.events) == 2)
+    assert events.events == [("rejected", 3), ("swapped", 3)]
+    assert events.reasons == ["it cannot be swapped in (MemoryError)", None]
+    assert engine.staged == [3, 3, 3]
+    assert watcher.rejected == 1
+
+
+def test_a_swap_that_comes_late_is_told_as_failed_and_then_as_done(settings, registry, quick, monkeypatch):
+    monkeypatch.setattr(rollout_follower, "_SWAP_SECONDS", 0.05)
+    engine, events = ScriptedEngine(unswapped=1), ScriptedEvents()
+    engine.swap_failure = lambda number: None
+
+    def swapped_late():
+        if events.events:
+            engine.drafter_version = 3
+        return len(events.events) == 2
+
+    followed(settings, registry, engine, events, at(3), until=swapped_late)
+    assert events.events == [("rejected", 3), ("swapped", 3)]
+    assert "no swap within" in events.reasons[0]
 
 
 def trial(canary, share=0.5, stable=1, changed=1.0):

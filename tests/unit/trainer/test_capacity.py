@@ -9,6 +9,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.config import TrainerSettings
 from osd.registry.replica_loads import ReplicaLoad
+from trainer import capacity as capacity_module
 from trainer.capacity import LONGEST_STEP, Capacity, lower_priority
 
 
@@ -88,13 +89,32 @@ def test_a_stop_ends_the_wait():
     assert not capacity(ScriptedLoads(5)).wait(stop, threading.Event(), lambda why: None)
 
 
-def test_an_unreadable_load_lets_training_go_on_and_is_not_asked_at_every_step():
-    loads = ScriptedLoads(5)
+def test_while_nothing_was_ever_known_of_the_load_nothing_is_trained_and_it_is_not_asked_at_every_step():
+    loads = ScriptedLoads(0)
     loads.gone = True
     it = capacity(loads)
-    assert [it.spare() for _ in range(50)] == [1.0] * 50
+    assert [it.spare() for _ in range(50)] == [0.0] * 50
     assert loads.reads == 1
     assert not it.reachable
+
+
+def test_what_is_known_of_the_load_stands_for_a_while_and_then_nothing_is_trained(monkeypatch, caplog):
+    now = 100.0
+    monkeypatch.setattr(capacity_module.time, "monotonic", lambda: now)
+    loads = ScriptedLoads(0, running=1)
+    it = capacity(loads, duty=0.5)
+    assert it.spare() == 0.5
+    loads.gone = True
+    shares = []
+    for _ in range(12):
+        now += 1.0
+        shares.append(it.spare())
+    assert shares == [0.5] * 4 + [0.0] * 8
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "training waits" in caplog.text
+    loads.gone, loads.running = False, 0
+    now += 1.0
+    assert it.spare() == 1.0
 
 
 def test_long_micro_steps_shrink_until_they_are_short():
