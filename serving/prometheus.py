@@ -1,17 +1,18 @@
 """Prometheus text from the summed counters: vLLM's names for speculation, ``osd_*`` for what is ours.
 
-A version has series of its own while it is on disk or serves; all others of a domain are one, with the version "older".
+The versions that counted last have series of their own; all others of a domain are one, with the version "older".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from osd.engine.counters import OLDER
 from serving.replica_metrics import Totals
 
 __all__ = ["CONTENT_TYPE", "render"]
@@ -52,8 +53,6 @@ BY_VERSION = {
 }
 """Counters by domain and version: their names in a report, and their names and help in ``/metrics``."""
 
-_OLDER = "older"
-
 
 def render(totals: Totals, domain: str, model: str) -> bytes:
     """The exposition of one domain's totals, in Prometheus' text format."""
@@ -65,10 +64,6 @@ def render(totals: Totals, domain: str, model: str) -> bytes:
 class _Families(Collector):
     def __init__(self, totals: Totals, domain: str, model: str) -> None:
         self.totals, self.domain, self.model = totals, domain, model
-        kept = {(name, version) for name, versions in totals.versions.items() for version in versions}
-        for report in totals.replicas:
-            kept |= {(domain, report.version), (domain, report.canary), *report.others.items()}
-        self._kept = kept
 
     def describe(self) -> list[Metric]:
         return []
@@ -98,8 +93,8 @@ class _Families(Collector):
             yield family
         for key, (name, help_text) in BY_VERSION.items():
             family = CounterMetricFamily(name, help_text, labels=["domain", "version"])
-            for labels, value in self._apart(self.totals.by_label(key)).items():
-                family.add_metric(labels, value)
+            for (domain, version), value in self.totals.by_label(key).items():
+                family.add_metric([str(domain), str(version)], value)
             yield family
         yield from self._training()
         yield from self._gauges()
@@ -117,22 +112,11 @@ class _Families(Collector):
             "osd_version_training_cpu_seconds", "CPU seconds of the trainer, by the version they led to.",
             labels=["domain", "version"],
         )  # fmt: skip
-        seconds: dict[tuple[str | int, ...], float] = {
-            (self.domain, version): value for version, value in sorted(spent.by_version.items())
-        }
-        if spent.older:
-            seconds[self.domain, _OLDER] = spent.older
-        for labels, value in self._apart(seconds).items():
-            family.add_metric(labels, value)
+        seconds: dict[str | int, float] = {**dict(sorted(spent.by_version.items())), OLDER: spent.older}
+        for version, value in seconds.items():
+            if value:
+                family.add_metric([self.domain, str(version)], value)
         yield family
-
-    def _apart(self, values: Mapping[tuple[str | int, ...], float]) -> dict[tuple[str, str], float]:
-        """Values by domain and version, with those of versions that are gone in one for each domain."""
-        folded: dict[tuple[str, str], float] = {}
-        for (domain, version), value in values.items():
-            labels = str(domain), str(version) if (domain, version) in self._kept else _OLDER
-            folded[labels] = folded.get(labels, 0.0) + value
-        return folded
 
     def _gauges(self) -> Iterator[Metric]:
         labels = ["domain", "replica"]

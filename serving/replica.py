@@ -140,8 +140,7 @@ class Replica:
     async def totals(self) -> Totals:
         """See ``Service``; with those of all replicas out of reach, the counters of this replica."""
         totals = await self._shared.totals() or self._own.totals(time.time())
-        spent, versions = await asyncio.to_thread(lambda: (self._feeds.spent(), self._feeds.versions()))
-        return replace(totals, spent=spent, versions=versions)
+        return replace(totals, spent=await asyncio.to_thread(self._feeds.spent))
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         """See ``Service``."""

@@ -8,8 +8,8 @@ kept apart, and all others together: no count falls but those of a version that 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -50,13 +50,12 @@ class Report:
 class Totals:
     """Counters summed over every replica that ever reported, and the last report of each living one.
 
-    ``spent`` is what the trainer says of its CPU seconds, and ``versions`` are those of each domain that are on disk.
+    ``spent`` is what the trainer says of its CPU seconds.
     """
 
     counters: Mapping[Name, float]
     replicas: list[Report]
     spent: Spent = field(default_factory=Spent)
-    versions: Mapping[str, Collection[int]] = field(default_factory=dict)
 
     def by_label(self, name: str) -> dict[tuple[str | int, ...], float]:
         """The counter ``name`` by its labels, in order."""
@@ -113,7 +112,7 @@ class ReplicaMetrics:
         self._totals.update(delta)
         self._fold(delta)
         second = self._second(int(report.time))
-        second.counts.update(+delta)
+        second.counts.update({name: value for name, value in delta.items() if value > 0})
         second.load[report.replica] = (report.load.running, report.load.waiting)
         if len(self._last) > _KNOWN_REPLICAS:
             del self._last[min(self._last, key=lambda name: self._last[name].time)]
@@ -195,9 +194,9 @@ def _of_version(key: Name) -> TypeGuard[tuple[str | int, str | int, str | int]]:
     return isinstance(key, tuple) and len(key) == 3
 
 
-def _since(before: Mapping[Name, float], now: Mapping[Name, float]) -> Counter[Name]:
+def _since(before: Mapping[Name, float], now: Mapping[Name, float]) -> dict[Name, float]:
     """What a replica counted between two reports; of what it had not heard of before also that this is 0 yet."""
-    delta: Counter[Name] = Counter()
+    delta: defaultdict[Name, float] = defaultdict(float)
     for key, value in now.items():
         if key not in before or value != before[key]:
             delta[key] = value - before.get(key, 0)

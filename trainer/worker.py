@@ -6,17 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from osd.capture.purge import Purges
 from osd.config import Settings
-from osd.drafters import trainable
-from osd.drafters.acceptance_head import suited
-from osd.learning.gate import Gate
 from osd.learning.online import Learner, empty_replay
 from osd.learning.recalled import Recalled
 from osd.registry.learnt import Learnt
@@ -25,9 +21,10 @@ from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import FencedError, Pointer
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.replica_loads import ReplicaLoads
-from osd.registry.versions import Registry, Version
+from osd.registry.versions import Registry
 from trainer import tracking
 from trainer.accounts import Accounts, CostMeter
+from trainer.beginning import NotYet, lacking, learner_of, take_up
 from trainer.candidates import Candidates, LiveRequests, StoppedError
 from trainer.capacity import Capacity, lower_priority
 from trainer.checkpoint import Checkpoints
@@ -47,9 +44,7 @@ _TELL_SECONDS = 1.0
 
 
 class Worker:
-    """Trains the drafter of one domain.
-
-    It trains while it has the domain's lease, and waits for that while another trainer has it.
+    """Trains the drafter of one domain while it has the domain's lease, and waits while another trainer has it.
 
     Records are acknowledged when a checkpoint that was written after they were trained on is on disk. Whoever takes
     over reads the checkpoint and is given all others again.
@@ -79,9 +74,8 @@ class Worker:
         self.replay = empty_replay(trainer)
         self.recalled = Recalled(settings.recall) if settings.drafter.mixes else None
         live = LiveRequests(trainer, self._publisher, self._accounts.status, self._drifted)
-        self.intake = Intake(
-            settings, redis_url, context, self._accounts.status, self.replay, self.recalled, live.observe
-        )
+        status = self._accounts.status
+        self.intake = Intake(settings, redis_url, context, status, self.replay, self.recalled, live.observe)
         self._forgetting = Forgetting(self._domain, Purges(redis_url), self.intake, self._accounts.learnt)
         spare = partial(self._spare, self._alive)
         self._candidates = Candidates(self._publisher, self._accounts, spare, self._capacity.working)
@@ -97,26 +91,23 @@ class Worker:
         """
         lower_priority(self._settings.trainer.threads)
         try:
-            while not self._stop.is_set():
-                if self._paused.is_set():
-                    self._rest("paused")
-                    self._look()
-                    continue
-                if self.learner is None and not self._open():
-                    self._stop.wait(0.5)
-                    continue
-                try:
-                    self._turn()
-                except StoppedError:
-                    break
+            with suppress(StoppedError):
+                while not self._stop.is_set():
+                    if self._paused.is_set():
+                        self._rest("paused")
+                        self._look()
+                    elif (learner := self.learner or self._open()) is None:
+                        self._stop.wait(0.5)
+                    else:
+                        self._turn(learner)
             self.checkpoint()
         except FencedError as error:
             self._say("stopped", str(error))
             raise
         finally:
             self._scheduler.give(self._domain)
-            parts = (self.intake, self._service.pointer, self._service.events, self._loads, self._ledger)
-            for connection in (*parts, self._forgetting):
+            service, others = self._service, (self.intake, self._loads, self._ledger, self._forgetting)
+            for connection in (*others, service.pointer, service.events):
                 connection.close()
             self._lease.release()
 
@@ -147,40 +138,21 @@ class Worker:
         if self.learner is not None and self._checkpoints.save(self.learner):
             self.intake.acknowledge()
 
-    def _open(self) -> bool:
-        """Take up the checkpoint, else the version in service; False while there is none, or another trainer."""
+    def _open(self) -> Learner | None:
+        """Take up the checkpoint, else the version in service; None while there is none, or another trainer."""
         try:
-            rollout = self._service.rollout()
-            if rollout is not None and not self._lease.take(rollout):
-                self._say("waiting", f"another trainer has {self._domain}")
-                return False
-            version = self._publisher.in_service()
-        except RedisError as error:
-            self._say("waiting", f"Redis cannot be reached: {error}")
-            return False
-        except OSError as error:
-            self._say("waiting", f"the registry cannot be read or written: {error}")
-            return False
-        if version is None:
-            self._say("waiting", f"the registry has no drafter version of {self._domain} in service yet")
-            return False
-        learner = self._fresh(version)
+            version = take_up(self._domain, self._service, self._publisher, self._lease)
+        except NotYet as error:
+            self._say("waiting", str(error))
+            return None
+        fresh = partial(learner_of, version, self._settings, self._context, self.replay, self.recalled)
+        learner = fresh()
         if not self._checkpoints.resume(learner, version):
-            learner = self._fresh(version)
+            learner = fresh()
             self._accounts.cost.resume(Spent())
         self._accounts.cost.keep(self._publisher.retire())
-        self._accounts.status.version = self._publisher.stable
         self.learner = learner
-        return True
-
-    def _fresh(self, version: Version) -> Learner:
-        """A learner that goes on from the weights of a version."""
-        settings, context = self._settings, self._context
-        drafter = trainable(suited(context.build(version.config), settings.growth))
-        drafter.load_weights(version.weights)
-        distiller = context.executor.distiller(self._domain, drafter, settings.trainer)
-        gate = Gate(settings.growth.lookahead, settings.trainer.divergence)
-        return Learner(distiller, settings.trainer, gate, context.vocabulary, self.replay, self.recalled)
+        return learner
 
     def _drifted(self) -> None:
         """Learn what is new at once, and compute for longer until the next candidate."""
@@ -188,15 +160,11 @@ class Worker:
             self.learner.trigger.drifted()
         self._scheduler.weigh(self._domain, DRIFT_WEIGHT)
 
-    def _turn(self) -> None:
+    def _turn(self, learner: Learner) -> None:
         """One look at the stream and, if there is something to train on, one micro-step."""
-        learner = self.learner
-        if learner is None:
-            return
         self._accounts.cost.tell()
         self._look()
-        ready = self._ready(learner)
-        if not ready:
+        if not (ready := self._ready(learner)):
             self._scheduler.give(self._domain)
         self.intake.read(learner, 1 if ready else _IDLE_MS)
         if self._ready(learner):
@@ -213,15 +181,11 @@ class Worker:
 
     def _ready(self, learner: Learner) -> bool:
         """Whether there is something worth a micro-step; otherwise says what is missing."""
-        if not learner.ready:
-            refused = self._accounts.status.refused
-            missing = f"{learner.counters.records} of {self._settings.trainer.min_records} records to begin with"
-            self._say("waiting", missing + (f", {refused} were refused" if refused else ""))
-            return False
-        if not learner.trigger.due(self.replay.fresh_records, time.monotonic()):
-            self._say("waiting", "every record was trained on often enough, waiting for new ones")
-            return False
-        return True
+        least, refused = self._settings.trainer.min_records, self._accounts.status.refused
+        missing = lacking(learner, least, refused, self.replay.fresh_records)
+        if missing:
+            self._say("waiting", missing)
+        return not missing
 
     def _train(self, learner: Learner) -> None:
         if not self._spare(self._look):

@@ -36,8 +36,6 @@ class Feeds:
         )
         self._ledger = Ledger(redis_url)
         self._spent, self._spent_at = Spent(), 0.0
-        self._versions: dict[str, list[int]] = {}
-        self._versions_at = 0.0
         self._lock = threading.Lock()
         self._read_at = 0.0
         self._latest: dict[str, Any] = {}
@@ -59,14 +57,6 @@ class Feeds:
                     self._spent = max(self._spent, self._ledger.get(self._domain), key=lambda spent: spent.total)
                 self._spent_at = time.monotonic()
             return self._spent
-
-    def versions(self) -> dict[str, list[int]]:
-        """The numbers of the versions that are on disk, by domain. Blocks for a moment."""
-        with self._lock:
-            if time.monotonic() - self._versions_at > _FRESH_SECONDS:
-                self._versions = {domain: self._registry.numbers(domain) for domain in self._registry.domains()}
-                self._versions_at = time.monotonic()
-            return self._versions
 
     def close(self) -> None:
         """Close the connections."""
