@@ -139,10 +139,13 @@ class Intake:
 
 
 class Forgetting:
-    """Follows the list of purged requests; what is asked for while no trainer runs is done when one starts."""
+    """Follows the list of purged requests; what is asked for while no trainer runs is done when one starts.
 
-    def __init__(self, domain: str, purges: Purges, intake: Intake, learnt: Learnt) -> None:
-        self._intake, self._learnt = intake, learnt
+    ``lives`` is called each time that this trainer says that it is there.
+    """
+
+    def __init__(self, domain: str, purges: Purges, intake: Intake, learnt: Learnt, lives: Callable[[], None]) -> None:
+        self._intake, self._learnt, self._lives = intake, learnt, lives
         self._follower = PurgeFollower(purges, Member("trainer", domain), self._forget)
         self._looked_at = self._alive_at = -_LOOK_SECONDS
 
@@ -162,6 +165,7 @@ class Forgetting:
         if now - self._alive_at < _LOOK_SECONDS:
             return
         self._alive_at = now
+        self._lives()
         self._follower.alive()
 
     def close(self) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafters.recall.snapshot import Snapshots
@@ -311,3 +313,22 @@ class Publisher:
         baseline = self._build(version.config)
         baseline.load_weights(version.weights)
         self._baseline, self.stable = baseline, version.number
+
+
+def take(publisher: Publisher) -> Version | str:
+    """The version in service, once this trainer has the domain and it is one; else what it waits for.
+
+    Raises:
+        osd.registry.pointer.FencedError: another trainer has taken over the domain.
+    """
+    service = publisher.service
+    try:
+        rollout = service.rollout()
+        if rollout is not None and not service.lease.take(rollout):
+            return f"another trainer has {service.domain}"
+        version = publisher.in_service()
+    except RedisError as error:
+        return f"Redis cannot be reached: {error}"
+    except OSError as error:
+        return f"the registry cannot be read or written: {error}"
+    return version or f"the registry has no drafter version of {service.domain} in service yet"

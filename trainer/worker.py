@@ -22,7 +22,7 @@ from osd.learning.recalled import Recalled
 from osd.registry.learnt import Learnt
 from osd.registry.lease import Lease
 from osd.registry.ledger import Ledger, Spent
-from osd.registry.pointer import FencedError, Pointer
+from osd.registry.pointer import Pointer
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry, Version
@@ -34,7 +34,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.domain_scheduler import DRIFT_WEIGHT, DomainScheduler
 from trainer.executor import TargetContext
 from trainer.intake import Forgetting, Intake
-from trainer.rollout import Publisher, Service
+from trainer.rollout import Publisher, Service, take
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
@@ -47,9 +47,7 @@ _TELL_SECONDS = 1.0
 
 
 class Worker:
-    """Trains the drafter of one domain.
-
-    It trains while it has the domain's lease, and waits for that while another trainer has it.
+    """Trains the drafter of one domain, while it has the domain's lease.
 
     Records are acknowledged when a checkpoint that was written after they were trained on is on disk. Whoever takes
     over reads the checkpoint and is given all others again.
@@ -69,38 +67,34 @@ class Worker:
         self._capacity = Capacity(self._loads, trainer, lambda: executor.clock() / (executor.size * trainer.threads))
         events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
         root = settings.registry_dir
-        self._lease = Lease(PointerFiles(root), self._domain)
-        self._service = Service(self._domain, Registry(root), Pointer(redis_url, root), events, self._lease)
+        lease = Lease(PointerFiles(root), self._domain)
+        self._service = Service(self._domain, Registry(root), Pointer(redis_url, root), events, lease)
         self._publisher = Publisher(self._service, trainer, context.build, settings.registry.keep)
         self._ledger = Ledger(redis_url)
         cost = CostMeter(self._domain, self._ledger, partial(self._scheduler.clock, self._domain))
         self._accounts = Accounts(Status(), cost, Learnt())
-        self._checkpoints = Checkpoints(settings, self._accounts, self._lease)
+        self._checkpoints = Checkpoints(settings, self._accounts, lease)
         self.replay = empty_replay(trainer)
         self.recalled = Recalled(settings.recall) if settings.drafter.mixes else None
         live = LiveRequests(trainer, self._publisher, self._accounts.status, self._drifted)
         self.intake = Intake(
             settings, redis_url, context, self._accounts.status, self.replay, self.recalled, live.observe
         )
-        self._forgetting = Forgetting(self._domain, Purges(redis_url), self.intake, self._accounts.learnt)
-        spare = partial(self._spare, self._alive)
+        self._forgetting = Forgetting(self._domain, Purges(redis_url), self.intake, self._accounts.learnt, lease.alive)
+        spare = partial(self._spare, self._forgetting.alive)
         self._candidates = Candidates(self._publisher, self._accounts, spare, self._capacity.working)
         self.learner: Learner | None = None
         self._told_at = 0.0
         self._stop, self._paused, self._resting = threading.Event(), threading.Event(), threading.Event()
 
     def run(self) -> None:
-        """Work until ``stop``; ends with a checkpoint. At most one thread may run this.
-
-        Raises:
-            FencedError: another trainer has taken over the domain; nothing is written any more.
-        """
+        """Work until ``stop``; ends with a checkpoint, or with a ``FencedError``. At most one thread may run this."""
         lower_priority(self._settings.trainer.threads)
         try:
             while not self._stop.is_set():
                 if self._paused.is_set():
                     self._rest("paused")
-                    self._look()
+                    self._forgetting.look()
                     continue
                 if self.learner is None and not self._open():
                     self._stop.wait(0.5)
@@ -110,15 +104,12 @@ class Worker:
                 except StoppedError:
                     break
             self.checkpoint()
-        except FencedError as error:
-            self._say("stopped", str(error))
-            raise
         finally:
             self._scheduler.give(self._domain)
             parts = (self.intake, self._service.pointer, self._service.events, self._loads, self._ledger)
             for connection in (*parts, self._forgetting):
                 connection.close()
-            self._lease.release()
+            self._service.lease.release()
 
     def stop(self) -> None:
         """End ``run`` after the micro-step that is under way."""
@@ -139,30 +130,15 @@ class Worker:
         return asdict(self._accounts.status_of(self.learner))
 
     def checkpoint(self) -> None:
-        """Save, then acknowledge: in this order nothing is lost in between.
-
-        Raises:
-            FencedError: another trainer has taken over the domain.
-        """
+        """Save, then acknowledge: in this order nothing is lost in between."""
         if self.learner is not None and self._checkpoints.save(self.learner):
             self.intake.acknowledge()
 
     def _open(self) -> bool:
-        """Take up the checkpoint, else the version in service; False while there is none, or another trainer."""
-        try:
-            rollout = self._service.rollout()
-            if rollout is not None and not self._lease.take(rollout):
-                self._say("waiting", f"another trainer has {self._domain}")
-                return False
-            version = self._publisher.in_service()
-        except RedisError as error:
-            self._say("waiting", f"Redis cannot be reached: {error}")
-            return False
-        except OSError as error:
-            self._say("waiting", f"the registry cannot be read or written: {error}")
-            return False
-        if version is None:
-            self._say("waiting", f"the registry has no drafter version of {self._domain} in service yet")
+        """Take up the checkpoint, else the version in service; False while there is something to wait for."""
+        version = take(self._publisher)
+        if isinstance(version, str):
+            self._say("waiting", version)
             return False
         learner = self._fresh(version)
         if not self._checkpoints.resume(learner, version):
@@ -194,7 +170,7 @@ class Worker:
         if learner is None:
             return
         self._accounts.cost.tell()
-        self._look()
+        self._forgetting.look()
         ready = self._ready(learner)
         if not ready:
             self._scheduler.give(self._domain)
@@ -224,7 +200,7 @@ class Worker:
         return True
 
     def _train(self, learner: Learner) -> None:
-        if not self._spare(self._look):
+        if not self._spare(self._forgetting.look):
             return
         self._say("training", "")
         with self._capacity.working():
@@ -258,16 +234,6 @@ class Worker:
             if self._scheduler.has(self._domain):
                 return True
         return False
-
-    def _alive(self) -> None:
-        """Say that this trainer goes on."""
-        self._lease.alive()
-        self._forgetting.alive()
-
-    def _look(self) -> None:
-        """The same, and forget what is asked for."""
-        self._alive()
-        self._forgetting.look()
 
     def _rest(self, why: str) -> None:
         self._scheduler.give(self._domain)

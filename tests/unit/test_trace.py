@@ -76,7 +76,7 @@ def test_unpacked_array_is_read_only():
     ],
 )
 def test_array_whose_bytes_do_not_fit_or_whose_size_is_absurd_is_refused(array: Array):
-    with pytest.raises(TraceError, match="^array of "):
+    with pytest.raises(TraceError, match=r"^array of "):
         array.numpy()
 
 

@@ -29,6 +29,7 @@ TOTALS = Totals(
     },
     [Report("r1", 1.0, 3, True, EngineLoad(4, 1), 0.002, {}, others={"code": 7})],
     Spent({2: 4.0, 3: 6.0}, 1.5),
+    {"general": [2, 3], "code": [3]},
 )
 
 
@@ -74,6 +75,25 @@ def test_prometheus_can_parse_it_and_ours_is_labelled():
     assert samples["osd_running_requests", ("domain", "general"), ("replica", "r1")] == 4
     assert samples["osd_drafter_version", ("domain", "general"), ("replica", "r1")] == 3
     assert samples["osd_drafter_version", ("domain", "code"), ("replica", "r1")] == 7
+
+
+def test_versions_that_are_gone_and_serve_nowhere_are_one_series_of_their_domain_and_no_sum_changes():
+    counters = {("version_accepted", domain, n): float(n) for domain in ("general", "code") for n in range(1, 1001)}
+    replica = Report("r1", 1.0, 3, True, EngineLoad(0, 0), 0.0, {}, canary=5, others={"code": 7})
+    spent = Spent({n: 1.0 for n in range(1, 1001)}, 0.0, 10.0)
+    totals = Totals(counters, [replica], spent, {"general": [999, 1000], "code": []})
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for family in text_string_to_metric_families(render(totals, "general", "tiny").decode()):
+        for sample in family.samples:
+            if "version" in sample.labels:
+                of = found.setdefault(sample.name, {})
+                of[sample.labels["domain"], sample.labels["version"]] = sample.value
+    accepted, cpu = found["osd_version_accepted_tokens_total"], found["osd_version_training_cpu_seconds_total"]
+    general = {("general", name) for name in ("older", "3", "5", "999", "1000")}
+    assert accepted.keys() == {*general, ("code", "older"), ("code", "7")}
+    assert sum(accepted.values()) == sum(counters.values())
+    assert cpu.keys() == general
+    assert sum(cpu.values()) == spent.total
 
 
 def test_counters_that_nobody_counted_yet_are_zero_and_not_missing():
