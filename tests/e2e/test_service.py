@@ -132,6 +132,7 @@ def running(service):
     return service.metric("osd_running_requests") + service.metric("osd_waiting_requests")
 
 
+@pytest.mark.fault("a client disconnects", "its slots are free within a round")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_frees_its_slots(service, eventually, stream):
     eventually(lambda: running(service) == 0)
@@ -149,6 +150,7 @@ def test_a_client_that_disconnects_frees_its_slots(service, eventually, stream):
     eventually(lambda: running(service) == 0)
 
 
+@pytest.mark.fault("more requests come than the queue holds", "429 with Retry-After, and it recovers")
 def test_a_full_queue_is_429_with_retry_after_and_recovers(service, eventually):
     body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "n": 6, "stream": True}
     refused, lines = None, []

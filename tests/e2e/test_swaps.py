@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import httpx2 as httpx
+import pytest
 import redis
 import torch
 
@@ -111,6 +112,7 @@ def test_a_domain_has_its_own_drafter_as_soon_as_it_has_a_pointer(service, event
     eventually(lambda: [replica["others"] for replica in service.data()["replicas"]] == [{}] * 2)
 
 
+@pytest.mark.fault("a version is damaged on disk", "it is refused, and the running one stays")
 def test_a_damaged_version_is_refused_and_the_running_one_stays(service, eventually):
     good = service.versions()[0]
     assert service.versions() == [good] * 2
@@ -157,6 +159,7 @@ def test_what_may_be_learned_from_reaches_the_stream_and_nothing_else(service, e
         assert client.xlen(stream) == length + 3
 
 
+@pytest.mark.fault("Redis is gone and comes back", "serving goes on; what was not captured is counted; capture resumes")
 def test_without_redis_serving_goes_on_and_capture_resumes_when_it_is_back(service, eventually):
     version = service.versions()[0]
     dropped = service.metric("osd_traces_dropped_total")

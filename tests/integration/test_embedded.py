@@ -112,6 +112,7 @@ def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setti
     assert not (tmp_path / "running.json").exists()
 
 
+@pytest.mark.fault("a start fails late", "what came up before is ended, and one line says why")
 @pytest.mark.timeout(120)
 def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path):
     too_many = ["--set", "drafter.kind=language_model", "--set", "drafter.layers=99"]
@@ -137,6 +138,7 @@ def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path)
     assert gone(list(seen.values()))
 
 
+@pytest.mark.fault("a second signal comes while it ends", "every process ends at once")
 @pytest.mark.timeout(120)
 def test_the_second_signal_ends_every_process_at_once(tiny_target, tmp_path):
     with osd(tmp_path, "up", *small(tiny_target, free_port())) as process:

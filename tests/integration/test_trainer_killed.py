@@ -78,6 +78,10 @@ def check_whole(url, home, registry):
         assert checkpoint.load(path) is not None
 
 
+@pytest.mark.fault(
+    "the trainer is killed at any instant in which it writes",
+    "no version and no acknowledged record is lost, and nothing is half done",
+)
 def test_killed_at_any_instant_it_loses_no_version_no_record_and_leaves_nothing_half_done(
     redis_url, redis_client, tmp_path
 ):

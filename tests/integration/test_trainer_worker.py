@@ -370,6 +370,7 @@ def test_records_that_are_too_old_are_not_learned_from_and_done_with(make_loop, 
     assert worker.status()["steps"] == 0
 
 
+@pytest.mark.fault("two trainers have one domain", "one trains, the other waits until it ends")
 def test_of_two_trainers_of_a_domain_one_trains_and_the_other_waits_until_it_ends(make_loop, eventually):
     first, second = make_loop(), make_loop()
     first.first_version()
@@ -392,6 +393,10 @@ def test_of_two_trainers_of_a_domain_one_trains_and_the_other_waits_until_it_end
     assert rollout.fence == 2
 
 
+@pytest.mark.fault(
+    "a trainer hangs, is replaced and comes back",
+    "it writes nothing more, and ends with a line that says why",
+)
 def test_a_trainer_that_was_silent_and_replaced_writes_nothing_more_and_ends(make_loop, eventually, monkeypatch):
     first, second = make_loop(), make_loop()
     first.first_version()
