@@ -151,7 +151,7 @@ class Worker:
             learner = fresh()
             self._accounts.cost.resume(Spent())
         self._accounts.cost.keep(self._publisher.retire())
-        self.learner = learner
+        self._accounts.status.version, self.learner = self._publisher.stable, learner
         return learner
 
     def _drifted(self) -> None:

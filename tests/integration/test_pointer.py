@@ -184,7 +184,7 @@ def test_domain_that_is_not_a_name_is_refused(pointer: Pointer):
 
 @pytest.mark.fault(
     "Redis is gone while a version is promoted or pinned",
-    "the disk is read and moved; Redis is told when it is back",
+    "the disk is read and moved",
 )
 def test_with_redis_gone_the_disk_is_read_and_moved_and_what_it_does_not_have_is_an_error_soon(
     redis_server: RedisServer, pointer: Pointer
