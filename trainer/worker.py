@@ -10,8 +10,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from osd.capture.purge import Purges
 from osd.config import Settings
 from osd.drafters import trainable

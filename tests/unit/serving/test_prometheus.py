@@ -80,7 +80,7 @@ def test_prometheus_can_parse_it_and_ours_is_labelled():
 def test_versions_that_are_gone_and_serve_nowhere_are_one_series_of_their_domain_and_no_sum_changes():
     counters = {("version_accepted", domain, n): float(n) for domain in ("general", "code") for n in range(1, 1001)}
     replica = Report("r1", 1.0, 3, True, EngineLoad(0, 0), 0.0, {}, canary=5, others={"code": 7})
-    spent = Spent({n: 1.0 for n in range(1, 1001)}, 0.0, 10.0)
+    spent = Spent(dict.fromkeys(range(1, 1001), 1.0), 0.0, 10.0)
     totals = Totals(counters, [replica], spent, {"general": [999, 1000], "code": []})
     found: dict[str, dict[tuple[str, str], float]] = {}
     for family in text_string_to_metric_families(render(totals, "general", "tiny").decode()):
