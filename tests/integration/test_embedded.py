@@ -116,7 +116,7 @@ def test_without_target_redis_or_address_nothing_is_left_running(tmp_path, setti
 @pytest.mark.timeout(120)
 def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path):
     too_many = ["--set", "drafter.kind=language_model", "--set", "drafter.layers=99"]
-    # What the last run left is read before the drafter is made: from a pipe, that lasts until Ray is up.
+    # The pointer is read before the drafter is made: from a pipe, that lasts until Ray is up.
     kept = tmp_path / "registry" / "general.rollout.json"
     kept.parent.mkdir()
     os.mkfifo(kept)
@@ -128,7 +128,9 @@ def test_a_start_that_fails_late_ends_what_came_up_before(tiny_target, tmp_path)
             except psutil.NoSuchProcess:
                 break
             if len(seen) > 3 and kept.exists():
-                kept.write_text("")
+                with open(kept, "w") as pipe:
+                    kept.unlink()  # whoever reads it does not read it again
+                    pipe.write('{"stable": 1, "canary": null, "share": 0, "changed": 1}')
             time.sleep(0.05)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2

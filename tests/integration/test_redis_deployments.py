@@ -19,6 +19,7 @@ from osd.redis_client import connect
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from tests.pointers import put
 from tests.redis_servers import PASSWORD, Address, pair, run
 
 CAPTURE = CaptureSettings(max_records=100)
@@ -64,12 +65,12 @@ def test_with_nobody_to_write_to_the_refusal_is_an_error_for_the_caller(tmp_path
         assert client.get("a") is None
 
 
-def use_everything(url: str, name: str) -> None:
-    """Write through whatever osd keeps in Redis."""
-    with Pointer(url) as pointer, Events(url) as events, ReplicaLoads(url) as loads, Purges(url) as purges:
-        pointer.set("general", ROLLOUT)
-        assert pointer.replace("general", ROLLOUT, ROLLOUT)
-        assert pointer.all() == {"general": ROLLOUT}
+def use_everything(url: str, name: str, root: Path) -> None:
+    """Write through whatever osd keeps in Redis, beside the registry in ``root``."""
+    (root / "general" / str(ROLLOUT.stable)).mkdir(parents=True)
+    with Pointer(url, root) as pointer, Events(url) as events, ReplicaLoads(url) as loads, Purges(url) as purges:
+        moved = put(pointer, "general", ROLLOUT)
+        assert pointer.all() == {"general": moved}
         events.add("published", "general", 1, name=name)
         assert [event["name"] for event in events.recent()] == [name]
         loads.report(name, ReplicaLoad(1, 0, 1, 1.0))
@@ -79,12 +80,12 @@ def use_everything(url: str, name: str) -> None:
         assert purges.members() == {Member("replica", name)}
 
 
-def test_two_services_share_a_redis_when_each_has_a_prefix(redis_url, redis_client, make_trace, eventually):
+def test_two_services_share_a_redis_when_each_has_a_prefix(redis_url, redis_client, make_trace, eventually, tmp_path):
     prefixes = "first:", "second:"
     for prefix in prefixes:
         url = load_settings(None, [f"redis_url={redis_url}", f"redis_prefix={prefix}"], {}).redis_url
         assert url is not None
-        use_everything(url, prefix)
+        use_everything(url, prefix, tmp_path / prefix.removesuffix(":"))
         writer, reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "trainer", "c")
         writer.offer(make_trace(prefix))
         assert [given.trace.request_id for given in reader.read(9, block_ms=5000)] == [prefix]
