@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from deploy.local_ray import LocalRay, RayDied
-from deploy.running import DRAIN_SECONDS, announce, lock, withdraw
+from deploy.running import announce, lock, withdraw
 from osd.capture.server import RedisError, open_redis, public_url
 from osd.capture.supervisor import RedisSupervisor
 from osd.config import ConfigError, Settings
@@ -196,10 +196,11 @@ class Embedded:
             self._ray.call("start the replicas", _REPLICAS_SECONDS, run)
 
     def _stop_serving(self) -> None:
-        self._report(f"waiting for requests in flight, at most {DRAIN_SECONDS:.0f} seconds")
+        seconds = self.settings.serving.drain_s
+        self._report(f"waiting for requests in flight, at most {seconds:g} seconds")
         begun = time.monotonic()
         try:
-            self._ray.call("end the replicas", DRAIN_SECONDS + _ANSWER_SECONDS, _delete_application)
+            self._ray.call("end the replicas", seconds + _ANSWER_SECONDS, _delete_application)
         except RayDied:
             return
         except (RayError, TimeoutError) as error:

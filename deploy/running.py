@@ -9,9 +9,6 @@ from pathlib import Path
 
 import filelock
 
-DRAIN_SECONDS = 75.0
-"""How long requests in flight may go on when the loop stops."""
-
 _FILE, _LOCK = "running.json", ".running.lock"
 
 

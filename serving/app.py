@@ -121,7 +121,7 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
         # What cannot start now, such as a target that is gone, will not start at the twentieth try.
         max_constructor_retry_count=3,
         graceful_shutdown_wait_loop_s=1,
-        graceful_shutdown_timeout_s=20,
+        graceful_shutdown_timeout_s=settings.serving.drain_s,
         deployment_actors=[metrics],
     )
     return deployment.bind(settings, redis_url)

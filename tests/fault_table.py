@@ -12,10 +12,10 @@ HEAD = ("fault", "promised", "held", "lost", "errors that clients saw", "seconds
 
 @dataclass
 class Aftermath:
-    """What was ``lost``, which ``errors`` clients saw, and the ``seconds`` until all was well again."""
+    """What was ``lost``, which ``errors`` clients saw, and the ``seconds`` until all was well; None: not looked at."""
 
-    lost: str = "nothing"
-    errors: str = "none"
+    lost: str | None = None
+    errors: str | None = None
     seconds: float | None = None
 
 
@@ -49,5 +49,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         after = noted.get(node, Aftermath())
         if node in held:
             seconds = "" if after.seconds is None else f"{after.seconds:.1f}"
-            row = (what, promise, held[node], after.lost, after.errors, seconds)
+            row = (what, promise, held[node], after.lost or "", after.errors or "", seconds)
             terminalreporter.write_line(f"| {' | '.join(row)} |")
