@@ -16,12 +16,13 @@ from benchmarks.figures import Quartiles
 from benchmarks.machine import Machine
 from benchmarks.nodes import Calibration, Draft, Tally, WatchedMixed, WatchedRecall, tallies
 from benchmarks.pair import BenchError, engine_with
-from benchmarks.streams import Arrivals, answers_of, decoding_rate, updates_of
+from benchmarks.streams import Arrivals, answers_of, decoding_rate, settled, updates_of
 from osd.config import ConfidenceSettings, Settings
 from osd.drafters.base import Drafter
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.memories import ENTRY_BYTES
 from osd.drafters.recall.memory import KEPT, Backend, Heard, Memory, Sought, mark_of
+from osd.engine.counters import EngineCounters
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
@@ -68,6 +69,8 @@ class Wave:
     ``tokens_per_second`` is of all of them while every one decodes, 0 where one ended before all had begun. They took
     ``tokens`` in so many ``forwards``, those of a prompt and the token after it left out; a forward that several share
     counts for each.
+
+    The engine was busy with it for ``busy_seconds``, of which its ledger says that drafts saved ``saved_seconds``.
     """
 
     way: str
@@ -77,6 +80,8 @@ class Wave:
     tokens_per_second: float
     tokens: int
     forwards: int
+    busy_seconds: float
+    saved_seconds: float
     counts: SpeculationCounts
     drafts: Sequence[Draft] = ()
 
@@ -173,6 +178,7 @@ def _wave(
         )
         for number, prompt in enumerate(prompts, first)
     ]  # fmt: skip
+    before = settled(setup.engine)
     arrivals: Arrivals = defaultdict(list)
     counts = SpeculationCounts()
     for moment, update in updates_of(setup.engine, requests):
@@ -182,14 +188,21 @@ def _wave(
     rate, noted = decoding_rate(arrivals), setup.drafts.get(way.name, [])
     drafts = noted.copy()
     noted.clear()
-    return Wave(way.name, phase, first, len(prompts), rate, sum(later), len(later), counts, drafts)
+    after = settled(setup.engine)
+    busy, saved = after.busy_seconds - before.busy_seconds, _saved(after) - _saved(before)
+    return Wave(way.name, phase, first, len(prompts), rate, sum(later), len(later), busy, saved, counts, drafts)
+
+
+def _saved(counters: EngineCounters) -> float:
+    return sum(took.plain - took.decode for took in counters.seconds_by_version.values())
 
 
 @dataclass(frozen=True)
 class Gain:
     """What a way made of some of the stream; ``speedup`` is beside plain decoding of the same prompts.
 
-    Speeds are those of so many ``waves``, all else of everything that was decoded.
+    Speeds are those of so many ``waves``, all else of everything that was decoded. The ``ledger_error`` is by how much
+    the engine's busy time with what its ledger says was saved differs from that of plain decoding, in shares of that.
     """
 
     way: str
@@ -200,6 +213,7 @@ class Gain:
     tokens_per_forward: float
     drafted_per_round: float
     acceptance_rate: float
+    ledger_error: float
 
 
 def gains(waves: Sequence[Wave]) -> list[Gain]:
@@ -229,9 +243,17 @@ def gains(waves: Sequence[Wave]) -> list[Gain]:
                 tokens_per_forward(list(mine.values())),
                 counts.drafted / counts.rounds if counts.rounds else 0.0,
                 counts.acceptance_rate,
+                _ledger_error(mine, by_way[PLAIN]),
             )
         )
     return found
+
+
+def _ledger_error(mine: dict[int, Wave], plain: dict[int, Wave]) -> float:
+    pairs = [(wave, plain[first]) for first, wave in mine.items() if first in plain]
+    said = sum(wave.busy_seconds + wave.saved_seconds for wave, _ in pairs)
+    took = sum(other.busy_seconds for _, other in pairs)
+    return said / took - 1
 
 
 def tokens_per_forward(waves: Sequence[Wave]) -> float:

@@ -30,13 +30,24 @@ def tables(found: Found) -> RenderableType:
 
 
 def _gains(title: str, found: Sequence[Gain]) -> Grid:
-    names = ("waves", "x plain", "quartiles", "tokens/s", "tokens/round", "tokens/forward", "drafted/round", "kept")
-    grid = columns(title, *names)
+    names = (
+        "waves",
+        "x plain",
+        "quartiles",
+        "tokens/s",
+        "tokens/round",
+        "tokens/forward",
+        "drafted/round",
+        "kept",
+        "ledger's error",
+    )
+    grid = columns(title, *names, "ledger off by")
     for gain in found:
         up, speed = gain.speedup, gain.tokens_per_second.median
         cells = [str(gain.waves), up.text(), f"{up.lower:.2f} to {up.upper:.2f}", f"{speed:.1f}"]
         cells += [f"{gain.mean_acceptance_length:.2f}", f"{gain.tokens_per_forward:.2f}"]
-        grid.add_row(gain.way, *cells, f"{gain.drafted_per_round:.1f}", f"{gain.acceptance_rate:.2f}")
+        cells += [f"{gain.drafted_per_round:.1f}", f"{gain.acceptance_rate:.2f}", f"{gain.ledger_error:+.3f}"]
+        grid.add_row(gain.way, *cells)
     return grid
 
 

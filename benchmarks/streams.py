@@ -8,12 +8,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from osd.engine.counters import EngineCounters
 from osd.engine.engine import Engine
 from osd.engine.request import Request, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
 
 Arrivals = dict[str, list[tuple[float, int]]]
 """Of each request, when tokens came, in seconds from the sending on, and how many at that moment."""
+
+_LOOK_SECONDS = 0.001
 
 
 def seconds_of(engine: Engine, requests: Sequence[Request]) -> float:
@@ -86,6 +89,13 @@ def answers_of(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]
         answer.logprobs += update.logprobs
         answer.counts = update.counts or answer.counts
     return found
+
+
+def settled(engine: Engine) -> EngineCounters:
+    """What a running engine has counted when it has nothing left to do."""
+    while not engine.rests:
+        time.sleep(_LOOK_SECONDS)
+    return engine.counters()
 
 
 def decoding_rate(arrivals: Arrivals) -> float:

@@ -141,6 +141,12 @@ class Engine:
             return EngineLoad(len(self.loop.scheduler.running), len(self.loop.scheduler.waiting))
 
     def counters(self) -> EngineCounters:
-        """A copy of the counts so far."""
+        """A copy of the counts so far; a request hears of its end before its last round is counted."""
         with self._changed:
             return self.loop.counters.copy()
+
+    @property
+    def rests(self) -> bool:
+        """Whether there is nothing to do, and all that was done is counted."""
+        with self._changed:
+            return self.loop.health.rests and not self.loop.scheduler.everything()

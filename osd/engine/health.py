@@ -43,6 +43,11 @@ class Health:
         """There is no work."""
         self._since = None
 
+    @property
+    def rests(self) -> bool:
+        """Whether there is no work, as it is in the beginning."""
+        return self._since is None
+
     def round_ended(self) -> None:
         """A round has done its work."""
         now = self._clock()

@@ -80,7 +80,7 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class Drafted:
-    """All drafts, when each drafter began and ended, and how many CUDA graphs there were before."""
+    """All drafts, when each drafter that was asked began and ended, and how many CUDA graphs there were before."""
 
     scheduled: Scheduled
     groups: Sequence[DraftGroup]
@@ -169,7 +169,7 @@ def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
         groups.append(DraftGroup.of(drafter, policy, limits, device, worth if policy.growth.by_worth else None))
         if worth is not None and policy.growth.by_worth:
             worth = worth.after(*groups[-1].size)
-        if drafter is not None:
+        if drafter is not None and groups[-1].proposal is not None:
             marks.append((drafter, begun, mark(device)))
     return Drafted(scheduled, groups, marks, graphs)
 

@@ -6,28 +6,40 @@ from osd.engine.counters import DecodeSeconds
 from osd.engine.round import Outcome
 from osd.speculation.cost_model import CostModel
 
+Savings = dict[tuple[str, int], DecodeSeconds]
+"""By drafter domain and version."""
 
-def savings(outcome: Outcome, seconds: float, costs: CostModel) -> dict[tuple[str, int], DecodeSeconds]:
+
+def savings(outcome: Outcome, seconds: float, costs: CostModel) -> Savings:
     """The serving side of the ledger: what a round adds to ``saved = plain - decode``, by drafter domain and version.
 
-    In a round, n sequences draw tokens on p further rows of prompts. Plain decoding pays ``V(n + p)`` for one token of
-    each, V being a forward of the cost model, and ``V(n)`` for every further round that it needs; so a sequence with t
-    tokens is worth ``(V(n + p) + (t - 1) V(n)) / n`` plain seconds, and took its n-th part of the round. The sum over a
-    version is negative when its drafter costs more than it brings.
+    In a round, n sequences draw tokens on p further rows of prompts. With R a round of the cost model, plain decoding
+    pays ``R(n + p)`` for one token of each, and ``R(n)`` for every further round that it needs: a sequence with t
+    tokens is worth ``(R(n + p) + (t - 1) R(n)) / n``. The round itself is expected to cost R of all its rows and what
+    was spent on proposing. Both are scaled by the ``seconds`` that it took: what stalls a round would have stalled
+    plain decoding too. The sum over a version is negative when its drafter costs more than it brings.
 
-    Assumptions, all to the drafter's disadvantage or small: plain decoding pays for nothing but the target's forwards,
-    although it chooses and keeps tokens too; the n sequences share a round equally; and they would have been the same n
-    without drafts. Rounds in which nobody drafted are plain decoding: they save nothing and are not counted, and
-    neither are sequences that asked not to be drafted for. Seconds are of wall clock while the engine computes;
-    ``costs`` have taken in this round.
+    A drafter that was asked in vain, in a round without a draft, has taken the seconds of the asking and given nothing.
+
+    Assumptions: the n sequences share a round equally; they would have been the same n without drafts, as they are when
+    every client waits for an answer before it asks again; and a plain round of n rows does as much beside its forward
+    as the model has seen of rounds with so few. Sequences that asked not to be drafted for are not counted. Seconds are
+    of wall clock while the engine computes; ``costs`` have taken in this round.
     """
-    added: dict[tuple[str, int], DecodeSeconds] = {}
+    added: Savings = {}
+    proposing = sum(outcome.draft_seconds.values())
     if not any(one.tree.tokens for one in outcome.sequences):
+        for drafter, asking in outcome.draft_seconds.items():
+            of_version = added.setdefault((drafter.domain, drafter.version), DecodeSeconds())
+            of_version.add(DecodeSeconds(0, 0.0, asking))
         return added
     count = len(outcome.sequences)
-    first, further = costs.forward(outcome.plain_rows) / count, costs.forward(count) / count
+    expected = costs.round(outcome.rows) + proposing
+    share = seconds / count
+    first, further = costs.round(outcome.plain_rows), costs.round(count)
     for one in outcome.sequences:
         if (drafter := one.sequence.drafter) is not None:
-            mine = DecodeSeconds(one.tokens, first + (one.tokens - 1) * further, seconds / count)
+            plain = share * (first + (one.tokens - 1) * further) / expected if expected else 0.0
+            mine = DecodeSeconds(one.tokens, plain, share)
             added.setdefault((drafter.domain, drafter.version), DecodeSeconds()).add(mine)
     return added

@@ -32,9 +32,18 @@ def node(chance: float, kept: bool, *, tested: bool = True) -> Node:
     return Node("recall", 0, 1, chance, tested, kept)
 
 
-def wave(way: str, first: int, rate: float, *, drafted: int = 0, accepted: int = 0) -> Wave:
+def wave(
+    way: str, first: int, rate: float, *, drafted: int = 0, accepted: int = 0, busy: float = 1.0, saved: float = 0.0
+) -> Wave:
     counts = SpeculationCounts(10, drafted, accepted) if drafted else SpeculationCounts()
-    return Wave(way, UNSEEN, first, 1, rate, 10 + accepted, 10, counts)
+    return Wave(way, UNSEEN, first, 1, rate, 10 + accepted, 10, busy, saved, counts)
+
+
+def test_a_ledger_is_off_by_what_it_says_beside_the_clock_on_the_same_prompts():
+    plain = [wave(PLAIN, first, 10.0, busy=2.0) for first in range(2)]
+    mine = [wave(RECALL, first, 20.0, busy=1.0, saved=1.05) for first in range(3)]
+    found = {gain.way: gain.ledger_error for gain in gains([*plain, *mine])}
+    assert found == {PLAIN: 0.0, RECALL: pytest.approx(0.025)}
 
 
 def test_quartiles_lie_within_what_was_measured():
