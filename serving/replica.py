@@ -25,7 +25,7 @@ from osd.registry.versions import Registry
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
-from osd.target.load import load_tokenizer, resolve
+from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config, load_model
 from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
@@ -69,7 +69,7 @@ class Replica:
         # busy thread.
         sys.setswitchinterval(_SWITCH_SECONDS)
         one_core()
-        directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+        directory = target_directory(settings)
         self._tokenizer = load_tokenizer(directory)
         registry = Registry(settings.registry_dir)
         self._pointer = Pointer(redis_url, settings.registry_dir)
