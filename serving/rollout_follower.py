@@ -54,8 +54,7 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
         logger.warning("the rollout pointer cannot be read, starting with the newest version: %s", error)
         rollout = None
     refused: set[int] = set()
-    numbers = [info.number for info in registry.list(settings.domain)]
-    for number in sorted(numbers, reverse=True):
+    for number in reversed(_numbers(registry, settings.domain)):
         if rollout is not None and number > rollout.stable:
             continue
         try:
@@ -70,6 +69,15 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
             return Start(drafter, number, refused)
     first = drafters.initial(settings.drafter, target_dir, settings.home_dir)
     return Start(drafters.served(first, settings), 0, refused)
+
+
+def _numbers(registry: Registry, domain: str) -> list[int]:
+    """The versions that there are; none while the disk does not say: what the pointer names is taken up later."""
+    try:
+        return registry.numbers(domain)
+    except OSError as error:
+        logger.warning("the drafter versions of %s cannot be listed, starting without one: %s", domain, error)
+        return []
 
 
 class DrafterCache:

@@ -60,7 +60,7 @@ def port(application):
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         yield listening.getsockname()[1]
-        server.should_exit = True
+        server.should_exit = server.force_exit = True
         thread.join(10)
         assert not thread.is_alive()
 
