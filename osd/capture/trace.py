@@ -125,6 +125,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     replica: str = ""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(len(value.data) for value in msgspec.structs.astuple(self) if isinstance(value, Array))
+
+    @property
     def after(self) -> tuple[Array | None, Array | None, Array | None]:
         """``after_ids``, ``after_logp`` and ``after_tail``: all of them are there, or none."""
         return self.after_ids, self.after_logp, self.after_tail

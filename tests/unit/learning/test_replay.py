@@ -81,6 +81,16 @@ def test_the_oldest_leave_when_tokens_run_out_and_are_reported():
         assert not {trace.request_id for trace in replay.sample(48).traces} & set(TRAIN[:3])
 
 
+def test_the_oldest_leave_when_bytes_run_out_from_every_part():
+    size = make_trace("r").nbytes
+    replay = Replay(10_000, 0.1, anchors=0.1, most_bytes=40 * size)
+    added = [replay.add(make_trace(name)) for name in (*TRAIN[:100], *HELD[:10])]
+    assert replay.known("train") == [(name, 0) for name in TRAIN[100 - 32 : 100]]
+    assert len(replay.known("anchors")) == 4
+    assert replay.known("held_out") == [(name, 0) for name in HELD[6:10]]
+    assert sum(len(one.left) for one in added) == 68 + 6
+
+
 def test_every_record_is_soon_trained_on_the_oldest_first():
     replay = filled(20)
     seen: list[str] = []
