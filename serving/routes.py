@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from serving.errors import ApiError, invalid
 from serving.generation import Disconnected, Generation, seed_of
 from serving.hosts import HostGuard, allowed_hosts
 from serving.limits import (
+    ARRIVING_BYTES,
     Admission,
     Arrivals,
     KeyGuard,
@@ -82,7 +83,8 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self.service, self.limits = service, service.settings.serving
-        self.admission, self.arrivals = Admission(self.limits.max_queue), Arrivals(self.limits.max_queue)
+        self.admission = Admission(self.limits.max_queue)
+        self.arrivals = Arrivals(self.limits.max_queue, max(ARRIVING_BYTES, self.limits.max_body_bytes))
         self.tokenizing = Tokenizing()
         self.router = APIRouter()
         add = self.router.add_api_route
@@ -97,8 +99,8 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        with self.arrivals.one():
-            body = await self._read(request, ChatRequest)
+        with self.arrivals.one() as arrived:
+            body = await self._read(request, ChatRequest, arrived)
             self._check_cost(body, 1)
             prompts = [await self._encode_chat(body.messages)]
             asked = Asked(body, prompts, await self._policy(body), self._seconds(body))
@@ -106,8 +108,8 @@ class Routes:
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        with self.arrivals.one():
-            body = await self._read(request, CompletionRequest)
+        with self.arrivals.one() as arrived:
+            body = await self._read(request, CompletionRequest, arrived)
             self._check_cost(body, len(body.prompt))
             prompts = [await self._encode(p, True) if isinstance(p, str) else p for p in body.prompt]
             asked = Asked(body, prompts, await self._policy(body), self._seconds(body))
@@ -124,8 +126,8 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
-        with self.arrivals.one():
-            body = await self._read(request, TokenizeRequest)
+        with self.arrivals.one() as arrived:
+            body = await self._read(request, TokenizeRequest, arrived)
             if body.messages is not None:
                 ids = await self._encode_chat(body.messages)
             else:
@@ -134,8 +136,8 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
-        with self.arrivals.one():
-            body = await self._read(request, DetokenizeRequest)
+        with self.arrivals.one() as arrived:
+            body = await self._read(request, DetokenizeRequest, arrived)
             check_ids(body.tokens, "tokens", self.service.model.vocabulary)
             text = await self.tokenizing.run(len(body.tokens), self.service.decode, body.tokens)
         return JSONResponse({"prompt": text})
@@ -154,8 +156,8 @@ class Routes:
         text = prometheus.render(await self.service.totals(), settings.domain, model.id)
         return Response(text, media_type=prometheus.CONTENT_TYPE)
 
-    async def _read(self, request: Request, schema: type[AnyBody]) -> AnyBody:
-        body = await read_body(request, schema, self.limits)
+    async def _read(self, request: Request, schema: type[AnyBody], arrived: Callable[[int], None]) -> AnyBody:
+        body = await read_body(request, schema, self.limits, arrived)
         self._check_model(body.model)
         return body
 

@@ -14,8 +14,8 @@ from osd import files
 
 logger = logging.getLogger(__name__)
 
-MOST = 300
-"""Removed versions of a domain that are remembered."""
+MOST, MOST_BYTES = 300, 8 << 20
+"""Removed versions of a domain that are remembered, and how long the file may be: manifests name many requests."""
 
 _FILE = "history.json"
 
@@ -53,5 +53,7 @@ def add(folder: Path, manifests: Iterable[tuple[int, dict[str, Any]]]) -> None:
     now = time.time()
     known = {one.number: one for one in read(folder)}
     known |= {number: RemovedVersion(number, now, manifest) for number, manifest in manifests}
-    newest = sorted(known.values(), key=lambda one: one.number)[-MOST:]
+    newest = [msgspec.Raw(msgspec.json.encode(known[number])) for number in sorted(known)[-MOST:]]
+    while sum(len(bytes(one)) + 1 for one in newest) > MOST_BYTES:
+        del newest[0]
     files.replace(folder / _FILE, msgspec.json.encode(newest))
