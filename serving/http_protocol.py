@@ -86,7 +86,8 @@ class Protocol(HttpToolsProtocol):
             response.headers["connection"] = "close"
             head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
             head += [name + b": " + value for name, value in response.raw_headers]
-            self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))
+            body = b"" if self.parser.get_method() == b"HEAD" else bytes(response.body)
+            self.transport.write(b"\r\n".join([*head, b"", body]))
         self.transport.close()
 
 

@@ -31,6 +31,7 @@ BACKLOG_BYTES = 128 << 20
 
 _READ_TIMEOUT = 5.0  # seconds
 _LONGEST_WAIT_MS = 2000
+_LOOK_SHARE = 1 / 32  # of capture.keep_mb
 _FIRST_SWEEP_SECONDS, _SWEEP_SECONDS = 0.5, 10.0
 _MANY = 10_000
 
@@ -74,6 +75,7 @@ class TraceWriter:
         self._lock = threading.Lock()
         self._written = 0
         self._dropped = 0
+        self._unlooked = 0  # bytes written since the last look at the size of the stream
         self._backoff = Backoff()
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
         self._thread.start()
@@ -141,10 +143,16 @@ class TraceWriter:
         if self._backoff.failing:
             logger.info("Redis takes traces again")
         self._backoff.worked()
-        self._keep_small()
+        self._keep_small(len(data))
         return True
 
-    def _keep_small(self) -> None:
+    def _keep_small(self, written: int) -> None:
+        """Look how large the stream is whenever a part of what it may take was ``written`` since."""
+        largest = self._settings.keep_mb
+        self._unlooked += written
+        if largest is None or self._unlooked < (largest << 20) * _LOOK_SHARE:
+            return
+        self._unlooked = 0
         try:
             self._retention.shrink()
         except RedisError as error:

@@ -111,6 +111,12 @@ def test_what_is_no_http_is_refused_in_openais_shape(port, data):
     }
 
 
+def test_the_refusal_of_a_head_has_no_body(port):
+    head, _, body = said(port, b"HEAD / HTTP/1.1\r\nno colon\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert body == b""
+
+
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n"
 
 
