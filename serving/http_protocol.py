@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from http import HTTPStatus
 
 from uvicorn.config import HTTP_PROTOCOLS
@@ -12,9 +13,13 @@ from serving.errors import ApiError
 MOST_HEAD_BYTES = 64 << 10
 """Of a request line and its headers, and of what else stands before, between or behind the parts of a body."""
 
+HEAD_SECONDS = 20
+"""In which they must arrive."""
+
 _TOO_LARGE = ApiError(
     431, f"The request line and the headers are larger than {MOST_HEAD_BYTES} bytes.", code="request_too_large"
 )
+_LATE = ApiError(408, f"The request line and the headers did not arrive within {HEAD_SECONDS} seconds.", code="timeout")
 _BROKEN = ApiError(400, "The request is not valid HTTP/1.1.", code="invalid_http")
 
 
@@ -33,11 +38,24 @@ class Protocol(HttpToolsProtocol):
 
     _head_bytes = 0  # since the last whole head or part of a body
     _ends = False
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """See ``asyncio.Protocol``."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See ``asyncio.Protocol``."""
+        self._expect_nothing()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """See ``asyncio.Protocol``."""
         if self._ends:
             return
+        if self._late is None and not self._answering:
+            self._expect_head()
         self._head_bytes += len(data)
         super().data_received(data)
         if not self._ends and self._head_bytes > MOST_HEAD_BYTES:
@@ -54,6 +72,7 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """See ``httptools``."""
         self._head_bytes = 0
+        self._expect_nothing()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MOST_HEAD_BYTES:
             self._refuse(_TOO_LARGE)
             raise _NotReadError
@@ -74,6 +93,20 @@ class Protocol(HttpToolsProtocol):
         if not self._ends:
             self._refuse(_BROKEN)
 
+    def _expect_head(self) -> None:
+        self._late = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def _expect_nothing(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _head_is_late(self) -> None:
+        if self._head_bytes:
+            self._refuse(_LATE)
+        else:  # of a connection that was opened in advance
+            self.transport.close()
+
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
@@ -86,7 +119,8 @@ class Protocol(HttpToolsProtocol):
             response.headers["connection"] = "close"
             head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
             head += [name + b": " + value for name, value in response.raw_headers]
-            body = b"" if self.parser.get_method() == b"HEAD" else bytes(response.body)
+            parser = self.parser
+            body = b"" if parser is not None and parser.get_method() == b"HEAD" else bytes(response.body)
             self.transport.write(b"\r\n".join([*head, b"", body]))
         self.transport.close()
 

@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from starlette.responses import PlainTextResponse, StreamingResponse
 
+from serving import http_protocol
 from serving.front import middlewares
 from serving.http_protocol import MOST_HEAD_BYTES
 
@@ -109,6 +110,25 @@ def test_what_is_no_http_is_refused_in_openais_shape(port, data):
         "param": None,
         "code": "invalid_http",
     }
+
+
+@pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"], ids=["first", "next"])
+def test_a_head_that_does_not_end_is_late_and_a_body_has_its_own_time(port, before, monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        if before:
+            connection.sendall(before)
+            assert connection.recv(1000).endswith(b"well")
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n")
+        status, error = refusal(connection.makefile("rb").read())
+    assert status == "http/1.1 408 request timeout"
+    assert error["code"] == "timeout"
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\n")
+        time.sleep(0.4)
+        connection.sendall(b"a")
+        assert connection.recv(1000).endswith(b"well")
+    assert said(port, b"") == b"", "nothing is said to a connection that says nothing"
 
 
 def test_the_refusal_of_a_head_has_no_body(port):
