@@ -37,12 +37,12 @@ from tests.traces import small_trace
 from tests.unit.engine.harness import make_drafter, prompts, running
 from trainer.accounts import CostMeter
 
-VERSIONS, RECORDS = 1000, 1000  # of each version
+VERSIONS, RECORDS, OVER_REDIS = 1000, 1000, 250  # of each version, and how many of its records go over Redis
 KEPT = 20
 FULL = 350
 """Versions after which everything that is bounded is full: the history of removed versions is the last."""
 
-CAPTURE = CaptureSettings(max_records=5000, max_queue=2 * RECORDS, keep_mb=8)
+CAPTURE = CaptureSettings(max_records=5000, max_queue=OVER_REDIS, keep_mb=2)
 PLACES = 4
 GROWTH = 1.05
 
@@ -93,27 +93,31 @@ class Service:
         self.records, self.number, self.received = list(records()), 0, 0
 
     def capture(self, version):
-        """Take a version's records to the stream, and from there to the trainer and to recall."""
-        goal = self.received + RECORDS
-        for _ in range(RECORDS):
-            self.number += 1
-            trace = self.records[self.number % len(self.records)]
-            name = f"cmpl-{self.number}-0"
-            assert self.writer.offer(
-                msgspec.structs.replace(trace, request_id=name, created=time.time(), drafter_version=version)
-            )
+        """Take a version's records to the trainer, a part of them over the stream, and some of these to recall."""
+        goal = self.received + OVER_REDIS
+        made = [self.record(version) for _ in range(RECORDS)]
+        for trace in made[:OVER_REDIS]:
+            assert self.writer.offer(trace)
         while self.received < goal:
-            batch = self.reader.read(200, 10_000)
+            batch = self.reader.read(OVER_REDIS, 10_000)
             assert batch, "the stream gives nothing"
             self.received += len(batch)
             self.reader.ack([one.id for one in batch])
             for place, one in enumerate(batch):
                 self.replay.add(one.trace)
-                if place % 20 == 0:
+                if place % 5 == 0:
                     self.learnt.add([one.trace.request_id])
                     for _ in rehearse(self.table, self.text, one.trace):
                         pass
+        for trace in made[OVER_REDIS:]:
+            self.replay.add(trace)
         self.replay.sample(1000)
+
+    def record(self, version):
+        """The next record."""
+        self.number += 1
+        trace, name = self.records[self.number % len(self.records)], f"cmpl-{self.number}-0"
+        return msgspec.structs.replace(trace, request_id=name, created=time.time(), drafter_version=version)
 
     def publish(self):
         """Publish a version, put it in service, retire what is old; returns its number."""
