@@ -136,18 +136,18 @@ class Service:
         return number
 
     def serve(self, number):
-        """Swap a version in and decode a little; returns seconds of a round."""
+        """Swap a version in and decode a little; returns CPU seconds of a round."""
         engine = self.client.engine
         engine.stage(number, self.registry.load("general", number).weights)
-        before = engine.counters()
+        forwards, began = engine.counters().forwards, time.process_time()
         for place, prompt in enumerate(prompts([16] * 4)):
             self.client.submit(f"{number}-{place}", prompt, 16, ignore_eos=True)
         self.client.wait()
+        seconds = time.process_time() - began
         self.client.results.clear()
         assert engine.drafter_version == number
-        after = engine.counters()
         self.metrics.push(self.reporter.report())
-        return (after.busy_seconds - before.busy_seconds) / (after.forwards - before.forwards)
+        return seconds / (engine.counters().forwards - forwards)
 
     def sizes(self, home):
         totals = replace(self.metrics.totals(time.time()), spent=self.cost.spent())
