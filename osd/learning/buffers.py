@@ -73,6 +73,8 @@ class RecentBuffer:
     def _count(self, trace: Trace, sign: int) -> None:
         self.size = self.size.plus(trace, sign)
         self._by_domain[trace.domain] += sign * length(trace)
+        if not self._by_domain[trace.domain]:
+            del self._by_domain[trace.domain]
 
 
 class UniformSample:

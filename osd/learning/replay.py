@@ -49,10 +49,10 @@ class Replay:
     first segment went. A record that is there already is left alone: delivering twice is harmless.
 
     Each part has its room in tokens and in bytes, for records with hidden states are large. When that runs out the
-    domain that holds the most tokens drops its oldest record:
-    a domain within its equal share of the room never pays for another's flood. The anchors are a uniform sample of
-    everything that ever came to be trained on; what the training part drops stays as long as it is one of them. So
-    the buffer never holds the last flood only, be it one topic or poison.
+    domain that holds the most tokens drops its oldest record: a domain within its equal share of the room never pays
+    for another's flood. The anchors are a uniform sample of everything that ever came to be trained on; what the
+    training part drops stays as long as it is one of them. So the buffer never holds the last flood only, be it one
+    topic or poison.
 
     ``sample`` takes records that were never trained on first, oldest first, for up to half of what may be drawn.
     The rest is drawn with a density that grows linearly with age rank, from 1 for the oldest to 2 for the newest: new

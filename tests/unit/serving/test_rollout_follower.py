@@ -108,6 +108,20 @@ def test_a_replica_that_asks_a_head_has_one_whatever_its_version_says(settings, 
     assert starting_drafter(settings, registry, ScriptedPointer(at(3)), tiny_target).drafter.acceptance is None
 
 
+def test_drafters_of_many_configurations_are_not_all_kept(tmp_path, first, tiny_target, monkeypatch):
+    made = []
+
+    def make(config, target_dir):
+        made.append(config["layers"])
+        return config["layers"]
+
+    monkeypatch.setattr(drafters, "from_config", make)
+    monkeypatch.setattr(drafters, "served", lambda drafter, settings: drafter)
+    cache = DrafterCache(first, Settings(home=tmp_path, engine={"domains": 1}), tiny_target)
+    assert [cache.of({"layers": number}) for number in (1, 2, 2, 1, 3, 1, 2)] == [1, 2, 2, 1, 3, 1, 2]
+    assert made == [1, 2, 3, 2]
+
+
 class ScriptedEngine:
     """Takes every version but those in ``misfits``."""
 
