@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import msgspec
 import pytest
 
 from osd.config import ConfigError, load_settings
 from osd.learning.batch import PROMPT_SHARE, cost, length
+from osd.learning.buffers import RecentBuffer, Size
 from osd.learning.replay import Replay, is_held_out
 from tests.unit.learning.toys import make_trace
 
@@ -89,6 +91,13 @@ def test_the_oldest_leave_when_bytes_run_out_from_every_part():
     assert len(replay.known("anchors")) == 4
     assert replay.known("held_out") == [(name, 0) for name in HELD[6:10]]
     assert sum(len(one.left) for one in added) == 68 + 6
+
+
+def test_of_domains_whose_records_left_nothing_is_kept():
+    buffer = RecentBuffer(Size(100, math.inf))
+    for number in range(1000):
+        buffer.add(make_trace(f"r{number}", domain=f"d{number}"))
+    assert buffer._by_domain.keys() == {trace.domain for trace in buffer.records.values()}
 
 
 def test_every_record_is_soon_trained_on_the_oldest_first():
