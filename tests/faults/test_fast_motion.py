@@ -37,10 +37,11 @@ from tests.traces import small_trace
 from tests.unit.engine.harness import make_drafter, prompts, running
 from trainer.accounts import CostMeter
 
-VERSIONS, RECORDS, OVER_REDIS = 1000, 1000, 250  # of each version, and how many of its records go over Redis
+VERSIONS, RECORDS, OVER_REDIS = 1000, 1000, 100  # of each version, and how many of its records go over Redis
 KEPT = 20
+EVENTS = 3  # of each of the two lists, for a version
 FULL = 350
-"""Versions after which everything that is bounded is full: the history of removed versions is the last."""
+"""Versions after which all that is bounded is full: the histories of removed versions and of events are the last."""
 
 CAPTURE = CaptureSettings(max_records=5000, max_queue=OVER_REDIS, keep_mb=2)
 PLACES = 4
@@ -131,8 +132,9 @@ class Service:
         self.learnt.published()
         self.cost.published(number)
         self.cost.keep(retire(self.registry, "general", KEPT, nullcontext()))
-        self.events.add("published", "general", number, reason="better")
-        self.events.add("train_step", "general", loss=1.0, step=number)
+        for _ in range(EVENTS):
+            self.events.add("published", "general", number, reason="better")
+            self.events.add("train_step", "general", loss=1.0, step=number)
         return number
 
     def serve(self, number):
@@ -140,7 +142,7 @@ class Service:
         engine = self.client.engine
         engine.stage(number, self.registry.load("general", number).weights)
         forwards, began = engine.counters().forwards, time.process_time()
-        for place, prompt in enumerate(prompts([16] * 4)):
+        for place, prompt in enumerate(prompts([16] * 2)):
             self.client.submit(f"{number}-{place}", prompt, 16, ignore_eos=True)
         self.client.wait()
         seconds = time.process_time() - began
