@@ -20,7 +20,7 @@ from osd.engine.engine import Engine
 from osd.registry.versions import Registry, VersionError
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.model import SlotModel
-from osd.target.load import load_tokenizer, resolve
+from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_model
 from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
@@ -64,7 +64,7 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
         BenchError: there is no such drafter.
         osd.target.load.TargetError: the target cannot be had.
     """
-    directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+    directory = target_directory(settings)
     drafter, name = find_drafter(settings, draft, directory)
     target = SlotModel(
         load_model(directory, settings.target.dtype, settings.target.device),
@@ -90,7 +90,7 @@ def load_engine(settings: Settings, draft: str) -> tuple[Engine, str]:
         BenchError: there is no such drafter.
         osd.target.load.TargetError: the target cannot be had.
     """
-    directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+    directory = target_directory(settings)
     drafter, name = find_drafter(settings, draft, directory)
     return engine_with(settings, directory, drafter), name
 
@@ -106,7 +106,7 @@ def plain_engine(settings: Settings) -> tuple[Engine, Path]:
     Raises:
         osd.target.load.TargetError: the target cannot be had.
     """
-    directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+    directory = target_directory(settings)
     return make_engine(settings, directory, load_tokenizer(directory), None, None), directory
 
 

@@ -25,7 +25,7 @@ from benchmarks.pair import BenchError
 from benchmarks.report import columns
 from osd.config import Settings
 from osd.registry.versions import Registry
-from osd.target.load import resolve
+from osd.target.load import target_directory
 from osd.target.model import DTYPES, load_config
 
 _UP = [sys.executable, "-c", "from osd.cli import main; main()", "up"]
@@ -157,9 +157,7 @@ def weight_bytes(settings: Settings) -> int:
     """Of the target as it is served, each tensor once, and of the newest drafter version as it is stored."""
     size = DTYPES[settings.target.dtype].itemsize
     target = 0
-    for file in resolve(settings.target.source, settings.home_dir, revision=settings.target.revision).glob(
-        "*.safetensors"
-    ):
+    for file in target_directory(settings).glob("*.safetensors"):
         with safe_open(file, "numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
                 shape = tensors.get_slice(name).get_shape()
@@ -174,7 +172,7 @@ def weight_bytes(settings: Settings) -> int:
 
 def kv_bytes(settings: Settings) -> int:
     """Of the target's keys and values, for all slots."""
-    config = load_config(resolve(settings.target.source, settings.home_dir, revision=settings.target.revision))
+    config = load_config(target_directory(settings))
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     places = settings.engine.context + settings.engine.max_draft + 1

@@ -12,7 +12,7 @@ import trainer.app
 from deploy.preparation import check_settings, ensure_version
 from osd.capture.server import open_redis
 from osd.config import ConfigError, load_settings
-from osd.target.load import resolve
+from osd.target.load import target_directory
 
 _NAMESPACE = "osd"
 _GONE_SECONDS = 30.0
@@ -34,7 +34,7 @@ def build(args: dict[str, str]) -> serve.Application:
         raise ConfigError("redis_url must be set on a cluster: all nodes share one Redis")
     check_settings(settings)
     open_redis(settings).close()
-    directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+    directory = target_directory(settings)
     if settings.drafts:
         ensure_version(settings, settings.redis_url, directory)
         _end_trainer()

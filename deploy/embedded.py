@@ -22,7 +22,7 @@ from deploy.running import announce, lock, withdraw
 from osd.capture.server import RedisError, open_redis, public_url
 from osd.capture.supervisor import RedisSupervisor
 from osd.config import ConfigError, Settings
-from osd.target.load import TargetError, commit_of, resolve
+from osd.target.load import TargetError, commit_of, target_directory
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +156,7 @@ class Embedded:
         from deploy.preparation import check_settings, ensure_version
 
         check_settings(self.settings)
-        directory = resolve(
-            self.settings.target.source, self.settings.home_dir, self._report, revision=self.settings.target.revision
-        )
+        directory = target_directory(self.settings, self._report)
         if not self.settings.drafts:
             return directory
         self._report("preparing the drafter")

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serving import http_protocol
 from serving.errors import of_status
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")  # Ray decodes it, logs it and sends 
 
 
 def middlewares() -> list[Middleware]:
-    """What Ray Serve's proxy puts around itself."""
+    """What Ray Serve's proxy puts around itself; it reads HTTP by our protocol from then on."""
+    http_protocol.install()
     return [Middleware(Front)]
 
 

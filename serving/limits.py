@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from functools import lru_cache
 from typing import TypeVar
 
@@ -24,6 +24,9 @@ OPEN_PATHS = frozenset({"/health"})
 """Paths that answer without a key. The dashboard's own files are open too: they hold no data."""
 
 _CLOSE = {"Connection": "close"}  # what is left of a body is not waited for
+
+ARRIVING_BYTES = 32 << 20
+"""Of all bodies that are arriving or being encoded: as Python's objects they take many times as much."""
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
@@ -66,8 +69,12 @@ class KeyGuard:
         return await error.response()(scope, receive, send)
 
 
-async def read_body(request: Request, schema: type[AnyBody], limits: ServingSettings) -> AnyBody:
+async def read_body(
+    request: Request, schema: type[AnyBody], limits: ServingSettings, arrived: Callable[[int], None]
+) -> AnyBody:
     """Read and check a JSON body, without ever holding more of it than ``limits`` allow.
+
+    ``arrived`` is told of the bytes as they come, and may refuse them.
 
     Raises:
         ApiError: 415 when it is not JSON by its header, 413 when it is too long, 408 when it takes too long, 400 when
@@ -77,7 +84,7 @@ async def read_body(request: Request, schema: type[AnyBody], limits: ServingSett
         raise ApiError(415, "The body must be sent as 'content-type: application/json'.", code="unsupported_media_type")
     try:
         async with asyncio.timeout(limits.body_timeout_s):
-            data = await _receive(request, limits.max_body_bytes)
+            data = await _receive(request, limits.max_body_bytes, arrived)
     except TimeoutError:
         message = f"The body did not arrive within {limits.body_timeout_s:g} seconds."
         raise ApiError(408, message, code="timeout", headers=_CLOSE) from None
@@ -87,7 +94,7 @@ async def read_body(request: Request, schema: type[AnyBody], limits: ServingSett
         raise from_validation(error) from None
 
 
-async def _receive(request: Request, most: int) -> bytes:
+async def _receive(request: Request, most: int, arrived: Callable[[int], None]) -> bytes:
     message = f"The body is larger than {most} bytes."
     too_large = ApiError(413, message, code="request_too_large", headers=_CLOSE)
     declared = request.headers.get("content-length", "")
@@ -98,6 +105,7 @@ async def _receive(request: Request, most: int) -> bytes:
         data += chunk
         if len(data) > most:
             raise too_large
+        arrived(len(chunk))
     return bytes(data)
 
 
@@ -208,28 +216,40 @@ class Admission:
 
 
 class Arrivals:
-    """Counts the requests whose body is on its way or whose prompt is being encoded, on one replica's event loop.
+    """Counts the requests whose body is on its way or whose prompt is being encoded, and the bytes of these bodies.
 
-    Without a limit, bodies that never end would take every place that Ray Serve has, those of ``/health`` too.
+    Only used on one replica's event loop. Without a limit, bodies that never end would take every place that Ray Serve
+    has, those of ``/health`` too.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, most_bytes: int) -> None:
         self.limit, self.taken = limit, 0
+        self.most_bytes, self.bytes = most_bytes, 0
 
     @contextlib.contextmanager
-    def one(self) -> Generator[None]:
-        """Be one of them.
+    def one(self) -> Generator[Callable[[int], None]]:
+        """Be one of them; yields what is to be called with the size of each part of the body.
 
         Raises:
-            ApiError: 429 with Retry-After; there are as many as there may be.
+            ApiError: 429 with Retry-After; there are as many as there may be, or their bodies are too large together.
         """
         if self.taken >= self.limit:
             raise _full(f"{self.taken} requests are arriving, as many as this server takes.")
         self.taken += 1
+        mine = 0
+
+        def arrived(size: int) -> None:
+            nonlocal mine
+            if self.bytes + size > self.most_bytes:
+                raise _full(f"{self.bytes} bytes are arriving, and this server takes {self.most_bytes} at once.")
+            mine += size
+            self.bytes += size
+
         try:
-            yield
+            yield arrived
         finally:
             self.taken -= 1
+            self.bytes -= mine
 
 
 def _full(message: str) -> ApiError:

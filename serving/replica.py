@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +27,7 @@ from osd.registry.versions import Registry
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
-from osd.target.load import load_tokenizer, resolve
+from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config, load_model
 from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
@@ -69,8 +71,9 @@ class Replica:
         # busy thread.
         sys.setswitchinterval(_SWITCH_SECONDS)
         one_core()
-        directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
-        self._tokenizer = load_tokenizer(directory)
+        directory = target_directory(settings)
+        self._tokenizer, self._one_at_a_time = load_tokenizer(directory), threading.Lock()
+        self.encode("", special=True)  # the first call may set how it truncates and pads, and no other one does
         registry = Registry(settings.registry_dir)
         self._pointer = Pointer(redis_url, settings.registry_dir)
         self._events, self._control = Events(redis_url), Control(redis_url)
@@ -109,7 +112,9 @@ class Replica:
 
     def encode(self, text: str, special: bool) -> list[int]:
         """See ``Service``."""
-        return self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        # A tokenizer of Rust only reads itself when all calls ask alike; nothing of the kind is promised of others.
+        with nullcontext() if self._tokenizer.is_fast else self._one_at_a_time:
+            return self._tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """See ``Service``."""

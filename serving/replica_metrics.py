@@ -3,7 +3,7 @@
 A report carries a replica's counters since it started. What changed since the replica's last report is added to
 the totals and to the second in which it changed: a replica that dies leaves its counts behind, and a new one starts
 from zero without making any total go backwards. Of the drafter versions of a domain those that were counted last are
-kept apart, and all others together: no count falls but those of a version that joins them.
+kept apart, and all others together, and so are the domains: no count falls but those of what joins the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from osd.engine.counters import APART, OLDER, EngineLoad
+from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, EngineLoad
 from osd.metrics import acceptance_rate, mean_acceptance_length
 from osd.registry.ledger import Spent
 
@@ -112,7 +112,7 @@ class ReplicaMetrics:
         self._totals.update(delta)
         self._fold(delta)
         second = self._second(int(report.time))
-        second.counts.update({name: value for name, value in delta.items() if value > 0})
+        second.counts.update({name: value for name, value in delta.items() if value > 0 and not _of_version(name)})
         second.load[report.replica] = (report.load.running, report.load.waiting)
         if len(self._last) > _KNOWN_REPLICAS:
             del self._last[min(self._last, key=lambda name: self._last[name].time)]
@@ -170,18 +170,26 @@ class ReplicaMetrics:
         return self._seconds[-1]
 
     def _fold(self, counted: Iterable[Name]) -> None:
-        """Keep the versions that were ``counted`` last apart, so many of each domain."""
+        """Keep the domains, and of each the versions, that were ``counted`` last apart, so many of them."""
         for key in counted:
-            if not _of_version(key) or key[2] == OLDER:
+            if not _of_version(key) or key[1] == OTHERS:
                 continue
-            apart = self._apart.setdefault(key[1], {})
-            apart.pop(key[2], None)
-            apart[key[2]] = None  # behind all others
+            domain, version = key[1:]
+            self._apart[domain] = apart = self._apart.pop(domain, {})  # behind all others
+            if version != OLDER:
+                apart.pop(version, None)
+                apart[version] = None
             if len(apart) > APART:
-                oldest = next(iter(apart))
-                del apart[oldest]
-                for old in [old for old in self._totals if _of_version(old) and old[1:] == (key[1], oldest)]:
-                    self._totals[old[0], old[1], OLDER] += self._totals.pop(old)
+                self._join((domain, next(iter(apart))), domain)
+            if len(self._apart) > DOMAINS:
+                self._join((next(iter(self._apart)),), OTHERS)
+
+    def _join(self, oldest: tuple[str | int, ...], domain: str | int) -> None:
+        """Count a domain, or a domain and a version, with the older ones of ``domain`` from now on."""
+        apart = self._apart if len(oldest) == 1 else self._apart[domain]
+        del apart[oldest[-1]]
+        for key in [key for key in self._totals if _of_version(key) and key[1 : 1 + len(oldest)] == oldest]:
+            self._totals[key[0], domain, OLDER] += self._totals.pop(key)
 
     def _mark(self, time: float, version: int) -> None:
         # Replicas swap one after the other; that is one mark.
@@ -200,9 +208,10 @@ def _since(before: Mapping[Name, float], now: Mapping[Name, float]) -> dict[Name
     for key, value in now.items():
         if key not in before or value != before[key]:
             delta[key] = value - before.get(key, 0)
+    domains = {key[1] for key in now if _of_version(key)}
     for key in before.keys() - now.keys():
         if _of_version(key):  # the replica has added it to its older ones, and here it has been counted
-            delta[key[0], key[1], OLDER] -= before[key]
+            delta[key[0], key[1] if key[1] in domains else OTHERS, OLDER] -= before[key]
     return delta
 
 

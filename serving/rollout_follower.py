@@ -54,8 +54,7 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
         logger.warning("the rollout pointer cannot be read, starting with the newest version: %s", error)
         rollout = None
     refused: set[int] = set()
-    numbers = [info.number for info in registry.list(settings.domain)]
-    for number in sorted(numbers, reverse=True):
+    for number in reversed(_numbers(registry, settings.domain)):
         if rollout is not None and number > rollout.stable:
             continue
         try:
@@ -72,12 +71,24 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
     return Start(drafters.served(first, settings), 0, refused)
 
 
+def _numbers(registry: Registry, domain: str) -> list[int]:
+    """The versions that there are; none while the disk does not say: what the pointer names is taken up later."""
+    try:
+        return registry.numbers(domain)
+    except OSError as error:
+        logger.warning("the drafter versions of %s cannot be listed, starting without one: %s", domain, error)
+        return []
+
+
 class DrafterCache:
-    """Drafters by the configuration that a version has: the weights of all versions alike belong to one of them."""
+    """Drafters by the configuration that a version has: the weights of all versions alike belong to one of them.
+
+    Of two for each domain those that were asked for last are kept, for the stable version's and the canary's.
+    """
 
     def __init__(self, drafter: Drafter, settings: Settings, target_dir: Path) -> None:
         """Know the ``drafter`` that a replica started with, and make others beside the target in ``target_dir``."""
-        self._settings, self._target_dir = settings, target_dir
+        self._settings, self._target_dir, self._most = settings, target_dir, 2 * settings.engine.domains
         self._known = {_key(drafter.config()): drafter}
 
     def of(self, config: dict[str, Any]) -> Drafter:
@@ -87,9 +98,13 @@ class DrafterCache:
             DrafterError: there is no such drafter for this target.
         """
         key = _key(config)
-        if key not in self._known:
-            self._known[key] = drafters.served(drafters.from_config(config, self._target_dir), self._settings)
-        return self._known[key]
+        drafter = self._known.pop(key, None)
+        if drafter is None:
+            drafter = drafters.served(drafters.from_config(config, self._target_dir), self._settings)
+        self._known[key] = drafter  # behind all others
+        if len(self._known) > self._most:
+            del self._known[next(iter(self._known))]
+        return drafter
 
 
 def _key(config: dict[str, Any]) -> str:

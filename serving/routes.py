@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +20,7 @@ from serving.errors import ApiError, invalid
 from serving.generation import Disconnected, Generation, seed_of
 from serving.hosts import HostGuard, allowed_hosts
 from serving.limits import (
+    ARRIVING_BYTES,
     Admission,
     Arrivals,
     KeyGuard,
@@ -43,6 +42,7 @@ from serving.schemas import (
     TokenizeRequest,
 )
 from serving.service import ChatTemplateError, Service
+from serving.tokenizing import Tokenizing
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for /v1/completions."""
@@ -83,9 +83,9 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self.service, self.limits = service, service.settings.serving
-        self.admission, self.arrivals = Admission(self.limits.max_queue), Arrivals(self.limits.max_queue)
-        # One thread: a long prompt must not stall the event loop, and tokenizers are not promised to be thread-safe.
-        self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self.admission = Admission(self.limits.max_queue)
+        self.arrivals = Arrivals(self.limits.max_queue, max(ARRIVING_BYTES, self.limits.max_body_bytes))
+        self.tokenizing = Tokenizing()
         self.router = APIRouter()
         add = self.router.add_api_route
         add("/v1/chat/completions", self.chat, methods=["POST"])
@@ -99,8 +99,8 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        with self.arrivals.one():
-            body = await self._read(request, ChatRequest)
+        with self.arrivals.one() as arrived:
+            body = await self._read(request, ChatRequest, arrived)
             self._check_cost(body, 1)
             prompts = [await self._encode_chat(body.messages)]
             asked = Asked(body, prompts, await self._policy(body), self._seconds(body))
@@ -108,8 +108,8 @@ class Routes:
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        with self.arrivals.one():
-            body = await self._read(request, CompletionRequest)
+        with self.arrivals.one() as arrived:
+            body = await self._read(request, CompletionRequest, arrived)
             self._check_cost(body, len(body.prompt))
             prompts = [await self._encode(p, True) if isinstance(p, str) else p for p in body.prompt]
             asked = Asked(body, prompts, await self._policy(body), self._seconds(body))
@@ -126,8 +126,8 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
-        with self.arrivals.one():
-            body = await self._read(request, TokenizeRequest)
+        with self.arrivals.one() as arrived:
+            body = await self._read(request, TokenizeRequest, arrived)
             if body.messages is not None:
                 ids = await self._encode_chat(body.messages)
             else:
@@ -136,10 +136,10 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
-        with self.arrivals.one():
-            body = await self._read(request, DetokenizeRequest)
+        with self.arrivals.one() as arrived:
+            body = await self._read(request, DetokenizeRequest, arrived)
             check_ids(body.tokens, "tokens", self.service.model.vocabulary)
-            text = await self._in_thread(self.service.decode, body.tokens)
+            text = await self.tokenizing.run(len(body.tokens), self.service.decode, body.tokens)
         return JSONResponse({"prompt": text})
 
     async def health(self) -> Response:
@@ -156,8 +156,8 @@ class Routes:
         text = prometheus.render(await self.service.totals(), settings.domain, model.id)
         return Response(text, media_type=prometheus.CONTENT_TYPE)
 
-    async def _read(self, request: Request, schema: type[AnyBody]) -> AnyBody:
-        body = await read_body(request, schema, self.limits)
+    async def _read(self, request: Request, schema: type[AnyBody], arrived: Callable[[int], None]) -> AnyBody:
+        body = await read_body(request, schema, self.limits, arrived)
         self._check_model(body.model)
         return body
 
@@ -173,7 +173,7 @@ class Routes:
         return limit if body.timeout is None else body.timeout
 
     async def _policy(self, body: Generate) -> Policy | None:
-        return await self._in_thread(policy_of, body.osd, self.service.settings) if body.osd else None
+        return await self.tokenizing.run(0, policy_of, body.osd, self.service.settings) if body.osd else None
 
     async def _generate(self, request: Request, asked: Asked, default: int) -> Response:
         """Decode every prompt ``n`` times; ``default`` is how many tokens a body means that does not say."""
@@ -193,7 +193,7 @@ class Routes:
                 sampling = replace(common.sampling, seed=seed_of(seed, choice))
                 mine = f"{response_id}-{len(sequences)}"
                 sequences.append(replace(common, id=mine, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling))
-        logprobs = Logprobs(body.chat, partial(self._in_thread, self._texts))
+        logprobs = Logprobs(body.chat, partial(self.tokenizing.run, 0, self._texts))
         answer = Answer(response_id, model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs)
         generation = Generation(self.service, self.admission, sequences, asked.seconds)
         handed_over = False
@@ -263,21 +263,18 @@ class Routes:
         }
 
     async def _encode(self, text: str, special: bool) -> list[int]:
-        return await self._in_thread(self.service.encode, text, special)
+        return await self.tokenizing.run(len(text), self.service.encode, text, special)
 
     async def _encode_chat(self, messages: list[Message]) -> list[int]:
         # Chat templates know the older name of the role.
         turns = [{"role": m.role.replace("developer", "system"), "content": m.content} for m in messages]
         try:
-            return await self._in_thread(self.service.encode_chat, turns)
+            return await self.tokenizing.run(sum(len(m.content) for m in messages), self.service.encode_chat, turns)
         except ChatTemplateError as error:
             raise invalid(str(error), "messages", "chat_template") from error
 
     def _texts(self, ids: list[int]) -> list[str]:
         return [self.service.decode([token]) for token in ids]
-
-    async def _in_thread(self, call: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, partial(call, *arguments))
 
 
 async def _again(first: tuple[int, Update], rest: AsyncIterator[tuple[int, Update]]) -> AsyncIterator[Any]:

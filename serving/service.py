@@ -27,7 +27,7 @@ class ChatTemplateError(ValueError):
 
 
 class Service(Protocol):
-    """One replica, as HTTP sees it."""
+    """One replica, as HTTP sees it. Two threads tokenize at once."""
 
     settings: Settings
     model: Model

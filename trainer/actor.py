@@ -130,10 +130,10 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
     from transformers import AutoConfig
 
     from osd.drafters import from_config, trainable
-    from osd.target.load import resolve
+    from osd.target.load import target_directory
     from trainer.executor import Local, TargetContext
 
-    directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+    directory = target_directory(settings)
     config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
 
     def build(config: dict[str, Any]) -> Trainable:

@@ -216,7 +216,8 @@ class Publisher:
         decision = judge(candidate, self._baseline)
         if not decision.passed:
             if not decision.waits:
-                self.service.tell("rejected", self.stable, reason=decision.reason, **decision.figures())
+                # A candidate has no number before it is published.
+                self.service.tell("rejected", None, parent=self.stable, reason=decision.reason, **decision.figures())
             return Outcome(decision, None)
         # Somebody may move the pointer, perhaps back: theirs counts, and the next candidate is compared with it.
         moved = Outcome(GateDecision(False, True, "the rollout pointer moved during the evaluation"), None)

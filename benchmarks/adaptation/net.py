@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
 from benchmarks import serve
@@ -193,8 +194,8 @@ def one_pass(settings: Settings, first: First, traffic: Traffic, way: str, due: 
         with ServiceSampler(service.url, key) as sampler, feeding(settings, own, service.redis_url, due):
             clients = serve.measure(traffic.prompts, service.url, load, key, report)
             if service.trainer is not None:
-                ray.get(service.trainer.pause.remote())  # what the last counters say is what the traffic cost
-                said = ray.get(service.trainer.status.remote())
+                _answer(service.trainer.pause.remote())  # what the last counters say is what the traffic cost
+                said = _answer(service.trainer.status.remote())
     if clients.tally.failed:
         reason, _ = clients.tally.errors.most_common(1)[0]
         raise BenchError(f"{clients.tally.failed} of {clients.tally.sent} requests failed: {reason}")
@@ -206,11 +207,23 @@ def one_pass(settings: Settings, first: First, traffic: Traffic, way: str, due: 
     return turn
 
 
+def _answer(reference: Any) -> Any:
+    """What a call to the trainer returns.
+
+    Raises:
+        BenchError: it does not return in time.
+    """
+    try:
+        return ray.get(reference, timeout=_START_SECONDS)
+    except GetTimeoutError:
+        raise BenchError(f"the trainer does not answer within {_START_SECONDS:.0f} s") from None
+
+
 def _wait_for(trainer: Any) -> None:
     """Return when the trainer follows the stream: what its start costs is not what training costs."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
-        said: dict[str, Any] = ray.get(trainer.status.remote())
+        said: dict[str, Any] = _answer(trainer.status.remote())
         if said["detail"] != "starting":
             return
         if said["failure"] or time.monotonic() > deadline:

@@ -19,7 +19,7 @@ from osd.drafters.base import Drafter
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.model import SlotModel
-from osd.target.load import load_tokenizer, resolve
+from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_model
 from osd.traffic.prompt import Prompt
 
@@ -50,7 +50,7 @@ class RecordingSetup:
             osd.target.load.TargetError: the target cannot be had.
             osd.drafters.DrafterError: it is too small to be tapped.
         """
-        directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+        directory = target_directory(settings)
         reader = drafters.initial(EagleSettings(), directory, settings.home_dir)
         take = Take(settings.target.source, settings.target.dtype, reader.needs.taps, tokens, settings.capture.top_k)
         return cls(settings, directory, load_tokenizer(directory), reader, take)

@@ -21,7 +21,7 @@ from osd.metrics import SpeculationCounts
 from osd.registry.versions import Registry, Version
 from osd.runtime.device import one_core
 from osd.target.identity import identify
-from osd.target.load import load_tokenizer, resolve
+from osd.target.load import load_tokenizer, target_directory
 from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
 from serving.rollout_follower import Start
@@ -124,7 +124,7 @@ def measure(
     """
     report("loading the engine for the measurement")
     one_core()
-    directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+    directory = target_directory(settings)
     asked = _encode(settings, directory, prompts, max_tokens)[: PROMPTS + 1]
     with _running(settings, directory, served) as (engine, ways):
         runs = {name: Run() for name in ways}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
+from osd.capture.backlog import Backlog, ClosedError
 from osd.capture.retention import Retention
 from osd.capture.trace import FIELD, Trace, TraceError, decode, encode
 from osd.config import CaptureSettings
@@ -26,8 +26,12 @@ from osd.redis_client import Backoff, connect
 
 logger = logging.getLogger(__name__)
 
+BACKLOG_BYTES = 128 << 20
+"""Of the records that wait for Redis: with hidden states one may take several megabytes."""
+
 _READ_TIMEOUT = 5.0  # seconds
 _LONGEST_WAIT_MS = 2000
+_LOOK_SHARE = 1 / 32  # of capture.keep_mb
 _FIRST_SWEEP_SECONDS, _SWEEP_SECONDS = 0.5, 10.0
 _MANY = 10_000
 
@@ -67,24 +71,27 @@ class TraceWriter:
         self._client = connect(url, timeout=1.0)
         self._add = self._client.register_script(_ADD)
         self._retention = Retention(self._client, settings)
-        self._queue: queue.Queue[Trace | None] = queue.Queue(settings.max_queue)
+        self._backlog = Backlog(settings.max_queue, BACKLOG_BYTES)
         self._lock = threading.Lock()
         self._written = 0
         self._dropped = 0
-        self._closed = False
+        self._unlooked = 0  # bytes written since the last look at the size of the stream
         self._backoff = Backoff()
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
         self._thread.start()
 
     def offer(self, trace: Trace) -> bool:
-        """Queue a trace without ever blocking; False when it was dropped because the queue is full or closed."""
-        with self._lock:
-            if not self._closed:
-                with contextlib.suppress(queue.Full):
-                    self._queue.put_nowait(trace)
-                    return True
-            self._dropped += 1
+        """Queue a trace without ever blocking; False when it was dropped because the writer is closed.
+
+        Where the queue is full the oldest make room, and are dropped.
+        """
+        try:
+            dropped = self._backlog.put(trace)
+        except ClosedError:
+            self._count_dropped(1)
             return False
+        self._count_dropped(dropped)
+        return True
 
     def counters(self) -> dict[str, int]:
         """Records ``written`` to Redis and ``dropped``, since the start."""
@@ -93,43 +100,29 @@ class TraceWriter:
 
     def close(self, timeout: float = 5.0) -> None:
         """Write what is queued, for at most ``timeout`` seconds, and count the rest as dropped."""
-        deadline = time.monotonic() + timeout
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        try:
-            self._queue.put(None, timeout=timeout)
-        except queue.Full:
-            pass
-        else:
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if self._queue.get_nowait() is not None:
-                    with self._lock:
-                        self._dropped += 1
+        self._backlog.close()
+        self._thread.join(timeout)
         # A thread that is still in a call to Redis ends after that call.
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)
+        self._count_dropped(self._backlog.clear())
 
     def _run(self) -> None:
         sweep_at = time.monotonic() + _FIRST_SWEEP_SECONDS
-        while True:
-            with contextlib.suppress(queue.Empty):
-                trace = self._queue.get(timeout=max(0.0, sweep_at - time.monotonic()))
-                if trace is None:
-                    break
-                written = not self._backoff.remaining and self._write(trace)
-                with self._lock:
-                    if written:
+        while not self._backlog.finished:
+            trace = self._backlog.take(max(0.0, sweep_at - time.monotonic()))
+            if trace is not None:
+                if not self._backoff.remaining and self._write(trace):
+                    with self._lock:
                         self._written += 1
-                    else:
-                        self._dropped += 1
+                else:
+                    self._count_dropped(1)
             if time.monotonic() >= sweep_at:
                 self._sweep()
                 sweep_at = time.monotonic() + _SWEEP_SECONDS
         self._client.close()
+
+    def _count_dropped(self, count: int) -> None:
+        with self._lock:
+            self._dropped += count
 
     def _write(self, trace: Trace) -> bool:
         stream = self._settings.stream
@@ -150,10 +143,16 @@ class TraceWriter:
         if self._backoff.failing:
             logger.info("Redis takes traces again")
         self._backoff.worked()
-        self._keep_small()
+        self._keep_small(len(data))
         return True
 
-    def _keep_small(self) -> None:
+    def _keep_small(self, written: int) -> None:
+        """Look how large the stream is whenever a part of what it may take was ``written`` since."""
+        largest = self._settings.keep_mb
+        self._unlooked += written
+        if largest is None or self._unlooked < (largest << 20) * _LOOK_SHARE:
+            return
+        self._unlooked = 0
         try:
             self._retention.shrink()
         except RedisError as error:

@@ -35,6 +35,8 @@ _PER_TOKEN = {
 
 _AFTER = {"after_ids": 2, "after_logp": 2, "after_tail": 1}
 
+_ARRAYS = ("prompt_ids", "completion_ids", *_PER_TOKEN, "hidden", *_AFTER)
+
 _MEASURED = frozenset(("target_logp", "target_tail", "draft_logp", "draft_tail", "after_logp", "after_tail", "hidden"))
 """Arrays of numbers with fractions; all others are ids or choices."""
 
@@ -123,6 +125,12 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     after_logp: Array | None = None
     after_tail: Array | None = None
     replica: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays: list[Array | None] = [getattr(self, name) for name in _ARRAYS]
+        return sum([len(array.data) for array in arrays if array is not None])
 
     @property
     def after(self) -> tuple[Array | None, Array | None, Array | None]:

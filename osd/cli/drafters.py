@@ -138,12 +138,12 @@ def export_version(
     from osd.drafters import formats
     from osd.drafters.acceptance_head import without_head
     from osd.registry.versions import Registry, VersionError
-    from osd.target.load import TargetError, resolve
+    from osd.target.load import TargetError, target_directory
 
     _quiet()
     try:
         found = Registry(settings.registry_dir).load(settings.domain, version)
-        target = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+        target = target_directory(settings)
         drafter = drafters.trainable(drafters.from_config(without_head(found.config), target))
         drafter.load_weights(found.weights)
         name = _known_name(settings, target)
@@ -167,11 +167,11 @@ def import_drafter(
     from osd.registry.pointer_file import PointerFiles
     from osd.registry.retention import retire
     from osd.registry.versions import Registry, VersionError
-    from osd.target.load import TargetError, resolve
+    from osd.target.load import TargetError, target_directory
 
     _quiet()
     try:
-        target = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+        target = target_directory(settings)
         name, drafter = formats.read(directory.absolute(), target)
         manifest = {"parent": None, "trained_on": {}, "imported": {"format": name, "directory": directory.name}}
         registry = Registry(settings.registry_dir)

@@ -55,9 +55,9 @@ class CaptureSettings(Section):
         default=None, gt=0, description="age at which a record is deleted, from the stream and the trainer's memory"
     )
     keep_mb: int | None = Field(
-        default=None, ge=1, description="size of the Redis Stream above which its oldest records are deleted"
+        default=512, ge=1, description="size of the Redis Stream above which its oldest records are deleted"
     )
-    max_queue: int = Field(default=64, ge=1, description="records that wait for Redis before new ones drop")
+    max_queue: int = Field(default=64, ge=1, description="records that wait for Redis before the oldest drop")
     segment: int = Field(default=512, ge=16, description="completion tokens of one record at most")
 
 

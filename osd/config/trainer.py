@@ -31,6 +31,7 @@ class TrainerSettings(Section):
     micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
     replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")
+    replay_mb: int = Field(default=2048, ge=1, description="memory of what is kept for replay, hidden states included")
     held_out: float = Field(
         default=0.1, gt=0, lt=1, description="share of requests that is only evaluated; at first it is a third"
     )

@@ -14,6 +14,12 @@ APART = 8
 OLDER = "older"
 """Stands for all other versions of a domain."""
 
+DOMAINS = 64
+"""Domains whose counts are kept apart, those that were counted last: as many as a replica may have drafters of."""
+
+OTHERS = "(others)"
+"""Stands for all other domains; no domain can be called so."""
+
 DraftedBy = tuple[str, int | Literal["older"]]
 """Domain and version of a drafter."""
 
@@ -28,7 +34,8 @@ Counts = TypeVar("Counts", bound=_Counts)
 def of_version(counts: dict[DraftedBy, Counts], drafted_by: tuple[str, int], new: Callable[[], Counts]) -> Counts:
     """The entry of a version that is about to be counted, ``new`` where there is none.
 
-    What was counted longest ago is added to the older ones of its domain where more than ``APART`` would be apart.
+    What was counted longest ago is added to the older ones of its domain where more than ``APART`` would be apart, and
+    to those of all ``OTHERS`` where its domain was counted longest ago of more than ``DOMAINS``.
     """
     entry = counts.pop(drafted_by, None)
     if entry is None:
@@ -36,6 +43,10 @@ def of_version(counts: dict[DraftedBy, Counts], drafted_by: tuple[str, int], new
         apart = [key for key in counts if key[0] == domain and key[1] != OLDER]
         for key in apart[: max(0, len(apart) + 1 - APART)]:
             counts.setdefault((domain, OLDER), new()).add(counts.pop(key))
+        last = {key[0]: None for key in reversed(counts) if key[0] not in (domain, OTHERS)}  # the newest first
+        gone = set(list(last)[DOMAINS - 1 :])
+        for key in [key for key in counts if key[0] in gone]:
+            counts.setdefault((OTHERS, OLDER), new()).add(counts.pop(key))
     counts[drafted_by] = entry  # behind all others
     return entry
 

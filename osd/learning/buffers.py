@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
+from typing import NamedTuple
 
 from osd.capture.trace import Trace
 from osd.hashing import unit_hash
@@ -18,12 +19,27 @@ def key_of(trace: Trace) -> Key:
     return trace.request_id, trace.segment
 
 
-class RecentBuffer:
-    """The newest ``records`` by key, oldest first, up to ``room`` tokens; ``tokens`` of all of them."""
+class Size(NamedTuple):
+    """How much records are, or may be: their tokens, and the bytes of their arrays."""
 
-    def __init__(self, room: int) -> None:
+    tokens: int
+    bytes: float
+
+    def plus(self, trace: Trace, sign: int = 1) -> Size:
+        """With a record more, or one less."""
+        return Size(self.tokens + sign * length(trace), self.bytes + sign * trace.nbytes)
+
+    def fits(self, room: Size) -> bool:
+        """Whether there is room for so much."""
+        return self.tokens <= room.tokens and self.bytes <= room.bytes
+
+
+class RecentBuffer:
+    """The newest ``records`` by key, oldest first, up to ``room``; ``size`` of all of them."""
+
+    def __init__(self, room: Size) -> None:
         self.records: OrderedDict[Key, Trace] = OrderedDict()
-        self.tokens = 0
+        self.size = Size(0, 0)
         self._room = room
         self._by_domain: Counter[str] = Counter()
 
@@ -37,7 +53,7 @@ class RecentBuffer:
         self.records[newest] = trace
         self._count(trace, 1)
         left: list[Key] = []
-        while self.tokens > self._room and len(self.records) > 1:
+        while not self.size.fits(self._room) and len(self.records) > 1:
             largest = max(self._by_domain, key=lambda domain: self._by_domain[domain])
             oldest = next((key for key, one in self.records.items() if one.domain == largest and key != newest), None)
             # Only the newest is left of the largest domain: the others give way to it.
@@ -55,38 +71,40 @@ class RecentBuffer:
         self._count(self.records.pop(key), -1)
 
     def _count(self, trace: Trace, sign: int) -> None:
-        self.tokens += sign * length(trace)
+        self.size = self.size.plus(trace, sign)
         self._by_domain[trace.domain] += sign * length(trace)
+        if not self._by_domain[trace.domain]:
+            del self._by_domain[trace.domain]
 
 
 class UniformSample:
-    """A uniform sample, without replacement, of every record that was ever offered, up to ``room`` tokens.
+    """A uniform sample, without replacement, of every record that was ever offered, up to ``room``.
 
     Kept are the records with the smallest hash of their key: no matter in which order they come, how often, or in
     which process, the same are kept.
     """
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: Size) -> None:
         self.records: dict[Key, Trace] = {}
         self._room = room
-        self._tokens = 0
+        self._size = Size(0, 0)
         self._heap: list[tuple[float, Key]] = []  # the largest hash first
 
     def offer(self, trace: Trace) -> None:
         """Keep the record if it belongs to the sample; others leave for it."""
         key = key_of(trace)
-        if length(trace) > self._room:
+        if not Size(0, 0).plus(trace).fits(self._room):
             return
         self.records[key] = trace
-        self._tokens += length(trace)
+        self._size = self._size.plus(trace)
         heapq.heappush(self._heap, (-unit_hash(f"{key[0]} {key[1]}".encode(), b"anchor"), key))
-        while self._tokens > self._room:
+        while not self._size.fits(self._room):
             _, gone = heapq.heappop(self._heap)
-            self._tokens -= length(self.records.pop(gone))
+            self._size = self._size.plus(self.records.pop(gone), -1)
 
     def discard(self, keys: list[Key]) -> None:
         """Remove these records as far as they are here."""
         for key in self.records.keys() & set(keys):
-            self._tokens -= length(self.records.pop(key))
+            self._size = self._size.plus(self.records.pop(key), -1)
         self._heap = [entry for entry in self._heap if entry[1] in self.records]
         heapq.heapify(self._heap)

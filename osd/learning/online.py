@@ -274,7 +274,8 @@ class Learner:
 
 def empty_replay(settings: TrainerSettings, seed: int = 0, enough: int = ENOUGH_TOKENS) -> Replay:
     """A buffer as large as the settings say; more than their share is held out until ``enough`` tokens are."""
-    return Replay(settings.replay_tokens, settings.held_out, seed, settings.anchors, enough)
+    most_bytes = settings.replay_mb << 20
+    return Replay(settings.replay_tokens, settings.held_out, seed, settings.anchors, enough, most_bytes)
 
 
 def held_out(replay: Replay) -> Iterator[DistillBatch]:

@@ -13,7 +13,7 @@ import numpy as np
 from osd.capture.trace import Trace
 from osd.hashing import unit_hash
 from osd.learning.batch import cost, cut, length
-from osd.learning.buffers import Key, RecentBuffer, UniformSample, key_of
+from osd.learning.buffers import Key, RecentBuffer, Size, UniformSample, key_of
 
 _EARLY_SHARE = 1 / 3
 """Of the requests, held out while there is too little to judge by."""
@@ -48,21 +48,31 @@ class Replay:
     the requests joins them instead of ``held_out``, for no candidate can be judged before; they stay where their
     first segment went. A record that is there already is left alone: delivering twice is harmless.
 
-    Each part has its room in tokens, and when that runs out the domain that holds the most drops its oldest record:
-    a domain within its equal share of the room never pays for another's flood. The anchors are a uniform sample of
-    everything that ever came to be trained on; what the training part drops stays as long as it is one of them. So
-    the buffer never holds the last flood only, be it one topic or poison.
+    Each part has its room in tokens and in bytes, for records with hidden states are large. When that runs out the
+    domain that holds the most tokens drops its oldest record: a domain within its equal share of the room never pays
+    for another's flood. The anchors are a uniform sample of everything that ever came to be trained on; what the
+    training part drops stays as long as it is one of them. So the buffer never holds the last flood only, be it one
+    topic or poison.
 
     ``sample`` takes records that were never trained on first, oldest first, for up to half of what may be drawn.
     The rest is drawn with a density that grows linearly with age rank, from 1 for the oldest to 2 for the newest: new
     traffic counts more, old traffic is not forgotten. The same seed and the same calls give the same samples.
     """
 
-    def __init__(self, tokens: int, held_out: float, seed: int = 0, anchors: float = 0.0, enough: int = 0) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        held_out: float,
+        seed: int = 0,
+        anchors: float = 0.0,
+        enough: int = 0,
+        most_bytes: float = math.inf,
+    ) -> None:
         self._share, self._enough = held_out, enough
         aside, kept = math.ceil(tokens * held_out), math.ceil(tokens * anchors)
-        self._train, self._held_out = RecentBuffer(tokens - aside - kept), RecentBuffer(aside)
-        self._anchors = UniformSample(kept)
+        train = Size(tokens - aside - kept, most_bytes * (1 - held_out - anchors))
+        self._train, self._held_out = RecentBuffer(train), RecentBuffer(Size(aside, most_bytes * held_out))
+        self._anchors = UniformSample(Size(kept, most_bytes * anchors if anchors else 0.0))
         self._parts = (self._train, self._held_out, self._anchors)
         self._fresh: OrderedDict[Key, None] = OrderedDict()
         self._random = np.random.Generator(np.random.PCG64(seed))
@@ -70,7 +80,9 @@ class Replay:
     @property
     def tokens(self) -> int:
         """Tokens in all parts; a record that is an anchor too counts once."""
-        return self._train.tokens + self._held_out.tokens + sum(length(trace) for trace in self._old().values())
+        return (
+            self._train.size.tokens + self._held_out.size.tokens + sum(length(trace) for trace in self._old().values())
+        )
 
     @property
     def train_records(self) -> int:

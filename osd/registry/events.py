@@ -20,6 +20,9 @@ Kind = Literal[
 MAX_EVENTS = 1000
 """Events kept of each of the two lists."""
 
+MOST_TEXT = 1000
+"""Characters of a text in an event; what is longer is cut."""
+
 _MILESTONES, _STEPS = "osd:events", "osd:events:train_step"
 
 
@@ -40,7 +43,8 @@ class Events(RedisClient):
             raise ValueError(f"event kind {kind!r}: must be one of {', '.join(get_args(Kind))}")
         if "time" in figures:
             raise ValueError("event figure 'time': the event has a time of its own")
-        event = {"time": time.time(), "kind": kind, "domain": domain, "version": version, **figures}
+        cut = {name: value[:MOST_TEXT] if isinstance(value, str) else value for name, value in figures.items()}
+        event = {"time": time.time(), "kind": kind, "domain": domain, "version": version, **cut}
         key = _STEPS if kind == "train_step" else _MILESTONES
         with self._client.pipeline(transaction=False) as pipe:
             pipe.lpush(key, msgspec.json.encode(event))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from osd import files
 
 logger = logging.getLogger(__name__)
 
-MOST = 300
-"""Removed versions of a domain that are remembered."""
+MOST, MOST_BYTES = 300, 8 << 20
+"""Removed versions of a domain that are remembered, and how long the file may be: manifests name many requests."""
 
 _FILE = "history.json"
 
@@ -53,5 +54,8 @@ def add(folder: Path, manifests: Iterable[tuple[int, dict[str, Any]]]) -> None:
     now = time.time()
     known = {one.number: one for one in read(folder)}
     known |= {number: RemovedVersion(number, now, manifest) for number, manifest in manifests}
-    newest = sorted(known.values(), key=lambda one: one.number)[-MOST:]
-    files.replace(folder / _FILE, msgspec.json.encode(newest))
+    newest = deque(msgspec.json.encode(known[number]) for number in sorted(known)[-MOST:])
+    size = sum(len(one) + 1 for one in newest)
+    while size > MOST_BYTES:
+        size -= len(newest.popleft()) + 1
+    files.replace(folder / _FILE, b"[" + b",".join(newest) + b"]")

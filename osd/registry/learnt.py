@@ -10,6 +10,9 @@ from osd.registry.versions import Registry
 
 _CHOICES = 1024  # of one response: ids of its records end in -0, -1, ...
 
+MOST = 1_000_000
+"""Requests that wait for a manifest; where no candidate ever passes the gate the oldest leave."""
+
 REQUESTS = "requests"
 """The manifest's list: requests that were first trained on since the version before."""
 
@@ -49,6 +52,8 @@ class Learnt:
     def add(self, request_ids: Iterable[str]) -> None:
         """These were trained on."""
         self._hashes.update((fingerprint(request_id), None) for request_id in request_ids)
+        while len(self._hashes) > MOST:
+            del self._hashes[next(iter(self._hashes))]
 
     def published(self) -> None:
         """A version's manifest names them now."""

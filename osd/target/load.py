@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import filelock
 
+from osd.config import Settings
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -83,6 +85,16 @@ def resolve(source: str, home: Path, report: Report = lambda step: None, revisio
         directory = _from_hub(source, revision, report)
     _check(directory, source)
     return directory
+
+
+def target_directory(settings: Settings, report: Report = lambda step: None) -> Path:
+    """``resolve`` for the target that the settings name.
+
+    Raises:
+        TargetError: as ``resolve``.
+    """
+    target = settings.target
+    return resolve(target.source, settings.home_dir, report, target.revision)
 
 
 def commit_of(directory: Path) -> str | None:

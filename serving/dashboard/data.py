@@ -39,6 +39,7 @@ class Feeds:
         self._lock = threading.Lock()
         self._read_at = 0.0
         self._latest: dict[str, Any] = {}
+        self._versions: list[dict[str, Any]] = []
 
     def read(self) -> dict[str, Any]:
         """``versions``, ``events``, ``rollout`` and ``lag``, the last two None without Redis. Blocks for a moment."""
@@ -65,7 +66,9 @@ class Feeds:
         self._pointer.close()
 
     def _gather(self) -> dict[str, Any]:
-        versions = [_version(info) for info in self._registry.list(self._domain)]
+        with contextlib.suppress(OSError):  # those last seen stay while the disk does not say
+            self._versions = [_version(info) for info in self._registry.list(self._domain)]
+        versions = self._versions
         try:
             rollout = self._pointer.get(self._domain)
             events = [event for event in self._events.recent(_EVENTS) if event["domain"] == self._domain]

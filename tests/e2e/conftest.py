@@ -7,7 +7,9 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -98,13 +100,19 @@ def free_port() -> int:
 
 @pytest.fixture(scope="package")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("service")
+    with running(tmp_path_factory.mktemp("service")) as service:
+        yield service
+
+
+@contextmanager
+def running(folder: Path, **drafter: Any) -> Iterator[Service]:
+    """A service in ``folder``; ``drafter`` are more of its settings."""
     target = make_tiny(folder / "tiny")
     settings = Settings(
         home=folder / "home",
         target={"source": str(target), "dtype": "float32"},
         engine={"slots": 4, "context": 1024, "threads": 1},
-        drafter={"trained": {"vocabulary": 128}},
+        drafter={"trained": {"vocabulary": 128}, **drafter},
         growth={"governed": False},  # on so small a target no draft pays
         serving={"port": free_port(), "replicas": REPLICAS, "max_queue": 6, "body_timeout_s": 2},
     )

@@ -34,6 +34,11 @@ def test_events_come_back_oldest_first_with_their_figures(events: Events):
     assert before <= times[0] <= times[1] <= times[2] <= time.time()
 
 
+def test_a_long_text_is_cut(events: Events):
+    events.add("rejected", "code", 2, reason="x" * 100_000)
+    assert events.recent()[0]["reason"] == "x" * module.MOST_TEXT
+
+
 def test_count_takes_the_last_ones_and_steps_can_be_left_out(events: Events):
     for version in (1, 2, 3):
         events.add("swapped", "code", version)

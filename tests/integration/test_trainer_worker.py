@@ -258,7 +258,7 @@ def test_a_worse_candidate_is_rejected_and_training_goes_on_from_it(make_loop, e
     assert loop.pointer.get("general").stable == 1
     assert [version.number for version in loop.registry.list("general")] == [1]
     told = [event for event in loop.events.recent() if event["kind"] == "rejected"]
-    assert told[0]["version"] == 1
+    assert (told[0]["version"], told[0]["parent"]) == (None, 1)
     assert "fell" in told[0]["reason"]
     assert told[0]["baseline_acceptance"] > told[0]["acceptance"]
     assert worker.status()["steps"] >= 50

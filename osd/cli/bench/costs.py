@@ -44,12 +44,12 @@ def forward(
     from osd.drafters.autoregressive import autoregressive
     from osd.drafters.session import Runtime
     from osd.runtime.model import SlotModel
-    from osd.target.load import resolve
+    from osd.target.load import target_directory
     from osd.target.model import load_model
 
     with stop_signals():
         with loading():
-            directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+            directory = target_directory(settings)
             drafter, name = find_drafter(settings, draft, directory)
             model = load_model(directory, settings.target.dtype, settings.target.device)
         taps, weights = drafter.needs.taps, settings.target.weights
@@ -81,13 +81,13 @@ def overhead(
     from osd.engine.request import SamplingParams
     from osd.runtime.device import several_cores
     from osd.runtime.model import SlotModel
-    from osd.target.load import resolve
+    from osd.target.load import target_directory
     from osd.target.model import load_model
 
     with stop_signals():
         with loading():
             model = load_model(
-                resolve(settings.target.source, settings.home_dir, revision=settings.target.revision),
+                target_directory(settings),
                 settings.target.dtype,
                 "cpu",
             )

@@ -69,7 +69,7 @@ def decode(
     from osd.engine.policy import Policy
     from osd.engine.request import SamplingParams
     from osd.speculation.compatibility import IncompatibleError
-    from osd.target.load import resolve
+    from osd.target.load import target_directory
     from osd.traffic import load
 
     if settings.engine.slots < streams:
@@ -84,7 +84,7 @@ def decode(
         policy = forced(policy, acceptance)
     with loading():
         texts = load(prompts)
-        directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+        directory = target_directory(settings)
         drafter, name = find_drafter(settings, draft, directory)
         calls = bench.Calls.of(drafter)
         engine = engine_with(reading_anew(settings), directory, drafter)

@@ -67,14 +67,14 @@ def peers(
     from benchmarks.peers.models import write_drafter, write_first_layers
     from benchmarks.peers.roster import Models
     from osd.drafters.language_model.drafter import LanguageModel
-    from osd.target.load import gguf_of, resolve
+    from osd.target.load import gguf_of, target_directory
     from osd.traffic import load
 
     home = settings.home_dir
     with tempfile.TemporaryDirectory() as scratch:
         with loading():
             texts = load(prompts)
-            directory = resolve(settings.target.source, home, say, revision=settings.target.revision)
+            directory = target_directory(settings, say)
             gguf = gguf_of(settings.target.source, home, say)
             drafter, name = find_drafter(settings, draft, directory)
             engine = engine_with(reading_anew(settings), directory, drafter)

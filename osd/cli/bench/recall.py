@@ -40,7 +40,7 @@ def recall(
     from benchmarks.pair import BenchError, encode, find_drafter
     from benchmarks.recall_tables import tables
     from osd.engine.request import SamplingParams
-    from osd.target.load import resolve
+    from osd.target.load import target_directory
     from osd.traffic import load
 
     if settings.engine.slots < streams:
@@ -49,7 +49,7 @@ def recall(
         fail(f"--prompts must be at least --streams {streams}, not {prompts}")
     with loading():
         texts = load(stream)
-        directory = resolve(settings.target.source, settings.home_dir, revision=settings.target.revision)
+        directory = target_directory(settings)
         drafter, name = (None, None) if draft is None else find_drafter(settings, draft, directory)
         growth = settings.growth if settings.growth.kind == "best_first" else BestFirstSettings()
         reused = settings.engine.model_copy(update={"prefix_cache": True})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from osd.engine.counters import APART, OLDER, DecodeSeconds, EngineCounters, of_version
+from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, DecodeSeconds, EngineCounters, of_version
 from osd.metrics import SpeculationCounts
 
 
@@ -28,6 +28,20 @@ def test_the_versions_that_were_counted_last_stay_apart_and_the_others_are_one_e
     total = counters.speculation()
     assert (total.rounds, total.drafted, total.accepted) == (1003, 4012, 1003)
     assert total.by_source["recall"].drafted == 3009
+
+
+def test_the_domains_that_were_counted_last_stay_apart_and_the_others_are_one_entry() -> None:
+    counters = EngineCounters()
+    for number in range(1000):
+        for version in (1, 2):
+            count(counters, f"d{number}", version)
+        count(counters, "general", number)
+    newest = [f"d{number}" for number in range(1001 - DOMAINS, 1000)]
+    assert {domain for domain, _ in counters.by_version} == {OTHERS, "general", *newest}
+    assert len(counters.by_version) == 1 + APART + 1 + 2 * (DOMAINS - 1)
+    assert counters.by_version.keys() == counters.seconds_by_version.keys()
+    assert counters.by_version[OTHERS, OLDER].rounds == 2 * (1001 - DOMAINS)
+    assert counters.speculation().rounds == 3000
 
 
 def test_a_version_that_is_served_again_is_apart_again_and_nothing_is_lost() -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import msgspec
 import pytest
 
 from osd.config import ConfigError, load_settings
 from osd.learning.batch import PROMPT_SHARE, cost, length
+from osd.learning.buffers import RecentBuffer, Size
 from osd.learning.replay import Replay, is_held_out
 from tests.unit.learning.toys import make_trace
 
@@ -79,6 +81,23 @@ def test_the_oldest_leave_when_tokens_run_out_and_are_reported():
     assert replay.fresh_records == 7
     for _ in range(200):
         assert not {trace.request_id for trace in replay.sample(48).traces} & set(TRAIN[:3])
+
+
+def test_the_oldest_leave_when_bytes_run_out_from_every_part():
+    size = make_trace("r").nbytes
+    replay = Replay(10_000, 0.1, anchors=0.1, most_bytes=40 * size)
+    added = [replay.add(make_trace(name)) for name in (*TRAIN[:100], *HELD[:10])]
+    assert replay.known("train") == [(name, 0) for name in TRAIN[100 - 32 : 100]]
+    assert len(replay.known("anchors")) == 4
+    assert replay.known("held_out") == [(name, 0) for name in HELD[6:10]]
+    assert sum(len(one.left) for one in added) == 68 + 6
+
+
+def test_of_domains_whose_records_left_nothing_is_kept():
+    buffer = RecentBuffer(Size(100, math.inf))
+    for number in range(100):
+        buffer.add(make_trace(f"r{number}", domain=f"d{number}"))
+    assert buffer._by_domain.keys() == {trace.domain for trace in buffer.records.values()}
 
 
 def test_every_record_is_soon_trained_on_the_oldest_first():

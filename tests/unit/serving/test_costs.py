@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from pydantic import ValidationError
 
 from serving import limits, routes
 from serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
+from serving.tokenizing import LONG
+from tests.tiny import tokenizer
 from tests.unit.serving.answers import CHAT, asking, error_of
 
 MESSAGE = CHAT["messages"][0]
@@ -98,6 +101,35 @@ def test_the_shares_of_a_tree_are_bounded_in_number(client, growth):
     error = error_of(client.post("/v1/completions", json={"prompt": "a", "osd": {"growth": growth}}), 400)
     assert error["param"].startswith("osd.growth.")
     assert "32" in error["message"]
+
+
+def test_a_long_text_keeps_no_short_one_from_being_encoded(client, service):
+    encode, encoded, other_done = service.encode, threading.Event(), threading.Event()
+
+    def slowly(text, special):
+        if len(text) >= LONG:
+            encoded.set()
+            assert other_done.wait(10)
+        return encode(text, special)
+
+    service.encode = slowly
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(client.post, "/tokenize", json={"prompt": "a" * LONG})
+        assert encoded.wait(10)
+        assert client.post("/tokenize", json={"prompt": "a"}).json()["count"] == 2
+        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+        other_done.set()
+        assert long.result().json()["count"] == LONG + 1
+
+
+def test_a_tokenizer_that_was_asked_once_may_be_asked_by_two_threads():
+    shared = tokenizer()
+    shared.backend_tokenizer.enable_truncation(7)
+    shared("")
+    texts = [letter * size for letter in "ab" for size in (10, 20_000)] * 20
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda text: shared(text, add_special_tokens=True)["input_ids"], texts))
+    assert [len(ids) for ids in found] == [len(text) for text in texts]
 
 
 def test_a_draft_is_planned_off_the_event_loop(client, service, monkeypatch):

@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from starlette.testclient import TestClient
 
 from osd.config import Settings
 from osd.engine.counters import EngineLoad
+from osd.registry.events import Events
 from osd.registry.ledger import Spent
 from osd.registry.pointer import Rollout
+from osd.registry.versions import Registry
 from serving import dashboard
+from serving.dashboard import data
 from serving.dashboard.data import compose, ledger
 from serving.replica_metrics import ReplicaMetrics, Report, Totals
 from serving.routes import create_app
@@ -65,6 +70,17 @@ def test_a_window_out_of_range_is_refused(client, seconds):
     response = client.get("/dashboard/data", params={"seconds": seconds})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "seconds"
+
+
+def test_versions_last_seen_stay_while_the_disk_does_not_say(tmp_path, monkeypatch):
+    registry = Registry(tmp_path)
+    registry.publish("general", {"weight": torch.zeros(1)}, {}, {})
+    nobody = "redis://127.0.0.1:1/0"
+    monkeypatch.setattr(data, "_FRESH_SECONDS", 0.0)
+    with Events(nobody) as events, closing(data.Feeds(Settings(), nobody, registry, events)) as feeds:
+        assert [version["number"] for version in feeds.read()["versions"]] == [1]
+        monkeypatch.setattr(registry, "list", lambda domain: (_ for _ in ()).throw(OSError("no disk")))
+        assert [version["number"] for version in feeds.read()["versions"]] == [1]
 
 
 def test_data_asks_for_the_window(client):

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from osd.engine.request import Update
+from serving import routes
 from serving.routes import create_app
 from tests.unit.serving.answers import CHAT, asking, error_of
 from tests.unit.serving.browser import Browser, until
@@ -30,6 +31,29 @@ def test_a_body_that_does_not_end_is_408_and_closes_its_connection(make_service,
         error = error_in(slow)
         assert error["code"] == "timeout"
         assert error["message"] == "The body did not arrive within 0.05 seconds."
+
+    asyncio.run(scenario())
+
+
+def test_bodies_that_arrive_take_a_bounded_number_of_bytes_and_give_them_back(make_service, monkeypatch):
+    monkeypatch.setattr(routes, "ARRIVING_BYTES", 5000)
+    half = {"prompt": "a" * 3000}
+
+    async def scenario():
+        app = create_app(make_service(max_body_bytes=4000))
+        slow = Browser(app, "/v1/completions", half, whole=False)
+        await asyncio.sleep(0)
+        refused = Browser(app, "/tokenize", half)
+        await until(lambda: refused.task.done())
+        assert refused.status == 429
+        assert (b"retry-after", b"1") in refused.sent[0]["headers"]
+        assert "this server takes 5000 at once" in error_in(refused)["message"]
+        slow.leave()
+        await until(lambda: slow.task.done())
+        for _ in range(3):
+            accepted = Browser(app, "/tokenize", half)
+            await until(accepted.task.done)
+            assert accepted.status == 200
 
     asyncio.run(scenario())
 

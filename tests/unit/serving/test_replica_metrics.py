@@ -4,7 +4,8 @@ import copy
 
 import pytest
 
-from osd.engine.counters import APART, OLDER, DecodeSeconds, EngineCounters, EngineLoad, of_version
+from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, DecodeSeconds, EngineCounters, EngineLoad, of_version
+from serving import prometheus
 from serving.replica_metrics import ReplicaMetrics, Report
 
 
@@ -61,6 +62,28 @@ def test_no_total_falls_while_a_thousand_versions_come_and_go_in_replicas_that_c
             assert all(value >= before.get(label, 0) for label, value in now.items())
             before = now
     assert now["general", OLDER] > 0.9 * expected
+
+
+def test_no_total_falls_while_hundreds_of_domains_come_and_go_and_what_is_kept_is_bounded():
+    metrics, expected, before = ReplicaMetrics(), 0, {}
+    replicas = {"a": EngineCounters(), "b": EngineCounters()}
+    for number in range(300):
+        for name, counters in replicas.items():
+            domain = f"d{number + 30 * (name == 'b')}"
+            for version in (number, number + 1):
+                of_version(counters.seconds_by_version, (domain, version), DecodeSeconds).add(DecodeSeconds(5))
+            of_version(counters.seconds_by_version, ("general", number), DecodeSeconds).add(DecodeSeconds(5))
+            expected += 15
+            metrics.push(versions_of(counters, name, 100.0 + number))
+        totals = metrics.totals(0.0)
+        now = totals.by_label("version_tokens")
+        assert sum(now.values()) == totals.counters["completion_tokens"] == expected
+        assert len({domain for domain, _ in now} - {OTHERS}) <= DOMAINS
+        assert all(value >= before.get(label, 0) for label, value in now.items())
+        before = now
+    assert now[OTHERS, OLDER] > 0.5 * expected
+    assert len(prometheus.render(totals, "general", "tiny")) < 100_000
+    assert all(len(second.counts) < 9 for second in metrics._seconds)
 
 
 def test_versions_that_one_replica_no_longer_keeps_apart_stay_apart_while_others_count_them():

@@ -80,6 +80,19 @@ def test_without_any_good_version_a_replica_starts_with_initial_weights(settings
     assert all(torch.equal(weight, first.weights()[name]) for name, weight in start.drafter.weights().items())
 
 
+def test_a_replica_that_cannot_list_the_versions_starts_and_takes_up_the_one_in_service_later(
+    settings, registry, tiny_target, monkeypatch, caplog, quick
+):
+    broken = FlakyRegistry(registry.root, 0, EIO)
+    monkeypatch.setattr(broken, "numbers", lambda domain: (_ for _ in ()).throw(OSError(errno.EIO, "no disk")))
+    start = starting_drafter(settings, broken, ScriptedPointer(at(3)), tiny_target)
+    assert (start.version, start.refused) == (0, set())
+    assert "cannot be listed" in caplog.text
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    followed(settings, broken, engine, events, at(3), until=lambda: events.events)
+    assert events.events == [("swapped", 3)]
+
+
 def test_a_replica_that_recalls_needs_no_version(tmp_path, tiny_target):
     settings = Settings(home=tmp_path, drafter={"kind": "recall"})
     start = starting_drafter(settings, Registry(settings.registry_dir), ScriptedPointer(None), tiny_target)
@@ -93,6 +106,20 @@ def test_a_replica_that_asks_a_head_has_one_whatever_its_version_says(settings, 
         assert start.version == version
         assert start.drafter.acceptance is not None
     assert starting_drafter(settings, registry, ScriptedPointer(at(3)), tiny_target).drafter.acceptance is None
+
+
+def test_drafters_of_many_configurations_are_not_all_kept(tmp_path, first, tiny_target, monkeypatch):
+    made = []
+
+    def make(config, target_dir):
+        made.append(config["layers"])
+        return config["layers"]
+
+    monkeypatch.setattr(drafters, "from_config", make)
+    monkeypatch.setattr(drafters, "served", lambda drafter, settings: drafter)
+    cache = DrafterCache(first, Settings(home=tmp_path, engine={"domains": 1}), tiny_target)
+    assert [cache.of({"layers": number}) for number in (1, 2, 2, 1, 3, 1, 2)] == [1, 2, 2, 1, 3, 1, 2]
+    assert made == [1, 2, 3, 2]
 
 
 class ScriptedEngine:

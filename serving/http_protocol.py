@@ -1,0 +1,129 @@
+"""HTTP/1.1 as Ray Serve's proxy reads it: heads are bounded, and what is broken is refused in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from serving.errors import ApiError
+
+MOST_HEAD_BYTES = 64 << 10
+"""Of a request line and its headers, and of what else stands before, between or behind the parts of a body."""
+
+HEAD_SECONDS = 20
+"""In which they must arrive."""
+
+_TOO_LARGE = ApiError(
+    431, f"The request line and the headers are larger than {MOST_HEAD_BYTES} bytes.", code="request_too_large"
+)
+_LATE = ApiError(408, f"The request line and the headers did not arrive within {HEAD_SECONDS} seconds.", code="timeout")
+_BROKEN = ApiError(400, "The request is not valid HTTP/1.1.", code="invalid_http")
+
+
+def install() -> None:
+    """Have every uvicorn server of this process that names no protocol speak this one."""
+    HTTP_PROTOCOLS["auto"] = f"{__name__}:{Protocol.__qualname__}"
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection: its requests are answered one after another.
+
+    A request that comes before the one in front of it is answered is not read, and the connection ends with that
+    answer, as HTTP allows: a thousand small requests in one packet would all be kept, and of a client that left the
+    wrong one would be ended.
+    """
+
+    _head_bytes = 0  # since the last whole head or part of a body
+    _ends = False
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """See ``asyncio.Protocol``."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See ``asyncio.Protocol``."""
+        self._expect_nothing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See ``asyncio.Protocol``."""
+        if self._ends:
+            return
+        if self._late is None and not self._answering:
+            self._expect_head()
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if not self._ends and self._head_bytes > MOST_HEAD_BYTES:
+            self._refuse(_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        """See ``httptools``."""
+        if self._answering:
+            self.cycle.keep_alive = False
+            self._ends = True
+            raise _NotReadError
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """See ``httptools``."""
+        self._head_bytes = 0
+        self._expect_nothing()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MOST_HEAD_BYTES:
+            self._refuse(_TOO_LARGE)
+            raise _NotReadError
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """See ``httptools``."""
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """See ``httptools``."""
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; ``msg`` is uvicorn's."""
+        if not self._ends:
+            self._refuse(_BROKEN)
+
+    def _expect_head(self) -> None:
+        self._late = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def _expect_nothing(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _head_is_late(self) -> None:
+        if self._head_bytes:
+            self._refuse(_LATE)
+        else:  # of a connection that was opened in advance
+            self.transport.close()
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer and end the connection; where another answer has begun, only end it."""
+        self._ends = True
+        if not (self._answering and self.cycle.response_started):
+            response = error.response()
+            response.headers["connection"] = "close"
+            head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
+            head += [name + b": " + value for name, value in response.raw_headers]
+            parser = self.parser
+            body = b"" if parser is not None and parser.get_method() == b"HEAD" else bytes(response.body)
+            self.transport.write(b"\r\n".join([*head, b"", body]))
+        self.transport.close()
+
+
+class _NotReadError(Exception):
+    """Ends the parsing of what is refused, or will not be answered."""

@@ -1,0 +1,222 @@
+"""Generated requests: made of the schemas and then spoilt, and bytes that are no HTTP, or not all of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+MOST_TOKENS = 4
+"""Of an answer, so that thousands of them take little."""
+
+PATHS = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+SCHEMAS = {path: schema.model_json_schema() for path, schema in PATHS.items()}
+
+HUGE = [2**31, -(2**63), 2**64, 10**30, 1e-320, 1e308, -1e308, float("nan"), float("inf"), -0.0]
+TEXTS = st.text(max_size=20) | st.sampled_from(["\x00", "\u202e\u0301", "😀" * 50, "</s>", "<s>", "a" * 900])
+STRANGE = TEXTS | st.sampled_from(["", "\ud800", "a" * 3000])
+NUMBERS = st.integers(-3, 300) | st.floats(-3, 3) | st.sampled_from(HUGE)
+SCALARS = st.none() | st.booleans() | NUMBERS | STRANGE
+NONSENSE = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(STRANGE, inner, max_size=4), max_leaves=8
+)
+
+
+RIGHT: dict[str, SearchStrategy[Any]] = {
+    "prompt": TEXTS.filter(bool)
+    | st.lists(TEXTS.filter(bool), min_size=1, max_size=3)
+    | st.lists(st.integers(0, 258), min_size=1, max_size=20),
+    "logit_bias": st.dictionaries(st.integers(0, 258).map(str), st.floats(-100, 100), max_size=4),
+    "stop": TEXTS.filter(bool) | st.lists(TEXTS.filter(bool), max_size=4),
+    "n": st.integers(1, 6),
+    "timeout": st.floats(0.001, 100),
+}
+"""Of fields of which the schema does not say all."""
+
+
+def of_schema(schema: dict[str, Any], known: dict[str, Any]) -> SearchStrategy[Any]:
+    """Values that a JSON schema allows, those at its limits among them."""
+    if "$ref" in schema:
+        return of_schema(known[schema["$ref"].rpartition("/")[2]], known)
+    if "anyOf" in schema or "oneOf" in schema:
+        return st.one_of([of_schema(one, known) for one in schema.get("anyOf") or schema["oneOf"]])
+    if "const" in schema or "enum" in schema:
+        return st.sampled_from(schema.get("enum") or [schema["const"]])
+    match schema.get("type"):
+        case "object":
+            return _objects(schema, known)
+        case "array":
+            if "prefixItems" in schema:
+                return st.tuples(*(of_schema(one, known) for one in schema["prefixItems"])).map(list)
+            return st.lists(of_schema(schema.get("items", {}), known), min_size=schema.get("minItems", 0), max_size=3)
+        case "integer":
+            low, high = schema.get("minimum", 0), schema.get("maximum", 300)
+            return st.sampled_from([low, high]) | st.integers(low, min(high, low + 30))
+        case "number":
+            return st.floats(schema.get("minimum", 0.001), schema.get("maximum", 100.0))
+        case "boolean":
+            return st.booleans()
+        case "null":
+            return st.none()
+        case _:
+            return TEXTS
+
+
+@st.composite
+def _objects(draw: st.DrawFn, schema: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """What an object needs, and a few of the fields that it may have."""
+    fields, needed = schema.get("properties", {}), schema.get("required", [])
+    given = draw(st.lists(st.sampled_from(sorted(fields)), max_size=3, unique=True)) if fields else []
+    return {
+        name: draw(RIGHT[name] if name in RIGHT else of_schema(fields[name], known))
+        for name in dict.fromkeys([*needed, *given])
+    }
+
+
+def _nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@st.composite
+def bodies(draw: st.DrawFn, path: str) -> bytes:
+    """A body for a path: as its schema has it, with one thing wrong, or nonsense."""
+    how = draw(st.sampled_from(["right"] * 6 + ["spoilt", "spoilt", "unknown", "deep", "cut", "nonsense"]))
+    if how == "nonsense":
+        return draw(st.binary(max_size=60) | NONSENSE.map(_json))
+    schema = SCHEMAS[path]
+    body = draw(_objects(schema, schema.get("$defs", {})))
+    body.pop("model", None)
+    if path == "/tokenize" and not {"prompt", "messages"} & set(body):
+        body["prompt"] = draw(TEXTS)
+    if how == "spoilt":
+        body[draw(st.sampled_from(sorted(schema["properties"])))] = draw(NONSENSE)
+    elif how == "unknown":
+        body[draw(STRANGE | st.sampled_from(["tools", "functions", "echo", "metadata"]))] = draw(NONSENSE)
+    elif how == "deep":
+        body[draw(st.sampled_from(sorted(schema["properties"])))] = _nested(draw(st.integers(5, 400)))
+    if "max_tokens" in schema["properties"]:
+        for name in ("max_tokens", "max_completion_tokens"):
+            asked = body.get(name)
+            if type(asked) is int and asked > MOST_TOKENS:
+                body[name] = MOST_TOKENS
+        if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+            body["max_tokens"] = MOST_TOKENS
+    data = _json(body)
+    return data[: draw(st.integers(0, len(data)))] if how == "cut" else data
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What goes over a connection, and how it ends: the client leaves, sends no more, or waits for the answers."""
+
+    data: bytes
+    end: Literal["leave", "half", "wait"]
+
+
+HEADERS = st.dictionaries(
+    st.sampled_from(
+        ["content-type", "host", "origin", "authorization", "x-request-id", "accept", "expect", "upgrade", "cookie"]
+    ).map(str.encode)
+    | st.from_regex(rb"[a-z-]{1,12}", fullmatch=True).filter(lambda name: name not in _FRAMING),
+    st.binary(max_size=30).filter(lambda value: not set(value) & {0, 10, 13})
+    | st.sampled_from([b"application/json", b"127.0.0.1", b"9" * 5000, b"Bearer right", b"100-continue"]),
+    max_size=4,
+)
+_FRAMING = (b"connection", b"content-length", b"transfer-encoding", b"upgrade", b"trailer", b"te")
+
+
+def _head(line: bytes, headers: dict[bytes, bytes]) -> bytes:
+    return line + b"".join(b"\r\n" + name + b": " + value for name, value in headers.items()) + b"\r\n\r\n"
+
+
+@st.composite
+def whole(draw: st.DrawFn) -> Sent:
+    """A request that is HTTP, and may be anything else; it is always answered."""
+    path = draw(st.sampled_from(sorted(PATHS)))
+    method = draw(st.sampled_from([b"POST"] * 9 + [b"GET", b"PUT", b"DELETE", b"OPTIONS", b"HEAD"]))
+    body = draw(bodies(path))
+    headers = {b"host": b"127.0.0.1", b"content-type": b"application/json"}
+    headers |= draw(st.just({}) | st.just({}) | HEADERS)
+    chunked = draw(st.booleans())
+    headers[b"transfer-encoding" if chunked else b"content-length"] = b"chunked" if chunked else b"%d" % len(body)
+    if chunked:
+        cut = draw(st.integers(0, len(body)))
+        parts = [part for part in (body[:cut], body[cut:]) if part]
+        body = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    line = method + b" " + path.encode() + draw(st.sampled_from([b"", b"?x=%00%ff", b"/"])) + b" HTTP/1.1"
+    return Sent(_head(line, {**headers, b"connection": b"close"}) + body, "wait")
+
+
+BROKEN_LINES = [
+    b"GET",
+    b"GET /",
+    b"GET  / HTTP/1.1",
+    b"GET / HTTP/3.7",
+    b"G\x00T / HTTP/1.1",
+    b"GET /\xff\xfe HTTP/1.1",
+    b"GET /health?a=\x80 HTTP/1.1",
+    b"CONNECT a:1 HTTP/1.1",
+    b"\xff\xfe\xfd / HTTP/1.1",
+    b"GET http://[ HTTP/1.1",
+    b"PRI * HTTP/2.0",
+]
+BROKEN_HEADERS = [
+    b"no colon",
+    b": empty",
+    b"a b: c",
+    b"a\x00: c",
+    b"a: \x00",
+    b"content-length: -1",
+    b"content-length: 1x",
+    b"content-length: 99999999999999999999999",
+    b"content-length: 1\r\ncontent-length: 2",
+    b"content-length: 3\r\ntransfer-encoding: chunked",
+    b"transfer-encoding: nonsense",
+    b"a: " + b"b" * 100_000,
+    b"\r\n".join(b"h%d: %s" % (number, b"v" * 40) for number in range(3000)),
+]
+BROKEN_CHUNKS = [b"zz\r\n", b"-1\r\n", b"fffffffffffffffffff\r\n", b"3\r\nabcdef", b"1;" + b"x" * 70_000, b"\r\n\r\n"]
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+PROMPT = b'{"prompt": "a", "max_tokens": 2}'
+COMPLETE = POST + b"content-length: %d\r\n\r\n" % len(PROMPT) + PROMPT
+
+
+@st.composite
+def broken(draw: st.DrawFn) -> Sent:
+    """Bytes that are no HTTP, more than one request, or the beginning of one."""
+    how = draw(st.sampled_from(["line", "header", "chunks", "length", "pipeline", "cut", "bytes"]))
+    end = draw(st.sampled_from(["leave", "half"]))
+    match how:
+        case "line":
+            data = draw(st.sampled_from(BROKEN_LINES)) + b"\r\nhost: 127.0.0.1\r\n\r\n"
+        case "header":
+            data = b"GET /health HTTP/1.1\r\n" + draw(st.sampled_from(BROKEN_HEADERS)) + b"\r\n\r\n"
+        case "chunks":
+            data = POST + b"transfer-encoding: chunked\r\n\r\n" + draw(st.sampled_from(BROKEN_CHUNKS))
+        case "length":
+            wrong = len(PROMPT) + draw(st.integers(-20, 500))
+            data = POST + b"content-length: %d\r\n\r\n" % wrong + PROMPT
+        case "pipeline":
+            data = COMPLETE * draw(st.integers(2, 20)) + draw(st.binary(max_size=20))
+        case "cut":
+            data = COMPLETE[: draw(st.integers(0, len(COMPLETE)))]
+        case _:
+            data = draw(st.binary(min_size=1, max_size=200))
+    return Sent(data, end)

@@ -1,0 +1,116 @@
+"""Whatever comes over a connection, the real service answers it in OpenAI's shape, or hangs up, and is as before."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import socket
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.e2e.generated import broken, whole
+
+OURS = {503, 504}
+"""Statuses above 499 that say what is the matter, and not that something is broken."""
+
+
+class Recorded:
+    """What ``http.client`` reads a response from."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def makefile(self, mode):
+        return self.file
+
+
+def answers(service, sent):
+    """The status, headers and body of every answer on a connection."""
+    with socket.create_connection(("127.0.0.1", service.settings.serving.port), timeout=20) as connection:
+        try:
+            connection.sendall(sent.data)
+            if sent.end == "leave":
+                return []
+            if sent.end == "half":
+                connection.shutdown(socket.SHUT_WR)
+            data = connection.makefile("rb").read()
+        except (ConnectionResetError, BrokenPipeError):  # it was refused before all of it was read
+            return []
+    file, found = io.BytesIO(data), []
+    while file.tell() < len(data):
+        response = http.client.HTTPResponse(Recorded(file), method=sent.data.partition(b" ")[0].decode("latin-1"))
+        file.close = lambda: None
+        response.begin()
+        found.append((response.status, response.headers, response.read()))
+    return found
+
+
+def check(status, headers, body, method):
+    assert status < 500 or status in OURS, body
+    if status < 400 or method == b"HEAD":
+        return
+    assert headers["content-type"] == "application/json"
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert status != 429 or headers["retry-after"]
+
+
+def flood(service, count):
+    """Send so many generated requests; returns how often each status came, None for no answer."""
+    seen = Counter()
+
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(sent=st.one_of([whole()] * 4 + [broken()]))
+    def one(sent):
+        found = answers(service, sent)
+        assert found or sent.end != "wait", "no answer"
+        for status, headers, body in found:
+            seen[status] += 1
+            check(status, headers, body, sent.data.partition(b" ")[0])
+        if not found:
+            seen[None] += 1
+
+    one()
+    return seen
+
+
+def expect_as_before(service, eventually):
+    """See the service answer, and every place of both replicas free."""
+    assert service.http.get("/health").json() == {"status": "ok"}
+    eventually(lambda: service.metric("osd_running_requests") == service.metric("osd_waiting_requests") == 0)
+    places = service.settings.serving.max_queue
+    for _ in range(6):  # enough to come to both
+        assert service.complete(n=places, max_tokens=2).status_code == 200
+
+
+def test_hundreds_of_generated_requests_are_answered_or_refused(service, eventually):
+    seen = flood(service, 300)
+    assert seen[200] > 50
+    assert seen[400] > 50
+    expect_as_before(service, eventually)
+
+
+@pytest.mark.soak
+@pytest.mark.fault(
+    "10,000 generated requests, valid to nonsense, and broken HTTP",
+    "each is answered in OpenAI's shape, none with a 5xx but 503 and 504, and all places are free afterwards",
+)
+@pytest.mark.timeout(900)
+def test_ten_thousand_generated_requests(service, eventually, aftermath):
+    seen = flood(service, 10_000)
+    failed = {status: count for status, count in seen.items() if status in OURS}
+    aftermath.errors = ", ".join(f"{status}: {count}" for status, count in sorted(failed.items())) or "none above 499"
+    aftermath.lost = "nothing"
+    expect_as_before(service, eventually)

@@ -1,0 +1,198 @@
+"""A thousand versions and a million records in minutes: what a service keeps does not grow with them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import redis
+import torch
+
+from osd.capture.server import RedisServer
+from osd.capture.stream import TraceReader, TraceWriter
+from osd.capture.trace import Array
+from osd.config import CaptureSettings, RecallSettings
+from osd.drafters.recall.memories import Memories
+from osd.drafters.recall.rehearsal import rehearse
+from osd.learning.replay import Replay
+from osd.registry.events import Events
+from osd.registry.learnt import REQUESTS, Learnt
+from osd.registry.ledger import Ledger
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.replica_loads import ReplicaLoads
+from osd.registry.retention import retire
+from osd.registry.versions import Registry
+from serving import prometheus
+from serving.replica_metrics import ReplicaMetrics
+from serving.reporter import Control, Reporter
+from tests.pointers import put
+from tests.tiny import VOCABULARY
+from tests.traces import small_trace
+from tests.unit.engine.harness import make_drafter, prompts, running
+from trainer.accounts import CostMeter
+
+VERSIONS, RECORDS, OVER_REDIS = 1000, 1000, 100  # of each version, and how many of its records go over Redis
+KEPT = 20
+EVENTS = 3  # of each of the two lists, for a version
+FULL = 350
+"""Versions after which all that is bounded is full: the histories of removed versions and of events are the last."""
+
+CAPTURE = CaptureSettings(max_records=5000, max_queue=OVER_REDIS, keep_mb=2)
+PLACES = 4
+GROWTH = 1.05
+
+
+def records():
+    """Traces without hidden states, each of a text of its own."""
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        ids = random.integers(0, VOCABULARY, (PLACES, 8), np.int32)
+        logp = np.log(random.dirichlet(np.ones(9), PLACES)).astype(np.float16)
+        yield small_trace(
+            prompt_ids=Array.of(random.integers(0, VOCABULARY, 8, np.int32)),
+            completion_ids=Array.of(random.integers(0, VOCABULARY, PLACES, np.int32)),
+            target_ids=Array.of(ids),
+            target_logp=Array.of(logp[:, :8]),
+            target_tail=Array.of(logp[:, 8]),
+            draft_ids=Array.of(ids[:, :0]),
+            draft_logp=Array.of(logp[:, :0]),
+            draft_tail=Array.of(logp[:, 8]),
+            drafted=Array.of(np.full(PLACES, -1, np.int32)),
+            verdict=Array.of(np.zeros(PLACES, np.int8)),
+            source=Array.of(np.full(PLACES, -1, np.int8)),
+            hidden=None,
+        )
+
+
+def yardstick():
+    """CPU seconds of work that is always the same: the speed of a machine that others use too varies."""
+    state, weights, began = torch.ones(4, 64), torch.eye(64), time.process_time()
+    for _ in range(1000):
+        state = torch.tanh(state @ weights)
+    return time.process_time() - began
+
+
+class Service:
+    """What a replica and a trainer keep, in one process."""
+
+    def __init__(self, directory, home, url, ends):
+        drafter = make_drafter("language_model", directory)
+        self.weights, self.config = drafter.weights(), drafter.config()
+        self.client = ends.enter_context(running(directory, drafter=drafter))
+        self.registry = Registry(home)
+        self.pointer = ends.enter_context(Pointer(url, home))
+        self.events = ends.enter_context(Events(url))
+        self.redis = ends.enter_context(redis.Redis.from_url(url))
+        self.cost = CostMeter("general", ends.enter_context(Ledger(url)))
+        self.writer, self.reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "trainer-general", "t")
+        ends.callback(self.writer.close)
+        ends.callback(self.reader.close)
+        self.replay, self.learnt = Replay(50_000, 0.1, anchors=0.1, most_bytes=20 << 20), Learnt()
+        memories = Memories(RecallSettings(megabytes=4))
+        self.table, self.text = memories.of(""), memories.backend.text(64)
+        self.metrics = ReplicaMetrics()
+        loads, control = ends.enter_context(ReplicaLoads(url)), ends.enter_context(Control(url))
+        self.reporter = Reporter("a", self.client.engine, self.writer, [], loads, control, self.metrics.push)
+        self.records, self.number, self.received = list(records()), 0, 0
+
+    def capture(self, version):
+        """Take a version's records to the trainer, a part of them over the stream, and some of these to recall."""
+        goal = self.received + OVER_REDIS
+        made = [self.record(version) for _ in range(RECORDS)]
+        for trace in made[:OVER_REDIS]:
+            assert self.writer.offer(trace)
+        while self.received < goal:
+            batch = self.reader.read(OVER_REDIS, 10_000)
+            assert batch, "the stream gives nothing"
+            self.received += len(batch)
+            self.reader.ack([one.id for one in batch])
+            for place, one in enumerate(batch):
+                self.replay.add(one.trace)
+                if place % 5 == 0:
+                    self.learnt.add([one.trace.request_id])
+                    for _ in rehearse(self.table, self.text, one.trace):
+                        pass
+        for trace in made[OVER_REDIS:]:
+            self.replay.add(trace)
+        self.replay.sample(1000)
+
+    def record(self, version):
+        """The next record."""
+        self.number += 1
+        trace, name = self.records[self.number % len(self.records)], f"cmpl-{self.number}-0"
+        return msgspec.structs.replace(trace, request_id=name, created=time.time(), drafter_version=version)
+
+    def publish(self):
+        """Publish a version, put it in service, retire what is old; returns its number."""
+        manifest = {
+            "parent": (self.registry.numbers("general") or [None])[-1],
+            REQUESTS: self.learnt.state(),
+            "gate": {"acceptance": 0.5},
+        }
+        number = self.registry.publish("general", self.weights, self.config, manifest)
+        put(self.pointer, "general", Rollout(number, None, 0.0, time.time()))
+        self.learnt.published()
+        self.cost.published(number)
+        self.cost.keep(retire(self.registry, "general", KEPT, nullcontext()))
+        for _ in range(EVENTS):
+            self.events.add("published", "general", number, reason="better")
+            self.events.add("train_step", "general", loss=1.0, step=number)
+        return number
+
+    def serve(self, number):
+        """Swap a version in and decode a little; returns CPU time of a round by the yardstick."""
+        engine = self.client.engine
+        engine.stage(number, self.registry.load("general", number).weights)
+        forwards, began = engine.counters().forwards, time.process_time()
+        for place, prompt in enumerate(prompts([16] * 2)):
+            self.client.submit(f"{number}-{place}", prompt, 16, ignore_eos=True)
+        self.client.wait()
+        seconds = time.process_time() - began
+        self.client.results.clear()
+        assert engine.drafter_version == number
+        self.metrics.push(self.reporter.report())
+        return seconds / (engine.counters().forwards - forwards) / yardstick()
+
+    def sizes(self, home):
+        totals = replace(self.metrics.totals(time.time()), spent=self.cost.spent())
+        return {
+            "disk": sum(path.stat().st_size for path in home.rglob("*") if path.is_file()),
+            "memory": psutil.Process().memory_info().rss,
+            "Redis": self.redis.info("memory")["used_memory_dataset"],
+            "/metrics": len(prometheus.render(totals, "general", "tiny")),
+        }
+
+
+@pytest.mark.soak
+@pytest.mark.fault(
+    "a thousand versions and a million records pass through one service",
+    "disk, memory, Redis, a round of the engine and /metrics grow by at most 5 % once they are full",
+)
+@pytest.mark.timeout(600)
+def test_what_is_kept_does_not_grow(tiny_target, tmp_path, aftermath):
+    kept = defaultdict(list)
+    with ExitStack() as ends:
+        server = ends.enter_context(RedisServer(256))
+        service = Service(tiny_target, tmp_path, server.url, ends)
+        for _ in range(VERSIONS):
+            number = service.publish()
+            service.capture(number)
+            kept["round"].append(service.serve(number))
+            for name, size in service.sizes(tmp_path).items():
+                kept[name].append(size)
+        dropped = service.writer.counters()["dropped"]
+    tenth = (VERSIONS - FULL) // 10
+    grown = {}
+    for name, sizes in kept.items():
+        first, last = sizes[FULL : FULL + tenth], sizes[-tenth:]
+        grown[name] = statistics.median(last) / statistics.median(first)
+    aftermath.lost = f"{dropped} records; " + ", ".join(f"{name} {ratio - 1:+.1%}" for name, ratio in grown.items())
+    assert dropped == 0
+    assert all(ratio < GROWTH for ratio in grown.values()), grown

@@ -1,0 +1,132 @@
+"""A thousand requests of 64 clients while versions come every ten seconds: all are answered, and no memory is lost."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2 as httpx
+import psutil
+import pytest
+import torch
+
+from tests.e2e.conftest import REPLICAS, running
+
+CLIENTS, REQUESTS, SWAP_SECONDS = 64, 1000, 10
+WARM_REQUESTS = 400
+GROWTH = 1.02
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.fault(
+        "1,000 requests of 64 clients while versions are swapped every 10 s",
+        "none hangs, none fails but with 429 and Retry-After, and the replicas grow by at most 2 %",
+    ),
+    pytest.mark.timeout(540),
+]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """A service whose table of what is recalled is soon full."""
+    with running(tmp_path_factory.mktemp("load"), recall={"megabytes": 1}) as service:
+        yield service
+
+
+def shake(weights):
+    torch.manual_seed(1)
+    for tensor in weights.values():
+        if tensor.is_floating_point():
+            tensor += 0.05 * torch.randn_like(tensor)
+
+
+def body(number):
+    chance = random.Random(number)  # noqa: S311
+    prompt = "".join(chance.choices("abcdefgh ", k=chance.choice([5, 50, 500])))
+    fields = chance.choice([{}, {"stream": True}, {"n": 2}, {"stop": ["qq"]}, {"logprobs": 3}, {"temperature": 0}])
+    return {"prompt": prompt, "max_tokens": chance.choice([1, 50, 150]), "seed": number, **fields}
+
+
+class Load:
+    """Clients that each send their next request when the one before was answered, and wait when they are told to."""
+
+    def __init__(self, service):
+        self.url, self.seen, self.failed = service.url, Counter(), []
+        self._lock = threading.Lock()
+
+    def send(self, numbers):
+        with ThreadPoolExecutor(CLIENTS) as pool, httpx.Client(base_url=self.url, timeout=60) as http:
+            list(pool.map(lambda number: self._one(http, number), numbers))
+
+    def _one(self, http, number):
+        for _ in range(300):
+            response = http.post("/v1/completions", json=body(number))
+            whole = "[DONE]" in response.text if body(number).get("stream") else True
+            with self._lock:
+                self.seen[response.status_code] += 1
+                if response.status_code not in (200, 429) or (response.status_code == 200 and not whole):
+                    self.failed.append((response.status_code, response.text[-200:]))
+            if response.status_code != 429:
+                return
+            time.sleep(float(response.headers["retry-after"]))
+        self.failed.append((429, "for ever"))
+
+
+def swap_until(service, stop):
+    """A new version every ten seconds; how many there were."""
+    count = 0
+    while not stop.wait(SWAP_SECONDS):
+        service.point_at(service.publish(shake))
+        count += 1
+    return count
+
+
+def replicas():
+    found = [one for one in psutil.Process().children(recursive=True) if "ServeReplica" in " ".join(one.cmdline())]
+    assert len(found) == REPLICAS
+    return found
+
+
+def memory_of(processes):
+    """Resident bytes of each, once nothing has changed for a while."""
+    time.sleep(3)
+    return [process.memory_info().rss for process in processes]
+
+
+def fill(service):
+    """Touch every slot over its whole length."""
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda n: service.complete(f"{n}" * 900, max_tokens=100, ignore_eos=True), range(12)))
+    assert {answer.status_code for answer in answers} <= {200, 400, 429}
+
+
+def test_all_are_answered_and_no_memory_is_lost(service, aftermath, eventually):
+    for _ in range(4):
+        fill(service)
+    for _ in range(3):
+        number = service.publish(shake)
+        service.point_at(number)
+        eventually(lambda number=number: service.versions() == [number] * REPLICAS)
+    Load(service).send(range(WARM_REQUESTS))
+    processes = replicas()
+    before = memory_of(processes)
+
+    load, stop = Load(service), threading.Event()
+    with ThreadPoolExecutor(1) as swapping:
+        swaps = swapping.submit(swap_until, service, stop)
+        try:
+            load.send(range(WARM_REQUESTS, WARM_REQUESTS + REQUESTS))
+        finally:
+            stop.set()
+    after = memory_of(processes)
+    grown = [late / early for early, late in zip(before, after, strict=True)]
+    aftermath.lost = f"{swaps.result()} swaps, memory " + ", ".join(f"{ratio - 1:+.1%}" for ratio in grown)
+    aftermath.errors = f"{load.seen[429]} of {sum(load.seen.values())} answers: 429"
+    assert load.failed == []
+    assert load.seen[200] == REQUESTS
+    assert swaps.result() >= 3
+    assert max(grown) < GROWTH, [one >> 20 for one in (*before, *after)]
+    assert replicas() == processes, "none was replaced"

@@ -1,0 +1,201 @@
+"""What the proxy's HTTP refuses, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+from starlette.responses import PlainTextResponse, StreamingResponse
+
+from serving import http_protocol
+from serving.front import middlewares
+from serving.http_protocol import MOST_HEAD_BYTES
+
+
+class Served:
+    """An application behind uvicorn as Ray's proxy makes it."""
+
+    def __init__(self):
+        self.begun, self.left = [], []
+        self._sent = 0
+
+    async def __call__(self, scope, receive, send):
+        path = scope["path"]
+        self.begun.append(path)
+        if path == "/wait":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.left.append(path)
+        elif path == "/stream":
+            await StreamingResponse(self._forever(), media_type="text/event-stream")(scope, receive, send)
+            self.left.append(path)
+        else:
+            while scope["method"] == "POST" and (await receive()).get("more_body"):
+                pass
+            await PlainTextResponse("well")(scope, receive, send)
+
+    async def _forever(self):
+        while True:
+            yield "data: x\n\n"
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def application():
+    return Served()
+
+
+@pytest.fixture(scope="module")
+def port(application):
+    middlewares()
+    config = uvicorn.Config(application, lifespan="off", log_config=None, ws="none")
+    server = uvicorn.Server(config)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        yield listening.getsockname()[1]
+        server.should_exit = server.force_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def said(port, data):
+    """All that comes back until the connection ends."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(data)
+        return connection.makefile("rb").read()
+
+
+def refusal(answer):
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.decode().lower().split("\r\n")
+    headers = dict(line.split(": ") for line in lines[1:])
+    assert headers["content-type"] == "application/json"
+    assert headers["connection"] == "close"
+    assert int(headers["content-length"]) == len(body)
+    return lines[0], json.loads(body)["error"]
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\r\n\r\nnonsense\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"G\xff\xfe / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+        CHUNKED + b"zz\r\n",
+        CHUNKED + b"fffffffffffffffff\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+    ],
+)
+def test_what_is_no_http_is_refused_in_openais_shape(port, data):
+    status, error = refusal(said(port, data))
+    assert status == "http/1.1 400 bad request"
+    assert error == {
+        "message": "The request is not valid HTTP/1.1.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "invalid_http",
+    }
+
+
+@pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"], ids=["first", "next"])
+def test_a_head_that_does_not_end_is_late_and_a_body_has_its_own_time(port, before, monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        if before:
+            connection.sendall(before)
+            assert connection.recv(1000).endswith(b"well")
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n")
+        status, error = refusal(connection.makefile("rb").read())
+    assert status == "http/1.1 408 request timeout"
+    assert error["code"] == "timeout"
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\n")
+        time.sleep(0.4)
+        connection.sendall(b"a")
+        assert connection.recv(1000).endswith(b"well")
+    assert said(port, b"") == b"", "nothing is said to a connection that says nothing"
+
+
+def test_the_refusal_of_a_head_has_no_body(port):
+    head, _, body = said(port, b"HEAD / HTTP/1.1\r\nno colon\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert body == b""
+
+
+GET = b"GET / HTTP/1.1\r\nhost: a\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        GET + b"x: " + b"a" * MOST_HEAD_BYTES + b"\r\n\r\n",
+        GET + b"x: a\r\n" * MOST_HEAD_BYTES,
+        b"GET /" + b"a" * 2 * MOST_HEAD_BYTES,
+        CHUNKED + b"0\r\n" + b"x: a\r\n" * MOST_HEAD_BYTES,
+        CHUNKED + b"1;" + b"a" * 8 * MOST_HEAD_BYTES,
+    ],
+)
+def test_heads_without_end_are_refused(port, data):
+    try:
+        status, error = refusal(said(port, data))
+    except ConnectionError:  # what was sent after the refusal was not read
+        return
+    assert status == "http/1.1 431 request header fields too large"
+    assert error["code"] == "request_too_large"
+
+
+def test_of_a_request_the_next_one_is_answered_on_the_same_connection(port):
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        for _ in range(3):
+            connection.sendall(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\n" + b"a" * 100_000)
+            assert connection.recv(1000).endswith(b"well")
+
+
+def test_of_requests_in_one_packet_the_first_is_answered_and_ends_the_connection(port, application):
+    application.begun.clear()
+    answer = said(port, (GET + b"\r\n") * 500)
+    assert answer.endswith(b"well")
+    assert b"connection: close" in answer
+    assert application.begun == ["/"]
+
+
+def left_within(application, path, seconds=5):
+    deadline = time.monotonic() + seconds
+    while path not in application.left:
+        assert time.monotonic() < deadline, "nobody told the application"
+        time.sleep(0.01)
+
+
+def test_whoever_sends_two_requests_and_leaves_ends_the_one_that_runs(port, application):
+    application.left.clear()
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n" + GET + b"\r\n")
+    left_within(application, "/wait")
+
+
+def test_an_answer_that_has_begun_gets_no_other_one_inside(port, application):
+    application.left.clear()
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(b"POST /stream HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+        answer = connection.recv(1000)
+        connection.sendall(b"nonsense")
+        while data := connection.recv(1000):
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.count(b"HTTP/1.1") == 1
+    left_within(application, "/stream")
