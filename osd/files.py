@@ -9,24 +9,19 @@ import glob
 import os
 import secrets
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-
-_STALE_SECONDS = 3600.0
-"""After which nobody writes any more: what is left is of a process that was killed."""
+from typing import BinaryIO
 
 _LOOK_SECONDS = 0.005
 
 
-def write(path: Path, *parts: bytes | memoryview, mode: int = 0o666) -> None:
+def write(path: Path, *parts: bytes | memoryview) -> None:
     """Write a new file and wait until the disk has it; ``sync_directory`` makes its name last too."""
-    with open(path, "xb", opener=partial(os.open, mode=mode)) as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+    with open(path, "xb") as file:
+        _fill(file, parts)
 
 
 def replace(
@@ -35,24 +30,49 @@ def replace(
     """Put ``parts`` in the place of a file, whose directory is made; ``mode`` says who may read it, before the umask.
 
     ``guard`` is held while the new one takes the place of the old one, and not while it is written. A crash may leave a
-    ``.<name>.*`` beside it, which a later call removes.
+    ``.<name>.*`` beside it, which the next call removes.
 
     Raises:
         OSError: the disk does not take it; what was there stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        with contextlib.suppress(FileNotFoundError):
-            if left.stat().st_mtime < time.time() - _STALE_SECONDS:
-                left.unlink()
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        write(temporary, *parts, mode=mode)
+    clear(path)
+    with _temporary(path, mode) as file:
+        _fill(file, parts)
         with guard or contextlib.nullcontext():
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            os.replace(file.name, path)
     sync_directory(path.parent)
+
+
+def clear(path: Path) -> None:
+    """Remove what writers that were killed left beside a file; what one is writing stays, by its lock."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), open(left, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
+
+
+@contextlib.contextmanager
+def _temporary(path: Path, mode: int) -> Generator[BinaryIO]:
+    """A new file beside ``path``, locked as long as it is open; gone afterwards, unless it was renamed."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if not temporary.exists():  # before it was locked it looked like one that was left
+                    continue
+                yield file
+                return
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _fill(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
+    for part in parts:
+        file.write(part)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

@@ -30,7 +30,9 @@ from osd.registry.history import RemovedVersion
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _ATTEMPT = "attempt"
-_STALE_SECONDS = 3600.0
+_PUBLISHING_SECONDS = 60.0
+"""For which a publisher waits for another one."""
+
 _PACKAGES = ("torch", "transformers", "safetensors")
 
 
@@ -105,19 +107,20 @@ class Registry:
         except (TypeError, ValueError) as error:
             raise VersionError(f"{domain}: not published: config or manifest is not JSON ({error})") from None
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_stale(folder)
-        # The dot keeps it out of every listing; the random part keeps concurrent publishers apart.
-        temporary = folder / f".{secrets.token_hex(8)}"
-        temporary.mkdir()
-        try:
-            for name, content in ((_WEIGHTS, data), (_CONFIG, config_data), (_MANIFEST, manifest_data)):
-                files.write(temporary / name, content)
-            files.sync_directory(temporary)
-            with guard or nullcontext():
-                number = self._claim(folder, temporary)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        # One at a time, so that what another one left is known to be of one that was killed.
+        with files.locked(self.root / f".{domain}.publisher", _PUBLISHING_SECONDS):
+            _remove_left(folder)
+            temporary = folder / f".{secrets.token_hex(8)}"  # the dot keeps it out of every listing
+            temporary.mkdir()
+            try:
+                for name, content in ((_WEIGHTS, data), (_CONFIG, config_data), (_MANIFEST, manifest_data)):
+                    files.write(temporary / name, content)
+                files.sync_directory(temporary)
+                with guard or nullcontext():
+                    number = self._claim(folder, temporary)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
         files.sync_directory(folder)
         return number
 
@@ -248,14 +251,10 @@ def numbers_in(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdigit() and name[0] != "0")
 
 
-def _remove_stale(folder: Path) -> None:
-    """Remove what publishers that were killed left behind."""
-    for entry in folder.glob(".*"):
-        try:
-            if entry.is_dir() and time.time() - entry.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(entry, ignore_errors=True)
-        except OSError:  # somebody else removed it
-            continue
+def _remove_left(folder: Path) -> None:
+    """Remove what was left by those who were killed while they published or removed a version."""
+    for entry in folder.glob(".*/"):
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 def _is_domain(name: str) -> bool:
