@@ -8,8 +8,9 @@ import fcntl
 import glob
 import os
 import secrets
+import shutil
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,15 @@ _LOOK_SECONDS = 0.005
 def write(path: Path, *parts: bytes | memoryview) -> None:
     """Write a new file and wait until the disk has it; ``sync_directory`` makes its name last too."""
     with open(path, "xb") as file:
-        _fill(file, parts)
+        fill(file, *parts)
+
+
+def fill(file: BinaryIO, *parts: bytes | memoryview) -> None:
+    """Write to a new file that is open, and wait until the disk has it."""
+    for part in parts:
+        file.write(part)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def replace(
@@ -38,7 +47,7 @@ def replace(
     path.parent.mkdir(parents=True, exist_ok=True)
     clear(path)
     with _temporary(path, mode) as file:
-        _fill(file, parts)
+        fill(file, *parts)
         with guard or contextlib.nullcontext():
             os.replace(file.name, path)
     sync_directory(path.parent)
@@ -59,20 +68,52 @@ def _temporary(path: Path, mode: int) -> Generator[BinaryIO]:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                if not temporary.exists():  # before it was locked it looked like one that was left
-                    continue
-                yield file
-                return
+                if _claimed(file, temporary):
+                    yield file
+                    return
             finally:
                 temporary.unlink(missing_ok=True)
 
 
-def _fill(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
-    for part in parts:
-        file.write(part)
-    file.flush()
-    os.fsync(file.fileno())
+@contextlib.contextmanager
+def directory(folder: Path, first: str) -> Generator[tuple[Path, BinaryIO]]:
+    """A new directory in ``folder`` whose name begins with a dot, and its file ``first``, locked as long as it is open.
+
+    The directory is gone afterwards, unless it was renamed.
+    """
+    while True:
+        made = folder / f".{secrets.token_hex(8)}"
+        made.mkdir()
+        try:
+            file = None
+            with contextlib.suppress(FileNotFoundError):  # it was taken away at once
+                file = open(made / first, "xb")  # noqa: SIM115 (closed below)
+            if file is not None:
+                with file:
+                    if _claimed(file, made / first):
+                        yield made, file
+                        return
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def clear_directories(folder: Path, first: str) -> None:
+    """Remove directories that ``directory`` left because its process was killed; what one is filling stays."""
+    for left in folder.glob(".*/"):
+        try:
+            with open(left / first, "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+        except FileNotFoundError:
+            shutil.rmtree(left, ignore_errors=True)
+        except BlockingIOError:
+            continue
+
+
+def _claimed(file: BinaryIO, path: Path) -> bool:
+    """Lock a new file; False where somebody took it for what was left before it was locked."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return path.exists()
 
 
 def sync_directory(path: Path) -> None:

@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import secrets
-import shutil
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,9 +29,6 @@ from osd.registry.history import RemovedVersion
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _ATTEMPT = "attempt"
-_PUBLISHING_SECONDS = 60.0
-"""For which a publisher waits for another one."""
-
 _PACKAGES = ("torch", "transformers", "safetensors")
 
 
@@ -107,20 +103,15 @@ class Registry:
         except (TypeError, ValueError) as error:
             raise VersionError(f"{domain}: not published: config or manifest is not JSON ({error})") from None
         folder.mkdir(parents=True, exist_ok=True)
-        # One at a time, so that what another one left is known to be of one that was killed.
-        with files.locked(self.root / f".{domain}.publisher", _PUBLISHING_SECONDS):
-            _remove_left(folder)
-            temporary = folder / f".{secrets.token_hex(8)}"  # the dot keeps it out of every listing
-            temporary.mkdir()
-            try:
-                for name, content in ((_WEIGHTS, data), (_CONFIG, config_data), (_MANIFEST, manifest_data)):
-                    files.write(temporary / name, content)
-                files.sync_directory(temporary)
-                with guard or nullcontext():
-                    number = self._claim(folder, temporary)
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
+        files.clear_directories(folder, _WEIGHTS)
+        # Its name keeps it out of every listing.
+        with files.directory(folder, _WEIGHTS) as (temporary, file):
+            files.fill(file, data)
+            files.write(temporary / _CONFIG, config_data)
+            files.write(temporary / _MANIFEST, manifest_data)
+            files.sync_directory(temporary)
+            with guard or nullcontext():
+                number = self._claim(folder, temporary)
         files.sync_directory(folder)
         return number
 
@@ -249,12 +240,6 @@ def numbers_in(folder: Path) -> list[int]:
         return []
     names = (entry.name for entry in folder.iterdir())
     return sorted(int(name) for name in names if name.isascii() and name.isdigit() and name[0] != "0")
-
-
-def _remove_left(folder: Path) -> None:
-    """Remove what was left by those who were killed while they published or removed a version."""
-    for entry in folder.glob(".*/"):
-        shutil.rmtree(entry, ignore_errors=True)
 
 
 def _is_domain(name: str) -> bool:
