@@ -17,6 +17,10 @@ from tests.integration.test_trainer_killed import RECORDS, check_whole, prepare
 from tests.killer import Killer
 from trainer import checkpoint
 
+WRITERS = (
+    "versions.py", "pointer_file.py", "checkpoint.py", "ledger.py", "history.py", "events.py", "retention.py",
+    "lease.py", "stream.py",
+)  # fmt: skip
 LOCKS = {".general.lock", ".general.trainer"}
 
 
@@ -31,11 +35,15 @@ def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goe
     longest, killed, untold = 0.0, 0, 0
     with server, redis.Redis.from_url(server.url) as client:
         try:
-            prepare(server.url, tmp_path / "whole")
-            places = killer.run(server.url, tmp_path / "whole", signal=9, before="")["writes"]
-            for part in ("versions.py", "pointer_file.py", "checkpoint.py", "ledger.py", "history.py", "events.py",
-                         "retention.py", "lease.py", "stream.py"):  # fmt: skip
-                assert any(part in place for place in places), part
+            places: dict[str, None] = {}
+            for attempt in range(5):
+                client.flushall()
+                home = tmp_path / f"whole {attempt}"
+                prepare(server.url, home)
+                places |= dict.fromkeys(killer.run(server.url, home, signal=9, before="")["writes"])
+                if not missing_of(places):
+                    break
+            assert not missing_of(places)
             for number, place in enumerate(places):
                 client.flushall()
                 home = tmp_path / str(number)
@@ -54,6 +62,11 @@ def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goe
             killer.close()
     aftermath.lost = f"the event of a decision in {untold} of {killed} kills; nothing else"
     aftermath.errors, aftermath.seconds = "none: replicas go on with what they have", longest
+
+
+def missing_of(places) -> list[str]:
+    """What of all that writes was not seen to write: how far a trainer comes depends on its pace."""
+    return [writer for writer in WRITERS if not any(writer in place for place in places)]
 
 
 def check_successor(url, home, registry, client, on_trial, spent) -> bool:
