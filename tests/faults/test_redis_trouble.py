@@ -132,7 +132,7 @@ def test_a_slow_redis_slows_no_token(replica, traffic, address, eventually, afte
 
 @pytest.mark.fault(
     "Redis has no memory left for anything",
-    "serving goes on; what is not captured is counted, and said once; training waits, as no replica can say what it does",
+    "serving goes on; what is not captured is counted and said once; training waits, as no replica can report its load",
 )
 def test_a_full_redis_takes_no_traces_and_serving_goes_on(replica, traffic, server, caplog, eventually, aftermath):
     caplog.set_level(logging.INFO)
