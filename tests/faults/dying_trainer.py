@@ -134,15 +134,16 @@ def run(url: str, home: Path, number: int, before: str) -> dict[str, Any]:
 
     def end() -> None:
         begun = busy = time.monotonic()
-        shown = 0
+        shown = sent = 0
         while (now := time.monotonic()) < begun + SECONDS:
             canary, status = worker._publisher.canary, worker.status()
-            if canary is not None and canary.version != shown:
+            if canary is not None and canary.version != shown and status["version"] <= 2:
                 shown = canary.version
                 for number in range(2 * FEWEST_RECORDS):
                     for version in (canary.version, canary.stable):
-                        traffic.offer(proof(canary.version, version, number))
-            acknowledged = not worker.intake.finished and worker.intake.lag() == 0
+                        sent += traffic.offer(proof(canary.version, version, number))
+            arrived = traffic.counters()["written"] == sent
+            acknowledged = arrived and not worker.intake.finished and worker.intake.lag() == 0
             if not acknowledged or canary is not None or status["state"] != "waiting":
                 busy = now
             if acknowledged and (status["version"] > 2 or now - busy > CALM_SECONDS):
