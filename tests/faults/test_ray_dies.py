@@ -58,6 +58,7 @@ def test_while_it_runs(tiny_target: Path, tmp_path: Path, name: str, sentence: s
     assert not (tmp_path / "running.json").exists()
 
 
-def test_while_it_starts(tiny_target: Path, tmp_path: Path, aftermath: Aftermath):
+@pytest.mark.parametrize(("name", "sentence"), [("raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
+def test_while_it_starts(tiny_target: Path, tmp_path: Path, name: str, sentence: str, aftermath: Aftermath):
     with osd(tmp_path, "up", *small(tiny_target, free_port())) as process:
-        aftermath.seconds = kill_and_watch(process, "raylet", "Ray's raylet")
+        aftermath.seconds = kill_and_watch(process, name, sentence)
