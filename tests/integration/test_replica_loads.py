@@ -78,3 +78,13 @@ def test_redis_gone_raises_soon_and_works_again_afterwards(redis_server: RedisSe
     redis_server.start()
     loads.report("a", IDLE)
     assert loads.read() == {"a": IDLE}
+
+
+def test_a_redis_that_takes_no_reports_is_not_one_without_replicas(loads: ReplicaLoads, redis_client: redis.Redis):
+    redis_client.set("foreign", bytes(1 << 20))
+    redis_client.config_set("maxmemory", "1mb")
+    for call in (lambda: loads.report("a", BUSY), loads.read):
+        with pytest.raises(redis.RedisError, match="OOM"):
+            call()
+    redis_client.config_set("maxmemory", "128mb")
+    assert loads.read() == {}
