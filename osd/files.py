@@ -21,7 +21,7 @@ _LOOK_SECONDS = 0.005
 
 def write(path: Path, *parts: bytes | memoryview) -> None:
     """Write a new file and wait until the disk has it; ``sync_directory`` makes its name last too."""
-    with open(path, "xb") as file:
+    with _named(path), open(path, "xb") as file:
         fill(file, *parts)
 
 
@@ -46,7 +46,7 @@ def replace(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     clear(path)
-    with _temporary(path, mode) as file:
+    with _named(path), _temporary(path, mode) as file:
         fill(file, *parts)
         with guard or contextlib.nullcontext():
             os.replace(file.name, path)
@@ -54,9 +54,12 @@ def replace(
 
 
 def clear(path: Path) -> None:
-    """Remove what writers that were killed left beside a file; what one is writing stays, by its lock."""
+    """Remove what writers that were killed left beside a file; what one is writing stays, by its lock.
+
+    What cannot be removed stays too.
+    """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        with contextlib.suppress(FileNotFoundError, BlockingIOError), open(left, "r+b") as file:
+        with contextlib.suppress(OSError), open(left, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left.unlink()
 
@@ -89,7 +92,7 @@ def directory(folder: Path, first: str) -> Generator[tuple[Path, BinaryIO]]:
             with contextlib.suppress(FileNotFoundError):  # it was taken away at once
                 file = open(made / first, "xb")  # noqa: SIM115 (closed below)
             if file is not None:
-                with file:
+                with _named(made), file:
                     if _claimed(file, made / first):
                         yield made, file
                         return
@@ -98,7 +101,7 @@ def directory(folder: Path, first: str) -> Generator[tuple[Path, BinaryIO]]:
 
 
 def clear_directories(folder: Path, first: str) -> None:
-    """Remove directories that ``directory`` left because its process was killed; what one is filling stays."""
+    """The same for what ``directory`` left; what one is filling stays."""
     for left in folder.glob(".*/"):
         try:
             with open(left / first, "r+b") as file:
@@ -106,8 +109,19 @@ def clear_directories(folder: Path, first: str) -> None:
                 shutil.rmtree(left, ignore_errors=True)
         except FileNotFoundError:
             shutil.rmtree(left, ignore_errors=True)
-        except BlockingIOError:
+        except OSError:
             continue
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Generator[None]:
+    """An error of the operating system, such as a full disk, says what was written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _claimed(file: BinaryIO, path: Path) -> bool:
