@@ -41,6 +41,10 @@ from trainer.worker import Worker
 
 SECONDS, CALM_SECONDS = 20.0, 0.3
 COMPLETION = 30
+
+FIRST = 3
+"""The version in service when a run begins; those before it are to be removed."""
+
 ROOT = Path(__file__).parents[2]
 _CHANGING = {"os.rename", "os.remove", "os.rmdir", "os.utime"}
 _COMMANDS = {"SET", "XACK"}
@@ -137,7 +141,7 @@ def run(url: str, home: Path, number: int, before: str) -> dict[str, Any]:
         shown = sent = 0
         while (now := time.monotonic()) < begun + SECONDS:
             canary, status = worker._publisher.canary, worker.status()
-            if canary is not None and canary.version != shown and status["version"] <= 2:
+            if canary is not None and canary.version != shown and status["version"] <= FIRST + 1:
                 shown = canary.version
                 for number in range(2 * FEWEST_RECORDS):
                     for version in (canary.version, canary.stable):
@@ -146,7 +150,7 @@ def run(url: str, home: Path, number: int, before: str) -> dict[str, Any]:
             acknowledged = arrived and not worker.intake.finished and worker.intake.lag() == 0
             if not acknowledged or canary is not None or status["state"] != "waiting":
                 busy = now
-            if acknowledged and (status["version"] > 2 or now - busy > CALM_SECONDS):
+            if acknowledged and (status["version"] > FIRST + 1 or now - busy > CALM_SECONDS):
                 break
             time.sleep(0.02)
         worker.stop()

@@ -10,11 +10,14 @@ import redis
 from osd.capture.server import RedisServer
 from osd.registry.events import Events
 from osd.registry.ledger import Ledger
-from osd.registry.pointer import Pointer
+from osd.registry.pointer import Pointer, Rollout
 from osd.registry.retention import retire
-from tests.faults.dying_trainer import with_canaries
+from osd.registry.versions import Registry
+from tests.faults.dying_trainer import FIRST, with_canaries
 from tests.integration.test_trainer_killed import RECORDS, check_whole, prepare
 from tests.killer import Killer
+from tests.pointers import put
+from tests.unit.learning.toys import Toy
 from trainer import checkpoint
 
 WRITERS = (
@@ -39,7 +42,7 @@ def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goe
             for attempt in range(5):
                 client.flushall()
                 home = tmp_path / f"whole {attempt}"
-                prepare(server.url, home)
+                prepare_with_old(server.url, home)
                 places |= dict.fromkeys(killer.run(server.url, home, signal=9, before="")["writes"])
                 if not missing_of(places):
                     break
@@ -47,7 +50,7 @@ def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goe
             for number, place in enumerate(places):
                 client.flushall()
                 home = tmp_path / str(number)
-                registry = prepare(server.url, home)
+                registry = prepare_with_old(server.url, home)
                 killed += killer.run(server.url, home, signal=9, before=place)["signal"] == 9
                 check_whole(server.url, home, registry)
                 with Pointer(server.url, registry.root) as pointer, Ledger(server.url) as ledger:
@@ -64,6 +67,16 @@ def test_killed_before_any_write_it_leaves_nothing_half_done_and_a_successor_goe
     aftermath.errors, aftermath.seconds = "none: replicas go on with what they have", longest
 
 
+def prepare_with_old(url, home) -> Registry:
+    """As ``prepare``, with versions that are to be removed."""
+    registry, toy = prepare(url, home), Toy()
+    for _ in range(1, FIRST):
+        registry.publish("general", toy.weights(), toy.config(), {})
+    with Pointer(url, registry.root) as pointer:
+        put(pointer, "general", Rollout(FIRST, None, 0.0, 1.0))
+    return registry
+
+
 def missing_of(places) -> list[str]:
     """What of all that writes was not seen to write: how far a trainer comes depends on its pace."""
     return [writer for writer in WRITERS if not any(writer in place for place in places)]
@@ -73,13 +86,13 @@ def check_successor(url, home, registry, client, on_trial, spent) -> bool:
     """What was there is there, what was on trial is decided on; whether an event is missing."""
     with Pointer(url, registry.root) as pointer, Ledger(url) as ledger, Events(url) as events:
         rollout, told = pointer.get("general"), {(one["kind"], one["version"]) for one in events.recent(steps=False)}
-        # A run ends when the third version serves: later canaries may still be on trial then.
-        assert on_trial is None or rollout.canary != on_trial or rollout.stable > 2
+        # A run ends when it has promoted two: later canaries may still be on trial then.
+        assert on_trial is None or rollout.canary != on_trial or rollout.stable > FIRST + 1
         assert ledger.get("general").total >= spent
     gone = [one.number for one in registry.removed("general")]
     numbers = sorted({*registry.numbers("general"), *gone})
     assert numbers == list(range(1, numbers[-1] + 1))
-    for number in numbers[1:]:
+    for number in numbers[FIRST:]:
         assert ("canary", number) in told
     (group,) = client.xinfo_groups("osd:traces")
     assert group["pending"] == 0
@@ -88,7 +101,9 @@ def check_successor(url, home, registry, client, on_trial, spent) -> bool:
     counters = found[1]["counters"]
     assert counters["trained"] + counters["held_out"] >= RECORDS
     check_next_writes_leave_nothing(registry, rollout)
-    return not all({("promoted", number), ("rolled_back", number)} & told for number in range(2, rollout.stable + 1))
+    return not all(
+        {("promoted", number), ("rolled_back", number)} & told for number in range(FIRST + 1, rollout.stable + 1)
+    )
 
 
 def check_next_writes_leave_nothing(registry, rollout) -> None:

@@ -16,7 +16,8 @@ import redis
 
 from osd.capture.server import RedisServer
 from osd.registry.pointer_file import PointerFiles
-from tests.integration.test_trainer_killed import check_whole, prepare
+from tests.faults.test_trainer_dies_writing import prepare_with_old
+from tests.integration.test_trainer_killed import check_whole
 from tests.killer import Killer
 
 pytestmark = [
@@ -35,7 +36,7 @@ def trainers(tmp_path_factory) -> Iterator[tuple[RedisServer, Killer, Killer, li
     first, second = Killer("tests.faults.dying_trainer"), Killer("tests.faults.dying_trainer")
     with RedisServer(128) as server:
         home = tmp_path_factory.mktemp("whole")
-        prepare(server.url, home)
+        prepare_with_old(server.url, home)
         yield server, first, second, second.run(server.url, home, signal=0, before="")["writes"]
     first.close()
     second.close()
@@ -70,7 +71,7 @@ def test_a_trainer_that_hung_while_it_wrote_ends_and_changes_nothing(trainers, t
     before = next(place for place in places if place.startswith(what) and where in place)
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
-        registry, answers = prepare(server.url, tmp_path), []
+        registry, answers = prepare_with_old(server.url, tmp_path), []
         hanging = threading.Thread(
             target=lambda: answers.append(first.run(server.url, tmp_path, signal=int(signal.SIGSTOP), before=before))
         )
