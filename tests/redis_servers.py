@@ -103,7 +103,11 @@ class Address:
             except OSError:  # it does not trust the certificate
                 client.close()
                 continue
-            server = socket.create_connection(("127.0.0.1", self.behind))
+            try:
+                server = socket.create_connection(("127.0.0.1", self.behind))
+            except OSError:  # nobody is there now
+                client.close()
+                continue
             self._open += client, server
             for one, other in ((client, server), (server, client)):
                 self._threads.append(threading.Thread(target=self._copy, args=(one, other)))
