@@ -43,7 +43,7 @@ bench: install ## Measure what needs no other engine, in a few minutes; benchmar
 # Unit tests share the cores; the others hold processes to times and have the machine to themselves.
 test: develop browser ## Run all tests; ARGS="tests/unit -k config"
 	$(BIN)/python -m pytest $(or $(ARGS),tests/unit -n auto)
-	$(if $(ARGS),,$(BIN)/python -m pytest tests/integration tests/e2e)
+	$(if $(ARGS),,$(BIN)/python -m pytest tests/integration tests/e2e tests/faults)
 
 soak: develop ## Run the tests that take long: laws of the output over a hundred thousand runs, and services of their own
 	$(BIN)/python -m pytest -m 'soak and not fault' -n auto $(ARGS)

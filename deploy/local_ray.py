@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import psutil
 import ray
 
+from osd.capture.server import free_port
 from osd.config import Settings
 from serving import front
 
@@ -139,6 +140,9 @@ def _init(settings: Settings) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ[front.VARIABLE] = front.IMPORT_PATH
+    # Ray waits for a port that the GCS picks itself for up to 30 s and keeps the interpreter's lock: nobody would see
+    # the GCS die then.
+    os.environ["RAY_GCS_SERVER_PORT"] = str(free_port())
     ray.init(
         address="local",
         # Ray's books only: what computes at the same time is decided by threads and by the trainer's pauses.

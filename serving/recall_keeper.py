@@ -122,7 +122,9 @@ class RecallKeeper:
     def _forget(self, request: str, at: float) -> Removed:
         if self._decoded(request):
             self._running.add(request)
-        held = {domain: memories for domain, memories in self._known.items() if at > self._since[domain] - _CLOCKS}
+        held = self._known
+        if not self._purges.caught_up:  # it may have been asked before there was anything here; later clocks may be set
+            held = {domain: tables for domain, tables in held.items() if at > self._since[domain] - _CLOCKS}
         return Removed(entries=self._drop(request, held))
 
     def _drop(self, request: str, held: dict[str, Memories]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, EngineLoad
@@ -105,6 +105,8 @@ class ReplicaMetrics:
     def push(self, report: Report) -> None:
         """Take one report; reports of one replica come in order."""
         before = self._last.get(report.replica)
+        if before is not None and report.time < before.time:
+            self._set_back(int(report.time))
         delta = _since({} if before is None else before.counters, report.counters)
         if before is not None and before.version != report.version:
             self._mark(report.time, report.version)
@@ -162,6 +164,16 @@ class ReplicaMetrics:
             },
             swaps=[mark for mark in self._swaps if mark[0] >= start],
         )
+
+    def _set_back(self, time: int) -> None:
+        """A clock was set back: the past goes with it, else all that comes would count in its last second."""
+        ahead = self._seconds[-1].time - time
+        if ahead <= ALIVE_SECONDS:
+            return
+        for second in self._seconds:
+            second.time -= ahead
+        self._swaps = deque(((at - ahead, version) for at, version in self._swaps), self._swaps.maxlen)
+        self._last = {name: replace(report, time=report.time - ahead) for name, report in self._last.items()}
 
     def _second(self, time: int) -> Second:
         # Clocks of replicas differ a little: a late report counts in the newest second.

@@ -38,7 +38,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 class Start:
     """What a replica starts with: the drafter, its version (0: not from the registry), and what was refused.
 
-    What could not be read is not refused: it is tried again.
+    What is damaged or could not be read is not among these: it is tried again.
     """
 
     drafter: Drafter
@@ -63,7 +63,7 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
             drafter.load_weights(version.weights)
         except (VersionError, DrafterError, OSError) as error:
             logger.error("drafter version %d is not used: %s", number, error)
-            if not _may_pass(error):
+            if isinstance(error, DrafterError):
                 refused.add(number)
         else:
             return Start(drafter, number, refused)
@@ -125,10 +125,10 @@ class Versions:
 class Follower:
     """Does what a domain's rollout says: loads, checks and stages each new version beside decoding.
 
-    A version that is damaged or does not fit is refused: counted, logged, put on the events, and left alone until the
-    pointer comes back to it or is set once more as it is. What may pass, such as a disk that does not answer, is tried
-    again after ever longer pauses. Meanwhile the running version stays, and the requests of a canary are served by the
-    stable version.
+    A version that is damaged or does not fit is refused: counted, logged and put on the events, once. One that does not
+    fit is left alone until the pointer comes back to it or is set once more as it is. One that is damaged, which
+    somebody may put right, and what may pass, such as a disk that does not answer, are tried again after ever longer
+    pauses. Meanwhile the running version stays, and the requests of a canary are served by the stable version.
     """
 
     def __init__(self, domain: str, versions: Versions, handle: DomainHandle, stop: threading.Event) -> None:
@@ -136,7 +136,7 @@ class Follower:
         self._domain, self._versions, self._handle, self._stop = domain, versions, handle, stop
         self._rollout: Rollout | None = None
         self._pauses: dict[int, tuple[int, float]] = {}  # of versions to try again: how often it failed, and until when
-        self._unswapped: set[int] = set()  # versions that were staged and not swapped in, and told of
+        self._told: set[int] = set()  # versions to try again of which it was told that they are refused
         self._late: tuple[int, int] | None = None  # not swapped in yet, and the version before it
         self.known_bad: set[int] = set()
         self.rejected = 0
@@ -148,7 +148,7 @@ class Follower:
         if before is not None and replace(before, changed=rollout.changed) == rollout:
             named = set()  # whoever sets the pointer to where it is wants that tried again
         self.known_bad &= named
-        self._unswapped &= named
+        self._told &= named
         self._pauses = {number: pause for number, pause in self._pauses.items() if number in named}
         self._bring(rollout)
 
@@ -177,8 +177,11 @@ class Follower:
             if _may_pass(error):
                 self._pause(number, f"it cannot be read now ({error})")
                 return False
+            if isinstance(error, VersionError):
+                self._fail(number, str(error))
+                return False
             self._pauses.pop(number, None)
-            if isinstance(error, (VersionError, DrafterError)):
+            if isinstance(error, DrafterError):
                 self.refuse(number, str(error))
             else:
                 # Whatever is wrong with a version, it must not end the thread that would load the next one.
@@ -196,6 +199,13 @@ class Follower:
         self.rejected += 1
         logger.error("drafter version %d of %s is refused, what runs stays: %s", number, self._domain, reason)
         self._versions.events.tell("rejected", self._domain, number, reason=reason, stage="load")
+
+    def _fail(self, number: int, reason: str) -> None:
+        """Refuse a version for now, which is told once."""
+        if number not in self._told:
+            self._told.add(number)
+            self._tell_refused(number, reason)
+        self._pause(number, reason)
 
     def _pause(self, number: int, reason: str) -> None:
         failed = self._pauses.get(number, (0, 0.0))[0]
@@ -231,11 +241,7 @@ class Follower:
             if why is None and time.monotonic() > deadline:
                 why, self._late = f"no swap within {_SWAP_SECONDS:.0f} s", (number, before)
             if why is not None:
-                reason = f"it cannot be swapped in ({why})"
-                if number not in self._unswapped:
-                    self._unswapped.add(number)
-                    self._tell_refused(number, reason)
-                return self._pause(number, reason)
+                return self._fail(number, f"it cannot be swapped in ({why})")
             if self._stop.wait(0.01):
                 return None
         return self._tell_swapped(number, before)
@@ -323,8 +329,8 @@ class VersionWatcher(Watcher):
                 follower.again()
 
     def _still(self, rollout: Rollout) -> bool:
-        """Whether the pointer has not moved on; with Redis gone it has not."""
+        """Whether the pointer has not moved on; while it cannot be read it has not."""
         try:
             return self._pointer.get(self._domain) == rollout
-        except RedisError:
+        except (RedisError, OSError):
             return True

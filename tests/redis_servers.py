@@ -67,10 +67,13 @@ def pair(folder: Path) -> Iterator[tuple[int, int]]:
 
 
 class Address:
-    """An address on loopback that leads to ``behind``, and can lead elsewhere; with ``tls`` it is for TLS."""
+    """An address on loopback that leads to ``behind``, and can lead elsewhere; with ``tls`` it is for TLS.
+
+    What is sent comes ``delay`` seconds later.
+    """
 
     def __init__(self, behind: int, tls: ssl.SSLContext | None = None) -> None:
-        self.behind, self._tls = behind, tls
+        self.behind, self.delay, self._tls = behind, 0.0, tls
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
         self._open: list[socket.socket] = []
@@ -100,16 +103,20 @@ class Address:
             except OSError:  # it does not trust the certificate
                 client.close()
                 continue
-            server = socket.create_connection(("127.0.0.1", self.behind))
+            try:
+                server = socket.create_connection(("127.0.0.1", self.behind))
+            except OSError:  # nobody is there now
+                client.close()
+                continue
             self._open += client, server
             for one, other in ((client, server), (server, client)):
-                self._threads.append(threading.Thread(target=_copy, args=(one, other)))
+                self._threads.append(threading.Thread(target=self._copy, args=(one, other)))
                 self._threads[-1].start()
 
-
-def _copy(one: socket.socket, other: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := one.recv(65536):
-            other.sendall(data)
-    with contextlib.suppress(OSError):
-        other.shutdown(socket.SHUT_RDWR)
+    def _copy(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                time.sleep(self.delay)
+                other.sendall(data)
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)

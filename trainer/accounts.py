@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -87,13 +88,19 @@ class CostMeter:
     All that the trainer computes is charged, on all threads of all its processes: micro-steps, gates, candidates that
     were rejected, reading the stream, checkpoints. It is CPU time by ``clock``, so that a trainer that stands back for
     serving costs nothing while it waits. What was spent since the last version belongs to the next one that is
-    published.
+    published. ``held`` is held while the ledger is written.
     """
 
-    def __init__(self, domain: str, ledger: Ledger, clock: Callable[[], float] = time.process_time) -> None:
+    def __init__(
+        self,
+        domain: str,
+        ledger: Ledger,
+        clock: Callable[[], float] = time.process_time,
+        held: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._domain = domain
         self._ledger = ledger
-        self._clock = clock
+        self._clock, self._held = clock, held
         self._mark = clock()
         self._spent = Spent()
         self._told_at = -_TELL_SECONDS
@@ -128,12 +135,17 @@ class CostMeter:
         self._spent = msgspec.structs.replace(before, unpublished=before.unpublished + mine.unpublished)
 
     def tell(self) -> None:
-        """Write the ledger, at most once a second; without Redis it is written later."""
+        """Write the ledger, at most once a second; without Redis it is written later.
+
+        Raises:
+            osd.registry.pointer.FencedError: another trainer has taken over the domain.
+        """
         now = time.monotonic()
         if now - self._told_at < _TELL_SECONDS:
             return
         self._told_at = now
         try:
-            self._ledger.set(self._domain, self.spent())
-        except RedisError as error:
+            with self._held():
+                self._ledger.set(self._domain, self.spent())
+        except (RedisError, OSError) as error:
             logger.debug("the ledger cannot be told: %s", error)

@@ -87,15 +87,16 @@ class Canary:
     * rolled back when its acceptance, or its accepted tokens per token, is certainly below the stable version's;
     * rolled back when its acceptance is certainly below half of what the gate ``expected``: silent corruption;
     * promoted when both are certainly not lower by more than ``margin``;
-    * rolled back when none of this is clear ``seconds`` after it ``began``, in seconds since the epoch.
+    * rolled back when none of this is clear at the time that it ``ends``.
+
+    Times are in monotonic seconds: nobody sets that clock.
     """
 
     def __init__(
-        self, version: int, stable: int, expected: float, began: float, seconds: float, margin: float = 0.02,
-        risk: float = 0.05,
-    ) -> None:  # fmt: skip
+        self, version: int, stable: int, expected: float, ends: float, margin: float = 0.02, risk: float = 0.05
+    ) -> None:
         self.version, self.stable = version, stable
-        self._expected, self._ends = expected, began + seconds
+        self._expected, self._ends = expected, ends
         self._margin, self._risk = margin, risk
         self._arms = {version: Arm(), stable: Arm()}
 
@@ -106,7 +107,7 @@ class Canary:
             arm.add(trace)
 
     def judge(self, now: float) -> Judgement:
-        """What the requests so far say at the time ``now``, in seconds since the epoch."""
+        """What the requests so far say at the time ``now``."""
         new, old = self._arms[self.version], self._arms[self.stable]
         late = now >= self._ends
         if new.tested.records >= FEWEST_RECORDS:

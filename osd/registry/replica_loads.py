@@ -10,7 +10,7 @@ from osd.redis_client import RedisClient
 EXPIRY_MS = 2000
 """A replica that has not reported for so long is gone."""
 
-_KEY = "osd:load"
+_KEY, _READ_KEY = "osd:load", "osd:load:read"
 
 # Reports carry the server's time: the clocks of replicas and trainer may differ.
 _REPORT = """
@@ -19,8 +19,10 @@ redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f ', now[1] * 1000 + now[
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 """
 
+# It writes too: a Redis that takes no reports, because it is full or a replica, must not look like one without any.
 _READ = """
 local now = redis.call('TIME')
+redis.call('SET', KEYS[2], 1, 'PX', ARGV[1])
 local oldest = now[1] * 1000 + now[2] / 1000 - ARGV[1]
 local fields = redis.call('HGETALL', KEYS[1])
 local fresh = {}
@@ -67,8 +69,12 @@ class ReplicaLoads(RedisClient):
         self._report(keys=[_KEY], args=[replica_id, msgspec.json.encode(load), EXPIRY_MS])
 
     def read(self) -> dict[str, ReplicaLoad]:
-        """The loads of the replicas that reported within the last two seconds."""
-        fields: list[bytes] = self._read(keys=[_KEY], args=[EXPIRY_MS])
+        """The loads of the replicas that reported within the last two seconds.
+
+        Raises:
+            redis.exceptions.RedisError: also when Redis takes no reports now.
+        """
+        fields: list[bytes] = self._read(keys=[_KEY, _READ_KEY], args=[EXPIRY_MS])
         try:
             return {
                 name.decode(): msgspec.json.decode(data, type=ReplicaLoad)

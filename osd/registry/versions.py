@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import secrets
-import shutil
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from osd.registry.history import RemovedVersion
 
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _ATTEMPT = "attempt"
-_STALE_SECONDS = 3600.0
 _PACKAGES = ("torch", "transformers", "safetensors")
 
 
@@ -105,19 +103,15 @@ class Registry:
         except (TypeError, ValueError) as error:
             raise VersionError(f"{domain}: not published: config or manifest is not JSON ({error})") from None
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_stale(folder)
-        # The dot keeps it out of every listing; the random part keeps concurrent publishers apart.
-        temporary = folder / f".{secrets.token_hex(8)}"
-        temporary.mkdir()
-        try:
-            for name, content in ((_WEIGHTS, data), (_CONFIG, config_data), (_MANIFEST, manifest_data)):
-                files.write(temporary / name, content)
+        files.clear_directories(folder, _WEIGHTS)
+        # Its name keeps it out of every listing.
+        with files.directory(folder, _WEIGHTS) as (temporary, file):
+            files.fill(file, data)
+            files.write(temporary / _CONFIG, config_data)
+            files.write(temporary / _MANIFEST, manifest_data)
             files.sync_directory(temporary)
             with guard or nullcontext():
                 number = self._claim(folder, temporary)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
         files.sync_directory(folder)
         return number
 
@@ -246,16 +240,6 @@ def numbers_in(folder: Path) -> list[int]:
         return []
     names = (entry.name for entry in folder.iterdir())
     return sorted(int(name) for name in names if name.isascii() and name.isdigit() and name[0] != "0")
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove what publishers that were killed left behind."""
-    for entry in folder.glob(".*"):
-        try:
-            if entry.is_dir() and time.time() - entry.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(entry, ignore_errors=True)
-        except OSError:  # somebody else removed it
-            continue
 
 
 def _is_domain(name: str) -> bool:

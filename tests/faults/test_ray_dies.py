@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.command import family, gone, osd, small, wait_until_it_answers
+from tests.fault_table import Aftermath
 from tests.redis_servers import free_port
 
 pytestmark = [
@@ -29,8 +30,8 @@ def server(pid: int, name: str) -> psutil.Process | None:
     return next((child for child in children if child.name() == name), None)
 
 
-def kill_and_watch(process, name: str, sentence: str) -> None:
-    """Kill a server and see the command end in time, with one line, and all of its processes with it."""
+def kill_and_watch(process, name: str, sentence: str) -> float:
+    """Kill a server and see the command end in time, with one line, and all of its processes with it; says how soon."""
     deadline = time.monotonic() + 60
     while (victim := server(process.pid, name)) is None:
         assert time.monotonic() < deadline, "it was never started"
@@ -39,22 +40,25 @@ def kill_and_watch(process, name: str, sentence: str) -> None:
     victim.kill()
     begun = time.monotonic()
     assert process.wait(END_SECONDS) == 1
-    assert time.monotonic() - begun < END_SECONDS
+    seconds = time.monotonic() - begun
+    assert seconds < END_SECONDS
     _, errors = process.communicate()
     assert errors.strip().splitlines()[-1] == f"osd: {sentence} (process {victim.pid}) died"
     assert "Traceback" not in errors
     assert gone(processes)
+    return seconds
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
-def test_while_it_runs(tiny_target: Path, tmp_path: Path, name: str, sentence: str):
+def test_while_it_runs(tiny_target: Path, tmp_path: Path, name: str, sentence: str, aftermath: Aftermath):
     port = free_port()
     with osd(tmp_path, "up", *small(tiny_target, port)) as process:
         wait_until_it_answers(process, port)
-        kill_and_watch(process, name, sentence)
+        aftermath.seconds = kill_and_watch(process, name, sentence)
     assert not (tmp_path / "running.json").exists()
 
 
-def test_while_it_starts(tiny_target: Path, tmp_path: Path):
+@pytest.mark.parametrize(("name", "sentence"), [("raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
+def test_while_it_starts(tiny_target: Path, tmp_path: Path, name: str, sentence: str, aftermath: Aftermath):
     with osd(tmp_path, "up", *small(tiny_target, free_port())) as process:
-        kill_and_watch(process, "raylet", "Ray's raylet")
+        aftermath.seconds = kill_and_watch(process, name, sentence)

@@ -50,7 +50,7 @@ def crash(server: RedisServer) -> None:
                 time.sleep(0.01)
 
 
-def test_it_comes_back_with_its_password_and_captures_go_on_with_the_group_made_anew(server, eventually):
+def test_it_comes_back_with_its_password_and_captures_go_on_with_the_group_made_anew(server, eventually, aftermath):
     url = server.url
     writer, reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "trainer", "c")
     try:
@@ -58,7 +58,9 @@ def test_it_comes_back_with_its_password_and_captures_go_on_with_the_group_made_
             writer.offer(small_trace(request_id="before"))
             (first,) = reader.read(1, block_ms=5000)
             reader.ack([first.id])
+            begun = time.monotonic()
             crash(server)
+            aftermath.seconds = time.monotonic() - begun
             assert server.url == url
             offered = 1
 
@@ -72,12 +74,13 @@ def test_it_comes_back_with_its_password_and_captures_go_on_with_the_group_made_
             eventually(written_again)
             assert reader.read(1, block_ms=5000)[0].trace.request_id.startswith("after-")
             eventually(lambda: sum(writer.counters().values()) == offered)
+            aftermath.lost = f"{writer.counters()['dropped']} of {offered} traces, counted"
     finally:
         writer.close()
         reader.close()
 
 
-def test_a_server_that_cannot_start_is_tried_again(server, monkeypatch, eventually, caplog):
+def test_a_server_that_cannot_start_is_tried_again(server, monkeypatch, eventually, caplog, aftermath):
     start, tries = server.start, []
 
     def fail_twice() -> None:
@@ -88,6 +91,8 @@ def test_a_server_that_cannot_start_is_tried_again(server, monkeypatch, eventual
 
     monkeypatch.setattr(server, "start", fail_twice)
     with RedisSupervisor(server):
+        begun = time.monotonic()
         crash(server)
+        aftermath.seconds = time.monotonic() - begun
     assert len(tries) == 3
     assert "redis-server ended by itself, starting it again" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ pytestmark = [
 CAPTURE = CaptureSettings(max_records=100, max_queue=8)
 
 
-def test_writers_follow_the_sentinels_to_the_new_master(tmp_path: Path, eventually):
+def test_writers_follow_the_sentinels_to_the_new_master(tmp_path: Path, eventually, aftermath):
     password = tmp_path / "password"
     password.write_text(PASSWORD)
     with pair(tmp_path) as (old, new):
@@ -48,12 +49,16 @@ def test_writers_follow_the_sentinels_to_the_new_master(tmp_path: Path, eventual
                 with redis.Redis(port=old, password=PASSWORD) as master:
                     master.wait(1, 5000)
                     master.shutdown(nosave=True)
+                begun = time.monotonic()
 
                 def written() -> bool:
                     writer.offer(small_trace())
                     return writer.counters()["written"] > 0
 
                 eventually(written, seconds=30)
+                aftermath.seconds = time.monotonic() - begun
+                counted = writer.counters()
+                aftermath.lost = f"{counted['dropped']} traces, counted, and no key"
                 assert client.get("a") == b"1"
                 client.set("a", 2)
                 writer.close()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,38 +13,12 @@ from osd.registry.pointer import Pointer, Rollout
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry
 from tests.integration.killed import settings
+from tests.killer import Killer
 from tests.pointers import put
 from tests.unit.learning.toys import Toy, make_trace
 from trainer import checkpoint
 
-ROOT = Path(__file__).parents[2]
 RECORDS, POINTS = 40, 9
-
-
-class Killer:
-    """Runs trainers in processes of their own."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.killed"], cwd=ROOT, text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
-
-    def run(self, url, home, kill_at=0):
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"url": url, "home": str(home), "kill_at": kill_at}) + "\n")
-        return json.loads(self.process.stdout.readline())
-
-    def close(self):
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(30)
-        self.process.stdout.close()
 
 
 def prepare(url, home):
@@ -85,10 +54,10 @@ def check_whole(url, home, registry):
 def test_killed_at_any_instant_it_loses_no_version_no_record_and_leaves_nothing_half_done(
     redis_url, redis_client, tmp_path
 ):
-    killer = Killer()
+    killer = Killer("tests.integration.killed")
     try:
         registry = prepare(redis_url, tmp_path / "whole")
-        whole = killer.run(redis_url, tmp_path / "whole")
+        whole = killer.run(redis_url, tmp_path / "whole", kill_at=0)
         assert whole["signal"] == 0
         assert whole["lines"] > 100
         assert len(registry.list("general")) > 1
@@ -99,9 +68,9 @@ def test_killed_at_any_instant_it_loses_no_version_no_record_and_leaves_nothing_
             redis_client.flushall()
             home = tmp_path / str(point)
             registry = prepare(redis_url, home)
-            killed += killer.run(redis_url, home, 1 + point * lines // POINTS)["signal"] == 9
+            killed += killer.run(redis_url, home, kill_at=1 + point * lines // POINTS)["signal"] == 9
             check_whole(redis_url, home, registry)
-            assert killer.run(redis_url, home)["signal"] == 0
+            assert killer.run(redis_url, home, kill_at=0)["signal"] == 0
             check_whole(redis_url, home, registry)
             check_finished(redis_url, redis_client, home, registry)
         assert killed >= POINTS * 3 // 4  # a later run may take a few lines less than the first
@@ -128,7 +97,7 @@ def check_finished(url, client, home, registry):
     assert counters["trained"] + counters["held_out"] >= RECORDS
     assert registry.begun("general") is None
     left = [entry.name for entry in (registry.root / "general").iterdir() if entry.name.startswith(".")]
-    # A directory or an intention that was never renamed; an hour later they go.
+    # A directory or an intention that was never renamed; the next ones take them away.
     assert all(re.fullmatch(r"\.(\.attempt\.json\.)?[0-9a-f]{16}", name) for name in left), left
 
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import fcntl
 import os
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,32 @@ def test_where_the_disk_does_not_take_it_the_old_one_stays_and_nothing_else(tmp_
 
 
 def test_what_a_killed_process_left_goes_and_what_another_is_writing_stays(tmp_path: Path):
-    file, stale, fresh, other = (tmp_path / name for name in ("a*", ".a*.1", ".a*.2", ".ab.1"))
-    for left in (stale, fresh, other):
-        left.write_bytes(b"")
-    for old in (stale, other):
-        os.utime(old, (0, time.time() - 7200))
-    files.replace(file, b"new")
-    assert sorted(tmp_path.iterdir()) == sorted([file, fresh, other])
+    file, left, written, other = (tmp_path / name for name in ("a*", ".a*.1", ".a*.2", ".ab.1"))
+    for one in (left, other):
+        one.write_bytes(b"")
+    with written.open("xb") as writing:
+        fcntl.flock(writing, fcntl.LOCK_EX)
+        files.replace(file, b"new")
+        assert sorted(tmp_path.iterdir()) == sorted([file, written, other])
+    files.replace(file, b"newer")
+    assert sorted(tmp_path.iterdir()) == sorted([file, other])
+
+
+def test_writers_of_one_file_never_take_what_another_writes_for_what_was_left(tmp_path: Path):
+    file, errors = tmp_path / "file", []
+
+    def write(number: int) -> None:
+        try:
+            for _ in range(200):
+                files.replace(file, bytes([number]) * 100)
+        except OSError as error:
+            errors.append(error)
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert not errors
+    assert len(set(file.read_bytes())) == 1
+    assert list(tmp_path.iterdir()) == [file]

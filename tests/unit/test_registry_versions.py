@@ -141,6 +141,21 @@ def test_half_written_version_of_a_killed_publisher_is_not_seen(registry: Regist
     assert registry.list("code") == []
     assert registry.domains() == []
     assert publish(registry).name == "1"
+    assert [entry.name for entry in (registry.root / "code").iterdir()] == ["1"], "what it left is gone"
+
+
+def test_what_another_publisher_is_writing_is_left_alone(registry: Registry, monkeypatch: pytest.MonkeyPatch):
+    write, others = versions.files.write, []
+
+    def meanwhile(path: Path, data: bytes) -> None:
+        if not others:
+            others.append(path.parent)
+            publish(registry)
+        write(path, data)
+
+    monkeypatch.setattr("osd.files.write", meanwhile)
+    assert publish(registry).name == "2"
+    assert sorted(entry.name for entry in (registry.root / "code").iterdir()) == ["1", "2"]
 
 
 @pytest.mark.parametrize("domain", ["", "..", "a/b", "/etc", "Code", "-a", "a" * 65, "a\n", "ä"])

@@ -44,6 +44,7 @@ class RecallSession(Session):
         self._drafting = memories.backend.drafting()
         self._spare = [memories.backend.text(runtime.context) for _ in range(runtime.slots)]
         self._readers: dict[int, _Reader] = {}
+        self._now = 0  # a clock that is set back must not make what is learnt then look older than the rest
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
@@ -102,10 +103,9 @@ class RecallSession(Session):
         read = len(kept.tokens) - drawn
         reader.text.append(kept.tokens[:read], certain=True)
         if rows is not None:
-            reader.memory.learn(
-                reader.text, heard(rows, kept.tokens[read:], others), reader.temperature, reader.mark,
-                int(time.time()),
-            )  # fmt: skip
+            self._now = max(self._now, int(time.time()))
+            said = heard(rows, kept.tokens[read:], others)
+            reader.memory.learn(reader.text, said, reader.temperature, reader.mark, self._now)
             reader.text.append(kept.tokens[read:], certain=False)
 
     def close(self, slot: int) -> None:

@@ -6,7 +6,6 @@ grow too old, and requests are purged from it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -31,7 +30,6 @@ _FORMAT = "2"
 _PLACE_BYTES = 8
 _PARTS = ("places", "entries", "weights")
 _OWNER_ONLY = 0o600
-_STALE_SECONDS = 3600.0
 
 
 class SnapshotError(ValueError):
@@ -121,10 +119,8 @@ class Snapshots:
             about = self.about(path.parent.name)
             if before is not None and about is not None and about.created < before:
                 path.unlink(missing_ok=True)
-        for path in self._root.glob(f"*/.{SNAPSHOT}.*"):
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < time.time() - _STALE_SECONDS:
-                    path.unlink()
+        for folder in self._root.glob("*/"):
+            files.clear(folder / SNAPSHOT)
 
     def _paths(self) -> list[Path]:
         return sorted(self._root.glob(f"*/{SNAPSHOT}"))

@@ -195,3 +195,27 @@ def test_history_is_bounded():
         metrics.push(report(float(second), requests=second))
     assert metrics.history(5000.0, 5000, bins=5000).time[0] == 5000 - 3600
     assert len(metrics.history(5000.0, 3600).time) <= 240
+
+
+def test_a_clock_that_is_set_back_takes_the_past_with_it_once():
+    metrics = ReplicaMetrics()
+    for second in range(5):
+        for name in ("a", "b"):
+            metrics.push(report(5000.0 + second, name, completion_tokens=10 * (second + 1)))
+    metrics.push(report(5004.2, "dead", completion_tokens=1))
+    for second in range(5):
+        for name in ("a", "b"):
+            metrics.push(report(1405.0 + second, name, completion_tokens=50 + 10 * (second + 1)))
+    history = metrics.history(1410.0, 60)
+    assert history.time == [float(second) for second in range(1401, 1410)]
+    assert history.tokens_per_second == [20, 20, 20, 20, 41, 20, 20, 20, 20]
+    assert [one.replica for one in metrics.totals(1415.0).replicas] == []
+    assert [one.replica for one in metrics.totals(1410.3).replicas] == ["a", "b"]
+
+
+def test_replicas_whose_clocks_differ_set_nothing_back():
+    metrics = ReplicaMetrics()
+    for second in range(5):
+        metrics.push(report(5000.0 + second, "ahead", completion_tokens=second))
+        metrics.push(report(1000.0 + second, "behind", completion_tokens=second))
+    assert metrics.history(5005.0, 60).time == [float(second) for second in range(5000, 5005)]

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.registry.ledger import Spent
+from osd.registry.pointer_file import FencedError
 from trainer.accounts import CostMeter
 
 
@@ -89,3 +92,34 @@ def test_the_clock_is_the_cpu_time_of_the_whole_process_and_not_the_wall():
     other.start()
     other.join()
     assert meter.spent().total >= 0.15
+
+
+def test_a_trainer_that_lost_its_domain_does_not_write_the_ledger(clock):
+    book, lost = Book(Spent({2: 5.0})), FencedError("another trainer has taken over")
+
+    @contextmanager
+    def held():
+        raise lost
+        yield
+
+    meter = CostMeter("general", book, clock, held)
+    with pytest.raises(FencedError):
+        meter.tell()
+    assert book.spent == Spent({2: 5.0})
+
+
+def test_a_disk_that_does_not_give_the_lock_leaves_the_ledger_for_later(clock):
+    book, locks = Book(), [OSError("held by another process"), nullcontext()]
+
+    def held():
+        lock = locks.pop(0)
+        if isinstance(lock, OSError):
+            raise lock
+        return lock
+
+    meter = CostMeter("general", book, clock, held)
+    clock.seconds += 3
+    meter.tell()
+    assert book.spent == Spent()
+    meter.published(2)
+    assert book.spent == Spent({2: 3.0})

@@ -12,7 +12,7 @@ from trainer.canary import FEWEST_RECORDS, Canary, Ratio, expected_rate
 def trial(seed, old, new, expected=0.0, share=0.5, requests=600, spread=0.1):
     """The first decision and the requests until then, judged after every request as the trainer may."""
     rng = np.random.default_rng(seed)
-    canary = Canary(2, 1, expected, began=0.0, seconds=float(requests))
+    canary = Canary(2, 1, expected, ends=float(requests))
     for n in range(requests + 1):
         version = 2 if rng.random() < share else 1
         canary.add(live(rng, version, new if version == 2 else old, spread))
@@ -57,7 +57,7 @@ def test_an_equal_version_is_promoted_when_there_is_enough_to_tell():
 
 def test_live_acceptance_far_below_the_gate_is_taken_for_corruption_without_any_stable_request():
     rng = np.random.default_rng(0)
-    canary = Canary(2, 1, expected=0.6, began=0.0, seconds=1000)
+    canary = Canary(2, 1, expected=0.6, ends=1000.0)
     for n in range(FEWEST_RECORDS + 10):
         canary.add(live(rng, 2, 0.02))
         judgement = canary.judge(float(n))
@@ -74,7 +74,7 @@ def test_acceptance_as_the_gate_foresaw_is_no_corruption():
 
 
 def test_nobody_deciding_within_the_time_limit_means_back():
-    canary = Canary(2, 1, 0.5, began=100.0, seconds=10)
+    canary = Canary(2, 1, 0.5, ends=110.0)
     assert canary.judge(109.9).action == "watch"
     judgement = canary.judge(110.0)
     assert judgement.action == "roll_back"
@@ -83,7 +83,7 @@ def test_nobody_deciding_within_the_time_limit_means_back():
 
 def test_a_version_that_drafts_less_but_accepts_more_of_it_is_not_faster():
     # Acceptance per tested token rises, accepted per token falls: rounds get shorter.
-    canary = Canary(2, 1, 0.0, began=0.0, seconds=1000)
+    canary = Canary(2, 1, 0.0, ends=1000.0)
     rng = np.random.default_rng(1)
     for _ in range(200):
         canary.add(live(rng, 1, 0.7))
@@ -97,7 +97,7 @@ def test_a_version_that_drafts_less_but_accepts_more_of_it_is_not_faster():
 
 
 def test_requests_without_a_draft_and_of_other_versions_say_nothing():
-    canary = Canary(2, 1, 0.0, began=0.0, seconds=1000)
+    canary = Canary(2, 1, 0.0, ends=1000.0)
     canary.add(PIECE)
     canary.add(live(np.random.default_rng(0), 7, 0.5))
     assert canary.figures()["requests"] == canary.figures()["baseline_requests"] == 0

@@ -6,7 +6,6 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from osd import files
 from osd.config import Settings
 from osd.learning.distiller import Distiller
 from osd.learning.gate import Gate
@@ -139,16 +138,16 @@ def test_a_checkpoint_is_not_written_by_a_trainer_that_another_one_has_replaced(
 def test_a_disk_that_is_full_is_told_of_once_until_it_takes_a_checkpoint_again(tmp_path, monkeypatch, caplog):
     settings = Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
     learner, _, checkpoints = training(settings)
-    write = files.write
+    sync = os.fsync
 
-    def full(path, *parts, mode):
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
     for _ in range(2):
-        monkeypatch.setattr(files, "write", full)
+        monkeypatch.setattr(os, "fsync", full)
         assert not checkpoints.save(learner)
         assert not checkpoints.save(learner)
-        monkeypatch.setattr(files, "write", write)
+        monkeypatch.setattr(os, "fsync", sync)
         assert checkpoints.save(learner)
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
         "the checkpoint cannot be written"

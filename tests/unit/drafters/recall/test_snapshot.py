@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -144,8 +144,9 @@ def test_snapshots_that_are_too_old_and_leftovers_of_a_crash_go(snapshots, memor
     left, fresh = (tmp_path / "general" / f".recall.safetensors.{name}" for name in ("left", "fresh"))
     for path in (left, fresh):
         path.write_bytes(b"a part")
-    os.utime(left, (0, 0))
-    snapshots.expire(None)
+    with fresh.open("rb") as writing:
+        fcntl.flock(writing, fcntl.LOCK_EX)
+        snapshots.expire(None)
     assert (left.exists(), fresh.exists()) == (False, True)
     snapshots.expire(written.created - 1)
     assert snapshots.about("general") is not None

@@ -1,0 +1,187 @@
+"""Trainers with a canary that end or stop before a write: one process imports everything, and forks for every run.
+
+Reads one JSON object a line, ``{"url", "home", "signal", "before"}``, and answers ``{"signal", "writes", "lost"}`` when
+the run ended, which it does by itself when it has promoted two canaries, or nothing more can come. ``writes`` are the
+places in the code, with those that called them, that wrote to disk or to Redis while the trainer began, published,
+decided on a canary, saved and told the ledger; at the first that ends with ``before`` the process sends itself the
+signal. ``lost`` is why another trainer has its domain.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import numpy as np
+from redis import Redis
+from redis.client import Pipeline
+
+from osd.capture.stream import TraceWriter
+from osd.capture.trace import ACCEPTED, Trace
+from osd.config import Settings
+from osd.registry import lease
+from osd.registry.pointer_file import FencedError
+from tests.integration.killed import settings
+from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
+from trainer import accounts
+from trainer import worker as worker_module
+from trainer.accounts import CostMeter
+from trainer.canary import FEWEST_RECORDS
+from trainer.candidates import Candidates
+from trainer.executor import TargetContext
+from trainer.worker import Worker
+
+SECONDS, CALM_SECONDS = 20.0, 0.3
+COMPLETION = 30
+
+FIRST = 3
+"""The version in service when a run begins; those before it are to be removed."""
+
+ROOT = Path(__file__).parents[2]
+_CHANGING = {"os.rename", "os.remove", "os.rmdir", "os.utime"}
+_COMMANDS = {"SET", "XACK"}
+
+
+def with_canaries(home: Path) -> Settings:
+    chosen = settings(home)
+    trainer = chosen.trainer.model_copy(update={"canary_share": 0.5, "canary_seconds": 60.0})
+    registry = chosen.registry.model_copy(update={"keep": 1})
+    return chosen.model_copy(update={"trainer": trainer, "registry": registry})
+
+
+def proof(canary: int, version: int, number: int) -> Trace:
+    """A live request beside a ``canary`` of which every token was drafted by ``version`` and kept."""
+    name = f"{os.getpid()}-{canary}-{version}-{number}"
+    trace = make_trace(name, completion=COMPLETION, seed=1000 * version + number)
+    verdict = np.full(COMPLETION, ACCEPTED)
+    trace = trace.with_drafts("toy", trace.completion_ids.numpy(), verdict)
+    return msgspec.structs.replace(trace, drafter_version=version)
+
+
+class Writes:
+    """The places from which the main thread writes within the sections; at one of them the process gets a signal."""
+
+    def __init__(self, number: int, before: str) -> None:
+        self.number, self.at, self.inside = number, before, 0
+        self.places: dict[str, None] = {}
+        self._thread = threading.get_ident()
+        sys.addaudithook(self._audit)
+        self._wrap(os, "fsync", lambda descriptor: "fsync")
+        self._wrap(Redis, "execute_command", lambda client, name, *rest: name if name in _COMMANDS else "")
+        self._wrap(Pipeline, "execute", lambda pipeline, *rest: "pipeline")
+
+    def watch(self, owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            self.inside += 1
+            try:
+                return method(*arguments)
+            finally:
+                self.inside -= 1
+
+        setattr(owner, name, watched)
+
+    def before(self, what: str) -> None:
+        if not what or not self.inside or threading.get_ident() != self._thread:
+            return
+        place = f"{what}: {' > '.join(_lines(sys._getframe()))}"
+        self.places[place] = None
+        if self.at and place.endswith(self.at):
+            self.at = ""
+            os.kill(os.getpid(), self.number)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        makes = event == "os.mkdir" or (event == "open" and bool(arguments[2] & os.O_CREAT))
+        if (event in _CHANGING or makes) and os.path.exists(arguments[0]) != makes:
+            self.before(event)
+
+    def _wrap(self, owner: Any, name: str, named: Callable[..., str]) -> None:
+        method = getattr(owner, name)
+
+        def wrapped(*arguments: Any, **more: Any) -> Any:
+            self.before(named(*arguments))
+            return method(*arguments, **more)
+
+        setattr(owner, name, wrapped)
+
+
+def _lines(frame: FrameType | None) -> list[str]:
+    """Where in osd a frame is, and what called it since the section began, the caller first."""
+    found = []
+    while frame is not None and frame.f_code.co_name != "watched":
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(ROOT) and not file.is_relative_to(ROOT / "tests"):
+            found.append(f"{file.relative_to(ROOT)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return found[::-1]
+
+
+def run(url: str, home: Path, number: int, before: str) -> dict[str, Any]:
+    worker_module.CHECKPOINT_SECONDS, accounts._TELL_SECONDS, lease.SILENT_SECONDS = 0.05, 0.0, 1.0
+    writes = Writes(number, before)
+    for owner, name in (
+        (Worker, "_open"), (Candidates, "propose"), (Candidates, "decide"), (Worker, "checkpoint"), (CostMeter, "tell")
+    ):  # fmt: skip
+        writes.watch(owner, name)
+    chosen = with_canaries(home)
+    worker = Worker(chosen, url, TargetContext(VOCABULARY, HIDDEN, lambda config: Toy()))
+    traffic = TraceWriter(url, chosen.capture.model_copy(update={"max_queue": 1000}))
+
+    def end() -> None:
+        begun = busy = time.monotonic()
+        shown = sent = 0
+        while (now := time.monotonic()) < begun + SECONDS:
+            canary, status = worker._publisher.canary, worker.status()
+            if canary is not None and canary.version != shown and status["version"] <= FIRST + 1:
+                shown = canary.version
+                for number in range(2 * FEWEST_RECORDS):
+                    for version in (canary.version, canary.stable):
+                        sent += traffic.offer(proof(canary.version, version, number))
+            arrived = traffic.counters()["written"] == sent
+            acknowledged = arrived and not worker.intake.finished and worker.intake.lag() == 0
+            if not acknowledged or canary is not None or status["state"] != "waiting":
+                busy = now
+            if acknowledged and (status["version"] > FIRST + 1 or now - busy > CALM_SECONDS):
+                break
+            time.sleep(0.02)
+        worker.stop()
+
+    threading.Thread(target=end, daemon=True).start()
+    lost = ""
+    try:
+        worker.run()
+    except FencedError as error:
+        lost = str(error)
+    return {"writes": list(writes.places), "lost": lost}
+
+
+def main() -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(reading)
+            with os.fdopen(writing, "w") as answer:
+                json.dump(run(order["url"], Path(order["home"]), order["signal"], order["before"]), answer)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as said:
+            answer = said.read()
+        _, status = os.waitpid(child, 0)
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        print(json.dumps({"signal": number, **json.loads(answer or "{}")}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

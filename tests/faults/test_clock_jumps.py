@@ -1,0 +1,152 @@
+"""The clock of the machine is set while osd runs: what it waits for, keeps and forgets goes by time that passed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from osd.capture.purge import Purges, Removed
+from osd.capture.server import RedisServer
+from osd.config import TrainerSettings
+from osd.drafters.recall.drafter import Recall
+from osd.registry import lease as lease_module
+from osd.registry.events import Events
+from osd.registry.lease import Lease
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.pointer_file import PointerFiles
+from osd.registry.versions import Registry
+from serving.recall_keeper import RecallKeeper
+from tests.pointers import put
+from tests.unit.engine.harness import prompts, running
+from tests.unit.learning.toys import Toy
+from trainer.rollout import Publisher, Service
+
+pytestmark = [
+    pytest.mark.fault(
+        "the clock jumps by an hour, forward and back",
+        "canaries, leases, purges and what is recalled go by the time that passed",
+    )
+]
+
+HOUR = 3600.0
+both_ways = pytest.mark.parametrize("jump", [HOUR, -HOUR], ids=["forward", "back"])
+
+
+@pytest.fixture(scope="module")
+def redis_url():
+    with RedisServer(64) as server:
+        yield server.url
+
+
+@pytest.fixture
+def set_clock(monkeypatch):
+    """Sets the clock by so many seconds; file times go with it as far as osd writes them."""
+
+    def jump(seconds: float) -> None:
+        real = time.time
+        monkeypatch.setattr("time.time", lambda: real() + seconds)
+
+    return jump
+
+
+@both_ways
+def test_a_canary_is_on_trial_for_its_time_whatever_the_clock_says(redis_url, tmp_path, set_clock, jump, aftermath):
+    registry, toy = Registry(tmp_path), Toy()
+    for _ in range(2):
+        registry.publish("general", toy.weights(), toy.config(), {})
+    with Pointer(redis_url, tmp_path) as pointer, Events(redis_url) as events:
+        put(pointer, "general", Rollout(1, 2, 0.5, time.time()))
+        service = Service("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
+        publisher = Publisher(service, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
+        assert publisher.in_service() is not None
+        began = time.monotonic()
+        set_clock(jump)
+        judgement = publisher.decide(time.monotonic())
+        assert judgement is not None
+        assert judgement.action == "watch"
+        assert publisher.decide(began + 60) is not None
+        assert pointer.get("general").canary is None
+    aftermath.lost = "nothing"
+
+
+@both_ways
+def test_a_trainer_that_takes_over_gives_a_canary_no_more_than_its_time(redis_url, tmp_path, set_clock, jump):
+    registry, toy = Registry(tmp_path), Toy()
+    for _ in range(2):
+        registry.publish("general", toy.weights(), toy.config(), {})
+    with Pointer(redis_url, tmp_path) as pointer, Events(redis_url) as events:
+        put(pointer, "general", Rollout(1, 2, 0.5, time.time()))
+        set_clock(jump)
+        service = Service("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
+        publisher = Publisher(service, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
+        publisher.in_service()
+        judgement = publisher.decide(time.monotonic() + 61)
+        assert judgement is not None
+        assert judgement.action == "roll_back"
+
+
+@both_ways
+def test_a_lease_is_kept_by_a_trainer_that_lives_and_lost_by_a_silent_one(
+    tmp_path, set_clock, jump, monkeypatch, eventually, aftermath
+):
+    monkeypatch.setattr(lease_module, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(lease_module, "_TELL_SECONDS", 0.0)
+    files, rollout = PointerFiles(tmp_path), Rollout(1, None, 0.0, 1.0)
+    first, second = Lease(files, "general"), Lease(files, "general")
+    try:
+        assert first.take(rollout)
+        assert not second.take(rollout)
+        set_clock(jump)
+        for _ in range(20):
+            first.alive()
+            assert not second.take(rollout)
+            time.sleep(0.02)
+        silent = time.monotonic()
+        eventually(lambda: second.take(rollout), seconds=5)
+        aftermath.lost, aftermath.seconds = "nothing", time.monotonic() - silent
+    finally:
+        first.release()
+        second.release()
+
+
+@both_ways
+def test_a_purge_reaches_what_was_recalled_before_the_clock_was_set(
+    redis_url, tiny_target, tmp_path, set_clock, jump, aftermath
+):
+    with running(tiny_target, drafter=Recall()) as client:
+        settings = client.engine.settings.model_copy(update={"home": tmp_path})
+        keeper = RecallKeeper(settings, redis_url, "a", tiny_target, client.engine)
+        try:
+            keeper.look()
+            client.submit("hers", prompts([5])[0], 12, ignore_eos=True, capture=True)
+            client.wait()
+            table = client.engine.pool.memories("general").of("")
+            assert table.used() > 0
+            set_clock(jump)
+            with Purges(redis_url) as purges:
+                purges.ask("hers")
+                keeper.look()
+                ((_, removed),) = purges.answers("hers").items()
+            assert isinstance(removed, Removed)
+            assert removed.entries > 0
+            assert table.used() == 0
+        finally:
+            keeper._purges.close()
+    aftermath.lost = "nothing but the purged request"
+
+
+def test_what_is_learnt_after_the_clock_went_back_does_not_look_older_than_the_rest(tiny_target, set_clock, aftermath):
+    """A full table gives up what was not renewed for longest."""
+    began = int(time.time())
+    with running(tiny_target, drafter=Recall()) as client:
+        table = client.engine.pool.memories("general").of("")
+        client.submit("before", prompts([5])[0], 12, ignore_eos=True, capture=True)
+        client.wait()
+        first = table.used()
+        set_clock(-HOUR)
+        client.submit("after", prompts([5], seed=1)[0], 12, ignore_eos=True, capture=True)
+        client.wait()
+        assert table.used() > first > 0
+        assert table.drop(before=began) == 0
+    aftermath.lost = "nothing"

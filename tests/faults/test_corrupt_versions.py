@@ -1,0 +1,133 @@
+"""The pointer names a version that is damaged or does not fit: a real replica refuses it and serves on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from osd import drafters
+from osd.capture.server import RedisServer
+from osd.config import Settings
+from osd.registry.events import Events
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from serving import rollout_follower
+from tests.pointers import put
+from tests.replicas import Replicas, decode
+
+pytestmark = [
+    pytest.mark.fault(
+        "a version in service has a flipped bit, is cut short, has a NaN, or is for another target",
+        "it is refused by name, replicas keep what they have, try again what may be put right, and take the next one",
+    ),
+]
+
+WEIGHTS = "model.safetensors"
+
+
+def flip(version: Path, other: Path) -> None:
+    data = bytearray((version / WEIGHTS).read_bytes())
+    data[len(data) // 2] ^= 1
+    (version / WEIGHTS).write_bytes(data)
+
+
+def cut(version: Path, other: Path) -> None:
+    with (version / WEIGHTS).open("r+b") as file:
+        file.truncate(1000)
+
+
+def not_a_number(version: Path, other: Path) -> None:
+    """With a manifest that agrees with it."""
+    data = bytearray((version / WEIGHTS).read_bytes())
+    data[-4:] = struct.pack("<f", float("nan"))
+    (version / WEIGHTS).write_bytes(data)
+    manifest = json.loads((version / "manifest.json").read_text())
+    manifest["sha256"] = hashlib.sha256(data).hexdigest()
+    (version / "manifest.json").write_text(json.dumps(manifest))
+
+
+def for_another_target(version: Path, other: Path) -> None:
+    """Whole, and of a target of another width."""
+    found = Registry(version.parents[1]).load("general", 1)
+    narrow = {name: weight[..., : weight.shape[-1] // 2] for name, weight in found.weights.items()}
+    Registry(other).publish("general", narrow, found.config, {})
+    for entry in (other / "general" / "1").iterdir():
+        (version / entry.name).write_bytes(entry.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with RedisServer(64) as server:
+        yield server.url
+
+
+@pytest.fixture
+def settings(tiny_target, tmp_path) -> Settings:
+    return Settings(
+        home=tmp_path / "home",
+        target={"source": str(tiny_target), "dtype": "float32"},
+        drafter={"kind": "language_model", "layers": 1},
+        engine={"slots": 2, "context": 256, "threads": 1},
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason", "may_be_put_right"),
+    [
+        (flip, "does not match the sha256", True),
+        (cut, "does not match the sha256", True),
+        (not_a_number, "not finite", True),
+        (for_another_target, "shape", False),
+    ],
+)
+def test_it_is_refused_by_name_and_the_next_good_one_is_taken(
+    settings: Settings, redis_url: str, tiny_target, tmp_path, monkeypatch, eventually: Callable[..., None],
+    aftermath, damage: Callable[[Path, Path], None], reason: str, may_be_put_right: bool,
+):  # fmt: skip
+    monkeypatch.setattr(rollout_follower, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(rollout_follower, "_FIRST_PAUSE", 0.05)
+    interval, registry = sys.getswitchinterval(), Registry(settings.registry_dir)
+    first = drafters.initial(settings.drafter, tiny_target, settings.home_dir)
+    for _ in range(3):
+        registry.publish("general", first.weights(), first.config(), {})
+    good, second = registry.root / "general" / "1", registry.root / "general" / "2"
+    replicas = Replicas(settings, redis_url)
+    with Pointer(redis_url, registry.root) as pointer, Events(redis_url) as events:
+        try:
+            put(pointer, "general", Rollout(1, None, 0.0, 1.0))
+            replica = replicas.start("a")
+            told = len(events.recent())
+            damage(second, tmp_path)
+            put(pointer, "general", Rollout(2, None, 0.0, 2.0))
+            finish = decode(replica, "meanwhile", tokens=40)
+
+            def refused() -> list[str]:
+                news = events.recent()[told:]
+                return [one["reason"] for one in news if (one["kind"], one["version"]) == ("rejected", 2)]
+
+            eventually(refused)
+            finish()
+            assert replica.engine.drafter_version == 1
+            time.sleep(0.5)  # it is tried again several times
+            assert len(refused()) == 1, "it is told once"
+            assert reason in refused()[0]
+            begun = time.monotonic()
+            if may_be_put_right:
+                for name in (WEIGHTS, "manifest.json"):
+                    (second / name).write_bytes((good / name).read_bytes())
+                eventually(lambda: replica.engine.drafter_version == 2)
+            put(pointer, "general", Rollout(3, None, 0.0, 3.0))
+            eventually(lambda: replica.engine.drafter_version == 3)
+            aftermath.seconds = time.monotonic() - begun
+            decode(replica, "afterwards")()
+        finally:
+            replicas.end_all()
+            sys.setswitchinterval(interval)
+    aftermath.lost, aftermath.errors = "nothing", "none"

@@ -1,0 +1,171 @@
+"""The disk is full: what was there stays readable, nothing half is left, and all goes on when there is room again."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from osd.capture.server import RedisServer
+from osd.config import LanguageModelSettings
+from osd.drafters import formats, initial
+from osd.drafters.recall.memories import backend
+from osd.drafters.recall.snapshot import Snapshots
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from osd.target.identity import Identity
+from tests.integration.loop import Loop
+from tests.pointers import put
+from trainer import checkpoint
+
+pytestmark = [
+    pytest.mark.fault(
+        "the disk that holds versions, pointers, checkpoints and snapshots is full",
+        "what was there stays readable, nothing half is left, one line says it, and it goes on when there is room",
+    ),
+]
+
+MEGABYTES = 4
+FULL = f"[Errno {errno.ENOSPC}] No space left on device"
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system of a few megabytes."""
+    folder, mount, umount = tmp_path_factory.mktemp("disk"), shutil.which("mount"), shutil.which("umount")
+    options = ["-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(folder)]
+    if not (mount and umount) or subprocess.run([mount, *options], capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a small file system")
+    yield folder
+    subprocess.run([umount, folder], check=True)
+
+
+@pytest.fixture
+def home(disk: Path) -> Iterator[Path]:
+    yield disk
+    for entry in disk.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+@contextlib.contextmanager
+def full(disk: Path) -> Iterator[None]:
+    """Take all the room there is."""
+    with (disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while True:
+            ballast.write(bytes(4096))
+    yield
+    (disk / "ballast").unlink()
+
+
+def put_version(home: Path, url: str) -> Callable[[], object]:
+    registry, weights = Registry(home), {"w": torch.ones(10_000)}
+    registry.publish("general", weights, {}, {})
+    return lambda: registry.publish("general", weights, {}, {})
+
+
+def put_checkpoint(home: Path, url: str) -> Callable[[], object]:
+    path, tensors = home / "trainer" / "general.safetensors", {"w": torch.ones(10_000)}
+    checkpoint.save(path, tensors, {"a": 1})
+    return lambda: checkpoint.save(path, tensors, {"a": 1})
+
+
+def put_pointer(home: Path, url: str) -> Callable[[], object]:
+    Registry(home).publish("general", {"w": torch.ones(1)}, {}, {})
+
+    def move() -> None:
+        with Pointer(url, home) as pointer:
+            before = pointer.get("general")
+            put(pointer, "general", Rollout(1, None, 0.0, 1.0))
+            assert pointer.get("general") != before
+
+    move()
+    return move
+
+
+def put_snapshot(home: Path, url: str) -> Callable[[], object]:
+    memory, snapshots, target = backend().memory(1024), Snapshots(home), Identity("target", "a" * 64, "b" * 64)
+    snapshots.write("general", memory, target)
+
+    def write() -> None:
+        assert snapshots.restore("general", memory, target) is not None
+        snapshots.write("general", memory, target)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with RedisServer(64) as server:
+        yield server.url
+
+
+def contents(home: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in home.rglob("*") if path.is_file() and path.name != "ballast"}
+
+
+@pytest.mark.parametrize("prepare", [put_version, put_checkpoint, put_pointer, put_snapshot])
+def test_what_was_there_stays_and_the_same_write_works_when_there_is_room(home, redis_url, prepare, aftermath):
+    write = prepare(home, redis_url)
+    before = contents(home)
+    with full(home):
+        with pytest.raises(OSError, match="No space left on device"):
+            write()
+        assert contents(home) == before
+    begun = time.monotonic()
+    write()
+    aftermath.lost, aftermath.seconds = "nothing", time.monotonic() - begun
+
+
+def test_an_export_leaves_nothing_behind(home, tiny_target, tmp_path, aftermath):
+    settings = LanguageModelSettings(layers=1)
+    drafter = initial(settings, tiny_target, tmp_path)
+    origin = formats.Origin("general", 1, "target", tiny_target, 3)
+    with full(home):
+        with pytest.raises(OSError, match="No space left on device"):
+            formats.write(drafter, "transformers", origin, home / "out")
+        assert [entry.name for entry in home.iterdir()] == ["ballast"]
+    formats.write(drafter, "transformers", origin, home / "out")
+    assert (home / "out" / "model.safetensors").exists()
+    aftermath.lost = "nothing"
+
+
+@pytest.mark.soak
+def test_a_trainer_trains_on_says_it_once_and_publishes_when_there_is_room(
+    home, redis_url, monkeypatch, caplog, eventually, aftermath
+):
+    monkeypatch.setattr("trainer.worker.CHECKPOINT_SECONDS", 0.2)
+    loop = Loop(redis_url, home, tracking="none")
+    try:
+        loop.first_version()
+        loop.send(40)
+        worker = loop.start()
+        eventually(lambda: worker.status()["steps"] > 0)
+        with full(home):
+            before = worker.status()["steps"]
+            published = loop.registry.numbers("general")
+            eventually(lambda: "a candidate could not be published" in caplog.text, seconds=30)
+            eventually(lambda: "the checkpoint cannot be written" in caplog.text, seconds=30)
+            eventually(lambda: worker.status()["steps"] > before + 30, seconds=30)
+            assert loop.registry.numbers("general") == published
+        begun = time.monotonic()
+        eventually(lambda: loop.registry.numbers("general") > published, seconds=30)
+        aftermath.seconds = time.monotonic() - begun
+        eventually(lambda: worker.intake.lag() == 0, seconds=30)
+        said = [record.getMessage() for record in caplog.records]
+        (checkpoints,) = [line for line in said if line.startswith("the checkpoint cannot be written")]
+        (versions,) = [line for line in said if line.startswith("a candidate could not be published")]
+        assert FULL in checkpoints
+        assert "general.safetensors" in checkpoints
+        assert FULL in versions
+        assert str(home) in versions
+        loop.registry.load("general", loop.pointer.get("general").stable)
+    finally:
+        loop.close()
+    aftermath.lost, aftermath.errors = "nothing", "none: replicas go on with what they have"

@@ -1,0 +1,213 @@
+"""Redis is slow, full, flushed, restarted, or gone for half a minute: a replica serves on as fast as before."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from osd import drafters
+from osd.capture.server import RedisServer
+from osd.config import Settings, TrainerSettings
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.replica_loads import ReplicaLoads
+from osd.registry.versions import Registry
+from serving.replica import Replica
+from tests.pointers import put
+from tests.redis_servers import Address
+from tests.replicas import PROMPT, Replicas, decode
+from trainer.capacity import Capacity
+
+pytestmark = pytest.mark.soak
+
+TOKENS, TURNS = 200, 7
+SLOWER = 0.7
+"""Of the tokens per second with a good Redis, what is left with a bad one on a machine that others use too."""
+END_SECONDS = 15.0
+GONE_SECONDS = 30.0
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer(64) as server:
+        yield server
+
+
+@pytest.fixture
+def address(server: RedisServer) -> Iterator[Address]:
+    with Address(int(server.url.rpartition(":")[2].partition("/")[0])) as address:
+        yield address
+
+
+@pytest.fixture
+def replica(server: RedisServer, address: Address, tiny_target, tmp_path) -> Iterator[Replica]:
+    """A replica that drafts by a version, recalls, captures, and reaches Redis by the address."""
+    settings = Settings(
+        home=tmp_path,
+        target={"source": str(tiny_target), "dtype": "float32"},
+        drafter={"kind": "language_model", "layers": 1},
+        engine={"slots": 2, "context": 256, "threads": 1},
+        capture={"max_queue": 4},
+    )  # type: ignore[arg-type]
+    first = drafters.initial(settings.drafter, tiny_target, settings.home_dir)
+    Registry(settings.registry_dir).publish("general", first.weights(), first.config(), {})
+    with Pointer(server.url, settings.registry_dir) as pointer:
+        put(pointer, "general", Rollout(1, None, 0.0, 1.0))
+    port = server.url.rpartition(":")[2].partition("/")[0]
+    interval = sys.getswitchinterval()
+    replicas = Replicas(settings, server.url.replace(f":{port}/", f":{address.port}/"))
+    yield replicas.start("a")
+    begun = time.monotonic()
+    replicas.end_all()
+    assert time.monotonic() - begun < END_SECONDS
+    sys.setswitchinterval(interval)
+
+
+class Traffic:
+    """Sends requests that are captured, one after the other."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica, self.sent = replica, 0
+        for _ in range(2):
+            self.rate()
+
+    def rate(self) -> float:
+        """Tokens per second of one request."""
+        self.sent += 1
+        begun = time.monotonic()
+        decode(self._replica, f"request-{self.sent}", PROMPT, TOKENS)()
+        return TOKENS / (time.monotonic() - begun)
+
+    def accounted(self) -> bool:
+        """Whether every request was written down or counted as dropped."""
+        return sum(self._replica._writer.counters().values()) == self.sent  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def traffic(replica: Replica, eventually: Callable[..., None]) -> Traffic:
+    traffic = Traffic(replica)
+    eventually(traffic.accounted)
+    return traffic
+
+
+def written(replica: Replica) -> int:
+    assert replica._writer is not None
+    return replica._writer.counters()["written"]
+
+
+def dropped(replica: Replica) -> int:
+    assert replica._writer is not None
+    return replica._writer.counters()["dropped"]
+
+
+@pytest.mark.fault(
+    "Redis answers half a second later",
+    "tokens come as fast as before, nothing hangs, and what is not captured is counted",
+)
+def test_a_slow_redis_slows_no_token(replica, traffic, address, eventually, aftermath):
+    good, slow = [], []
+    for _ in range(TURNS):
+        address.delay = 0.0
+        time.sleep(0.2)
+        good.append(traffic.rate())
+        address.delay = 0.25
+        time.sleep(0.2)
+        slow.append(traffic.rate())
+    before, now = statistics.median(good), statistics.median(slow)
+    print(f"tokens per second: {before:.0f}, with a slow Redis {now:.0f}")
+    assert now > SLOWER * before
+    eventually(traffic.accounted, seconds=30)
+    address.delay = 0.0
+    begun, count = time.monotonic(), written(replica)
+    eventually(lambda: traffic.rate() and written(replica) > count)
+    aftermath.seconds = time.monotonic() - begun
+    aftermath.lost = f"{dropped(replica)} of {traffic.sent} traces, counted"
+    aftermath.errors = f"none; {now / before:.2f} of the tokens per second"
+
+
+@pytest.mark.fault(
+    "Redis has no memory left for anything",
+    "serving goes on; what is not captured is counted and said once; training waits, as no replica can report its load",
+)
+def test_a_full_redis_takes_no_traces_and_serving_goes_on(replica, traffic, server, caplog, eventually, aftermath):
+    caplog.set_level(logging.INFO)
+    good = statistics.median(traffic.rate() for _ in range(TURNS))
+    with redis.Redis.from_url(server.url) as client, ReplicaLoads(server.url) as loads:
+        capacity = Capacity(loads, TrainerSettings(), time.process_time)
+        assert capacity.spare() > 0
+        client.set("foreign", bytes(20 << 20))
+        client.config_set("maxmemory", "10mb")
+        before = dropped(replica)
+        full = statistics.median(traffic.rate() for _ in range(TURNS))
+        print(f"tokens per second: {good:.0f}, with a full Redis {full:.0f}")
+        assert full > SLOWER * good
+        eventually(traffic.accounted)
+        assert dropped(replica) >= before + TURNS
+        eventually(lambda: capacity.spare() == 0, seconds=15)
+        said = [record.getMessage() for record in caplog.records]
+        assert len([line for line in said if line.startswith("traces are dropped")]) == 1
+        lost = dropped(replica)
+        client.delete("foreign")
+        begun, count = time.monotonic(), written(replica)
+        eventually(lambda: traffic.rate() and written(replica) > count)
+        eventually(lambda: capacity.spare() > 0)
+        aftermath.seconds = time.monotonic() - begun
+    assert "Redis takes traces again" in caplog.text
+    aftermath.lost, aftermath.errors = f"{lost} of {traffic.sent} traces, counted", "none"
+
+
+@pytest.mark.fault(
+    "Redis is flushed",
+    "serving goes on with the version that it has; what was on the stream is lost, the rest is written",
+)
+def test_a_flushed_redis_is_told_all_again(replica, traffic, server, eventually, aftermath):
+    with redis.Redis.from_url(server.url) as client, ReplicaLoads(server.url) as loads:
+        lost = client.xlen("osd:traces")
+        client.flushall()
+        begun = time.monotonic()
+        eventually(lambda: loads.read().keys() == {"a"})
+        eventually(lambda: client.exists("osd:rollout:general"), seconds=5)
+        traffic.rate()
+        eventually(traffic.accounted)
+        aftermath.seconds = time.monotonic() - begun
+        assert dropped(replica) == 0
+        assert client.xlen("osd:traces") > 0
+        assert replica.engine.drafter_version == 1
+    aftermath.lost, aftermath.errors = f"{lost} traces that were on the stream", "none"
+
+
+@pytest.mark.fault(
+    "Redis is gone for 30 s and comes back empty",
+    "serving goes on as fast as before, what is not captured is counted, and all is as before within 5 s",
+)
+def test_redis_that_is_gone_for_half_a_minute_is_missed_by_no_request(
+    replica, traffic, server, caplog, eventually, aftermath
+):
+    good = statistics.median(traffic.rate() for _ in range(TURNS))
+    eventually(traffic.accounted)
+    server.close()
+    gone, rates = time.monotonic(), []
+    while time.monotonic() < gone + GONE_SECONDS:
+        rates.append(traffic.rate())
+        time.sleep(0.5)
+    eventually(traffic.accounted)
+    lost = dropped(replica)
+    assert lost == len(rates)
+    said = [record.getMessage() for record in caplog.records]
+    for line in ("traces are dropped", "Redis does not answer, serving goes on without it"):
+        assert len([one for one in said if one.startswith(line)]) == 1
+    server.start()
+    begun, count = time.monotonic(), written(replica)
+    eventually(lambda: traffic.rate() and written(replica) > count, seconds=5)
+    with ReplicaLoads(server.url) as loads:
+        eventually(lambda: loads.read().keys() == {"a"}, seconds=5)
+    aftermath.seconds = time.monotonic() - begun
+    again, without = statistics.median(traffic.rate() for _ in range(TURNS)), statistics.median(rates)
+    print(f"tokens per second: {good:.0f}, without Redis {without:.0f}, with the next one {again:.0f}")
+    assert without > SLOWER * min(good, again)
+    aftermath.lost, aftermath.errors = f"{lost} of {traffic.sent} traces, counted", "none"

@@ -1,0 +1,59 @@
+"""Whole replicas without Ray: the engine, and all that looks after it beside Redis and the registry."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from osd.engine.request import Request, SamplingParams
+from serving.replica import Replica
+from tests.unit.engine.harness import prompts
+
+PROMPT = tuple(prompts([21], seed=6)[0])
+
+
+class NoMetrics:
+    """Metrics that nobody else has."""
+
+    def push(self, report):
+        pass
+
+    async def totals(self):
+        return None
+
+    async def history(self, seconds):
+        return None
+
+
+class Replicas:
+    """Starts replicas, and ends those that still run."""
+
+    def __init__(self, settings, redis_url):
+        self._settings, self._url, self._running = settings, redis_url, {}
+
+    def start(self, name, **changed):
+        replica = Replica(self._settings.model_copy(update=changed), self._url, name, NoMetrics())
+        self._running[name] = replica
+        return replica
+
+    def end(self, name):
+        self._running.pop(name).close()
+
+    def end_all(self):
+        for name in list(self._running):
+            self.end(name)
+
+
+def decode(replica, name, prompt=PROMPT, tokens=24, capture=True, told=lambda update: None):
+    """Decode a request; returns what waits for its end."""
+    ended = threading.Event()
+
+    def on_update(update):
+        told(update)
+        if update.finish_reason is not None:
+            ended.set()
+
+    sampling = SamplingParams(temperature=0.0)
+    replica.submit(Request(name, prompt, tokens, sampling, ignore_eos=True, capture=capture), on_update)
+    return lambda: ended.wait(30) or pytest.fail("the request does not end")
