@@ -135,10 +135,18 @@ class LocalRay:
         psutil.wait_procs(left, _KILL_SECONDS)
 
 
+def last_line(error: BaseException) -> str:
+    """What an error of Ray says in the end: before it come tracebacks of other processes."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
 def _init(settings: Settings) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ[front.VARIABLE] = front.IMPORT_PATH
+    # Serve starts a proxy anew that failed three times, and on one machine there is no other.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     ray.init(
         address="local",
         # Ray's books only: what computes at the same time is decided by threads and by the trainer's pauses.
