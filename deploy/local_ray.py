@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -46,7 +47,7 @@ class LocalRay:
         return self._death.done()
 
     def start(self, settings: Settings) -> None:
-        """Start the servers.
+        """Start the servers; to be called on the main thread.
 
         Raises:
             RayDied: one of them died meanwhile.
@@ -58,7 +59,11 @@ class LocalRay:
         up: Future[None] = Future()
         # Linux ends the servers with the thread that started them: it stays.
         threading.Thread(target=self._hold, args=(settings, up), name="ray", daemon=True).start()
-        self.wait("start", up, _START_SECONDS)
+        try:
+            self.wait("start", up, _START_SECONDS)
+        finally:
+            # Ray's handler, in C and before Python's, aborts the process three seconds after SIGTERM.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def call(self, doing: str, seconds: float, function: Callable[..., _Kind], *arguments: Any) -> _Kind:
         """What ``function`` returns or raises; ``doing`` completes the sentence "Ray does not ..." of an error.
