@@ -17,7 +17,7 @@ from osd.config import Settings
 logger = logging.getLogger(__name__)
 
 _PROXY_SECONDS, _REPLICAS_SECONDS = 120.0, 1800.0  # the replicas load the target
-_LATE_SECONDS = 2.0
+_LATE_SECONDS, _HANGING_SECONDS = 2.0, 4.0
 _LOOK_SECONDS = 0.1
 
 
@@ -27,6 +27,7 @@ class LocalServe:
     def __init__(self, ray: LocalRay, settings: Settings) -> None:
         self._ray, self._settings = ray, settings
         self._handle: Any = None
+        self._hanging = False
 
     def start_proxy(self) -> None:
         """Listen for requests, which get 503 until there are replicas.
@@ -79,17 +80,19 @@ class LocalServe:
             logger.warning("the replicas cannot be drained: %s", last_line(error))
             return
         for error in (one for one in drained if isinstance(one, Exception)):
+            self._hanging |= isinstance(error, TimeoutError)
             logger.warning("a replica could not be drained: %s", last_line(error))
         cut = sum(one for one in drained if isinstance(one, int))
         late = f", {cut} request{'s' * (cut > 1)} ended with an error" if cut else ""
         report(f"drained after {time.monotonic() - begun:.0f} seconds{late}")
 
     def end(self) -> None:
-        """End the replicas; one that does not end by itself in time ends with Ray."""
+        """End the replicas; one that does not end by itself in time ends with Ray, one that hangs sooner."""
         from serving.app import CLOSE_SECONDS
 
+        seconds = _HANGING_SECONDS if self._hanging else CLOSE_SECONDS
         try:
-            self._ray.call("end the replicas", CLOSE_SECONDS, _delete_application)
+            self._ray.call("end the replicas", seconds, _delete_application)
         except RayDied:
             return
         except (RayError, TimeoutError) as error:

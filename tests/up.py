@@ -19,7 +19,7 @@ from tests.command import osd, wait_until_it_answers
 from tests.redis_servers import free_port
 from tests.tiny import make_tiny
 
-LAYERS = 128
+LAYERS = 96
 SLOTS = 8
 PLACES = 12
 """In the queue of one replica."""

@@ -50,8 +50,8 @@ def asked(service, method: str, path: str) -> httpx2.Response | None:
     "what runs ends whole, what is new gets 503 with Retry-After, as /health; exit code 130; no process is left",
 )
 def test_running_answers_end_whole_and_new_ones_are_refused(tmp_path, aftermath):
-    with starting(tmp_path) as service:
-        clients = service.in_flight(streams=8, others=4)
+    with starting(tmp_path, **{"serving.drain_s": 200}) as service:
+        clients = service.in_flight(streams=4, others=2)
         processes, told_at = stop(service)
         refused, refused_at = 0, 0.0
         while service.process.poll() is None:

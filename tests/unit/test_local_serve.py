@@ -6,9 +6,11 @@ import pytest
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import RayServeException
 
+from deploy import local_serve
 from deploy.local_ray import RayDied
 from deploy.local_serve import LocalServe
 from osd.config import Settings
+from serving.app import CLOSE_SECONDS
 
 
 class CallingAtOnce:
@@ -73,3 +75,13 @@ def test_replicas_that_cannot_be_asked_keep_nobody_from_ending(error, caplog):
 def test_a_ray_that_died_was_told_of_already(caplog):
     assert len(drain(Replicas(RayDied("Ray's GCS died")))) == 1
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("said", "seconds"), [(0, CLOSE_SECONDS), (TimeoutError("too late"), 4)])
+def test_one_that_hangs_is_not_waited_for_as_long(said, seconds, monkeypatch):
+    monkeypatch.setattr(local_serve, "_delete_application", lambda: None)
+    serve = LocalServe(ray := CallingAtOnce(), Settings())
+    serve._handle = Replicas(0, said)
+    serve.drain(lambda step: None)
+    serve.end()
+    assert ray.seconds == seconds
