@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import socket
-import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
@@ -17,7 +16,8 @@ import filelock
 import ray
 from ray.exceptions import RayError
 
-from deploy.local_ray import LocalRay, RayDied
+from deploy.local_ray import LocalRay, RayDied, last_line
+from deploy.local_serve import LocalServe
 from deploy.running import announce, lock, withdraw
 from osd.capture.server import RedisError, open_redis, public_url
 from osd.capture.supervisor import RedisSupervisor
@@ -26,9 +26,7 @@ from osd.target.load import TargetError, commit_of, target_directory
 
 logger = logging.getLogger(__name__)
 
-_SERVE_SECONDS, _REPLICAS_SECONDS, _ACTOR_SECONDS = 120.0, 1800.0, 60.0  # the replicas load the target
-_TRAINER_SECONDS, _ANSWER_SECONDS = 20.0, 15.0
-_LOOK_SECONDS = 0.1
+_ACTOR_SECONDS, _TRAINER_SECONDS, _ANSWER_SECONDS = 60.0, 20.0, 15.0
 _MOMENT_SECONDS = 0.2
 
 
@@ -51,6 +49,7 @@ class Embedded:
         self.trainer: Any = None
         self._report = report
         self._ray = LocalRay()
+        self._serve = LocalServe(self._ray, settings)
         self._ends = contextlib.ExitStack()
 
     def start(self) -> None:
@@ -135,12 +134,14 @@ class Embedded:
                 self._ends.callback(self._ray.stop)
                 with _coming_up():
                     self._ray.start(settings)
-                self._start_serve()
+                    self._ends.callback(self._serve.end)
+                    self._serve.start_proxy()
             self.directory = self._ray.wait("prepare", prepared)
         finally:
             pool.shutdown(wait=not self._ray.died)
         self._report("loading the replicas")
-        self._start_replicas()
+        with _coming_up():
+            self._serve.start_replicas(self.redis_url)
         import trainer.app
 
         if trainer.app.wanted(settings):
@@ -148,6 +149,7 @@ class Embedded:
                 start = partial(trainer.app.start, settings, self.redis_url)
                 self.trainer = self._ray.call("start the trainer", _ACTOR_SECONDS, start)
             self._ends.callback(self._stop_trainer)
+        self._ends.callback(lambda: self._serve.drain(self._report))  # as who stops it wants to be told
         announce(settings.home_dir, self.url, self.redis_url)
         self._ends.callback(withdraw, settings.home_dir)
 
@@ -171,47 +173,12 @@ class Embedded:
             raise StartError(str(error)) from error
         return directory
 
-    def _start_serve(self) -> None:
-        from ray import serve
-
-        options = {"host": self.settings.serving.host, "port": self.settings.serving.port}
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        self._ends.callback(self._stop_serving)
-        start = partial(
-            serve.start, proxy_location="HeadOnly", http_options=options, logging_config={"log_level": "WARNING"}
-        )
-        with _coming_up():
-            self._ray.call("start Serve", _SERVE_SECONDS, start)
-
-    def _start_replicas(self) -> None:
-        from ray import serve
-
-        import serving.app
-
-        application = serving.app.build(self.settings, self.redis_url)
-        with _coming_up():
-            run = partial(serve.run, application, name="osd", route_prefix="/")
-            self._ray.call("start the replicas", _REPLICAS_SECONDS, run)
-
-    def _stop_serving(self) -> None:
-        seconds = self.settings.serving.drain_s
-        self._report(f"waiting for requests in flight, at most {seconds:g} seconds")
-        begun = time.monotonic()
-        try:
-            self._ray.call("end the replicas", seconds + _ANSWER_SECONDS, _delete_application)
-        except RayDied:
-            return
-        except (RayError, TimeoutError) as error:
-            logger.warning("the replicas did not stop by themselves: %s", _last_line(error))
-            return
-        self._report(f"drained after {time.monotonic() - begun:.0f} seconds")
-
     def _stop_trainer(self) -> None:
         try:
             try:
                 self._ask_trainer("stop", _TRAINER_SECONDS + _ANSWER_SECONDS, _TRAINER_SECONDS)
             except (RayError, TimeoutError) as error:
-                logger.warning("the trainer did not stop by itself: %s", _last_line(error))
+                logger.warning("the trainer did not stop by itself: %s", last_line(error))
             self._ray.call("end the trainer", _ANSWER_SECONDS, ray.kill, self.trainer)
         except (RayDied, TimeoutError):
             return  # what is left of it ends with Ray
@@ -244,21 +211,4 @@ def _coming_up() -> Generator[None]:
     try:
         yield
     except (RayError, RuntimeError, TimeoutError) as error:
-        raise StartError(f"the service does not come up: {_last_line(error)}") from error
-
-
-def _delete_application() -> None:
-    """Have the replicas end what they do, and wait until they have."""
-    from ray import serve
-    from ray.serve.exceptions import RayServeException
-
-    # Not serve.shutdown: it kills its controller, which Ray then reports as a failure. ray.shutdown ends it quietly.
-    with contextlib.suppress(RayServeException):  # Serve has not come up
-        serve.delete("osd", _blocking=False)
-        while "osd" in serve.status().applications:
-            time.sleep(_LOOK_SECONDS)
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+        raise StartError(f"the service does not come up: {last_line(error)}") from error

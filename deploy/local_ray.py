@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -47,7 +48,7 @@ class LocalRay:
         return self._death.done()
 
     def start(self, settings: Settings) -> None:
-        """Start the servers.
+        """Start the servers; to be called on the main thread.
 
         Raises:
             RayDied: one of them died meanwhile.
@@ -59,7 +60,11 @@ class LocalRay:
         up: Future[None] = Future()
         # Linux ends the servers with the thread that started them: it stays.
         threading.Thread(target=self._hold, args=(settings, up), name="ray", daemon=True).start()
-        self.wait("start", up, _START_SECONDS)
+        try:
+            self.wait("start", up, _START_SECONDS)
+        finally:
+            # Ray's handler, in C and before Python's, aborts the process three seconds after SIGTERM.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def call(self, doing: str, seconds: float, function: Callable[..., _Kind], *arguments: Any) -> _Kind:
         """What ``function`` returns or raises; ``doing`` completes the sentence "Ray does not ..." of an error.
@@ -136,6 +141,12 @@ class LocalRay:
         psutil.wait_procs(left, _KILL_SECONDS)
 
 
+def last_line(error: BaseException) -> str:
+    """What an error of Ray says in the end: before it come tracebacks of other processes."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
 def _init(settings: Settings) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -143,6 +154,8 @@ def _init(settings: Settings) -> None:
     # Ray waits for a port that the GCS picks itself for up to 30 s and keeps the interpreter's lock: nobody would see
     # the GCS die then.
     os.environ["RAY_GCS_SERVER_PORT"] = str(free_port())
+    # Serve starts a proxy anew that failed three times, and on one machine there is no other.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     ray.init(
         address="local",
         # Ray's books only: what computes at the same time is decided by threads and by the trainer's pauses.

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 METRICS = "replica_metrics"
 """Name of the actor that keeps the metrics of all replicas."""
 
+CLOSE_SECONDS = 10.0
+"""In which a replica that has nothing to do any more ends."""
+
 _ANSWER_SECONDS = 2.0
 
 
@@ -76,15 +79,19 @@ class Server:
     def __init__(self, settings: Settings, redis_url: str) -> None:
         # The driver that builds the application needs neither torch nor the engine.
         from serving.replica import Replica
+        from serving.work import Work
 
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = Replica(settings, redis_url, name, MetricsOverRay())
+        self._work, self._drain_s = Work(), settings.serving.drain_s
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The HTTP application, made when the replica is ready."""
         from serving.routes import create_app
 
-        return create_app(self._replica)
+        app = create_app(self._replica)
+        app.add_middleware(self._work.guard)
+        return app
 
     def check_health(self) -> None:
         """Called by Serve: raising makes it replace this replica."""
@@ -93,6 +100,13 @@ class Server:
     async def set_speculation(self, enabled: bool) -> None:
         """Switch speculation in all replicas, through a handle: ``handle.set_speculation.remote(False)``."""
         await asyncio.to_thread(self._replica.set_speculation, enabled)
+
+    async def drain(self) -> int:
+        """Take no more requests, and return when all have ended: those that still run after ``drain_s`` with an error.
+
+        Through a handle in all replicas: ``handle.broadcast("drain")``; says how many ended with an error.
+        """
+        return await self._work.drain(self._drain_s)
 
     def __del__(self) -> None:
         # The constructor may have failed.
@@ -120,8 +134,8 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
         health_check_timeout_s=30,
         # What cannot start now, such as a target that is gone, will not start at the twentieth try.
         max_constructor_retry_count=3,
-        graceful_shutdown_wait_loop_s=1,
-        graceful_shutdown_timeout_s=settings.serving.drain_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=settings.serving.drain_s + CLOSE_SECONDS,
         deployment_actors=[metrics],
     )
     return deployment.bind(settings, redis_url)

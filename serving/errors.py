@@ -60,6 +60,11 @@ def of_status(status: int, headers: Mapping[str, str] | None = None) -> ApiError
     )
 
 
+def stopping() -> ApiError:
+    """503: this replica takes no more work, and ends what still runs."""
+    return ApiError(503, "The server is stopping.", kind="server_error", headers={"Retry-After": "5"})
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """Name the first field that is wrong, without repeating its value."""
     first = error.errors(include_url=False, include_input=False)[0]

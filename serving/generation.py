@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from starlette.types import Receive
 
 from osd.engine.request import Request, Update
-from serving.errors import ApiError
+from serving.errors import ApiError, stopping
 from serving.limits import Admission
 from serving.service import Service
 
@@ -91,7 +91,7 @@ class Generation:
                 logger.error("request %s failed in the engine: %s", update.request_id, update.error)
                 raise ApiError(500, "The engine failed; the server's log says why.", kind="server_error")
             if update.finish_reason == "cancelled":
-                raise ApiError(503, "The server is stopping.", kind="server_error", headers={"Retry-After": "5"})
+                raise stopping()
             yield self._requests[update.request_id], update
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from osd.engine.request import FinishReason, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
+from serving import sse
 from serving.errors import ApiError
 from serving.generation import Disconnected
 
@@ -178,16 +178,13 @@ async def events(answer: Answer, updates: Updates, usage: bool, continuous: bool
             event = answer.envelope([delta], streamed=True)
             if usage or continuous:
                 event["usage"] = answer.usage() if continuous else None
-            yield _event(event)
+            yield sse.event(event)
         if usage:
-            yield _event({**answer.envelope([], streamed=True), "usage": answer.usage(), "metrics": answer.metrics()})
+            last = answer.envelope([], streamed=True)
+            yield sse.event({**last, "usage": answer.usage(), "metrics": answer.metrics()})
     except ApiError as error:
-        yield _event(error.body)
-    yield b"data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        yield sse.event(error.body)
+    yield sse.DONE
 
 
 class EventStream(Response):
@@ -196,7 +193,7 @@ class EventStream(Response):
     Starlette's own streaming response would compete with the generation for the disconnect message.
     """
 
-    media_type = "text/event-stream"
+    media_type = sse.MEDIA_TYPE
 
     def __init__(self, content: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         self.content, self.close = content, close

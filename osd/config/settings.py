@@ -106,7 +106,7 @@ class ServingSettings(Section):
     request_timeout_s: float | None = Field(
         default=None, gt=0, description="seconds that an answer may take, and the most that a request may ask for"
     )
-    drain_s: float = Field(default=75.0, gt=0, description="seconds that requests may go on while the service ends")
+    drain_s: float = Field(default=75.0, gt=0, description="seconds that requests may go on while a replica ends")
 
 
 class Settings(Section):

@@ -17,6 +17,7 @@ from deploy.embedded import Embedded
 from osd.cli.app import app
 from osd.config import load_settings
 from osd.drafters.recall.snapshot import Snapshots
+from tests.clients import Asking
 from tests.command import family, gone, osd, small, wait_until_it_answers
 from tests.redis_servers import free_port
 
@@ -68,9 +69,12 @@ def test_up_serves_is_found_by_the_other_commands_and_ends_with_all_that_it_star
 
     processes = family(process.pid)
     assert len(processes) > 5  # Redis, Ray's servers, the replica, the trainer
-    process.send_signal(signal.SIGINT)
+    running = [Asking(f"http://127.0.0.1:{port}", max_tokens=200, stream=stream) for stream in (True, True, False)]
+    assert all(client.begun.wait(30) for client in running[:2])
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert [client.error() for client in running] == [None] * 3
     assert "Traceback" not in errors
     assert "with 1 replica and a Redis of its own" in errors
     assert "waiting for requests in flight, at most 75 seconds" in errors

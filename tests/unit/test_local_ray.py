@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import signal
 import subprocess
@@ -118,6 +119,21 @@ def test_servers_that_do_not_come_up_in_time_are_ended(servers, tmp_path, monkey
         node.start(Settings(home=tmp_path))
     node.stop()
     assert all(server.poll() is not None for server in servers.started)
+
+
+def test_a_handler_of_rays_in_c_does_not_come_before_that_of_the_command(servers, tmp_path, monkeypatch):
+    heard: list[str] = []
+    in_c = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: heard.append("in C"))
+    monkeypatch.setattr(ray, "init", lambda **_: ctypes.CDLL(None).signal(signal.SIGTERM, in_c))
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("the command's"))
+    try:
+        node = LocalRay()
+        node.start(Settings(home=tmp_path))
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == ["the command's"]
+        node.stop()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_ray_takes_no_signal_away_from_the_command(servers, tmp_path):

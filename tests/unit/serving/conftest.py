@@ -20,7 +20,7 @@ Script = Callable[[Request], list[Update] | None]
 class ScriptedService:
     """Stands in for a replica: letters are tokens, and every sequence gets the updates that ``script`` says.
 
-    ``None`` from the script leaves a sequence running until it is cancelled.
+    ``None`` from the script leaves a sequence running until it is cancelled; ``updates`` are for what comes then.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -31,6 +31,7 @@ class ScriptedService:
             Update(request.id, (3,), "lo", "stop", SpeculationCounts(2, 4, 1, [1, 0], [1, 1])),
         ]
         self.submitted: list[Request] = []
+        self.updates: list[Callable[[Update], None]] = []
         self.cancelled: list[str] = []
         self.healthy = True
 
@@ -47,6 +48,7 @@ class ScriptedService:
 
     def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:
         self.submitted.append(request)
+        self.updates.append(on_update)
         updates = self.script(request)
         if updates is not None:
             threading.Thread(target=lambda: [on_update(update) for update in updates]).start()

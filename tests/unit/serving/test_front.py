@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from ray.serve._private.http_util import RequestIdMiddleware, validate_http_proxy_callback_return
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -61,7 +63,7 @@ def test_what_the_service_reads_comes_through():
 
 
 @pytest.mark.parametrize("kind", [PlainTextResponse, Response])
-@pytest.mark.parametrize("status", [404, 408, 500, 503])
+@pytest.mark.parametrize("status", [408, 500, 503])
 def test_rays_own_errors_have_openais_shape(status, kind):
     client, _ = behind(kind("Ray says SECRET", status))
     response = client.get("/")
@@ -70,6 +72,13 @@ def test_rays_own_errors_have_openais_shape(status, kind):
     assert "SECRET" not in response.text
     assert response.headers.get("retry-after") == ("1" if status == 503 else None)
     assert len(response.headers["x-request-id"]) == 36
+
+
+def test_where_ray_knows_of_no_application_it_has_not_come_yet_or_has_gone():
+    client, _ = behind(PlainTextResponse("Path '/' not found. Ping http://.../-/routes for available routes.", 404))
+    response = client.get("/")
+    assert error_of(response, 503)["type"] == "server_error"
+    assert response.headers["retry-after"] == "1"
 
 
 def test_rays_advice_when_to_come_again_is_passed_on():
@@ -81,12 +90,60 @@ async def failing(scope, receive, send):
     raise RuntimeError("SECRET")
 
 
-@pytest.mark.parametrize("answer", [None, failing])
-def test_no_answer_and_a_failure_are_500_in_openais_shape(answer):
-    client, _ = behind(answer)
+def breaking_off(*chunks, kind="text/event-stream", error=None):
+    """An answer that ends after some of its body, as Ray's proxy has it where the replica dies, or fails itself."""
+
+    async def app(scope, receive, send):
+        headers = [(b"content-type", kind.encode()), (b"content-length", b"100")][: 1 + (kind == "application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for chunk in chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if error is not None:
+            raise error
+
+    return app
+
+
+def test_a_proxy_that_fails_answers_500_in_openais_shape():
+    client, _ = behind(failing)
     response = client.get("/")
     assert error_of(response, 500)["type"] == "server_error"
     assert "SECRET" not in response.text
+
+
+@pytest.mark.parametrize("answer", [None, breaking_off(), breaking_off(kind="application/json")])
+def test_a_replica_that_dies_before_it_answers_is_503_whatever_it_was_about_to_answer(answer):
+    client, _ = behind(answer)
+    response = client.get("/")
+    assert error_of(response, 503)["type"] == "server_error"
+    assert response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "gap"),
+    [([b"data: 1\n\n"], b""), ([b"data: 1\n\n", b"data: 2\n\n", b""], b""), ([b"data: 1\n\n", b"data: {"], b"\n\n")],
+)
+@pytest.mark.parametrize("error", [None, RuntimeError("SECRET")])
+def test_a_stream_that_breaks_off_ends_with_an_event_that_says_so_and_the_last_one(chunks, gap, error):
+    client, _ = behind(breaking_off(*chunks, error=error))
+    response = client.get("/")
+    assert response.status_code == 200
+    sent = b"".join(chunks) + gap
+    assert response.content.startswith(sent)
+    event, done, rest = response.content[len(sent) :].decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert json.loads(event.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert "SECRET" not in event
+
+
+def test_a_stream_that_has_ended_gets_no_more_events():
+    client, _ = behind(Response("data: [DONE]\n\n", media_type="text/event-stream"))
+    assert client.get("/").text == "data: [DONE]\n\n"
+
+
+def test_nothing_is_put_into_another_body_that_breaks_off():
+    client, _ = behind(breaking_off(b'{"a": ', kind="application/json"))
+    assert client.get("/").content == b'{"a": '
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""Ray Serve on this machine: the proxy and the replicas, their start, and their end after what they work on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ray.exceptions import RayError
+
+from deploy.local_ray import LocalRay, RayDied, last_line
+from osd.config import Settings
+
+logger = logging.getLogger(__name__)
+
+_PROXY_SECONDS, _REPLICAS_SECONDS = 120.0, 1800.0  # the replicas load the target
+_LATE_SECONDS, _HANGING_SECONDS = 2.0, 4.0
+_LOOK_SECONDS = 0.1
+
+
+class LocalServe:
+    """Serve on a Ray that runs. ``start_proxy`` and ``start_replicas``, then ``drain`` and ``end``, each once."""
+
+    def __init__(self, ray: LocalRay, settings: Settings) -> None:
+        self._ray, self._settings = ray, settings
+        self._handle: Any = None
+        self._hanging = False
+
+    def start_proxy(self) -> None:
+        """Listen for requests, which get 503 until there are replicas.
+
+        Raises:
+            RayDied: a server of Ray died meanwhile.
+            TimeoutError: it does not come up.
+        """
+        from ray import serve
+
+        options = {"host": self._settings.serving.host, "port": self._settings.serving.port}
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        logs = {"log_level": "WARNING"}
+        start = partial(serve.start, proxy_location="HeadOnly", http_options=options, logging_config=logs)
+        self._ray.call("start Serve", _PROXY_SECONDS, start)
+
+    def start_replicas(self, redis_url: str) -> None:
+        """Return when all replicas answer.
+
+        Raises:
+            RayDied: a server of Ray died meanwhile.
+            RuntimeError: a replica does not come up.
+            TimeoutError: they do not come up in time.
+        """
+        from ray import serve
+
+        import serving.app
+
+        application = serving.app.build(self._settings, redis_url)
+        run = partial(serve.run, application, name="osd", route_prefix="/")
+        self._handle = self._ray.call("start the replicas", _REPLICAS_SECONDS, run)
+
+    def drain(self, report: Callable[[str], None]) -> None:
+        """Have the replicas take no more requests, and wait until they have ended those that run.
+
+        The replicas measure the time that is left to these; one that does not answer gets two seconds more. ``report``
+        is told what it waits for.
+        """
+        from ray.serve.exceptions import RayServeException
+
+        seconds = self._settings.serving.drain_s
+        report(f"waiting for requests in flight, at most {seconds:g} seconds")
+        begun = time.monotonic()
+        try:
+            most = seconds + _LATE_SECONDS
+            drained = self._ray.call("drain the replicas", most + _LATE_SECONDS, _drain, self._handle, most)
+        except RayDied:
+            return
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("the replicas cannot be drained: %s", last_line(error))
+            return
+        for error in (one for one in drained if isinstance(one, Exception)):
+            self._hanging |= isinstance(error, TimeoutError)
+            logger.warning("a replica could not be drained: %s", last_line(error))
+        cut = sum(one for one in drained if isinstance(one, int))
+        late = f", {cut} request{'s' * (cut > 1)} ended with an error" if cut else ""
+        report(f"drained after {time.monotonic() - begun:.0f} seconds{late}")
+
+    def end(self) -> None:
+        """End the replicas; one that does not end by itself in time ends with Ray, one that hangs sooner."""
+        from serving.app import CLOSE_SECONDS
+
+        seconds = _HANGING_SECONDS if self._hanging else CLOSE_SECONDS
+        try:
+            self._ray.call("end the replicas", seconds, _delete_application)
+        except RayDied:
+            return
+        except (RayError, TimeoutError) as error:
+            logger.warning("the replicas did not stop by themselves: %s", last_line(error))
+
+
+def _drain(handle: Any, seconds: float) -> list[int | Exception]:
+    """For each replica how many requests it ended with an error, or why it did not say so within ``seconds``."""
+    return handle.broadcast("drain").results(timeout_s=seconds, return_exceptions=True)
+
+
+def _delete_application() -> None:
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    # Not serve.shutdown: it kills its controller, which Ray then reports as a failure. ray.shutdown ends it quietly.
+    with contextlib.suppress(RayServeException):  # Serve has not come up
+        serve.delete("osd", _blocking=False)
+        while "osd" in serve.status().applications:
+            time.sleep(_LOOK_SECONDS)

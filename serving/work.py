@@ -1,0 +1,63 @@
+"""The requests that a replica works on, and how they end when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving.errors import stopping
+from serving.limits import OPEN_PATHS
+from serving.reply import Reply
+
+
+class Work:
+    """What runs in one replica, from its arrival until its answer is sent; only used on the replica's event loop.
+
+    Reading metrics, models and the dashboard is no work.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Timeout] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = False
+
+    def guard(self, app: ASGIApp) -> ASGIApp:
+        """ASGI middleware: counts the work of ``app``, and answers 503 to what comes after ``drain`` was called."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or (scope["method"] != "POST" and scope["path"] not in OPEN_PATHS):
+                return await app(scope, receive, send)
+            reply = Reply(scope, receive, send)
+            if self._stopping:
+                return await reply.fail(stopping())
+            limit = asyncio.timeout(None)
+            self._running.add(limit)
+            self._idle.clear()
+            try:
+                async with limit:
+                    await app(scope, receive, reply.send)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                await reply.fail(stopping())
+            finally:
+                self._running.discard(limit)
+                if not self._running:
+                    self._idle.set()
+
+        return guarded
+
+    async def drain(self, seconds: float) -> int:
+        """Take no more work, return when none runs, and after ``seconds`` end what does; says how many that were."""
+        self._stopping = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        late = [limit for limit in self._running if not limit.expired()]
+        for limit in late:
+            limit.reschedule(0)
+        await self._idle.wait()
+        return len(late)

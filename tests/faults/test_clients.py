@@ -1,0 +1,136 @@
+"""Clients leave, vanish and stall at every stage of a request; what they took is free again, and others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.up import LONG, SLOTS, Up, starting
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(240)]
+
+_TCP_REPAIR = 19
+"""Of linux/tcp.h: a socket that is closed so tells the other side nothing."""
+FREE_SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory) -> Iterator[Up]:
+    with starting(tmp_path_factory.mktemp("service"), **{"serving.body_timeout_s": 2}) as up:
+        yield up
+
+
+def hang_up(connection: socket.socket) -> None:
+    connection.close()
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def vanish(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, _TCP_REPAIR, 1)
+    connection.close()
+
+
+LEAVING: dict[str, Callable[[socket.socket], None]] = {"FIN": hang_up, "RST": reset, "without a word": vanish}
+
+
+def request(**fields: object) -> bytes:
+    body = json.dumps({"prompt": "hello", "ignore_eos": True, "max_tokens": LONG, **fields}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def read_until(connection: socket.socket, text: bytes) -> None:
+    seen = b""
+    while text not in seen:
+        part = connection.recv(65536)
+        assert part, seen
+        seen = seen[-len(text) :] + part
+
+
+@contextlib.contextmanager
+def full(service: Up) -> Iterator[None]:
+    """All slots are taken for the time."""
+    clients = service.in_flight(2 * SLOTS, 0)
+    yield
+    assert [client.error() for client in clients] == [None] * len(clients)
+
+
+def sent(connection: socket.socket, stage: str, stream: bool) -> None:
+    """Bring a request to the stage at which its client leaves."""
+    whole = request(stream=stream)
+    if stage == "in its head":
+        connection.sendall(whole[:60])
+    elif stage == "in its body":
+        connection.sendall(whole[:-20])
+    elif stage == "while its prompt is read":
+        connection.sendall(request(stream=stream, prompt="x" * 1000, max_tokens=16))
+    elif stage == "while it decodes":
+        connection.sendall(whole)
+        if stream:
+            read_until(connection, b"data: ")
+        else:
+            time.sleep(0.5)
+    elif stage == "at its end":
+        connection.sendall(request(stream=stream, max_tokens=8))
+        read_until(connection, b'"finish_reason":"length"')
+    elif stage == "while it waits":
+        connection.sendall(whole)
+
+
+STAGES = [
+    "after it connected",
+    "in its head",
+    "in its body",
+    "while it waits",
+    "while its prompt is read",
+    "while it decodes",
+    "at its end",
+]
+
+
+@pytest.mark.fault(
+    "a client leaves at any stage of a request, with FIN, RST or without a word",
+    "its slots and places come back: at once where the connection says so, at the latest when its answer has ended",
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_client_that_leaves_takes_nothing_with_it(service, aftermath, stage):
+    service.wait_until_free()
+    begun = time.monotonic()
+    with full(service) if stage == "while it waits" else contextlib.nullcontext():
+        for leave in LEAVING.values():
+            for stream in (True, False):
+                connection = socket.create_connection(("127.0.0.1", service.port), timeout=60)
+                sent(connection, stage, stream)
+                leave(connection)
+    service.wait_until_free(FREE_SECONDS)
+    aftermath.seconds = time.monotonic() - begun
+    aftermath.errors = f"none of others; left {stage}"
+
+
+@pytest.mark.fault(
+    "clients read nothing of their streams",
+    "their slots and places come back when their answers have ended, and others are served meanwhile",
+)
+def test_a_reader_that_takes_nothing_holds_nobody_up(service, aftermath):
+    service.wait_until_free()
+    with contextlib.ExitStack() as stalled:
+        for _ in range(2 * SLOTS):
+            connection = stalled.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            connection.connect(("127.0.0.1", service.port))
+            connection.sendall(request(stream=True, logprobs=5))
+        begun = time.monotonic()
+        assert service.complete().status_code == 200
+        service.wait_until_free(FREE_SECONDS)
+        aftermath.seconds = time.monotonic() - begun
+    aftermath.errors = "none of others"
