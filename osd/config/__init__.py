@@ -3,7 +3,8 @@
 Nothing here imports torch, so that the command line answers at once.
 """
 
-from osd.config.base import DOMAIN, ConfigError, Section, check_domain
+from osd.config.base import ConfigError, Section
+from osd.config.domains import DOMAIN, check_domain, in_tenant, tenant_of
 from osd.config.drafter import (
     DRAFTER_SETTINGS,
     TRAINED_SETTINGS,
@@ -77,5 +78,7 @@ __all__ = [
     "Verification",
     "check_domain",
     "drafter_of",
+    "in_tenant",
     "load_settings",
+    "tenant_of",
 ]

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_core import PydanticCustomError
 
-from osd.config.base import DOMAIN, LISTED, Section
+from osd.config.base import LISTED, Section
+from osd.config.domains import FULL_DOMAIN
 from osd.config.drafter import DrafterSettings, MixedSettings, RecallSettings
 from osd.config.growth import BestFirstSettings, GrowthSettings
 from osd.config.trainer import TrainerSettings
@@ -41,7 +42,7 @@ class EngineSettings(Section):
     prefix_cache: bool = Field(default=True, description="do not read again what a slot holds of a prompt's beginning")
     threads: int = Field(default=0, ge=0, description="CPU threads of a replica, 0 for all cores")
     max_draft: int = Field(default=64, ge=1, le=1024, description="tokens of a draft that a request may ask for")
-    domains: int = Field(default=4, ge=1, le=64, description="domains whose drafters a replica has at once")
+    domains: int = Field(default=4, ge=1, le=64, description="domains whose drafters a replica has at once, and tenants whose recall tables it has")
 
 
 class CaptureSettings(Section):
@@ -127,7 +128,7 @@ class Settings(Section):
         pattern=r"^[A-Za-z0-9:_.-]{0,64}$",
         description="what every key in redis_url begins with, so that services can share it",
     )
-    domain: str = Field(default="general", pattern=DOMAIN)
+    domain: str = Field(default="general", pattern=FULL_DOMAIN)
     verification: Verification | None = Field(
         default=None, description="which rule decides what the target keeps, else one that suits the growth"
     )
