@@ -1,4 +1,4 @@
-"""Names of domains, and of the tenants that have domains of their own: ``code``, and ``acme.code`` of the tenant acme."""
+"""Names of domains: ``code``, and ``acme.code`` of the tenant acme, which has domains of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_domain(domain: str) -> str:
         ValueError: it is not.
     """
     if not re.fullmatch(FULL_DOMAIN, domain):
-        rule = "must be 1 to 64 of a-z, 0-9, _ and -, and start with a letter or digit; a tenant's has TENANT. before it"
+        rule = "must be 1 to 64 of a-z, 0-9, _ and -, and start with a letter or digit; TENANT. may stand before it"
         raise ValueError(f"domain {domain!r}: {rule}")
     return domain
 

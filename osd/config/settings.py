@@ -42,7 +42,12 @@ class EngineSettings(Section):
     prefix_cache: bool = Field(default=True, description="do not read again what a slot holds of a prompt's beginning")
     threads: int = Field(default=0, ge=0, description="CPU threads of a replica, 0 for all cores")
     max_draft: int = Field(default=64, ge=1, le=1024, description="tokens of a draft that a request may ask for")
-    domains: int = Field(default=4, ge=1, le=64, description="domains whose drafters a replica has at once, and tenants whose recall tables it has")
+    domains: int = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="domains whose drafters a replica has at once, and as many tenants' tables",
+    )
 
 
 class CaptureSettings(Section):

@@ -39,7 +39,10 @@ class TrainerSettings(Section):
         default=0.1, ge=0, lt=1, validate_default=True, description="share of the replay that samples all time"
     )
     replay_days: float | None = Field(default=None, gt=0, description="age at which a record is forgotten")
-    domains: Literal["own", "all"] = Field(default="own", description="whose traffic this domain's drafter learns from; all: its tenant's, or that of no tenant")
+    domains: Literal["own", "all"] = Field(
+        default="own",
+        description="whose traffic this domain's drafter learns from; all: every domain's but tenants'",
+    )
     extra_domains: Domains = Field(default=(), description="to train too; each begins with this domain's drafter")
     trigger_records: int = Field(default=1, ge=1, description="new records that start an update")
     trigger_seconds: float = Field(default=60.0, ge=0, description="longest wait of a new record for its update")

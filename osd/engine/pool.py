@@ -148,9 +148,9 @@ class _Maker:
 class DrafterPool:
     """The drafters of every domain at hand; all of them share each forward of the target.
 
-    Those of the engine's own domain are always there and serve what has none: a tenant's requests too, which recall from
-    tables of the tenant's own. Domains may have drafters of different kinds. The engine's thread chooses; any thread changes what there is to choose from, under ``changed``, which wakes
-    the engine.
+    Those of the engine's own domain are always there and serve what has none, tenants too, who recall from tables of
+    their own. Domains may have drafters of different kinds. The engine's thread chooses; any thread changes what there
+    is to choose from, under ``changed``, which wakes the engine.
     """
 
     def __init__(
@@ -196,16 +196,10 @@ class DrafterPool:
         if drafters is None:
             if len(self._wanted) < _MOST_WANTED:
                 self._wanted.add(domain)
-            usual = in_tenant(tenant_of(domain), self.domain)
-            drafters = self.domains.get(usual) or self.domains[self.domain]
+            drafters = self.domains.get(in_tenant(tenant_of(domain), self.domain), self.domains[self.domain])
         self._turn += 1
         drafters.used = self._turn
         return drafters.choose(request_id)
-
-    def choices(self, tenant: str) -> list[str]:
-        """The domains of a tenant that ``choose`` tells apart, the usual one first; must hold ``changed``."""
-        usual = in_tenant(tenant, self.domain)
-        return [usual, *(domain for domain in self.domains if tenant_of(domain) == tenant and domain != usual)]
 
     def others(self) -> dict[str, int]:
         """The stable version of every domain but the own."""

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from osd.config import in_tenant
+from osd.config import in_tenant, tenant_of
 from osd.engine.pool import DrafterPool
 from osd.engine.sequence import Routed, Sequence
 from osd.routing.router import Router
@@ -30,7 +30,7 @@ class RequestRouter:
 
     def open(self, tenant: str) -> bool:
         """Whether a tenant, "" for none, has more than one domain to choose from."""
-        return len(self._pool.choices(tenant)) > 1
+        return len(self._domains(tenant)) > 1
 
     @torch.inference_mode()
     def route(self, s: Sequence) -> None:
@@ -41,7 +41,7 @@ class RequestRouter:
         prompt, tenant = len(s.request.prompt_ids), s.request.tenant
         embedding = states[min(1, prompt - 1) : prompt, self._layer].float().mean(0).cpu().numpy()
         if np.isfinite(embedding).all():
-            pick = self._router(tenant).pick(embedding, self._pool.choices(tenant))
+            pick = self._router(tenant).pick(embedding, self._domains(tenant))
             s.domain, drafter = pick.domain, self._pool.choose(pick.drafter, s.request.id)
             s.routed = Routed(pick, time.perf_counter(), len(s.tokens))
         else:
@@ -58,6 +58,11 @@ class RequestRouter:
         if s.routed is not None and s.finish in ("stop", "length") and s.request.policy is None:
             seconds = time.perf_counter() - s.routed.began
             self._router(s.request.tenant).learn(s.routed.pick, len(s.tokens) - s.routed.tokens, seconds)
+
+    def _domains(self, tenant: str) -> list[str]:
+        """A tenant's usual domain, which others may serve, and its others that have drafters."""
+        usual = in_tenant(tenant, self._pool.domain)
+        return [usual, *(domain for domain in self._pool.domains if tenant_of(domain) == tenant and domain != usual)]
 
     def _router(self, tenant: str) -> Router:
         if tenant not in self.routers:

@@ -353,7 +353,7 @@ def test_other_domains_are_learned_from_where_that_is_asked_for(make_loop, event
     loop = make_loop(domains="all", steps_per_candidate=10_000)
     loop.first_version()
     loop.send(20, domain="acme.general")
-    loop.send(20, 20, domain="elsewhere")
+    loop.send(20, domain="elsewhere")
     worker = loop.start()
     eventually(lambda: worker.status()["trained"] + worker.status()["held_out"] == 20)
     assert worker.status()["records"] == 20, "what a tenant asks is no other domain's"
