@@ -33,38 +33,23 @@ class FormatName(StrEnum):
 def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Show the versions of every domain, and those that were removed last."""
     settings = settings_of(config, overrides)
-    from redis.exceptions import RedisError
     from rich.console import Console
     from rich.table import Table
 
-    from osd.registry.pointer import Pointer
-    from osd.registry.pointer_file import PointerFiles
-    from osd.registry.versions import Registry
+    from osd.admin.errors import AdminError
+    from osd.admin.listing import listings
 
-    registry, url = Registry(settings.registry_dir), redis_url(settings)
     table = Table("domain", "version", "in service", "parent", "made", "gate")
-
-    def add(domain: str, number: int, state: str, manifest: dict[str, Any], problem: str | None = None) -> None:
-        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.get("created", 0)))
-        row = [domain, str(number), state, str(manifest.get("parent") or ""), made]
-        table.add_row(*row, problem or _figures(manifest.get("gate") or {}))
-
     try:
-        for domain in registry.domains():
-            if url:
-                with Pointer(url, registry.root) as pointer:
-                    moved = pointer.get(domain)
-            else:
-                moved = PointerFiles(registry.root).read(domain)
-            infos = registry.list(domain)
-            there = {info.number for info in infos}
-            for one in registry.removed(domain):
-                if one.number not in there:
-                    add(domain, one.number, f"removed {_day(one.removed)}", one.manifest)
-            for info in infos:
-                add(domain, info.number, _state(info.number, moved), info.manifest, info.problem)
-    except (RedisError, OSError) as error:
-        fail(f"the rollout pointer or the registry cannot be read: {error}")
+        found = listings(settings, redis_url(settings))
+    except AdminError as error:
+        fail(error)
+    for listing in found:
+        for one in listing.versions:
+            state = _state(one.number, listing.rollout) if one.removed is None else f"removed {_day(one.removed)}"
+            made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.manifest.get("created", 0)))
+            row = [listing.domain, str(one.number), state, str(one.manifest.get("parent") or ""), made]
+            table.add_row(*row, one.problem or _figures(one.manifest.get("gate") or {}))
     if table.row_count:
         Console(highlight=False).print(table)
     else:

@@ -102,6 +102,13 @@ class ServingSettings(Section):
     )
     api_key: Annotated[SecretStr, AfterValidator(_key)] | None = None
     api_key_file: Path | None = Field(default=None, description="file with the key, instead of api_key")
+    admin_key: Annotated[SecretStr, AfterValidator(_key)] | None = Field(
+        default=None, description="key of those who may administer, which api_key does not allow"
+    )
+    admin_key_file: Path | None = Field(default=None, description="file with that key, instead of admin_key")
+    keys_file: Path | None = Field(
+        default=None, description="YAML list of keys with their rights, limits and tenants, instead of all these"
+    )
     model_name: str | None = Field(default=None, description="id in /v1/models, else made from the target")
     capture_default: bool = Field(default=True, description="learn from requests that do not say store")
     max_body_bytes: int = Field(default=1 << 20, ge=1024)

@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 from osd.config import Settings
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
+from serving.access.access import Access
 from serving.replica_metrics import Totals
 from serving.service import ChatTemplateError, Model
 from tests.unit.serving.answers import asking
@@ -25,6 +26,9 @@ class ScriptedService:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.redis_url = "redis://127.0.0.1:1/0"
+        self.refused: list[str] = []
+        self.access = Access(settings, None, self.refused.append)
         self.model = Model(id="tiny", root="some/where", context=64, vocabulary=0x250, created=1)
         self.script: Script = lambda request: [
             Update(request.id, (1, 2), "Hel"),
