@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AwareDatetime, BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from osd.config import DOMAIN, ConfigError, Section
 from serving.access.keys import Key, Limits, Right, hash_of
@@ -15,14 +16,32 @@ from serving.access.keys import Key, Limits, Right, hash_of
 logger = logging.getLogger(__name__)
 
 _MOST_SECRETS = 4  # the one in use, and those that it takes the place of
+_SHORTEST, _LONGEST = 8, 512  # characters of a secret
 _SETTING = "serving.keys_file"
+_REASONS = {
+    "missing": "is required",
+    "timezone_aware": "needs a time zone, as in 2027-01-31T00:00:00Z",
+    "string_type": "must be text, in quotes where it looks like a number",
+    "string_pattern_mismatch": "must match {pattern}",
+    "literal_error": "must be {expected}",
+    "greater_than_equal": "must be at least {ge}",
+    "too_short": "must have at least {min_length} entry",
+    "too_long": "must have at most {max_length} entries",
+    "extra_forbidden": "is not known; a key has {fields}",
+}
 
 
 def _listed(given: Any) -> Any:
     return given if isinstance(given, list) else [given]
 
 
-_Secret = Annotated[SecretStr, Field(min_length=8, max_length=512)]
+def _long_enough(secret: SecretStr) -> SecretStr:
+    if not _SHORTEST <= len(secret) <= _LONGEST:
+        raise PydanticCustomError("secret_length", f"must have {_SHORTEST} to {_LONGEST} characters")
+    return secret
+
+
+_Secret = Annotated[SecretStr, AfterValidator(_long_enough)]
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")]
 
 
@@ -104,9 +123,7 @@ def _explain(error: ValidationError) -> str:
     if not first["loc"]:
         return "it must be a list of keys"
     where = "keys" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"{where} is not known; a key has {', '.join(_Entry.model_fields)}"
-    text = {"missing": "is required", "timezone_aware": "needs a time zone, as in 2027-01-31T00:00:00Z"}.get(
-        first["type"], first["msg"]
-    )
-    return f"{where} {text[:1].lower()}{text[1:]}"
+    reason = _REASONS.get(first["type"])
+    if reason is None:
+        return f"{where} {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return f"{where} {reason.format(fields=', '.join(_Entry.model_fields), **first.get('ctx', {}))}"
