@@ -37,7 +37,8 @@ def _listed(given: Any) -> Any:
 
 def _long_enough(secret: SecretStr) -> SecretStr:
     if not _SHORTEST <= len(secret) <= _LONGEST:
-        raise PydanticCustomError("secret_length", f"must have {_SHORTEST} to {_LONGEST} characters")
+        limits = {"least": _SHORTEST, "most": _LONGEST}
+        raise PydanticCustomError("secret_length", "must have {least} to {most} characters", limits)
     return secret
 
 
