@@ -66,6 +66,7 @@ class RecallKeeper:
         """Stop, and write down what was learnt since the last time."""
         self._stop.set()
         self._thread.join(timeout=5)
+        self._try_to_look()  # a tenant may have come since the last time
         self.save()
         self._purges.close()
         if self._listener is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import logging
 import os
+import pwd
 import secrets
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -38,8 +38,8 @@ class Actor:
     def local(cls) -> Actor:
         """The user of this process, on the command line."""
         try:
-            name = getpass.getuser()
-        except (KeyError, OSError):  # a user without a name
+            name = pwd.getpwuid(os.getuid()).pw_name
+        except KeyError:  # a user without a name
             name = str(os.getuid())
         return cls(f"user {name}", "command line")
 

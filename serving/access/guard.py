@@ -15,9 +15,9 @@ OPEN_PATHS = frozenset({"/health"})
 
 _WATCHED = frozenset({"/metrics", "/dashboard/data"})
 _REFUSED = {
-    "generate": "This key may not generate; 'may' of the server's serving.keys_file says what it may.",
-    "watch": "This key may not watch; 'may' of the server's serving.keys_file says what it may.",
-    "administer": "This key may not administer: serving.admin_key does, or a key of serving.keys_file that says so.",
+    "generate": "This key may not generate.",
+    "watch": "This key may not watch: metrics and the dashboard need one that may watch or administer.",
+    "administer": "This key may not administer: serving.admin_key may, or a key of serving.keys_file that says so.",
 }
 
 

@@ -20,23 +20,11 @@ from osd.config import Settings
 from osd.drafters.recall.snapshot import Snapshots
 from osd.engine.request import Request, SamplingParams
 from serving.replica import Replica
+from tests.integration.metrics import NoMetrics
 from tests.traces import small_trace
 from tests.unit.engine.harness import prompts
 
 PROMPT = tuple(prompts([21], seed=6)[0])
-
-
-class NoMetrics:
-    """Metrics that nobody else has."""
-
-    def push(self, report):
-        pass
-
-    async def totals(self):
-        return None
-
-    async def history(self, seconds):
-        return None
 
 
 @pytest.fixture
