@@ -23,6 +23,7 @@ def write(file: Path, *keys: dict[str, object]) -> None:
     file.chmod(0o600)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_a_key_is_rotated_and_operators_act_without_a_restart(tiny_target, tmp_path, eventually):
     home, port, keys = tmp_path / "home", free_port(), tmp_path / "keys.yaml"

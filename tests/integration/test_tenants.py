@@ -1,8 +1,9 @@
-"""Two tenants ask a real replica the same, and share nothing but the drafter's weights."""
+"""Keys of a file and a real replica: two tenants share nothing but the drafter's weights, and a key is rotated."""
 
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from starlette.testclient import TestClient
 
 from osd.capture.stream import TraceReader
 from osd.config import Settings
+from osd.registry.events import Events
 from serving.replica import Replica
 from serving.routes import create_app
 from tests.integration.metrics import NoMetrics
@@ -92,3 +94,24 @@ def test_each_tenants_table_lies_in_its_own_folder_and_serves_it_after_a_restart
         assert ask(new, "sk-blue-1")[0] == first[0]
     finally:
         new.close()
+
+
+def test_a_key_is_rotated_while_it_serves_and_a_broken_file_changes_nothing(replica, settings, redis_url, eventually):
+    http = TestClient(create_app(replica))
+
+    def status(secret):
+        return http.get("/v1/models", headers={"Authorization": f"Bearer {secret}"}).status_code
+
+    file = settings.serving.keys_file
+    assert [status(secret) for secret in ("sk-acme-1", "sk-acme-2")] == [200, 401]
+    began = time.monotonic()
+    file.write_text("[{name: key-0, key: sk-acme-2, tenant: acme}]")
+    eventually(lambda: status("sk-acme-2") == 200)
+    assert time.monotonic() - began < 5
+    assert status("sk-acme-1") == 401
+    file.write_text("[{name: key-0")
+    with Events(redis_url) as events:
+        eventually(lambda: status("sk-acme-2") == 200 and [event["kind"] for event in events.recent()])
+        (told,) = events.recent()
+    assert told["kind"] == "keys_refused"
+    assert "is not YAML" in told["reason"]
