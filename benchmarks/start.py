@@ -94,9 +94,10 @@ def _up(settings: Settings) -> Generator[tuple[subprocess.Popen[bytes], str, Pat
     serving = settings.serving.model_copy(update={"host": "127.0.0.1", "port": port})
     values = settings.model_copy(update={"serving": serving}).model_dump(mode="json")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OSD_")}
-    key = values["serving"].pop("api_key")
-    if key is not None and settings.serving.api_key is not None:  # a secret belongs in no file
-        environment["OSD_SERVING__API_KEY"] = settings.serving.api_key.get_secret_value()
+    for name, key in (("api_key", settings.serving.api_key), ("admin_key", settings.serving.admin_key)):
+        del values["serving"][name]
+        if key is not None:  # a secret belongs in no file
+            environment[f"OSD_SERVING__{name.upper()}"] = key.get_secret_value()
     with tempfile.TemporaryDirectory() as place:
         config, errors = Path(place, "osd.yaml"), Path(place, "errors")
         config.write_text(json.dumps(values), encoding="utf-8")

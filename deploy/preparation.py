@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osd import files
-from osd.config import ConfigError, Settings
+from osd.config import ConfigError, Settings, tenant_of
 from osd.engine.policy import Policy
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionError
 from osd.runtime.device import pick_device
 from osd.runtime.native import kernels
+from serving.access import keys_file
 from trainer import tracking
 
 if TYPE_CHECKING:
@@ -32,9 +33,13 @@ def check_settings(settings: Settings) -> None:
 
     Raises:
         ConfigError: a package for ``trainer.tracking`` or ``trainer.workers`` is missing, verification would bias the
-            drafts of growth, the draft is larger than a slot has room for, or this machine cannot compute with int8
-            weights.
+            drafts of growth, the draft is larger than a slot has room for, this machine cannot compute with int8
+            weights, the domain is a tenant's, or a key of ``serving.keys_file`` is refused.
     """
+    if settings.serving.keys_file is not None:
+        keys_file.load(settings.serving.keys_file)
+    if tenant_of(settings.domain):
+        raise ConfigError(f"domain {settings.domain} is a tenant's: a service's own serves those that have no tenant")
     tracking.check(settings)
     workers = settings.trainer.workers
     if settings.trains and workers > 1 and not all(map(importlib.util.find_spec, _RAY_TRAIN_NEEDS)):

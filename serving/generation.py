@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.types import Receive
 
@@ -33,13 +33,18 @@ class Generation:
 
     Lifetime: ``start`` takes places in the queue and submits; ``updates`` yields until every sequence has finished;
     ``close`` (any number of times) cancels what still runs and gives the places back. ``seconds`` after ``start`` it
-    ends as a failure; None is never.
+    ends as a failure; None is never. ``charge`` is called with the tokens of every round.
     """
 
     def __init__(
-        self, service: Service, admission: Admission, requests: Sequence[Request], seconds: float | None
+        self,
+        service: Service,
+        admission: Admission,
+        requests: Sequence[Request],
+        seconds: float | None,
+        charge: Callable[[int], None],
     ) -> None:
-        self._service, self._admission, self._seconds = service, admission, seconds
+        self._service, self._admission, self._seconds, self._charge = service, admission, seconds, charge
         self._requests = {request.id: index for index, request in enumerate(requests)}
         self._pending = list(requests)
         self._running: set[str] = set()
@@ -105,6 +110,7 @@ class Generation:
         self._running.clear()
 
     def _arrived(self, update: Update) -> None:
+        self._charge(len(update.token_ids))  # also when nobody reads it any more
         self._updates.put_nowait(update)
         self._expect_reader(anew=False)
 

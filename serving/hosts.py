@@ -9,8 +9,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from osd.config import ServingSettings
+from serving.access.guard import OPEN_PATHS
 from serving.errors import ApiError
-from serving.limits import OPEN_PATHS
 
 
 def allowed_hosts(settings: ServingSettings) -> frozenset[str] | None:
@@ -18,7 +18,7 @@ def allowed_hosts(settings: ServingSettings) -> frozenset[str] | None:
     if settings.allowed_hosts is not None:
         return frozenset(map(_plain, settings.allowed_hosts))
     # Where nobody else can connect, another name in Host is a page's that had it resolved to this machine.
-    if settings.api_key is None and _is_loopback(_plain(settings.host)):
+    if settings.api_key is None and settings.keys_file is None and _is_loopback(_plain(settings.host)):
         return frozenset({_plain(settings.host)})
     return None
 

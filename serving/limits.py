@@ -1,27 +1,20 @@
-"""What a request may cost: the key, body bytes, prompt and completion tokens, places in the queue."""
+"""What a request may cost: body bytes, prompt and completion tokens, places in the queue."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 from collections.abc import Callable, Generator, Iterable
 from functools import lru_cache
 from typing import TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, SecretStr, ValidationError
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from pydantic import BaseModel, ValidationError
 
 from osd.config import GrowthSettings, ServingSettings, Settings
 from osd.engine.policy import Policy
 from serving.errors import ApiError, from_validation, invalid
 from serving.schemas import Speculation
-
-OPEN_PATHS = frozenset({"/health"})
-"""Paths that answer without a key. The dashboard's own files are open too: they hold no data."""
 
 _CLOSE = {"Connection": "close"}  # what is left of a body is not waited for
 
@@ -29,44 +22,6 @@ ARRIVING_BYTES = 32 << 20
 """Of all bodies that are arriving or being encoded: as Python's objects they take many times as much."""
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
-
-
-def has_key(headers: Headers, key: SecretStr | None) -> bool:
-    """Whether no key is set, or ``Authorization: Bearer`` carries it; compared in constant time."""
-    if key is None:
-        return True
-    given = _bearer(headers)
-    return given is not None and hmac.compare_digest(given, key.get_secret_value().encode())
-
-
-def client_of(headers: Headers) -> str:
-    """What tells clients apart: a hash of the key that ``Authorization: Bearer`` carries, "" without one."""
-    key = _bearer(headers)
-    return hashlib.blake2b(key, digest_size=16, person=b"osd-client").hexdigest() if key else ""
-
-
-def _bearer(headers: Headers) -> bytes | None:
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return given.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else None
-
-
-class KeyGuard:
-    """ASGI middleware: 401 for every request without the key, unless its path is open."""
-
-    def __init__(self, app: ASGIApp, key: SecretStr, assets: frozenset[str]) -> None:
-        self.app, self.key, self.open = app, key, OPEN_PATHS | assets
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may go on."""
-        if scope["type"] != "http" or scope["path"] in self.open or has_key(Headers(scope=scope), self.key):
-            return await self.app(scope, receive, send)
-        error = ApiError(
-            401,
-            "This server needs its API key as 'Authorization: Bearer KEY'.",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        return await error.response()(scope, receive, send)
 
 
 async def read_body(

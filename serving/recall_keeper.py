@@ -66,6 +66,7 @@ class RecallKeeper:
         """Stop, and write down what was learnt since the last time."""
         self._stop.set()
         self._thread.join(timeout=5)
+        self._try_to_look()  # a tenant may have come since the last time
         self.save()
         self._purges.close()
         if self._listener is not None:
@@ -77,6 +78,7 @@ class RecallKeeper:
         for domain, memories in recalled.items():
             if self._known.get(domain) is not memories:
                 self._take_up(domain, memories)
+        self._leave({domain: memories for domain, memories in self._known.items() if domain not in recalled})
         self._known = recalled
         if recalled:
             self._purges.alive()
@@ -85,7 +87,7 @@ class RecallKeeper:
             self._running.discard(request)
             self._drop(request, recalled)
         if self._listener is not None:
-            self._changed |= self._listener.listen(self._shared(), self._purges.asked)
+            self._changed |= self._listener.listen(self._shared(self._known), self._purges.asked)
         if time.monotonic() >= self._save_at:
             self._save_at = time.monotonic() + _SAVE_SECONDS
             self.save()
@@ -100,7 +102,7 @@ class RecallKeeper:
         try:
             self._snapshots.expire(oldest)
             if self._changed:
-                for domain, table in self._shared().items():
+                for domain, table in self._shared(self._known).items():
                     self._snapshots.write(domain, table, self._target)
         except OSError as error:
             if not self._failing:
@@ -113,11 +115,9 @@ class RecallKeeper:
     def _target(self) -> Identity:
         return identify(self._settings.target.source, self._directory)
 
-    def _shared(self) -> dict[str, Memory]:
+    def _shared(self, known: dict[str, Memories]) -> dict[str, Memory]:
         """The table of each domain, none where each client has its own."""
-        if not self._settings.recall.shared:
-            return {}
-        return {domain: memories.of("") for domain, memories in self._known.items()}
+        return {domain: memories.of("") for domain, memories in known.items()} if self._settings.recall.shared else {}
 
     def _forget(self, request: str, at: float) -> Removed:
         if self._decoded(request):
@@ -141,6 +141,14 @@ class RecallKeeper:
         loop = self._engine.loop
         with loop.changed:
             return any(belongs(s.request.id, request) for s in loop.scheduler.everything())
+
+    def _leave(self, gone: dict[str, Memories]) -> None:
+        """Write down what those recalled that gave way to others; it may be a minute since the last time."""
+        try:
+            for domain, table in self._shared(gone).items():
+                self._snapshots.write(domain, table, self._target)
+        except OSError as error:
+            logger.warning("what %s recalled is lost since it was last written down: %s", ", ".join(gone), error)
 
     def _take_up(self, domain: str, memories: Memories) -> None:
         self._since[domain] = time.time()

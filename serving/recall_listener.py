@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from osd.capture.retention import belongs, oldest_allowed
 from osd.capture.tail import TraceTail
 from osd.capture.trace import Trace, TraceError
-from osd.config import Settings
+from osd.config import Settings, in_tenant, tenant_of
 from osd.drafters.recall.memories import backend
 from osd.drafters.recall.memory import Memory
 from osd.drafters.recall.rehearsal import rehearse
@@ -41,7 +41,7 @@ class RecallListener:
         """
         learnt, end = False, time.monotonic() + _TURN_SECONDS
         for trace in self._tail.new():
-            table = tables.get(trace.drafter_domain)
+            table = tables.get(in_tenant(tenant_of(trace.domain), trace.drafter_domain))
             if table is not None and self._usable(trace, purged):
                 learnt = True
                 for _ in rehearse(table, self._text, trace):

@@ -29,6 +29,7 @@ from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config, load_model
+from serving.access.access import Access
 from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
 from serving.recall_keeper import RecallKeeper
@@ -63,10 +64,12 @@ class Replica:
 
     Raises:
         osd.target.load.TargetError: the target cannot be had.
+        osd.config.ConfigError: ``serving.keys_file`` is refused.
     """
 
     def __init__(self, settings: Settings, redis_url: str, name: str, shared: SharedMetrics) -> None:
-        self.settings, self._shared, self._own = settings, shared, ReplicaMetrics()
+        self.settings, self.redis_url = settings, redis_url
+        self._shared, self._own = shared, ReplicaMetrics()
         # The engine's thread gives up the interpreter's lock at each operator: let it have it back soon, also beside a
         # busy thread.
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -78,6 +81,7 @@ class Replica:
         self._pointer = Pointer(redis_url, settings.registry_dir)
         self._events, self._control = Events(redis_url), Control(redis_url)
         self._loads = ReplicaLoads(redis_url)
+        self.access = Access(settings, redis_url, self._keys_refused)
         start: Start | None = None
         if settings.drafts:
             start = starting_drafter(settings, registry, self._pointer, directory)
@@ -173,8 +177,11 @@ class Replica:
         if self._keeper:
             self._keeper.close()
         self._reporter.close()
-        for connection in (self._feeds, self._loads, self._control, self._events, self._pointer):
+        for connection in (self._feeds, self.access, self._loads, self._control, self._events, self._pointer):
             connection.close()
+
+    def _keys_refused(self, reason: str) -> None:
+        self._events.tell("keys_refused", self.settings.domain, reason=reason)
 
     def _push(self, report: Report) -> None:
         self._own.push(report)

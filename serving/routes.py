@@ -16,6 +16,10 @@ from osd.engine.policy import Policy
 from osd.engine.request import Request as Sequence
 from osd.engine.request import SamplingParams, Update
 from serving import dashboard, errors, prometheus
+from serving.access.budget_guard import BudgetGuard
+from serving.access.caller import Caller, caller_of
+from serving.access.guard import KeyGuard
+from serving.admin import AdminRoutes
 from serving.errors import ApiError, invalid
 from serving.generation import Disconnected, Generation, seed_of
 from serving.hosts import HostGuard, allowed_hosts
@@ -23,11 +27,9 @@ from serving.limits import (
     ARRIVING_BYTES,
     Admission,
     Arrivals,
-    KeyGuard,
     check_draft,
     check_ids,
     check_prompt,
-    client_of,
     completion_budget,
     policy_of,
     read_body,
@@ -41,7 +43,7 @@ from serving.schemas import (
     Message,
     TokenizeRequest,
 )
-from serving.service import ChatTemplateError, Service
+from serving.service import ChatTemplateError, Model, Service
 from serving.tokenizing import Tokenizing
 
 COMPLETION_TOKENS = 16
@@ -56,10 +58,11 @@ def create_app(service: Service) -> FastAPI:
     errors.install(app)
     app.include_router(Routes(service).router)
     app.include_router(dashboard.router(service))
-    settings = service.settings.serving
-    if settings.api_key is not None:
-        app.add_middleware(KeyGuard, key=settings.api_key, assets=dashboard.OPEN_PATHS)
-    if (names := allowed_hosts(settings)) is not None:
+    app.include_router(AdminRoutes(service).router)
+    # The one that is added last sees a request first.
+    app.add_middleware(BudgetGuard, budgets=service.access.budgets)
+    app.add_middleware(KeyGuard, keyring=service.access.keyring, open_paths=dashboard.OPEN_PATHS)
+    if (names := allowed_hosts(service.settings.serving)) is not None:
         app.add_middleware(HostGuard, names=names)
     return app
 
@@ -117,12 +120,12 @@ class Routes:
 
     async def models(self) -> Response:
         """``GET /v1/models``."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [_card(self.service.model)]})
 
     async def model(self, model: str) -> Response:
         """``GET /v1/models/{id}``."""
         self._check_model(model)
-        return JSONResponse(self._card())
+        return JSONResponse(_card(self.service.model))
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
@@ -183,7 +186,8 @@ class Routes:
         response_id = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4().hex}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
         tokens, name = body.limit
-        common = self._sequence(asked, client_of(request.headers))
+        caller = caller_of(request)
+        common = self._sequence(asked, caller)
         sequences: list[Sequence] = []
         for ids in prompts:
             check_prompt(ids, param, model.context, model.vocabulary)
@@ -195,10 +199,12 @@ class Routes:
                 sequences.append(replace(common, id=mine, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling))
         logprobs = Logprobs(body.chat, partial(self.tokenizing.run, 0, self._texts))
         answer = Answer(response_id, model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs)
-        generation = Generation(self.service, self.admission, sequences, asked.seconds)
+        charge = partial(self.service.access.budgets.charge, caller.key)
+        generation = Generation(self.service, self.admission, sequences, asked.seconds, charge)
         handed_over = False
         try:
             generation.start(request.receive)
+            charge(sum(map(len, prompts)))
             updates = generation.updates()
             if not body.stream:
                 return JSONResponse(await collect(answer, updates))
@@ -215,8 +221,8 @@ class Routes:
             if not handed_over:
                 generation.close()
 
-    def _sequence(self, asked: Asked, client: str) -> Sequence:
-        """What all sequences of a client's request have in common; they differ in prompt, budget, id and seed."""
+    def _sequence(self, asked: Asked, caller: Caller) -> Sequence:
+        """What all sequences of a request have in common; they differ in prompt, budget, id and seed."""
         settings, body = self.service.settings, asked.body
         temperature = 1.0 if body.temperature is None else body.temperature
         sampling = SamplingParams(
@@ -242,25 +248,14 @@ class Routes:
             domain=body.osd.domain if body.osd else None,
             policy=asked.policy,
             logprobs=body.top,
-            client=client,
+            client=caller.client,
+            tenant=caller.tenant,
         )
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.service.model.id:
             message = f"The model does not exist; this server serves '{self.service.model.id}'."
             raise ApiError(404, message, param="model", code="model_not_found")
-
-    def _card(self) -> dict[str, Any]:
-        model = self.service.model
-        return {
-            "id": model.id,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "osd",
-            "root": model.root,
-            "parent": None,
-            "max_model_len": model.context,
-        }
 
     async def _encode(self, text: str, special: bool) -> list[int]:
         return await self.tokenizing.run(len(text), self.service.encode, text, special)
@@ -275,6 +270,18 @@ class Routes:
 
     def _texts(self, ids: list[int]) -> list[str]:
         return [self.service.decode([token]) for token in ids]
+
+
+def _card(model: Model) -> dict[str, Any]:
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "osd",
+        "root": model.root,
+        "parent": None,
+        "max_model_len": model.context,
+    }
 
 
 async def _again(first: tuple[int, Update], rest: AsyncIterator[tuple[int, Update]]) -> AsyncIterator[Any]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from osd.config import Settings
 from osd.engine.request import Request, Update
+from serving.access.access import Access
 from serving.replica_metrics import Totals
 
 
@@ -31,6 +32,8 @@ class Service(Protocol):
 
     settings: Settings
     model: Model
+    redis_url: str
+    access: Access
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with the tokenizer's special tokens around it if ``special``."""

@@ -7,8 +7,8 @@ import contextlib
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving.access.guard import OPEN_PATHS
 from serving.errors import stopping
-from serving.limits import OPEN_PATHS
 from serving.reply import Reply
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,18 +38,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the table where faults were what was asked for."""
+    """Print a row for each fault, of all tests that cause it, where faults were what was asked for."""
     if config.option.markexpr != "fault":
         return
     kinds = {"passed": "yes", "skipped": "not tried here", "failed": "NO", "error": "NO"}
     held = {report.nodeid: word for kind, word in kinds.items() for report in terminalreporter.stats.get(kind, [])}
     noted = config.stash.get(_AFTERMATHS, {})
+    tests: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for node, fault in config.stash[_FAULTS].items():
+        if node in held:
+            tests[fault].append(node)
     terminalreporter.section("faults")
     for cells in (HEAD, ["---"] * len(HEAD)):
         terminalreporter.write_line(f"| {' | '.join(cells)} |")
-    for node, (what, promise) in config.stash[_FAULTS].items():
-        after = noted.get(node, Aftermath())
-        if node in held:
-            seconds = "" if after.seconds is None else f"{after.seconds:.1f}"
-            row = (what, promise, held[node], after.lost or "", after.errors or "", seconds)
-            terminalreporter.write_line(f"| {' | '.join(row)} |")
+    for fault, nodes in tests.items():
+        after = [noted.get(node, Aftermath()) for node in nodes]
+        seconds = [one.seconds for one in after if one.seconds is not None]
+        slowest = f"{max(seconds):.1f}" if seconds else ""
+        cells = (*fault, _each(held[node] for node in nodes), _each(one.lost for one in after))
+        terminalreporter.write_line(f"| {' | '.join((*cells, _each(one.errors for one in after), slowest))} |")
+
+
+def _each(said: Iterable[str | None]) -> str:
+    """Everything that was said, once."""
+    return "; ".join(dict.fromkeys(one for one in said if one))

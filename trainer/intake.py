@@ -10,7 +10,7 @@ from osd.capture.purge import Member, PurgeFollower, Purges, Removed
 from osd.capture.retention import belongs
 from osd.capture.stream import TraceReader
 from osd.capture.trace import Trace, TraceError
-from osd.config import Settings
+from osd.config import Settings, tenant_of
 from osd.learning.batch import check
 from osd.learning.buffers import Key
 from osd.learning.online import Learner
@@ -56,7 +56,7 @@ class Intake:
         self._every_domain = trainer.domains == "all"
         self._context, self._status, self._observe = context, status, observe
         self._replay, self._recalled = replay, recalled
-        self._domain = settings.domain
+        self._domain, self._tenant = settings.domain, tenant_of(settings.domain)
         self._target = settings.target.source
         self._reader = TraceReader(redis_url, settings.capture, group=f"trainer-{self._domain}", consumer="trainer")
         self._unfinished: dict[Key, list[str]] = {}
@@ -108,7 +108,7 @@ class Intake:
         self._reader.close()
 
     def _take(self, stream_id: str, trace: Trace, learner: Learner) -> None:
-        foreign = trace.domain != self._domain and not self._every_domain
+        foreign = trace.domain != self._domain and not (self._every_domain and tenant_of(trace.domain) == self._tenant)
         purged = any(belongs(trace.request_id, asked) for asked in self.purged)
         if foreign or purged or (self._oldest is not None and trace.created < time.time() - self._oldest):
             self._finished.append(stream_id)

@@ -6,6 +6,7 @@ import typer
 
 from osd import __version__
 from osd.cli import analyze, bench, drafters, traces
+from osd.cli.audit import audit
 from osd.cli.chat import chat
 from osd.cli.demo import demo
 from osd.cli.replay import replay
@@ -19,7 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (up, demo, replay, chat):
+for command in (up, demo, replay, chat, audit):
     app.command()(command)
 app.add_typer(drafters.app, name="drafters")
 app.add_typer(traces.app, name="traces")

@@ -60,8 +60,10 @@ def settings_of(config: Path | None, overrides: list[str] | None) -> Settings:
 
 def _check_public(key: str, value: str) -> None:
     """End the command when ``--set`` holds a secret: every user of the machine can read a command line."""
-    if key.strip() == "serving.api_key" and value.strip() != "null":
-        fail("serving.api_key (--set) shows to other users: use serving.api_key_file or OSD_SERVING__API_KEY")
+    if key.strip() in ("serving.api_key", "serving.admin_key") and value.strip() != "null":
+        name = key.strip()
+        variable = f"OSD_{name.upper().replace('.', '__')}"
+        fail(f"{name} (--set) shows to other users: use {name}_file or {variable}")
     user = value.partition("//")[2].rpartition("@")[0]
     if key.strip() == "redis_url" and (user.partition(":")[2] or "password=" in value):
         fail("redis_url (--set) shows its password to other users: use redis.password_file or OSD_REDIS_URL")

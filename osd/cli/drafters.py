@@ -14,9 +14,10 @@ import typer
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
 
 if TYPE_CHECKING:
+    from osd.admin.audit import Actor
+    from osd.admin.rollouts import Rollouts
     from osd.config import Settings
-    from osd.registry.events import Events, Kind
-    from osd.registry.pointer import Pointer, Rollout
+    from osd.registry.pointer import Rollout
 
 app = typer.Typer(help="List drafter versions, and say which of them is in service.", no_args_is_help=True)
 
@@ -32,38 +33,23 @@ class FormatName(StrEnum):
 def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Show the versions of every domain, and those that were removed last."""
     settings = settings_of(config, overrides)
-    from redis.exceptions import RedisError
     from rich.console import Console
     from rich.table import Table
 
-    from osd.registry.pointer import Pointer
-    from osd.registry.pointer_file import PointerFiles
-    from osd.registry.versions import Registry
+    from osd.admin.errors import AdminError
+    from osd.admin.listing import listings
 
-    registry, url = Registry(settings.registry_dir), redis_url(settings)
     table = Table("domain", "version", "in service", "parent", "made", "gate")
-
-    def add(domain: str, number: int, state: str, manifest: dict[str, Any], problem: str | None = None) -> None:
-        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.get("created", 0)))
-        row = [domain, str(number), state, str(manifest.get("parent") or ""), made]
-        table.add_row(*row, problem or _figures(manifest.get("gate") or {}))
-
     try:
-        for domain in registry.domains():
-            if url:
-                with Pointer(url, registry.root) as pointer:
-                    moved = pointer.get(domain)
-            else:
-                moved = PointerFiles(registry.root).read(domain)
-            infos = registry.list(domain)
-            there = {info.number for info in infos}
-            for one in registry.removed(domain):
-                if one.number not in there:
-                    add(domain, one.number, f"removed {_day(one.removed)}", one.manifest)
-            for info in infos:
-                add(domain, info.number, _state(info.number, moved), info.manifest, info.problem)
-    except (RedisError, OSError) as error:
-        fail(f"the rollout pointer or the registry cannot be read: {error}")
+        found = listings(settings, redis_url(settings))
+    except AdminError as error:
+        fail(error)
+    for listing in found:
+        for one in listing.versions:
+            state = _state(one.number, listing.rollout) if one.removed is None else f"removed {_day(one.removed)}"
+            made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.manifest.get("created", 0)))
+            row = [listing.domain, str(one.number), state, str(one.manifest.get("parent") or ""), made]
+            table.add_row(*row, one.problem or _figures(one.manifest.get("gate") or {}))
     if table.row_count:
         Console(highlight=False).print(table)
     else:
@@ -79,25 +65,17 @@ def rollback(
     overrides: Overrides = None,
 ) -> None:
     """Put an earlier version of the configured domain in service and end its canary; replicas swap within a second."""
-    with _open(config, overrides) as desk:
-        before, number = desk.rollout, version
-        if number is None:
-            number = desk.registry.load(desk.domain, before.stable).manifest.get("parent")
-        if number is None:
-            fail(f"version {before.stable} of {desk.domain} has no parent; name the version to go to")
-        desk.move("rolled_back", number, pinned=before.pinned, previous=before.stable)
-        typer.echo(f"{desk.domain}: version {number} is in service, before it {before.stable}")
+    with _rollouts(config, overrides) as (rollouts, actor, domain):
+        moved = rollouts.rollback(actor, domain, version)
+    typer.echo(f"{domain}: version {moved.version} is in service, before it {moved.previous}")
 
 
 @app.command()
 def promote(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """End the trial of the configured domain's canary: it serves every request from now on."""
-    with _open(config, overrides) as desk:
-        before, number = desk.rollout, desk.rollout.canary
-        if number is None:
-            fail(f"domain {desk.domain} has no canary; version {before.stable} is in service")
-        desk.move("promoted", number, pinned=before.pinned, parent=before.stable)
-        typer.echo(f"{desk.domain}: version {number} is in service, before it {before.stable}")
+    with _rollouts(config, overrides) as (rollouts, actor, domain):
+        moved = rollouts.promote(actor, domain)
+    typer.echo(f"{domain}: version {moved.version} is in service, before it {moved.previous}")
 
 
 @app.command()
@@ -107,21 +85,17 @@ def pin(
     overrides: Overrides = None,
 ) -> None:
     """Keep one version of the configured domain in service: no canary, and no candidate of the trainer, until unpin."""
-    with _open(config, overrides) as desk:
-        number = desk.rollout.stable if version is None else version
-        desk.move("pinned", number, pinned=True, previous=desk.rollout.stable)
-        typer.echo(f"{desk.domain}: version {number} stays in service until osd drafters unpin")
+    with _rollouts(config, overrides) as (rollouts, actor, domain):
+        moved = rollouts.pin(actor, domain, version)
+    typer.echo(f"{domain}: version {moved.version} stays in service until osd drafters unpin")
 
 
 @app.command()
 def unpin(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Let the trainer put new versions of the configured domain in service again."""
-    with _open(config, overrides) as desk:
-        number = desk.rollout.stable
-        if not desk.rollout.pinned:
-            fail(f"version {number} of {desk.domain} is not pinned")
-        desk.move("unpinned", number, pinned=False)
-        typer.echo(f"{desk.domain}: version {number} is in service, and the trainer may replace it")
+    with _rollouts(config, overrides) as (rollouts, actor, domain):
+        moved = rollouts.unpin(actor, domain)
+    typer.echo(f"{domain}: version {moved.version} is in service, and the trainer may replace it")
 
 
 @app.command("export")
@@ -163,6 +137,8 @@ def import_drafter(
     """Take a drafter that was trained elsewhere as the next version of the configured domain."""
     settings = settings_of(config, overrides)
     from osd import drafters
+    from osd.admin.audit import Actor, AuditLog
+    from osd.admin.errors import AdminError
     from osd.drafters import formats
     from osd.registry.pointer_file import PointerFiles
     from osd.registry.retention import retire
@@ -174,60 +150,37 @@ def import_drafter(
         target = target_directory(settings)
         name, drafter = formats.read(directory.absolute(), target)
         manifest = {"parent": None, "trained_on": {}, "imported": {"format": name, "directory": directory.name}}
-        registry = Registry(settings.registry_dir)
-        number = registry.publish(settings.domain, drafter.weights(), drafter.config(), manifest)
+        registry, audit = Registry(settings.registry_dir), AuditLog(settings.home_dir)
+        with audit.action(Actor.local(), "import", domain=settings.domain) as entry:
+            number = registry.publish(settings.domain, drafter.weights(), drafter.config(), manifest)
+            entry["version"] = number
         guard = PointerFiles(registry.root).locked(settings.domain)
         retire(registry, settings.domain, settings.registry.keep, guard)
-    except (VersionError, TargetError, drafters.DrafterError, formats.FormatError, OSError) as error:
+    except (VersionError, TargetError, drafters.DrafterError, formats.FormatError, AdminError, OSError) as error:
         fail(error)
     typer.echo(
         f"{directory} is version {number} of {settings.domain}; put it in service: osd drafters rollback {number}"
     )
 
 
-class _Desk:
-    """The pointer of one domain, as it was when the command began."""
-
-    def __init__(self, settings: Settings, pointer: Pointer, events: Events, rollout: Rollout) -> None:
-        from osd.registry.versions import Registry
-
-        self.domain, self.rollout = settings.domain, rollout
-        self.registry = Registry(settings.registry_dir)
-        self._pointer, self._events = pointer, events
-
-    def move(self, kind: Kind, stable: int, *, pinned: bool, **figures: Any) -> None:
-        """Put ``stable`` in service without a canary, unless somebody else was faster."""
-        from osd.registry.pointer import Rollout
-
-        self.registry.load(self.domain, stable)
-        rollout = Rollout(stable=stable, canary=None, share=0.0, changed=time.time(), pinned=pinned)
-        if not self._pointer.replace(self.domain, self.rollout, rollout):
-            fail(f"the rollout pointer of {self.domain} has just been moved; look at osd drafters list and try again")
-        self._events.add(kind, self.domain, stable, **figures)
-
-
 @contextmanager
-def _open(config: ConfigFile, overrides: Overrides) -> Generator[_Desk]:
+def _rollouts(config: ConfigFile, overrides: Overrides) -> Generator[tuple[Rollouts, Actor, str]]:
+    """What moves the configured domain, and who does."""
     settings = settings_of(config, overrides)
-    from redis.exceptions import RedisError
-
-    from osd.registry.events import Events
-    from osd.registry.pointer import Pointer
+    from osd.admin.audit import Actor
+    from osd.admin.errors import AdminError
+    from osd.admin.rollouts import Rollouts
 
     url = redis_url(settings)
     if url is None:
         fail(f"nothing runs in {settings.home_dir}; start it with osd up, or set redis_url")
-    pointer, events = Pointer(url, settings.registry_dir), Events(url)
+    rollouts = Rollouts(settings, url)
     try:
-        rollout = pointer.get(settings.domain)
-        if rollout is None:
-            fail(f"domain {settings.domain} has no version in service; set domain")
-        yield _Desk(settings, pointer, events, rollout)
-    except (RedisError, OSError, ValueError) as error:
+        yield rollouts, Actor.local(), settings.domain
+    except AdminError as error:
         fail(error)
     finally:
-        pointer.close()
-        events.close()
+        rollouts.close()
 
 
 def _state(number: int, rollout: Rollout | None) -> str:

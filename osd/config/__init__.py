@@ -3,7 +3,8 @@
 Nothing here imports torch, so that the command line answers at once.
 """
 
-from osd.config.base import DOMAIN, ConfigError, Section, check_domain
+from osd.config.base import ConfigError, Section
+from osd.config.domains import DOMAIN, FULL_DOMAIN, check_domain, in_tenant, tenant_of
 from osd.config.drafter import (
     DRAFTER_SETTINGS,
     TRAINED_SETTINGS,
@@ -45,6 +46,7 @@ from osd.config.trainer import TrainerSettings
 __all__ = [
     "DOMAIN",
     "DRAFTER_SETTINGS",
+    "FULL_DOMAIN",
     "GROWTH_SETTINGS",
     "TRAINED_SETTINGS",
     "AcceptanceHeadSettings",
@@ -77,5 +79,7 @@ __all__ = [
     "Verification",
     "check_domain",
     "drafter_of",
+    "in_tenant",
     "load_settings",
+    "tenant_of",
 ]

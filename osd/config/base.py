@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,21 +11,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 class ConfigError(ValueError):
     """A setting is unknown or out of range; the message is one line that names it."""
-
-
-DOMAIN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
-"""What a domain's name looks like: it becomes the name of a folder and of a Redis key."""
-
-
-def check_domain(domain: str) -> str:
-    """Return ``domain`` if it is a valid name.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not re.fullmatch(DOMAIN, domain):
-        raise ValueError(f"domain {domain!r}: must be 1 to 64 of a-z, 0-9, _ and -, and start with a letter or digit")
-    return domain
 
 
 def _listed(given: Any) -> Any:

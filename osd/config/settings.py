@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_core import PydanticCustomError
 
-from osd.config.base import DOMAIN, LISTED, Section
+from osd.config.base import LISTED, Section
+from osd.config.domains import FULL_DOMAIN
 from osd.config.drafter import DrafterSettings, MixedSettings, RecallSettings
 from osd.config.growth import BestFirstSettings, GrowthSettings
 from osd.config.trainer import TrainerSettings
@@ -41,7 +42,12 @@ class EngineSettings(Section):
     prefix_cache: bool = Field(default=True, description="do not read again what a slot holds of a prompt's beginning")
     threads: int = Field(default=0, ge=0, description="CPU threads of a replica, 0 for all cores")
     max_draft: int = Field(default=64, ge=1, le=1024, description="tokens of a draft that a request may ask for")
-    domains: int = Field(default=4, ge=1, le=64, description="domains whose drafters a replica has at once")
+    domains: int = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="domains whose drafters a replica has at once, and as many tenants' tables",
+    )
 
 
 class CaptureSettings(Section):
@@ -96,6 +102,13 @@ class ServingSettings(Section):
     )
     api_key: Annotated[SecretStr, AfterValidator(_key)] | None = None
     api_key_file: Path | None = Field(default=None, description="file with the key, instead of api_key")
+    admin_key: Annotated[SecretStr, AfterValidator(_key)] | None = Field(
+        default=None, description="key of those who may administer, which api_key does not allow"
+    )
+    admin_key_file: Path | None = Field(default=None, description="file with that key, instead of admin_key")
+    keys_file: Path | None = Field(
+        default=None, description="YAML list of keys with their rights, limits and tenants, instead of all these"
+    )
     model_name: str | None = Field(default=None, description="id in /v1/models, else made from the target")
     capture_default: bool = Field(default=True, description="learn from requests that do not say store")
     max_body_bytes: int = Field(default=1 << 20, ge=1024)
@@ -127,7 +140,7 @@ class Settings(Section):
         pattern=r"^[A-Za-z0-9:_.-]{0,64}$",
         description="what every key in redis_url begins with, so that services can share it",
     )
-    domain: str = Field(default="general", pattern=DOMAIN)
+    domain: str = Field(default="general", pattern=FULL_DOMAIN)
     verification: Verification | None = Field(
         default=None, description="which rule decides what the target keeps, else one that suits the growth"
     )

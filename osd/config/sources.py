@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from osd.config.base import ConfigError, Section
 from osd.config.redis_address import with_redis_address
-from osd.config.secrets import with_key
+from osd.config.secrets import with_keys
 from osd.config.settings import Settings
 
 RENAMED = {"capture.piece": "capture.segment", "trainer.lines": "trainer.extra_domains"}
@@ -42,7 +42,7 @@ def load_settings(
         settings = Settings.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_explain(error, origin)) from None
-    return with_redis_address(with_key(settings))
+    return with_redis_address(with_keys(settings))
 
 
 _Given = tuple[tuple[str, ...], Any, str]  # path of the key, its value, and where it was given
@@ -116,7 +116,7 @@ def _explain(error: ValidationError, origin: dict[tuple[str, ...], str]) -> str:
         "float_parsing": "must be a number",
         "bool_parsing": "must be true or false",
     }.get(first["type"], first["msg"].replace("{", "{{").replace("}", "}}"))
-    secret = path[-1:] == ("api_key",) or path == ("redis_url",)
+    secret = path[-1] in ("api_key", "admin_key") or path == ("redis_url",)
     silent = secret or first["type"] == "not_of_kind" or isinstance(first["input"], dict)
     given = "" if silent else f", not {first['input']}"
     return f"{key} ({source}) {reason.format(**limits)}{given}"

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from osd.config.base import DOMAIN, LISTED, Section
+from osd.config.base import LISTED, Section
+from osd.config.domains import FULL_DOMAIN
 
-Domains = Annotated[tuple[Annotated[str, Field(pattern=DOMAIN)], ...], LISTED]
+Domains = Annotated[tuple[Annotated[str, Field(pattern=FULL_DOMAIN)], ...], LISTED]
 """Names of domains, in a list or with commas between them."""
 
 
@@ -39,7 +40,10 @@ class TrainerSettings(Section):
         default=0.1, ge=0, lt=1, validate_default=True, description="share of the replay that samples all time"
     )
     replay_days: float | None = Field(default=None, gt=0, description="age at which a record is forgotten")
-    domains: Literal["own", "all"] = Field(default="own", description="whose traffic this domain's drafter learns from")
+    domains: Literal["own", "all"] = Field(
+        default="own",
+        description="whose traffic this domain's drafter learns from; all: every domain's but tenants'",
+    )
     extra_domains: Domains = Field(default=(), description="to train too; each begins with this domain's drafter")
     trigger_records: int = Field(default=1, ge=1, description="new records that start an update")
     trigger_seconds: float = Field(default=60.0, ge=0, description="longest wait of a new record for its update")

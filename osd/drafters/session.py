@@ -55,11 +55,12 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose request a sequence is: its id, the ``client`` that sent it, and whether it may be ``remembered``."""
+    """Whose request a sequence is: its id, ``client`` and ``tenant``, and whether it may be ``remembered``."""
 
     request: str = ""
     client: str = ""
     remembered: bool = False
+    tenant: str = ""
 
 
 NOBODY = Origin()

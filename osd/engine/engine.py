@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from osd.config import Settings
+from osd.config import Settings, in_tenant
 from osd.drafters.base import Drafter
 from osd.engine.counters import EngineCounters, EngineLoad
 from osd.engine.loop import DecodeLoop
@@ -77,7 +77,7 @@ class Engine:
             raise ValueError(
                 f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, together at most {context}"
             )
-        domain = request.domain or self.settings.domain
+        domain = in_tenant(request.tenant, request.domain or self.settings.domain)
         sequence = Sequence(request, request.policy or self._policy, on_update, self.tokenizer, domain)
         with self._changed:
             if self.loop.stopping:

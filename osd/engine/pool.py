@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from osd.config import Settings
+from osd.config import Settings, in_tenant, tenant_of
 from osd.drafters.base import Drafter, DrafterError
 from osd.drafters.recall.memories import Memories
+from osd.drafters.recall.tables import Tables
 from osd.drafters.session import Kept, Origin, Runtime, Session, TargetRows
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
@@ -100,20 +101,8 @@ class _Maker:
     """Makes drafters that work beside a target; those of one domain share its memories."""
 
     def __init__(self, settings: Settings, target: SlotModel) -> None:
-        self._settings, self._recall, self._target = settings.engine, settings.recall, target
-        self._memories: dict[str, Memories] = {}
-
-    def memories(self, domain: str) -> Memories:
-        """Those of a domain."""
-        return self._memories.setdefault(domain, Memories(self._recall))
-
-    def recalled(self) -> dict[str, Memories]:
-        """Those of every domain that has some."""
-        return dict(self._memories)
-
-    def forget(self, domain: str) -> None:
-        """Let the memories of a domain go, when the last of its drafters does."""
-        self._memories.pop(domain, None)
+        self._settings, self._target = settings.engine, target
+        self.tables = Tables(settings.recall, settings.engine.domains)
 
     def make(
         self, drafter: Drafter, domain: str, version: int, weights: dict[str, Tensor] | None = None
@@ -132,7 +121,7 @@ class _Maker:
             )
         runtime = Runtime.serving(settings.slots, settings.context, settings.max_draft + 1, target.device)
         if drafter.needs.target_rows:
-            runtime = replace(runtime, memories=self.memories(domain))
+            runtime = replace(runtime, memories=self.tables.of(domain))
         if drafter.needs.layers:
             runtime = replace(runtime, target=target)
         session = drafter.session(runtime)
@@ -159,9 +148,9 @@ class _Maker:
 class DrafterPool:
     """The drafters of every domain at hand; all of them share each forward of the target.
 
-    Those of the engine's own domain are always there and serve what has none. Domains may have drafters of different
-    kinds. The engine's thread chooses; any thread changes what there is to choose from, under ``changed``, which wakes
-    the engine.
+    Those of the engine's own domain are always there and serve what has none, tenants too, who recall from tables of
+    their own. Domains may have drafters of different kinds. The engine's thread chooses; any thread changes what there
+    is to choose from, under ``changed``, which wakes the engine.
     """
 
     def __init__(
@@ -190,11 +179,11 @@ class DrafterPool:
 
     def memories(self, domain: str) -> Memories:
         """What the drafters of a domain recall."""
-        return self._maker.memories(domain)
+        return self._maker.tables.of(domain)
 
     def recalled(self) -> dict[str, Memories]:
         """What drafters recall, by domain."""
-        return self._maker.recalled()
+        return self._maker.tables.all()
 
     @property
     def staged(self) -> bool:
@@ -207,7 +196,7 @@ class DrafterPool:
         if drafters is None:
             if len(self._wanted) < _MOST_WANTED:
                 self._wanted.add(domain)
-            drafters = self.domains[self.domain]
+            drafters = self.domains.get(in_tenant(tenant_of(domain), self.domain), self.domains[self.domain])
         self._turn += 1
         drafters.used = self._turn
         return drafters.choose(request_id)
@@ -256,7 +245,7 @@ class DrafterPool:
             self._staged.pop(domain, None)
             self._failed.pop(domain, None)
             self._retired.append(self.domains.pop(domain).stable)
-            self._maker.forget(domain)
+            self._maker.tables.forget(domain)
 
     def sweep(self) -> None:
         """Free the drafters that get no new sequences and have seen their last."""

@@ -41,7 +41,7 @@ class Request:
     ``stop`` strings end the text before they appear; ``ignore_eos`` decodes on to ``max_tokens``;
     ``capture`` allows the trainer to learn from it; ``speculate`` False decodes it plainly; ``policy`` is
     how it speculates, None as the engine does; ``domain`` is whose drafter it wants, None to find out.
-    ``client`` is who sent it, as far as clients are told apart.
+    ``client`` is who sent it, as far as clients are told apart, and ``tenant`` whose the domain is, "" for nobody's.
     ``logprobs`` reports each token's log-probability and those of so many most probable tokens; None reports none.
     """
 
@@ -57,6 +57,7 @@ class Request:
     policy: Policy | None = None
     logprobs: int | None = None
     client: str = ""
+    tenant: str = ""
 
 
 @dataclass(frozen=True)

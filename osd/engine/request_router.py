@@ -7,6 +7,7 @@ import time
 import numpy as np
 import torch
 
+from osd.config import in_tenant, tenant_of
 from osd.engine.pool import DrafterPool
 from osd.engine.sequence import Routed, Sequence
 from osd.routing.router import Router
@@ -17,19 +18,19 @@ class RequestRouter:
     """Gives a sequence its drafter once its prompt has been read, and the router its measurements; on one thread.
 
     The prompt's embedding is the mean of the hidden states of one tapped layer, the middle one, over its tokens. The
-    first token is left out: whatever the text, attention makes its state far larger than all others.
+    first token is left out: whatever the text, attention makes its state far larger than all others. Each tenant has
+    a router of its own.
     """
 
     def __init__(self, pool: DrafterPool, target: SlotModel) -> None:
         """Route among the domains of ``pool`` by the states of ``target``, which has taps."""
-        self._pool, self.router = pool, Router(pool.domain)
+        self._pool, self.routers = pool, {"": Router(pool.domain)}
         start = len(target.taps) // 2 * target.hidden_size
         self._layer = slice(start, start + target.hidden_size)
 
-    @property
-    def open(self) -> bool:
-        """Whether there is more than one domain to choose from."""
-        return len(self._pool.domains) > 1
+    def open(self, tenant: str) -> bool:
+        """Whether a tenant, "" for none, has more than one domain to choose from."""
+        return len(self._domains(tenant)) > 1
 
     @torch.inference_mode()
     def route(self, s: Sequence) -> None:
@@ -37,14 +38,14 @@ class RequestRouter:
         unrouted, s.unrouted = s.unrouted, None
         assert unrouted is not None  # noqa: S101  nobody else is routed
         states = torch.cat(unrouted.states)
-        prompt = len(s.request.prompt_ids)
+        prompt, tenant = len(s.request.prompt_ids), s.request.tenant
         embedding = states[min(1, prompt - 1) : prompt, self._layer].float().mean(0).cpu().numpy()
         if np.isfinite(embedding).all():
-            pick = self.router.pick(embedding, list(self._pool.domains))
+            pick = self._router(tenant).pick(embedding, self._domains(tenant))
             s.domain, drafter = pick.domain, self._pool.choose(pick.drafter, s.request.id)
             s.routed = Routed(pick, time.perf_counter(), len(s.tokens))
         else:
-            drafter = self._pool.choose(self._pool.domain, s.request.id)
+            drafter = self._pool.choose(s.domain, s.request.id)
         s.begin(drafter)
         drafter.commit(s.slot, unrouted.tokens, states)
         if s.trace is not None and s.learner is not None and s.learner.needs != drafter.needs:
@@ -56,4 +57,14 @@ class RequestRouter:
         """Learn how fast a sequence was that has ended by itself."""
         if s.routed is not None and s.finish in ("stop", "length") and s.request.policy is None:
             seconds = time.perf_counter() - s.routed.began
-            self.router.learn(s.routed.pick, len(s.tokens) - s.routed.tokens, seconds)
+            self._router(s.request.tenant).learn(s.routed.pick, len(s.tokens) - s.routed.tokens, seconds)
+
+    def _domains(self, tenant: str) -> list[str]:
+        """A tenant's usual domain, which others may serve, and its others that have drafters."""
+        usual = in_tenant(tenant, self._pool.domain)
+        return [usual, *(domain for domain in self._pool.domains if tenant_of(domain) == tenant and domain != usual)]
+
+    def _router(self, tenant: str) -> Router:
+        if tenant not in self.routers:
+            self.routers[tenant] = Router(in_tenant(tenant, self._pool.domain))
+        return self.routers[tenant]

@@ -74,7 +74,7 @@ class Scheduler:
         self._take_cached(s, start)
 
     def _begin(self, s: Sequence, pool: DrafterPool) -> None:
-        if s.request.domain is None and self._router is not None and self._router.open:
+        if s.request.domain is None and self._router is not None and self._router.open(s.request.tenant):
             s.unrouted = Unrouted()
             return
         s.begin(pool.choose(s.domain, s.request.id))

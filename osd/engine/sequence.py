@@ -111,7 +111,8 @@ class Sequence:
 
     def begin(self, drafter: ActiveDrafter) -> None:
         """Draft with ``drafter`` from now on."""
-        drafter.open(self.slot, self.tokens[0], Origin(self.request.id, self.request.client, self.request.capture))
+        request = self.request
+        drafter.open(self.slot, self.tokens[0], Origin(request.id, request.client, request.capture, request.tenant))
         self.drafter = drafter  # only now is there something to close
 
     def hand_on(self, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:

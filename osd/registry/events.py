@@ -14,7 +14,17 @@ from osd.redis_client import RedisClient
 logger = logging.getLogger(__name__)
 
 Kind = Literal[
-    "published", "rejected", "canary", "promoted", "swapped", "rolled_back", "pinned", "unpinned", "drift", "train_step"
+    "published",
+    "rejected",
+    "canary",
+    "promoted",
+    "swapped",
+    "rolled_back",
+    "pinned",
+    "unpinned",
+    "drift",
+    "keys_refused",
+    "train_step",
 ]
 
 MAX_EVENTS = 1000

@@ -7,8 +7,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
+from serving.access.caller import caller_of
 from serving.errors import ApiError
-from serving.limits import has_key
 from serving.replica_metrics import HISTORY_SECONDS
 from serving.service import Service
 
@@ -44,7 +44,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("")
     async def page(request: Request) -> Response:
-        return file("index.html", 200 if has_key(request.headers, service.settings.serving.api_key) else 401)
+        return file("index.html", 200 if caller_of(request).may("watch") else 401)
 
     @routes.get("/data")
     async def data(request: Request) -> Response:

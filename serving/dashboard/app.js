@@ -61,7 +61,7 @@ async function refresh() {
       headers: key ? { Authorization: `Bearer ${key}` } : {},
       signal: AbortSignal.any([asking.signal, AbortSignal.timeout(10000)]),
     });
-    if (response.status === 401) {
+    if (response.status === 401 || response.status === 403) {
       $("login-error").hidden = key === null;
       sessionStorage.removeItem(KEY);
       $("login").hidden = false;

@@ -198,6 +198,7 @@ const kinds = {
   unpinned: ["unpinned", "on"],
   drift: ["drift", "off"],
   rejected: ["rejected", "off"],
+  keys_refused: ["keys", "off"],
   rolled_back: ["rolled back", "off"],
 };
 
@@ -213,6 +214,7 @@ function story(event) {
   if (event.kind === "unpinned") return `The trainer may move on from v${event.version} again`;
   if (event.kind === "drift") return `Acceptance of ${event.source} under v${event.version} fell from ${percent(event.before)} to about ${percent(event.now)}`;
   if (event.kind === "swapped") return `v${event.version} is in service, before it v${event.previous}`;
+  if (event.kind === "keys_refused") return `The keys stay as they were: ${event.reason}`;
   if (event.kind === "rejected" && event.stage === "load") return `v${event.version} was refused by a replica: ${event.reason}`;
   if (event.kind === "rejected") return `A candidate did not pass the gate: ${event.reason}`;
   const left = event.previous ? ` from v${event.previous}` : "";

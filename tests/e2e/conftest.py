@@ -29,6 +29,7 @@ from tests.pointers import put
 from tests.tiny import make_tiny
 
 REPLICAS = 2
+ADMIN_KEY = "sk-operators"
 
 
 @dataclass
@@ -114,7 +115,13 @@ def running(folder: Path, **drafter: Any) -> Iterator[Service]:
         engine={"slots": 4, "context": 1024, "threads": 1},
         drafter={"trained": {"vocabulary": 128}, **drafter},
         growth={"governed": False},  # on so small a target no draft pays
-        serving={"port": free_port(), "replicas": REPLICAS, "max_queue": 6, "body_timeout_s": 2},
+        serving={
+            "port": free_port(),
+            "replicas": REPLICAS,
+            "max_queue": 6,
+            "body_timeout_s": 2,
+            "admin_key": ADMIN_KEY,
+        },
     )
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

@@ -123,9 +123,9 @@ def test_a_request_that_nobody_knows_is_an_error_that_says_so(make_loop, eventua
 
 
 def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
-    from osd.cli import traces
+    from osd.admin import forgetting
 
-    monkeypatch.setattr(traces, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(forgetting, "_ANSWER_SECONDS", 0.2)
     loop = make_loop()
     loop.first_version()
     loop.send(1)
@@ -139,9 +139,9 @@ def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):
 
 
 def test_a_request_can_be_purged_again(make_loop, eventually, monkeypatch):
-    from osd.cli import traces
+    from osd.admin import forgetting
 
-    monkeypatch.setattr(traces, "_ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr(forgetting, "_ANSWER_SECONDS", 5.0)
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
     loop.send(20)

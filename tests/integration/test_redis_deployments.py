@@ -19,6 +19,8 @@ from osd.redis_client import connect
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from serving.access.keys import Limits
+from serving.access.windows import Windows
 from tests.pointers import put
 from tests.redis_servers import PASSWORD, Address, pair, run
 
@@ -78,6 +80,12 @@ def use_everything(url: str, name: str, root: Path) -> None:
         purges.ask("r")
         purges.alive(Member("replica", name))
         assert purges.members() == {Member("replica", name)}
+    for used in (1, 2):  # each as another replica would
+        windows = Windows(url)
+        counted = windows.admit("key", Limits(requests_per_minute=10)).requests
+        assert counted is not None
+        assert counted.remaining == 10 - used
+        windows.close()
 
 
 def test_two_services_share_a_redis_when_each_has_a_prefix(redis_url, redis_client, make_trace, eventually, tmp_path):

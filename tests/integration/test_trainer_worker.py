@@ -352,9 +352,11 @@ def test_a_fall_of_live_acceptance_is_told_and_counted(make_loop, eventually):
 def test_other_domains_are_learned_from_where_that_is_asked_for(make_loop, eventually):
     loop = make_loop(domains="all", steps_per_candidate=10_000)
     loop.first_version()
+    loop.send(20, domain="acme.general")
     loop.send(20, domain="elsewhere")
     worker = loop.start()
     eventually(lambda: worker.status()["trained"] + worker.status()["held_out"] == 20)
+    assert worker.status()["records"] == 20, "what a tenant asks is no other domain's"
 
 
 def test_records_that_are_too_old_are_not_learned_from_and_done_with(make_loop, eventually, redis_client, monkeypatch):

@@ -86,6 +86,7 @@ def test_the_demo_refuses_what_it_cannot_show(tmp_path):
     for kind in ("none", "recall"):
         assert "drafter.kind" in refusal(osd("demo", "--set", f"drafter.kind={kind}"))
     assert "trainer.enabled" in refusal(osd("demo", "--set", "trainer.enabled=false"))
+    assert "serving.keys_file" in refusal(osd("demo", "--set", "serving.keys_file=/keys"))
     assert "--report" in refusal(osd("demo", "--report", str(tmp_path / "nowhere" / "report.json")))
 
 

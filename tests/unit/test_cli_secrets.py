@@ -12,6 +12,7 @@ from osd.cli.app import app
     ("given", "instead"),
     [
         ("serving.api_key=hush", "serving.api_key_file or OSD_SERVING__API_KEY"),
+        ("serving.admin_key=hush", "serving.admin_key_file or OSD_SERVING__ADMIN_KEY"),
         ("redis_url=redis://:hush@h/0", "redis.password_file or OSD_REDIS_URL"),
         ("redis_url=redis+sentinel://h:1/s?sentinel_password=hush", "redis.password_file or OSD_REDIS_URL"),
     ],

@@ -31,6 +31,10 @@ from osd.config import ConfigError, Settings, load_settings
             ["serving.api_key_file=/dev/null", "serving.api_key=k"],
             "serving.api_key and serving.api_key_file are both",
         ),
+        (["serving.admin_key_file=/dev/null"], "serving.admin_key_file /dev/null is empty"),
+        (["serving.api_key=k", "serving.admin_key=k"], "serving.admin_key and serving.api_key are the same"),
+        (["serving.keys_file=/k", "serving.api_key=k"], "serving.keys_file holds all keys: leave serving.api_key out"),
+        (["serving.keys_file=/k", "serving.admin_key=k"], "serving.keys_file holds all keys: leave serving.admin_key"),
     ],
 )
 def test_settings_that_do_not_go_together_are_one_line(given, reason):

@@ -19,6 +19,11 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"growth": {"kind": "chain", "depth": 9}, "engine": {"max_draft": 8}},
         r"growth\.kind chain drafts up to 9 tokens, and engine\.max_draft is 8",
     ),
+    "a file of keys that is not there": (
+        {"serving": {"keys_file": "/nowhere"}},
+        r"serving\.keys_file /nowhere cannot be",
+    ),
+    "a tenant's domain as the service's own": ({"domain": "acme.code"}, r"domain acme\.code is a tenant's"),
     "int8 on a GPU": ({"target": {"weights": "int8", "device": "cuda"}}, r"target\.weights int8 needs a CPU with AVX2"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from osd.config import RecallSettings
 from osd.drafters.recall.memory import Backend, Memory
@@ -28,11 +29,12 @@ class Memories:
     """What a domain remembers, for all drafters of the domain.
 
     With ``shared`` there is one table. Without, each client has one of a 16th of the size, and the client that was not
-    seen for longest loses its own to a new one. Any thread may ask.
+    seen for longest loses its own to a new one. Tenants have memories of their own, which ``tenants`` gives. Any thread
+    may ask.
     """
 
-    def __init__(self, settings: RecallSettings) -> None:
-        self._settings, self.backend = settings, backend()
+    def __init__(self, settings: RecallSettings, tenants: Callable[[str], Memories] | None = None) -> None:
+        self._settings, self._tenants, self.backend = settings, tenants, backend()
         self._of: OrderedDict[str, Memory] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -42,8 +44,10 @@ class Memories:
         with self._lock:
             return list(self._of.values())
 
-    def of(self, client: str) -> Memory:
-        """The table that a client's requests are drafted from, and remembered in."""
+    def of(self, client: str, tenant: str = "") -> Memory:
+        """The table that requests of a client, of a tenant or none, are drafted from and remembered in."""
+        if tenant and self._tenants is not None:
+            return self._tenants(tenant).of(client)
         name = "" if self._settings.shared else client
         with self._lock:
             if name not in self._of:

@@ -52,7 +52,7 @@ class RecallSession(Session):
         text.clear()
         text.append([token], certain=False)
         mark = mark_of(origin.request) if origin.remembered else None
-        self._readers[slot] = _Reader(text, self._memories.of(origin.client), mark)
+        self._readers[slot] = _Reader(text, self._memories.of(origin.client, origin.tenant), mark)
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         """See ``Session.propose``; with ``Asked.worth`` as many nodes as pay, of all sequences the most probable."""

@@ -129,7 +129,7 @@ def test_the_router_sees_the_mean_hidden_state_of_the_prompt_and_the_speed_of_th
     with running(target_dir, "eagle", traces=traces, chunk=16) as client:
         pool_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
         router: Any = client.engine.loop.router
-        router.router = script = Script("code", "general", "code")
+        router.routers[""] = script = Script("code", "general", "code")
         for index, prompt in enumerate(asked):
             client.submit(str(index), prompt, 30, ignore_eos=True, capture=True, domain=None)
             client.wait()
@@ -152,7 +152,7 @@ def test_with_one_domain_there_is_nothing_to_route_and_the_domain_is_the_own(tar
     traces: list[Trace] = []
     with running(target_dir, "eagle", traces=traces) as client:
         router: Any = client.engine.loop.router
-        router.router = script = Script()
+        router.routers[""] = script = Script()
         client.submit("r", [1, 2, 3], 20, capture=True, domain=None, ignore_eos=True)
         assert client.wait()["r"].counts.drafted > 0
     assert script.embeddings == []
@@ -163,7 +163,7 @@ def test_requests_that_end_before_they_are_routed_or_are_cancelled_teach_nothing
     with running(target_dir, "eagle") as client:
         pool_of(client).open("code", 7, shaken("eagle", target_dir, 0.0))
         router: Any = client.engine.loop.router
-        router.router = script = Script("code", "code")
+        router.routers[""] = script = Script("code", "code")
         client.submit("short", [1, 2, 3], 1, domain=None)
         client.wait()
         client.submit("gone", [1, 2, 3], 120, domain=None, ignore_eos=True)
@@ -184,7 +184,7 @@ def test_a_drafter_without_taps_is_routed_by_a_layer_that_only_the_router_reads(
     with running(target_dir, "language_model", traces=traces, taps=(2,)) as client:
         pool_of(client).open("code", 7, shaken("language_model", target_dir, 0.01))
         router: Any = client.engine.loop.router
-        router.router = script = Script("code")
+        router.routers[""] = script = Script("code")
         client.submit("r", prompt, 30, ignore_eos=True, capture=True, domain=None)
         assert client.wait()["r"].tokens == oracle.greedy(prompt, 30)
     assert script.embeddings[0].shape == (64,)
@@ -196,7 +196,7 @@ def test_a_seed_gives_the_same_text_whichever_drafter_is_picked(target_dir: Path
     with running(target_dir, "eagle") as client:
         pool_of(client).open("code", 7, shaken("eagle", target_dir, 0.5))
         router: Any = client.engine.loop.router
-        router.router = Script("code", "general")
+        router.routers[""] = Script("code", "general")
         for name in ("one", "other"):
             client.submit(name, prompt, 30, sampling, ignore_eos=True, domain=None)
         results = client.wait()

@@ -367,7 +367,7 @@ def test_routing_between_the_drafters_of_domains_leaves_the_law_alone(model: Lla
         pool: Any = engine.pool
         router: Any = engine.loop.router
         pool.open("code", 5, other)
-        router.router = Coin()
+        router.routers[""] = Coin()
 
     def look(engine: Engine) -> None:
         served.update(engine.counters().by_version)

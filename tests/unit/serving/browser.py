@@ -9,7 +9,7 @@ import json
 class Browser:
     """Speaks ASGI to the application, so that it can leave at any moment."""
 
-    def __init__(self, app, path, body, whole=True, method="POST"):
+    def __init__(self, app, path, body, whole=True, method="POST", key=""):
         self.incoming: asyncio.Queue = asyncio.Queue()
         self.incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": not whole})
         self.sent: list = []
@@ -24,7 +24,11 @@ class Browser:
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
-            "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+            "headers": [
+                (b"host", b"127.0.0.1"),
+                (b"content-type", b"application/json"),
+                (b"authorization", f"Bearer {key}".encode()),
+            ],
             "scheme": "http",
             "server": ("test", 80),
             "client": ("test", 1),

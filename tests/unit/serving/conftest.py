@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -8,63 +7,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from osd.config import Settings
-from osd.engine.request import Request, Update
-from osd.metrics import SpeculationCounts
-from serving.replica_metrics import Totals
-from serving.service import ChatTemplateError, Model
 from tests.unit.serving.answers import asking
-
-Script = Callable[[Request], list[Update] | None]
-
-
-class ScriptedService:
-    """Stands in for a replica: letters are tokens, and every sequence gets the updates that ``script`` says.
-
-    ``None`` from the script leaves a sequence running until it is cancelled; ``updates`` are for what comes then.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.model = Model(id="tiny", root="some/where", context=64, vocabulary=0x250, created=1)
-        self.script: Script = lambda request: [
-            Update(request.id, (1, 2), "Hel"),
-            Update(request.id, (3,), "lo", "stop", SpeculationCounts(2, 4, 1, [1, 0], [1, 1])),
-        ]
-        self.submitted: list[Request] = []
-        self.updates: list[Callable[[Update], None]] = []
-        self.cancelled: list[str] = []
-        self.healthy = True
-
-    def encode(self, text: str, special: bool) -> list[int]:
-        return [1] * special + [min(ord(letter), 0x24F) for letter in text]
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        if messages[0]["role"] == "assistant":
-            raise ChatTemplateError("The model's chat template does not take this order of messages.")
-        return self.encode("".join(f"{message['role'][0]}{message['content']}" for message in messages), False)
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
-
-    def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:
-        self.submitted.append(request)
-        self.updates.append(on_update)
-        updates = self.script(request)
-        if updates is not None:
-            threading.Thread(target=lambda: [on_update(update) for update in updates]).start()
-
-    def cancel(self, request_id: str) -> None:
-        self.cancelled.append(request_id)
-
-    def check_health(self) -> None:
-        if not self.healthy:
-            raise RuntimeError("thread ended")
-
-    async def totals(self) -> Totals:
-        return Totals({"requests": 3}, [])
-
-    async def dashboard(self, seconds: int) -> dict[str, Any]:
-        return {"seconds": seconds}
+from tests.unit.serving.scripted import ScriptedService
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def serve(client, domain="general", whose=""):
 
 
 def used(client, domain="general"):
-    return sum(table.used() for table in client.engine.pool.memories(domain).tables)
+    return sum(table.used() for table in client.engine.pool.recalled()[domain].tables)
 
 
 def test_a_new_replica_starts_with_what_the_last_one_recalled(keeping):
@@ -70,6 +70,23 @@ def test_another_domain_starts_with_its_own_when_it_is_opened(keeping):
         client.engine.pool.open("code", 7, {}, Recall())
         client.keeper.look()
         assert used(client, "code") == before, "a domain that comes back does too"
+
+
+def test_a_tenant_that_gives_way_to_another_finds_again_what_it_recalled(keeping):
+    with keeping() as client:
+        client.submit("hers", prompts([9])[0], 12, ignore_eos=True, capture=True, domain=None, tenant="acme")
+        client.wait()
+        client.keeper.look()
+        before = used(client, "acme.general")
+        for number in range(client.engine.settings.engine.domains):
+            client.submit(f"{number}", [5, 6], 2, domain=None, tenant=f"t{number}")
+            client.wait()
+        assert "acme.general" not in client.engine.pool.recalled()
+        client.keeper.look()
+        client.submit("again", [5, 6], 2, domain=None, tenant="acme")
+        client.wait()
+        client.keeper.look()
+        assert used(client, "acme.general") == before > 0
 
 
 def test_a_snapshot_of_another_target_is_refused_in_one_sentence(keeping, tmp_path_factory, caplog):

@@ -111,7 +111,7 @@ class Service:
         monkeypatch.setattr(net, "Embedded", self.embedded)
         monkeypatch.setattr(net, "ServiceSampler", self.sampler)
         monkeypatch.setattr(net.serve, "measure", self.measure)
-        monkeypatch.setattr(net.ray, "get", lambda answer: answer)
+        monkeypatch.setattr(net.ray, "get", lambda answer, timeout: answer)
 
     @contextmanager
     def embedded(self, settings):

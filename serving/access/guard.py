@@ -1,0 +1,64 @@
+"""Lets in whoever has a key that may what is asked."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving.access.caller import Caller, bearer_of, client_of, state_of
+from serving.access.keyring import Keyring
+from serving.access.keys import Right
+from serving.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health"})
+"""Paths that answer without a key. The dashboard's own files are open too: they hold no data."""
+
+_WATCHED = frozenset({"/metrics", "/dashboard/data"})
+_REFUSED = {
+    "generate": "This key may not generate.",
+    "watch": "This key may not watch: metrics and the dashboard need one that may watch or administer.",
+    "administer": "This key may not administer: serving.admin_key may, or a key of serving.keys_file that says so.",
+}
+
+
+def right_for(path: str) -> Right:
+    """What a path needs."""
+    if path == "/admin" or path.startswith("/admin/"):
+        return "administer"
+    return "watch" if path in _WATCHED else "generate"
+
+
+class KeyGuard:
+    """ASGI middleware: 401 without a key that is asked for, 403 with one that may not, else the routes know the caller.
+
+    ``open_paths`` answer without one.
+    """
+
+    def __init__(self, app: ASGIApp, keyring: Keyring, open_paths: frozenset[str]) -> None:
+        self.app, self.keyring, self.open = app, keyring, OPEN_PATHS | open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may go on."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        secret = bearer_of(Headers(scope=scope))
+        key = await self.keyring.find(secret)
+        caller = Caller(key, client_of(key, secret), self.keyring.free)
+        right = right_for(scope["path"])
+        if scope["path"] in self.open or caller.may(right):
+            state = {**scope.get("state", {}), **state_of(caller)}
+            return await self.app({**scope, "state": state}, receive, send)
+        return await self._refusal(caller, right).response()(scope, receive, send)
+
+    def _refusal(self, caller: Caller, right: Right) -> ApiError:
+        if right == "administer" and not self.keyring.administered:
+            message = "Nobody may administer this server over HTTP: set serving.admin_key or serving.keys_file."
+            return ApiError(403, message, code="forbidden")
+        if caller.key is not None:
+            return ApiError(403, _REFUSED[right], code="forbidden")
+        return ApiError(
+            401,
+            "This server needs its API key as 'Authorization: Bearer KEY'.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )

@@ -1,0 +1,177 @@
+"""What operators do over HTTP, with a real registry and a real Redis."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from osd.admin import forgetting
+from osd.admin.audit import AuditLog
+from osd.capture.purge import Member, Purges
+from osd.capture.stream import TraceWriter
+from osd.cli.app import app
+from osd.config import Settings
+from osd.registry.events import Events
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from serving.routes import create_app
+from tests.pointers import put
+from tests.unit.serving.answers import error_of
+from tests.unit.serving.scripted import ScriptedService
+
+SECRET = "sk-ops-1"
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return Settings(home=tmp_path / "home", serving={"admin_key": SECRET})
+
+
+@pytest.fixture
+def pointer(settings, redis_url):
+    """The pointer of a registry with three versions of two domains; the second version is in service."""
+    registry = Registry(settings.registry_dir)
+    with Pointer(redis_url, settings.registry_dir) as pointer:
+        for domain in ("general", "acme.code"):
+            for number in range(1, 4):
+                registry.publish(domain, {"w": torch.ones(1)}, {}, {"parent": number - 1 or None})
+            put(pointer, domain, Rollout(stable=2, canary=None, share=0.0, changed=1.0))
+        yield pointer
+
+
+@pytest.fixture
+def http(settings, redis_url, pointer):
+    service = ScriptedService(settings)
+    service.redis_url = redis_url
+    return TestClient(create_app(service), base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {SECRET}"})
+
+
+def test_a_version_is_rolled_back_pinned_and_let_go(http, pointer, redis_url, settings):
+    assert http.post("/admin/drafters/rollback", json={}).json() == {
+        "domain": "general",
+        "version": 1,
+        "previous": 2,
+        "pinned": False,
+    }
+    assert http.post("/admin/drafters/pin", json={"version": 3}).json()["pinned"] is True
+    assert (pointer.get("general").stable, pointer.get("general").pinned) == (3, True)
+    assert http.post("/admin/drafters/unpin", json={}).json()["pinned"] is False
+    answer = http.post("/admin/drafters/rollback", json={"domain": "acme.code", "version": 3})
+    assert answer.json() == {"domain": "acme.code", "version": 3, "previous": 2, "pinned": False}
+    with Events(redis_url) as events:
+        kinds = [event["kind"] for event in events.recent()]
+    assert kinds == ["rolled_back", "pinned", "unpinned", "rolled_back"]
+    done = [(one["who"], one["from"], one["action"], one["domain"], one["version"], one["outcome"])
+            for one in AuditLog(settings.home_dir).last(10)]  # fmt: skip
+    who = ("key serving.admin_key", "testclient")
+    assert done == [
+        (*who, "rollback", "general", 1, "done"),
+        (*who, "pin", "general", 3, "done"),
+        (*who, "unpin", "general", 3, "done"),
+        (*who, "rollback", "acme.code", 3, "done"),
+    ]
+
+
+def test_a_canary_is_promoted(http, pointer):
+    put(pointer, "general", Rollout(stable=2, canary=3, share=0.1, changed=2.0))
+    answer = http.post("/admin/drafters/promote", json={"domain": "general"}).json()
+    assert (answer["version"], answer["previous"]) == (3, 2)
+    now = pointer.get("general")
+    assert (now.stable, now.canary) == (3, None)
+
+
+def test_the_versions_of_every_domain_are_listed(http):
+    domains = {one["domain"]: one for one in http.get("/admin/drafters").json()["domains"]}
+    assert domains.keys() == {"general", "acme.code"}
+    assert (domains["general"]["stable"], domains["general"]["pinned"]) == (2, False)
+    assert [(one["number"], one["manifest"]["parent"]) for one in domains["general"]["versions"]] == [
+        (1, None),
+        (2, 1),
+        (3, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "status", "said"),
+    [
+        ("rollback", {"version": 9}, 404, "general/9: no such drafter version."),
+        ("pin", {"domain": "sql"}, 404, "Domain sql has no version in service."),
+        ("promote", {}, 409, "Domain general has no canary; version 2 is in service."),
+        ("unpin", {}, 409, "Version 2 of general is not pinned."),
+        ("rollback", {"version": 0}, 400, "'version'"),
+        ("pin", {"domain": "a/b"}, 400, "'domain'"),
+        ("promote", {"version": 3}, 400, "'version' is not supported."),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_changes_nothing(http, pointer, settings, action, body, status, said):
+    before = pointer.all()
+    assert said.lower() in error_of(http.post(f"/admin/drafters/{action}", json=body), status)["message"].lower()
+    assert pointer.all() == before
+    outcomes = [one["outcome"] for one in AuditLog(settings.home_dir).last(10)]
+    assert len(outcomes) == (status != 400)
+    assert all(outcome.startswith("refused: ") for outcome in outcomes)
+
+
+def test_a_damaged_version_is_a_conflict(http, pointer, settings):
+    (settings.registry_dir / "general" / "1" / "model.safetensors").write_bytes(b"x")
+    error_of(http.post("/admin/drafters/rollback", json={}), 409)
+    assert pointer.get("general").stable == 2
+
+
+def test_a_domain_that_somebody_else_has_just_moved_is_a_conflict(http, pointer, monkeypatch):
+    monkeypatch.setattr(Pointer, "replace", lambda *given, **more: False)
+    assert "has just been moved" in error_of(http.post("/admin/drafters/pin", json={}), 409)["message"]
+
+
+def test_an_action_that_cannot_be_logged_is_refused(http, pointer, settings):
+    (settings.home_dir / "audit.jsonl").mkdir()
+    error = error_of(http.post("/admin/drafters/rollback", json={}), 503)
+    assert "audit log" in error["message"]
+    assert pointer.get("general").stable == 2
+
+
+def test_a_request_is_purged(http, settings, redis_url, make_trace, redis_client, monkeypatch):
+    writer = TraceWriter(redis_url, settings.capture)
+    assert writer.offer(make_trace("chatcmpl-1f-0"))
+    writer.close()
+    found = http.post("/admin/traces/purge", json={"request": "chatcmpl-1f"}).json()
+    assert found == {
+        "request": "chatcmpl-1f",
+        "streamed": 1,
+        "remembered": 0,
+        "entries": 0,
+        "learning": [],
+        "versions": {},
+    }
+    assert redis_client.xlen("osd:traces") == 0
+    error_of(http.post("/admin/traces/purge", json={"request": "chatcmpl-2e"}), 404)
+    monkeypatch.setattr(forgetting, "_ANSWER_SECONDS", 0.1)
+    with Purges(redis_url) as purges:
+        purges.alive(Member("replica", "silent"))
+    silent = error_of(http.post("/admin/traces/purge", json={"request": "chatcmpl-3d"}), 503)
+    assert "the replica silent did not answer" in silent["message"].lower()
+
+
+def test_the_command_line_is_in_the_log_too(settings, pointer, redis_url):
+    environment = {"OSD_HOME": str(settings.home), "OSD_REDIS_URL": redis_url}
+
+    def command(*arguments):
+        return CliRunner().invoke(app, list(arguments), env=environment)
+
+    assert command("drafters", "pin").exit_code == 0
+    assert command("drafters", "promote").exit_code == 2
+    assert command("traces", "purge", "--request", "nobody's").exit_code == 2
+    pinned, promoted, purged = map(json.loads, command("audit", "--json").stdout.splitlines())
+    assert pinned["who"].startswith("user ")
+    assert (pinned["from"], pinned["action"], pinned["version"], pinned["outcome"]) == (
+        "command line",
+        "pin",
+        2,
+        "done",
+    )
+    assert promoted["outcome"] == "refused: domain general has no canary; version 2 is in service"
+    assert (purged["action"], purged["request"]) == ("purge", "nobody's")

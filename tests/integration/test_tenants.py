@@ -1,0 +1,117 @@
+"""Keys of a file and a real replica: two tenants share nothing but the drafter's weights, and a key is rotated."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+import yaml
+from starlette.testclient import TestClient
+
+from osd.capture.stream import TraceReader
+from osd.config import Settings
+from osd.registry.events import Events
+from serving.replica import Replica
+from serving.routes import create_app
+from tests.replicas import NoMetrics
+
+TENANTS = {"sk-acme-1": "acme", "sk-blue-1": "blue", "sk-nobody-1": ""}
+PROMPT = "the same words for everybody, and enough of them to be worth keeping"
+
+
+@pytest.fixture
+def settings(tiny_target, tmp_path):
+    keys = tmp_path / "keys.yaml"
+    entries = [{"name": f"key-{index}", "key": secret} for index, secret in enumerate(TENANTS)]
+    for entry in entries:
+        entry |= {"tenant": TENANTS[entry["key"]]} if TENANTS[entry["key"]] else {}
+    keys.write_text(yaml.safe_dump(entries))
+    keys.chmod(0o600)
+    return Settings(
+        home=tmp_path / "home",
+        target={"source": str(tiny_target), "dtype": "float32"},
+        drafter={"kind": "recall", "recall": {"megabytes": 1}},
+        growth={"kind": "best_first", "governed": False},
+        engine={"slots": 4, "context": 256, "threads": 1, "max_draft": 24},
+        serving={"keys_file": keys},
+    )
+
+
+@pytest.fixture
+def replica(settings, redis_url):
+    interval = sys.getswitchinterval()
+    replica = Replica(settings, redis_url, "a", NoMetrics())
+    yield replica
+    replica.close()
+    sys.setswitchinterval(interval)
+
+
+def ask(replica, secret, **fields):
+    """What an answer says of itself: accepted draft tokens, and prompt tokens that were not read again."""
+    http = TestClient(create_app(replica), headers={"Authorization": f"Bearer {secret}"})
+    body = {"prompt": PROMPT, "max_tokens": 32, "temperature": 0, "ignore_eos": True, **fields}
+    answer = http.post("/v1/completions", json=body).raise_for_status().json()
+    accepted = answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+    return accepted, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_tenants_with_the_same_prompts_share_no_recall_no_cache_no_trace_and_no_domain(replica, settings, redis_url):
+    first = {secret: ask(replica, secret) for secret in TENANTS}
+    again = {secret: ask(replica, secret) for secret in TENANTS}
+    assert len(set(first.values())) == 1, "nobody begins with what another asked"
+    assert {cached for _, cached in first.values()} == {0}
+    for secret in TENANTS:
+        assert again[secret][0] > first[secret][0], "each recalls what it asked itself"
+        assert again[secret][1] > 0
+    ask(replica, "sk-acme-1", osd={"domain": "code"})
+
+    reader = TraceReader(redis_url, settings.capture, "test", "c")
+    traces = []
+    while len(traces) < 7 and (found := reader.read(16, block_ms=5000)):
+        traces += [given.trace.domain for given in found]
+    reader.close()
+    assert sorted(traces) == ["acme.code", *["acme.general"] * 2, *["blue.general"] * 2, *["general"] * 2]
+
+    tables = replica.engine.pool.recalled()
+    assert set(tables) == {"general", "acme.general", "blue.general"}
+    assert len({id(table) for memories in tables.values() for table in memories.tables}) == 3
+
+
+def test_each_tenants_table_lies_in_its_own_folder_and_serves_it_after_a_restart(
+    replica, settings, redis_url, eventually
+):
+    first = ask(replica, "sk-acme-1")
+    replica.close()
+    found = {path.parent.name for path in settings.registry_dir.glob("*/recall.safetensors")}
+    assert found == {"general", "acme.general"}
+    new = Replica(settings, redis_url, "b", NoMetrics())
+    try:
+        ask(new, "sk-acme-1", prompt="x", max_tokens=1)
+        (table,) = new.engine.pool.recalled()["acme.general"].tables
+        eventually(lambda: table.used() > 10)
+        assert ask(new, "sk-acme-1")[0] > first[0]
+        assert ask(new, "sk-blue-1")[0] == first[0]
+    finally:
+        new.close()
+
+
+def test_a_key_is_rotated_while_it_serves_and_a_broken_file_changes_nothing(replica, settings, redis_url, eventually):
+    http = TestClient(create_app(replica))
+
+    def status(secret):
+        return http.get("/v1/models", headers={"Authorization": f"Bearer {secret}"}).status_code
+
+    file = settings.serving.keys_file
+    assert [status(secret) for secret in ("sk-acme-1", "sk-acme-2")] == [200, 401]
+    began = time.monotonic()
+    file.write_text("[{name: key-0, key: sk-acme-2, tenant: acme}]")
+    eventually(lambda: status("sk-acme-2") == 200)
+    assert time.monotonic() - began < 5
+    assert status("sk-acme-1") == 401
+    file.write_text("[{name: key-0")
+    with Events(redis_url) as events:
+        eventually(lambda: status("sk-acme-2") == 200 and [event["kind"] for event in events.recent()])
+        (told,) = events.recent()
+    assert told["kind"] == "keys_refused"
+    assert "is not YAML" in told["reason"]

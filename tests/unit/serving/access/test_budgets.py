@@ -1,0 +1,134 @@
+"""Rates and quotas of keys, over HTTP, counted in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import yaml
+from starlette.testclient import TestClient
+
+from osd.engine.request import Update
+from serving.routes import create_app
+from tests.unit.serving.answers import CHAT, error_of, events_of
+from tests.unit.serving.browser import Browser, until
+
+SECRET = "sk-limited-1"
+PROMPT, COMPLETION = 3, 3  # tokens of CHAT and of its answer
+
+
+@pytest.fixture(autouse=True)
+def _a_minute_has_just_begun(monkeypatch):
+    """The clock stands still, so that no window ends while a test looks at it."""
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
+
+
+@pytest.fixture
+def limited(tmp_path, make_service):
+    def limited(**limits):
+        file = tmp_path / "keys.yaml"
+        file.write_text(yaml.safe_dump([{"name": "a", "key": SECRET, **limits}, {"name": "free", "key": "sk-free-1"}]))
+        file.chmod(0o600)
+        return make_service(keys_file=file)
+
+    return limited
+
+
+def client(service, secret=SECRET):
+    return TestClient(create_app(service), headers={"Authorization": f"Bearer {secret}"})
+
+
+def chat(service, secret=SECRET, **body):
+    return client(service, secret).post("/v1/chat/completions", json={**CHAT, **body})
+
+
+def test_requests_are_refused_when_the_minute_is_full(limited):
+    service = limited(requests_per_minute=3)
+    for left in (2, 1, 0):
+        headers = chat(service).raise_for_status().headers
+        assert headers["x-ratelimit-limit-requests"] == "3"
+        assert headers["x-ratelimit-remaining-requests"] == str(left)
+        assert headers["x-ratelimit-reset-requests"] == "2m0s"
+    refused = chat(service)
+    error = error_of(refused, 429)
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert error["message"] == "This key has used its 3 requests a minute. Try again in 1m0s."
+    assert refused.headers["retry-after"] == "60"
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert len(service.submitted) == 3
+    assert chat(service, "sk-free-1").status_code == 200, "another key has a budget of its own"
+    assert client(service).get("/health").status_code == 200
+
+
+def test_every_answer_says_what_is_left_and_only_to_limited_keys(limited):
+    service = limited(requests_per_minute=9)
+    answers = [chat(service, stream=True), chat(service, top_k="x"), client(service).get("/v1/models")]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["8", "7", "6"]
+    assert not [name for name in chat(service, "sk-free-1").headers if name.startswith("x-ratelimit")]
+
+
+@pytest.mark.parametrize(
+    ("limit", "code", "span", "wait"),
+    [
+        ("tokens_per_minute", "rate_limit_exceeded", "a minute", 60),
+        ("tokens_per_day", "insufficient_quota", "a day", 57_600),
+    ],
+)
+def test_tokens_of_prompts_and_completions_are_charged(limited, limit, code, span, wait):
+    service = limited(**{limit: PROMPT + COMPLETION + 1})
+    first = chat(service)
+    assert first.json()["usage"]["total_tokens"] == PROMPT + COMPLETION
+    assert first.headers["x-ratelimit-remaining-tokens"] == str(PROMPT + COMPLETION + 1), "as it was when it came"
+    second = chat(service)
+    assert second.status_code == 200, "one token was left"
+    assert second.headers["x-ratelimit-remaining-tokens"] == "1"
+    refused = chat(service)
+    error = error_of(refused, 429)
+    assert error["code"] == code
+    assert f"This key has used its {PROMPT + COMPLETION + 1} tokens {span}." in error["message"]
+    assert int(refused.headers["retry-after"]) > wait
+    assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+    assert len(service.submitted) == 2
+
+
+def test_a_stream_is_charged_and_every_choice_of_an_answer(limited):
+    service = limited(tokens_per_minute=1000)
+    events_of(chat(service, stream=True))
+    assert chat(service, n=2).headers["x-ratelimit-remaining-tokens"] == str(1000 - PROMPT - COMPLETION)
+    assert chat(service).headers["x-ratelimit-remaining-tokens"] == str(1000 - 2 * PROMPT - 3 * COMPLETION)
+
+
+def test_what_an_answer_that_failed_had_produced_is_charged(limited):
+    service = limited(tokens_per_minute=1000)
+    service.script = lambda request: [
+        Update(request.id, (1, 2), "He"),
+        Update(request.id, (3,), "", "error", error="x"),
+    ]
+    assert chat(service).status_code == 500
+    assert chat(service).headers["x-ratelimit-remaining-tokens"] == str(1000 - PROMPT - 3)
+
+
+def test_what_is_produced_for_a_client_that_left_is_charged(limited):
+    service = limited(tokens_per_minute=1000)
+    told, script, submit = [], service.script, service.submit
+    service.submit = lambda request, on_update: (submit(request, on_update), told.append(on_update))
+    service.script = lambda request: None
+
+    async def scenario():
+        gone = Browser(create_app(service), "/v1/completions", {"prompt": "hi", "stream": True}, key=SECRET)
+        await until(lambda: told)
+        gone.leave()
+        await until(lambda: gone.task.done())
+        told[0](Update(service.submitted[0].id, (1, 2, 3, 4), "left", "cancelled"))
+        await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+    service.script = script
+    assert chat(service).headers["x-ratelimit-remaining-tokens"] == str(1000 - 3 - 4)
+
+
+def test_what_is_refused_is_not_charged(limited):
+    service = limited(tokens_per_minute=1000)
+    assert chat(service, max_tokens=10_000).status_code == 400
+    assert chat(service).headers["x-ratelimit-remaining-tokens"] == "1000"

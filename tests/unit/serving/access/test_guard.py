@@ -1,0 +1,148 @@
+"""Which key may what, over HTTP; keys come and go with their file."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import yaml
+from starlette.testclient import TestClient
+
+from osd.config import ConfigError
+from serving.access import keyring
+from serving.routes import create_app
+from tests.unit.serving.answers import CHAT, asking, error_of
+
+KEYS = {
+    "writer": {"key": "sk-writer-1"},
+    "watcher": {"key": "sk-watcher-1", "may": ["watch"]},
+    "ops": {"key": "sk-ops-1", "may": ["administer"]},
+    "acme": {"key": "sk-acme-1", "tenant": "acme"},
+    "acme-too": {"key": "sk-acme-2", "tenant": "acme"},
+    "blue": {"key": "sk-blue-1", "tenant": "blue"},
+}
+
+
+@pytest.fixture
+def keys(tmp_path, monkeypatch):
+    """Writes the file of keys, which counts with the next request."""
+    monkeypatch.setattr(keyring, "LOOK_SECONDS", 0.0)
+    file = tmp_path / "keys.yaml"
+    version = iter(range(1, 100))
+
+    def write(keys):
+        text = keys if isinstance(keys, str) else yaml.safe_dump([{"name": name, **key} for name, key in keys.items()])
+        file.write_text(text)
+        file.chmod(0o600)
+        os.utime(file, (0, next(version)))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def service(keys, make_service):
+    return make_service(keys_file=keys(KEYS))
+
+
+def with_key(service, secret):
+    return TestClient(create_app(service), headers={"Authorization": f"Bearer {secret}"})
+
+
+def chat(service, secret, **body):
+    return with_key(service, secret).post("/v1/chat/completions", json={**CHAT, **body})
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/models", {"writer", "acme"}),
+        ("/metrics", {"watcher", "ops"}),
+        ("/dashboard/data", {"watcher", "ops"}),
+        ("/dashboard", {"watcher", "ops"}),
+        ("/health", {"writer", "watcher", "ops", "acme"}),
+        ("/admin/nothing", {"ops"}),
+    ],
+)
+def test_a_key_opens_what_it_may_and_nothing_else(service, path, allowed):
+    for name in ("writer", "watcher", "ops", "acme"):
+        response = with_key(service, KEYS[name]["key"]).get(path)
+        if name in allowed:
+            assert response.status_code in (200, 404)
+        elif path == "/dashboard":
+            assert response.status_code == 401
+        else:
+            assert error_of(response, 403)["code"] == "forbidden"
+    if path != "/health":
+        assert with_key(service, "wrong").get(path).status_code == 401
+
+
+def test_a_file_that_is_wrong_at_the_start_is_refused(keys, make_service):
+    with pytest.raises(ConfigError, match=r"keys\[0\].name"):
+        make_service(keys_file=keys("- {}"))
+
+
+def test_keys_change_with_their_file(service, keys):
+    assert chat(service, "sk-writer-1").status_code == 200
+    keys({"writer": {"key": ["sk-writer-1", "sk-writer-2"]}})
+    assert [chat(service, f"sk-writer-{number}").status_code for number in (1, 2)] == [200, 200]
+    keys({"writer": {"key": "sk-writer-2"}})
+    assert [chat(service, f"sk-writer-{number}").status_code for number in (1, 2)] == [401, 200]
+    assert len({request.client for request in service.submitted}) == 1, "a rotated key is the same client"
+    assert service.refused == []
+
+
+def test_a_broken_file_leaves_the_keys_as_they_were_and_that_is_told_once(service, keys, caplog):
+    keys("- {name: writer, key: [")
+    for _ in range(3):
+        assert chat(service, "sk-writer-1").status_code == 200
+    keys({"other": {"key": "sk-other-1"}})
+    assert chat(service, "sk-writer-1").status_code == 401
+    assert chat(service, "sk-other-1").status_code == 200
+    (told,) = service.refused
+    assert "is not YAML" in told
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+
+
+def test_a_file_that_is_taken_away_leaves_the_keys_as_they_were(service, keys):
+    keys(KEYS).unlink()
+    assert chat(service, "sk-writer-1").status_code == 200
+    assert len(service.refused) == 1
+
+
+def test_requests_are_of_the_tenant_of_their_key_and_tenants_are_told_apart(service):
+    for secret in ("sk-writer-1", "sk-acme-1", "sk-acme-2", "sk-blue-1"):
+        assert chat(service, secret, osd={"domain": "code"}).status_code == 200
+    writer, acme, too, blue = service.submitted
+    assert [(one.tenant, one.domain) for one in (writer, acme, too, blue)] == [
+        ("", "code"),
+        ("acme", "code"),
+        ("acme", "code"),
+        ("blue", "code"),
+    ]
+    assert acme.client == too.client
+    assert len({writer.client, acme.client, blue.client}) == 3
+
+
+@pytest.mark.parametrize("secret", ["sk-writer-1", "sk-acme-1"])
+def test_nobody_names_the_domain_of_a_tenant(service, secret):
+    assert error_of(chat(service, secret, osd={"domain": "blue.code"}), 400)["param"] == "osd.domain"
+    assert service.submitted == []
+
+
+def test_with_two_keys_of_settings_one_generates_and_the_other_administers(make_service):
+    service = make_service(api_key="sk-user", admin_key="sk-admin")
+    for path, user, admin in (("/v1/models", 200, 403), ("/metrics", 200, 200), ("/admin/nothing", 403, 404)):
+        assert with_key(service, "sk-user").get(path).status_code == user
+        assert with_key(service, "sk-admin").get(path).status_code == admin
+        assert with_key(service, "wrong").get(path).status_code == 401
+
+
+def test_without_a_key_that_may_nobody_administers(make_service):
+    for one in (make_service(), make_service(api_key="sk-user")):
+        message = error_of(asking(one, headers={"Authorization": "Bearer sk-user"}).get("/admin/drafters"), 403)[
+            "message"
+        ]
+        assert "serving.admin_key" in message
+    assert asking(make_service(admin_key="sk-admin")).get("/v1/models").status_code == 200
+    assert asking(make_service(admin_key="sk-admin")).get("/admin/drafters").status_code == 401

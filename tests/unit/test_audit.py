@@ -1,0 +1,94 @@
+"""Every action of an operator is in the audit log, with what came of it, or it does not happen."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+from typer.testing import CliRunner
+
+from osd.admin import audit
+from osd.admin.audit import Actor, AuditLog
+from osd.admin.errors import Conflict, Unavailable
+from osd.cli.app import app
+
+OPS = Actor("key ops", "10.0.0.7")
+
+
+def act(log, number=1):
+    with log.action(OPS, "pin", domain="general") as entry:
+        entry["version"] = number
+
+
+def lines(home):
+    return [json.loads(line) for line in (home / "audit.jsonl").read_text().splitlines()]
+
+
+def test_an_action_is_written_down_before_it_happens_and_after_for_its_owner_alone(tmp_path):
+    log = AuditLog(tmp_path)
+    with log.action(OPS, "pin", domain="general") as entry:
+        (begun,) = lines(tmp_path)
+        assert begun["outcome"] == "begun"
+        entry["version"] = 3
+    _, done = lines(tmp_path)
+    about = {"who": "key ops", "from": "10.0.0.7", "action": "pin", "domain": "general"}
+    assert done.items() >= {**about, "version": 3, "outcome": "done", "id": begun["id"]}.items()
+    assert (tmp_path / "audit.jsonl").stat().st_mode & 0o777 == 0o600
+    assert log.last(10) == [done]
+
+
+def test_what_is_refused_says_why(tmp_path):
+    log = AuditLog(tmp_path)
+    with pytest.raises(Conflict), log.action(OPS, "promote", domain="code"):
+        raise Conflict("domain code has no canary")
+    assert [entry["outcome"] for entry in log.last(10)] == ["refused: domain code has no canary"]
+
+
+def test_an_action_that_cannot_be_written_down_does_not_happen(tmp_path):
+    (tmp_path / "audit.jsonl").mkdir()
+    with pytest.raises(Unavailable, match="cannot be written, nothing is done"), AuditLog(tmp_path).action(OPS, "pin"):
+        pytest.fail("it happened")
+
+
+def test_a_full_disk_leaves_no_half_of_a_line(tmp_path, monkeypatch):
+    log = AuditLog(tmp_path)
+    act(log)
+    write = audit.os.write
+    monkeypatch.setattr(audit.os, "write", lambda descriptor, data: write(descriptor, data[:10]))
+    with pytest.raises(Unavailable, match="the disk is full"):
+        act(log)
+    monkeypatch.undo()
+    act(log)
+    assert len(log.last(10)) == 2
+    assert len(lines(tmp_path)) == 4
+
+
+def test_the_log_is_bounded_and_the_last_actions_are_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "_MOST_BYTES", 2000)
+    log = AuditLog(tmp_path)
+    for number in range(30):
+        act(log, number)
+    assert sorted(path.name for path in tmp_path.glob("audit*")) == ["audit.1.jsonl", "audit.jsonl"]
+    assert all(path.stat().st_size <= 2000 for path in tmp_path.glob("audit*"))
+    assert [entry["version"] for entry in log.last(5)] == [25, 26, 27, 28, 29]
+
+
+def test_lines_of_several_writers_never_mix(tmp_path):
+    threads = [threading.Thread(target=lambda: [act(AuditLog(tmp_path)) for _ in range(10)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [entry["outcome"] for entry in AuditLog(tmp_path).last(100)] == ["done"] * 40
+
+
+def test_the_command_shows_the_last_actions(tmp_path):
+    def shown(*arguments):
+        return CliRunner().invoke(app, ["audit", *arguments], env={"OSD_HOME": str(tmp_path)}).stdout
+
+    assert "no action" in shown()
+    act(AuditLog(tmp_path), 1)
+    act(AuditLog(tmp_path), 2)
+    assert "key ops" in shown()
+    assert [json.loads(line)["version"] for line in shown("--last", "1", "--json").splitlines()] == [2]
