@@ -6,9 +6,10 @@ import logging
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,10 @@ def install(app: FastAPI) -> None:
         if error.status_code == 405:
             return ApiError(405, "This method is not allowed on this path.", headers=error.headers).response()
         return of_status(error.status_code, error.headers).response()
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # which nobody reads
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:

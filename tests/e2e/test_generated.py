@@ -38,7 +38,9 @@ def answers(service, sent):
             if sent.end == "half":
                 connection.shutdown(socket.SHUT_WR)
             data = connection.makefile("rb").read()
-        except (ConnectionResetError, BrokenPipeError):  # it was refused before all of it was read
+        except TimeoutError:
+            raise
+        except OSError:  # it was refused before all of it was read
             return []
     file, found = io.BytesIO(data), []
     while file.tell() < len(data):

@@ -35,6 +35,18 @@ def test_a_body_that_does_not_end_is_408_and_closes_its_connection(make_service,
     asyncio.run(scenario())
 
 
+def test_whoever_leaves_in_the_middle_of_a_body_is_no_failure_of_the_server(make_service, caplog):
+    async def scenario():
+        slow = Browser(create_app(make_service()), "/v1/completions", PROMPT, whole=False)
+        await asyncio.sleep(0)
+        slow.leave()
+        await until(lambda: slow.task.done())
+        assert slow.status == 499
+
+    asyncio.run(scenario())
+    assert "request failed" not in caplog.text
+
+
 def test_bodies_that_arrive_take_a_bounded_number_of_bytes_and_give_them_back(make_service, monkeypatch):
     monkeypatch.setattr(routes, "ARRIVING_BYTES", 5000)
     half = {"prompt": "a" * 3000}
