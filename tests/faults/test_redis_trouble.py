@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +25,11 @@ from trainer.capacity import Capacity
 pytestmark = pytest.mark.soak
 
 TOKENS, TURNS = 200, 7
-SLOWER = 0.7
-"""Of the tokens per second with a good Redis, what is left with a bad one on a machine that others use too."""
+SLOWER = 0.4
+"""Of the tokens per second with a good Redis, what is left with a bad one on a machine that others use too.
+
+A request takes a fifth of a second: one that waited for a single answer would have less than 0.3 left.
+"""
 END_SECONDS = 15.0
 GONE_SECONDS = 30.0
 
@@ -118,7 +120,7 @@ def test_a_slow_redis_slows_no_token(replica, traffic, address, eventually, afte
         address.delay = 0.25
         time.sleep(0.2)
         slow.append(traffic.rate())
-    before, now = statistics.median(good), statistics.median(slow)
+    before, now = max(good), max(slow)  # others on the machine only make a turn slower
     print(f"tokens per second: {before:.0f}, with a slow Redis {now:.0f}")
     assert now > SLOWER * before
     eventually(traffic.accounted, seconds=30)
@@ -136,14 +138,14 @@ def test_a_slow_redis_slows_no_token(replica, traffic, address, eventually, afte
 )
 def test_a_full_redis_takes_no_traces_and_serving_goes_on(replica, traffic, server, caplog, eventually, aftermath):
     caplog.set_level(logging.INFO)
-    good = statistics.median(traffic.rate() for _ in range(TURNS))
+    good = max(traffic.rate() for _ in range(TURNS))
     with redis.Redis.from_url(server.url) as client, ReplicaLoads(server.url) as loads:
         capacity = Capacity(loads, TrainerSettings(), time.process_time)
         assert capacity.spare() > 0
         client.set("foreign", bytes(20 << 20))
         client.config_set("maxmemory", "10mb")
         before = dropped(replica)
-        full = statistics.median(traffic.rate() for _ in range(TURNS))
+        full = max(traffic.rate() for _ in range(TURNS))
         print(f"tokens per second: {good:.0f}, with a full Redis {full:.0f}")
         assert full > SLOWER * good
         eventually(traffic.accounted)
@@ -188,7 +190,7 @@ def test_a_flushed_redis_is_told_all_again(replica, traffic, server, eventually,
 def test_redis_that_is_gone_for_half_a_minute_is_missed_by_no_request(
     replica, traffic, server, caplog, eventually, aftermath
 ):
-    good = statistics.median(traffic.rate() for _ in range(TURNS))
+    good = max(traffic.rate() for _ in range(TURNS))
     eventually(traffic.accounted)
     server.close()
     gone, rates = time.monotonic(), []
@@ -207,7 +209,7 @@ def test_redis_that_is_gone_for_half_a_minute_is_missed_by_no_request(
     with ReplicaLoads(server.url) as loads:
         eventually(lambda: loads.read().keys() == {"a"}, seconds=5)
     aftermath.seconds = time.monotonic() - begun
-    again, without = statistics.median(traffic.rate() for _ in range(TURNS)), statistics.median(rates)
+    again, without = max(traffic.rate() for _ in range(TURNS)), max(rates)
     print(f"tokens per second: {good:.0f}, without Redis {without:.0f}, with the next one {again:.0f}")
     assert without > SLOWER * min(good, again)
     aftermath.lost, aftermath.errors = f"{lost} of {traffic.sent} traces, counted", "none"
