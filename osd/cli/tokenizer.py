@@ -136,9 +136,11 @@ def _setting(settings: Settings) -> Setting | None:
 def _print(table: Table) -> None:
     from rich.table import Table as Grid
 
-    grid = Grid(title=table.title, caption=table.note, title_justify="left", caption_justify="left", box=None)
+    typer.echo(f"{table.title}: {table.note}")
+    grid = Grid(box=None)
     for index, name in enumerate(table.head):
         grid.add_column(name, justify="right" if index else "left", no_wrap=True)
     for row in table.rows:
         grid.add_row(*row)
     show(grid)
+    typer.echo()

@@ -47,11 +47,9 @@ def coverage(found: Coverage) -> str:
     for size in found.sizes:
         parts.append(_text(x(size), bottom + 18, _short(size), anchor="middle"))
     parts.append(_line(left, y(SUFFICIENT), right, y(SUFFICIENT), "#e45756"))
-    for (name, shares), colour in zip((("held out", found.held_out), ("seen", found.seen)), _COLOURS, strict=False):
+    for shares, colour in zip((found.held_out, found.seen), _COLOURS[:2], strict=True):
         points = " ".join(f"{x(size):.1f},{y(share):.1f}" for size, share in zip(found.sizes, shares, strict=True))
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"><title>{name}</title></polyline>'
-        )
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
     parts += _legend(["held-out requests", "the requests that chose it"], bottom + 40)
     parts.append(_text(left, bottom + 62, f"ids; the red line is {SUFFICIENT:.0%}"))
     return _picture(parts, bottom + 74)

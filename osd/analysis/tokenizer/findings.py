@@ -23,7 +23,7 @@ from osd.analysis.tokenizer.passages import Passage
 from osd.analysis.tokenizer.structure import Structure, structures_of
 from osd.analysis.tokenizer.vocabulary import Vocabulary
 
-_SMALL_SCRIPT, _SMALL_LANGUAGE = 0.01, 0.005
+_SMALL_SCRIPT, _SMALL_LANGUAGE = 0.01, 0.02
 """Shares that a row must surpass somewhere to stand for itself; the others are put together."""
 
 
@@ -110,7 +110,7 @@ def conclusions(found: Findings, setting: Setting | None) -> list[str]:
     for one in found.overlaps:
         alike = one.same_ids == target.tokens
         verdict = "has the target's ids, and can draft for it" if alike else "cannot draft for it as it is"
-        of_traffic = "" if one.traffic_same_ids is None else f", which are {one.traffic_same_ids:.1%} of the traffic"
+        of_traffic = "" if one.traffic_same_ids is None else f", which are {one.traffic_same_ids:.2%} of the traffic"
         same = f"{one.same_ids} of {target.tokens} ids mean the same{of_traffic}"
         said.append(f"{one.label} {verdict}: {same}.")
     if found.coverage is not None:
@@ -169,10 +169,13 @@ def _languages(found: Findings, labels: Sequence[str], script: str) -> Table:
     columns = [one.languages[script].shares for one in found.structures]
     rows = _shares(columns, _SMALL_LANGUAGE)
     if rows:
-        rows.append(["written by none", *(_count(one.languages[script].unwritten) for one in found.structures)])
+        several = [one.languages[script] for one in found.structures]
+        rows.append(["tokens that tell", *(_part(one.telling, one.tokens) for one in several)])
+        rows.append(["written by none", *(_count(one.unwritten) for one in several)])
     note = (
-        f"Of the tokens of two and more characters, each in equal parts to the languages of {SPEAKERS // 10**6} million "
-        f"speakers and more that have all of its letters. Rows of at most {_SMALL_LANGUAGE:.1%} are together."
+        f"Of the languages of {SPEAKERS // 10**6} million speakers and more, by their letters. A token of two and more "
+        "characters tells something where at most half of them have all of its letters, and counts in equal parts for "
+        f"those. Rows of at most {_SMALL_LANGUAGE:.0%} are together."
     )
     return Table(f"{script.capitalize()} languages", note, ["language", *labels], rows)
 
@@ -211,9 +214,9 @@ def _coverage(found: Coverage | None) -> list[Table]:
     shares = zip(found.sizes, found.held_out, found.seen, strict=True)
     rows = [[_count(size), f"{held_out:.2%}", f"{seen:.2%}"] for size, held_out, seen in shares]
     note = (
-        f"Share of {_count(found.tokens)} tokens of {_count(found.requests)} requests, {_count(found.distinct)} of them "
-        "distinct, that a draft vocabulary covers. Its ids are the most frequent ones in the other half of the requests "
-        "(held out) or in the same half (seen)."
+        f"Share of {_count(found.tokens)} tokens of {_count(found.requests)} requests, {_count(found.distinct)} of "
+        "them distinct, that a draft vocabulary covers. Its ids are the most frequent ones in the other half of the "
+        "requests (held out) or in the same half (seen)."
     )
     return [Table("Draft vocabulary", note, ["ids", "held out", "seen"], rows)]
 

@@ -128,16 +128,17 @@ def coverage(passages: Sequence[Passage], size: int) -> Coverage:
         order = _most_expected(half, size)
         held_out += np.cumsum(others[order])[sizes - 1]
         seen += np.cumsum(ours[order])[sizes - 1]
-    total = int(sum(counts).sum())
-    shares = held_out / total
+    total = counts[0] + counts[1]
+    tokens = int(total.sum())
+    shares = held_out / tokens
     enough = [int(n) for n, share in zip(sizes, shares, strict=True) if share >= SUFFICIENT and n < size]
     return Coverage(
         requests=len(passages),
-        tokens=total,
-        distinct=int(np.count_nonzero(sum(counts))),
+        tokens=tokens,
+        distinct=int(np.count_nonzero(total)),
         sizes=tuple(map(int, sizes)),
         held_out=tuple(map(float, shares)),
-        seen=tuple(map(float, seen / total)),
+        seen=tuple(map(float, seen / tokens)),
         suggested=enough[0] if enough else None,
     )
 

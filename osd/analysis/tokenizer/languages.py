@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 SCRIPTS: Mapping[str, str] = MappingProxyType({"LATIN": "Latn", "CYRILLIC": "Cyrl"})
 """The scripts that many languages share: the first word of their characters' names, and their ISO 15924 code."""
@@ -20,14 +21,19 @@ def alphabets(script: str) -> Mapping[str, frozenset[str]]:
 
     They are CLDR's main exemplar characters as the ``gflanguages`` package carries them.
     """
-    from gflanguages import LoadLanguages
-
     found = {
         language.name: _letters(language.exemplar_chars.base)
-        for language in LoadLanguages().values()
+        for language in _known()
         if language.script == SCRIPTS[script] and language.population >= SPEAKERS and not language.historical
     }
     return MappingProxyType({name: letters for name, letters in sorted(found.items()) if letters})
+
+
+@cache
+def _known() -> Collection[Any]:
+    from gflanguages import LoadLanguages
+
+    return LoadLanguages().values()
 
 
 @cache

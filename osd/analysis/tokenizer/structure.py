@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from osd.analysis.tokenizer.categories import CATEGORIES, Kind, classify
-from osd.analysis.tokenizer.languages import SCRIPTS, languages_of
+from osd.analysis.tokenizer.languages import SCRIPTS, alphabets, languages_of
 from osd.analysis.tokenizer.vocabulary import Vocabulary
 
 
@@ -15,11 +15,13 @@ from osd.analysis.tokenizer.vocabulary import Vocabulary
 class Languages:
     """What the letters of a script's tokens say about languages.
 
-    ``shares`` sum to 1: each of the ``tokens`` that some language can write counts once, in equal parts for all
-    that can. ``unwritten`` are the tokens that none can write. Tokens of one character are left out.
+    A language can write a token when it has all of its letters. ``telling`` are the tokens that some languages can
+    write, and at most half of them; each counts once, in equal parts for all that can, so that ``shares`` sum to 1.
+    ``unwritten`` are those that none can write. Tokens of one character are left out of all, also of ``tokens``.
     """
 
     tokens: int
+    telling: int
     unwritten: int
     shares: Mapping[str, float]
 
@@ -72,15 +74,20 @@ def _structure(vocabulary: Vocabulary, owners: Mapping[tuple[bytes, bool], int],
 
 
 def _languages(vocabulary: Vocabulary, kinds: Mapping[int, Kind], script: str) -> Languages:
-    parts: Counter[str] = Counter()
-    tokens = unwritten = 0
+    parts: dict[str, float] = {}
+    tokens = telling = unwritten = 0
+    most = len(alphabets(script)) // 2
     for id, kind in kinds.items():
         text = vocabulary.tokens[id][0].decode() if kind.script == script else ""
         if len(text) < 2:
             continue
         names = languages_of(text, script)
-        tokens += bool(names)
+        tokens += 1
         unwritten += not names
+        if not 1 <= len(names) <= most:
+            continue
+        telling += 1
         for name in names:
-            parts[name] += 1 / len(names)  # type: ignore[assignment] # a counter of fractions
-    return Languages(tokens, unwritten, {name: part / tokens for name, part in parts.most_common()})
+            parts[name] = parts.get(name, 0.0) + 1 / len(names)
+    ranked = sorted(parts.items(), key=lambda item: (-item[1], item[0]))
+    return Languages(tokens, telling, unwritten, {name: part / telling for name, part in ranked})
