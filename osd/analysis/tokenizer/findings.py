@@ -242,4 +242,4 @@ def _count(number: int) -> str:
 
 
 def _part(number: int, of: int) -> str:
-    return f"{number:,} ({number / of:.2%})"
+    return f"{number:,} ({number / of:.2%})" if of else "0"
