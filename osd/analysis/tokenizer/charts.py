@@ -37,11 +37,13 @@ def coverage(found: Coverage) -> str:
     def x(size: float) -> float:
         return left + (right - left) * (math.log2(size) - least) / (most - least)
 
+    lowest = min(math.floor(10 * min(found.held_out[0], found.seen[0])), 9)
+
     def y(share: float) -> float:
-        return bottom - (bottom - top) * share
+        return bottom - (bottom - top) * (share - lowest / 10) / (1 - lowest / 10)
 
     parts = [_text(8, 20, "Traffic that a draft vocabulary covers", weight="bold")]
-    for tenth in range(0, 11, 2):
+    for tenth in range(lowest, 11):
         parts.append(_line(left, y(tenth / 10), right, y(tenth / 10), "#dddddd"))
         parts.append(_text(left - 8, y(tenth / 10) + 4, f"{tenth * 10}%", anchor="end"))
     for size in found.sizes:

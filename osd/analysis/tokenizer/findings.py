@@ -128,6 +128,8 @@ def _suggestion(found: Coverage, setting: Setting | None) -> str:
         text = f"{value} covers {share:.2%} of held-out tokens"
     if setting is None:
         return f"{text}."
+    if setting.ids == found.suggested:
+        return f"{text}, and is what it is now."
     ids = min(setting.ids, found.sizes[-1])
     return f"{text}; it is {setting.ids} now, which covers about {share_covered(found, ids):.2%}."
 

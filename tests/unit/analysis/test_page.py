@@ -71,6 +71,8 @@ def test_a_smaller_vocabulary_is_suggested_by_the_name_of_the_setting():
     found = findings([wide], [Passage("d", "一", ids, ids, np.ones(3))] * 2, "somewhere")
     (said,) = conclusions(found, Setting("drafter.vocabulary", 512))
     assert said.startswith("drafter.vocabulary=256 covers 100.00% of held-out tokens; it is 512 now")
+    (said,) = conclusions(found, Setting("drafter.vocabulary", 256))
+    assert said == "drafter.vocabulary=256 covers 100.00% of held-out tokens, and is what it is now."
     assert conclusions(found, None) == ["a draft vocabulary of 256 ids covers 100.00% of held-out tokens."]
 
 
