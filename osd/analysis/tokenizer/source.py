@@ -57,6 +57,9 @@ def _from_model(path: Path, source: str) -> Tokenizer:
         return _from_file(path / _FILE)
     if path.is_dir() and not any(file for pattern in _OTHERS for file in path.glob(pattern)):
         raise VocabularyError(f"{source} holds no {_FILE}, and no other file of a tokenizer")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # what it tries in vain is told by its error
     try:
         found: Any = load_gguf_tokenizer(path) if path.suffix == ".gguf" else load_tokenizer(path)
     except TargetError as error:

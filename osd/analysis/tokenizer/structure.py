@@ -54,7 +54,7 @@ def structures_of(vocabularies: Sequence[Vocabulary]) -> list[Structure]:
 
 def _structure(vocabulary: Vocabulary, owners: Mapping[tuple[bytes, bool], int], count: int) -> Structure:
     kinds = {
-        id: Kind("pure_unicode") if id in vocabulary.bytes else classify(data)
+        id: Kind("pure_unicode") if id in vocabulary.byte_ids else classify(data)
         for id, (data, _) in vocabulary.tokens.items()
     }
     categories = Counter(kind.category for kind in kinds.values())

@@ -28,13 +28,13 @@ class VocabularyError(ValueError):
 class Vocabulary:
     """The tokens of one tokenizer by their ids, under the name ``label``.
 
-    ``bytes`` are the ids that SentencePiece has for the single bytes of what no other token can write.
+    ``byte_ids`` are those that SentencePiece has for the single bytes of what no other token can write.
     """
 
     label: str
     tokenizer: Tokenizer
     tokens: Mapping[int, Token]
-    bytes: frozenset[int]
+    byte_ids: frozenset[int]
 
     @classmethod
     def of(cls, label: str, tokenizer: Tokenizer) -> Vocabulary:

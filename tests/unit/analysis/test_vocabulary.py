@@ -25,14 +25,14 @@ def test_byte_level_tokens_are_what_they_stand_for():
         3: (b"\n\n", False),
         4: (b"<|end|>", True),
     }
-    assert vocabulary.bytes == frozenset()
+    assert vocabulary.byte_ids == frozenset()
     assert vocabulary.size == 5
 
 
 def test_sentencepiece_tokens_are_what_they_stand_for():
     vocabulary = Vocabulary.of("v", sentencepiece(["<unk>", "\u2581the", "a\u2581b", "<0xE9>", "<0x41>", "A"]))
     assert [data for data, _ in vocabulary.tokens.values()] == [b"<unk>", b" the", b"a b", b"\xe9", b"A", b"A"]
-    assert vocabulary.bytes == {3, 4}
+    assert vocabulary.byte_ids == {3, 4}
     assert len(vocabulary.distinct) == 5
 
 
@@ -56,6 +56,16 @@ def test_a_file_a_directory_and_a_model_are_read_alike(tmp_path):
     assert sum(added for _, added in file.tokens.values()) == 3
 
 
+def test_a_directory_without_the_one_file_is_read_as_transformers_does(tmp_path):
+    letters = {character: id for id, character in enumerate([*sorted(BYTES), "ab"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(letters))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    vocabulary = read(str(tmp_path), "v", tmp_path)
+    assert vocabulary.tokens[256] == (b"ab", False)
+    assert [list(ids) for ids in vocabulary.encode(["ab"])] == [[256]]
+
+
 def test_truncation_and_padding_of_the_file_do_not_count(tmp_path):
     tokenizer = byte_level(["a", "b"])
     tokenizer.enable_truncation(1)
@@ -71,7 +81,7 @@ def refusal(source: object, home) -> str:
     return str(refused.value)
 
 
-def test_what_holds_no_tokenizer_is_refused(tmp_path):
+def test_what_holds_no_tokenizer_is_refused(tmp_path, capfd):
     assert refusal("nowhere.json", tmp_path) == "there is no file or directory nowhere.json"
     assert refusal("/nowhere/model", tmp_path) == "there is no file or directory /nowhere/model"
     assert "there is no file or directory" in refusal("./model.gguf", tmp_path)
@@ -79,6 +89,9 @@ def test_what_holds_no_tokenizer_is_refused(tmp_path):
     empty.mkdir()
     (empty / "config.json").write_text("{}")
     assert "holds no tokenizer.json" in refusal(empty, tmp_path)
+    (empty / "tokenizer.model").write_bytes(b"junk")
+    assert "holds no usable tokenizer" in refusal(empty, tmp_path)
+    assert capfd.readouterr() == ("", "")
     file = tmp_path / "file.json"
     for content, reason in (
         (b"{", "is not JSON"),
