@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from redis.exceptions import RedisError
 from torch import Tensor
 
 from benchmarks import closed_forms
 from benchmarks.figures import Mean, Row, Table, difference
 from benchmarks.pair import BenchError
 from benchmarks.rules import Plan, kinds
-from osd.capture.stream import FIELD
-from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace, TraceError, decode
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
 from osd.engine.request import SamplingParams
-from osd.redis_client import connect
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
@@ -43,33 +40,6 @@ class Places:
     listed: float
     accepted: float
     records: int
-
-
-def newest(url: str, stream: str, records: int) -> list[Trace]:
-    """The newest traces of a stream, left where they are; records that are none are passed over.
-
-    Raises:
-        BenchError: Redis does not answer, or there is no trace.
-    """
-    client = connect(url, timeout=5.0)
-    try:
-        entries = client.xrevrange(stream, count=records)
-    except RedisError as error:
-        raise BenchError(f"traces cannot be read from Redis: {error}") from None
-    finally:
-        client.close()
-    traces = list(_decoded(entries))  # type: ignore[arg-type]
-    if not traces:
-        raise BenchError(f"the stream {stream} holds no trace")
-    return traces
-
-
-def _decoded(entries: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> Iterator[Trace]:
-    for _, fields in entries:
-        try:
-            yield decode(fields.get(FIELD, b""))
-        except TraceError:
-            continue
 
 
 def places_of(traces: Sequence[Trace], most: int) -> Places:

@@ -1,4 +1,4 @@
-"""``osd analyze``: what captured traffic says."""
+"""``osd analyze``: what captured traffic says, and what its target's vocabulary is worth for it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import typer
 
 from osd.cli.bench.options import Contexts, Depth, Draft, Drafts, Json, Plot, Prompts, Temperatures, TopP, check_output
 from osd.cli.bench.rules import compare, conclude
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.tokenizer import tokenizer
 
-app = typer.Typer(help="Look at what was captured.", no_args_is_help=True)
+app = typer.Typer(help="Look at what was captured, and at vocabularies.", no_args_is_help=True)
+app.command()(tokenizer)
 
 
 @app.callback()
@@ -46,18 +48,16 @@ def analyze_drafts(
 
         return compare(settings, Plan(drafts, depth, contexts), draft, prompts, temperature, top_p, json_file, plot)
     check_output(json_file, plot)
-    from deploy.running import find
-
-    running = find(settings.home_dir)
-    url = running.redis_url if running else settings.redis_url
+    url = redis_url(settings)
     if url is None:
         fail(f"nothing runs in {settings.home_dir}; start it with osd up, set redis_url, or ask for --live")
     from benchmarks import traces
     from benchmarks.pair import BenchError
+    from osd.capture.newest import NoTracesError, newest
 
     try:
-        found = traces.places_of(traces.newest(url, settings.capture.stream, records), places)
-    except BenchError as error:
+        found = traces.places_of(list(newest(url, settings.capture.stream, records)), places)
+    except (BenchError, NoTracesError) as error:
         fail(error)
     table = traces.compare(found, drafts)
     typer.echo(traces.NOTE)

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,9 @@ WHEELS = {
 }
 """Targets that come as a wheel, by their source."""
 
+_TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+"""What is fetched of a hub's model beside its weights."""
+
 _PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
@@ -82,7 +85,7 @@ def resolve(source: str, home: Path, report: Report = lambda step: None, revisio
     elif source.startswith((".", "/", "~")):
         raise TargetError(f"target.source: there is no directory {path}")
     else:
-        directory = _from_hub(source, revision, report)
+        directory = _from_hub(source, revision, report, (*_TOKENIZER_FILES, "*.safetensors"))
     _check(directory, source)
     return directory
 
@@ -95,6 +98,23 @@ def target_directory(settings: Settings, report: Report = lambda step: None) -> 
     """
     target = settings.target
     return resolve(target.source, settings.home_dir, report, target.revision)
+
+
+def resolve_tokenizer(source: str, home: Path, report: Report = lambda step: None) -> Path:
+    """Return the directory with the tokenizer of a target, or its GGUF file; ``source`` is as in ``resolve``.
+
+    Weights are neither fetched from a hub nor looked at.
+
+    Raises:
+        TargetError: the source is unknown or cannot be fetched.
+    """
+    if source.startswith("pypi:"):
+        return resolve(source, home, report)
+    gguf = gguf_of(source, home, report)
+    if gguf is not None:
+        return gguf
+    path = Path(source).expanduser()
+    return path.absolute() if path.is_dir() else _from_hub(source, None, report, _TOKENIZER_FILES)
 
 
 def commit_of(directory: Path) -> str | None:
@@ -117,6 +137,20 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _PLAIN_TEMPLATE
     return tokenizer
+
+
+def load_gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a GGUF file describes.
+
+    Raises:
+        TargetError: the file is damaged or describes none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    except Exception as error:  # the reader's own code runs over a damaged file and may fail anywhere
+        raise TargetError(f"target.source: {gguf.name} cannot be read: {_one_line(error)}") from None
 
 
 def _from_wheel(source: str, home: Path, report: Report) -> Path:
@@ -195,7 +229,7 @@ def _from_gguf(path: Path, home: Path, report: Report) -> Path:
     return directory
 
 
-def _from_hub(source: str, revision: str | None, report: Report) -> Path:
+def _from_hub(source: str, revision: str | None, report: Report, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -207,9 +241,8 @@ def _from_hub(source: str, revision: str | None, report: Report) -> Path:
     )
 
     report(f"fetching {source}")
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=list(files)))
     except GatedRepoError:
         raise TargetError(f"target.source: {source} needs an access token of its hub") from None
     except (RepositoryNotFoundError, HFValidationError):

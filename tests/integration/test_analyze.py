@@ -1,4 +1,4 @@
-"""``osd analyze drafts`` on traces in a real Redis."""
+"""``osd analyze`` on traces in a real Redis."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
 from osd.cli.app import app
 from osd.config import CaptureSettings
 from tests.traces import small_trace
+from tests.unit.analysis.tokenizers_of import byte_level, saved
 
 
 def analyze(redis_url: str, home: Path, *more: str) -> Result:
     environment = {"OSD_HOME": str(home), "OSD_REDIS_URL": redis_url}
-    return CliRunner().invoke(app, ["analyze", "drafts", *more], env=environment)
+    return CliRunner().invoke(app, ["analyze", *more], env=environment)
 
 
 def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, redis_client: redis.Redis, tmp_path: Path):
@@ -31,7 +32,7 @@ def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, red
     writer.close()
     redis_client.xadd("osd:traces", {"t": b"not a trace"}, id="9999999999999-0")
     figures = tmp_path / "drafts.json"
-    result = analyze(redis_url, tmp_path, "--drafts", "2", "--json", str(figures))
+    result = analyze(redis_url, tmp_path, "drafts", "--drafts", "2", "--json", str(figures))
     assert result.exit_code == 0, result.output
     assert "everything else is one more token" in result.stdout
     assert "4 traces" in result.stdout
@@ -43,6 +44,45 @@ def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, red
 
 
 def test_an_empty_stream_is_one_sentence(redis_url: str, tmp_path: Path):
-    result = analyze(redis_url, tmp_path)
+    result = analyze(redis_url, tmp_path, "drafts")
     assert result.exit_code == 2
     assert result.stderr == "osd: the stream osd:traces holds no trace\n"
+
+
+def vocabulary(directory: Path) -> Path:
+    return saved(byte_level([chr(33 + number) for number in range(90)]), directory)
+
+
+def test_a_vocabulary_is_weighed_by_captured_answers_which_stay(
+    redis_url: str, redis_client: redis.Redis, tmp_path: Path
+):
+    listed = Array.of(np.array([[1, 2]] * 3, np.int32))
+    writer = TraceWriter(redis_url, CaptureSettings())
+    for number in range(20):
+        domain = "code" if number % 2 else "general"
+        assert writer.offer(small_trace(request_id=f"r{number}", domain=domain, target_ids=listed))
+    writer.close()
+    redis_client.xadd("osd:traces", {"t": b"not a trace"}, id="9999999999999-0")
+    figures = tmp_path / "figures.json"
+    arguments = ["tokenizer", str(vocabulary(tmp_path / "target")), "--traces", "--json", str(figures)]
+    result = analyze(redis_url, tmp_path, *arguments)
+    assert result.exit_code == 0, result.output
+    read = json.loads(figures.read_text())
+    assert (read["coverage"]["requests"], read["coverage"]["tokens"], read["coverage"]["distinct"]) == (20, 60, 3)
+    assert [one["domain"] for one in read["fertility"]] == ["code", "general"]
+    assert analyze(redis_url, tmp_path, *arguments, "--records", "5").exit_code == 0
+    assert json.loads(figures.read_text())["coverage"]["requests"] == 4  # the newest is no trace
+    assert redis_client.xlen("osd:traces") == 21
+    assert redis_client.xinfo_groups("osd:traces") == []
+
+
+def test_a_vocabulary_and_an_empty_stream_are_one_sentence(redis_url: str, tmp_path: Path):
+    result = analyze(redis_url, tmp_path, "tokenizer", str(vocabulary(tmp_path / "target")), "--traces")
+    assert result.exit_code == 2
+    assert result.stderr == "osd: --traces: the stream osd:traces holds no trace\n"
+
+
+def test_without_redis_a_vocabulary_is_one_sentence(tmp_path: Path):
+    result = analyze("redis://127.0.0.1:1/0", tmp_path, "tokenizer", str(vocabulary(tmp_path / "target")), "--traces")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("osd: --traces: traces cannot be read from Redis: ")

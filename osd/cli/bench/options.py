@@ -54,9 +54,9 @@ def check_draft(draft: str, recalling: bool = False) -> None:
         fail(f"--draft must be one of {', '.join(choice)}, not {draft}")
 
 
-def check_output(json_file: Path | None, plot: Path | None = None) -> None:
+def check_output(json_file: Path | None, plot: Path | None = None, html: Path | None = None) -> None:
     """Refuse files that could not be written in the end."""
-    for name, file in (("--json", json_file), ("--plot", plot)):
+    for name, file in (("--json", json_file), ("--plot", plot), ("--html", html)):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             fail(f"{name}: cannot write {file}")
     if plot is not None and plot.suffix != ".svg":

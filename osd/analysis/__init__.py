@@ -1,0 +1,1 @@
+"""What can be said about models and traffic without serving them."""
