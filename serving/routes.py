@@ -239,6 +239,7 @@ class Routes:
             stop=tuple(body.stop or ()),
             ignore_eos=bool(body.ignore_eos),
             capture=settings.capture.enabled and allowed,
+            speculate=body.osd is None or body.osd.speculate is not False,
             domain=body.osd.domain if body.osd else None,
             policy=asked.policy,
             logprobs=body.top,

@@ -1,4 +1,4 @@
-"""``osd analyze``: what captured traffic says."""
+"""``osd analyze``: what captured traffic says, and what decoding does to refusals."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import typer
 from osd.cli.bench.options import Contexts, Depth, Draft, Drafts, Json, Plot, Prompts, Temperatures, TopP, check_output
 from osd.cli.bench.rules import compare, conclude
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.refusals import refusals
 
-app = typer.Typer(help="Look at what was captured.", no_args_is_help=True)
+app = typer.Typer(help="Look at what was captured, and at what is refused.", no_args_is_help=True)
+app.command()(refusals)
 
 
 @app.callback()

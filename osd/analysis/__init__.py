@@ -1,0 +1,1 @@
+"""What the answers of a model say about the service that gave them."""
