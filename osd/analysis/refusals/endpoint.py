@@ -56,7 +56,6 @@ class Endpoint:
 
     async def _ask(self, bodies: Sequence[Mapping[str, Any]], report: Callable[[int], None]) -> list[dict[str, Any]]:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        base = self.url.rstrip("/").removesuffix("/v1")
         free, done = asyncio.Semaphore(self.together), 0
 
         async def one(client: httpx2.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +69,7 @@ class Endpoint:
         try:
             timeout = httpx2.Timeout(self.patience.deadline, connect=10)
             async with (
-                httpx2.AsyncClient(base_url=base, headers=headers, timeout=timeout) as client,
+                httpx2.AsyncClient(headers=headers, timeout=timeout) as client,
                 asyncio.TaskGroup() as group,
             ):
                 tasks = [group.create_task(one(client, body)) for body in bodies]
@@ -82,12 +81,13 @@ class Endpoint:
 
     async def _patiently(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
         patience, problem = self.patience, ""
+        address = f"{self.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         try:
             async with asyncio.timeout(patience.deadline):
                 for attempt in range(patience.attempts):
                     wait = patience.wait * 2**attempt
                     try:
-                        response = await client.post("/v1/chat/completions", json=body)
+                        response = await client.post(address, json=body)
                     except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
                         raise self._failed(str(error)) from None
                     except httpx2.TransportError as error:
@@ -109,7 +109,7 @@ class Endpoint:
     def _completion(self, response: httpx2.Response) -> dict[str, Any]:
         try:
             completion = response.json()
-            if isinstance(text_of(completion), str | None):
+            if isinstance(completion["choices"][0]["message"]["content"], str | None):
                 return completion
         except (ValueError, LookupError, TypeError):
             pass

@@ -68,4 +68,4 @@ def _in_capitals(reply: str) -> set[Label]:
     denied: set[Label] = set()
     for match in _IN_CAPITALS.finditer(reply):
         (denied if match[1] else said).add(cast(Label, match[2]))
-    return set() if said & denied else said
+    return set(LABELS) if said & denied else said

@@ -22,7 +22,11 @@ def mcnemar(lost: int, gained: int) -> float:
 
 def tail(successes: int, trials: int) -> float:
     """The probability of at least so many successes in ``trials`` tosses of a fair coin."""
-    return sum(math.comb(trials, count) for count in range(successes, trials + 1)) / 2**trials
+    ways, total = math.comb(trials, successes), 0
+    for count in range(successes, trials + 1):
+        total += ways
+        ways = ways * (trials - count) // (count + 1)
+    return total / 2**trials
 
 
 def holm(values: Sequence[float]) -> list[float]:
