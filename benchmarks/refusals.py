@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -49,18 +50,19 @@ def answers(
         osd.target.load.TargetError: the target cannot be had.
     """
     engine, directory = plain_engine(settings)
+    seeds = count()  # the seed alone keys the draws of an answer
     asked = _encoded(engine.tokenizer, prompts, settings.engine.context - plan.tokens)
     with _running(engine):
         for way in (PLAIN, AGAIN):
-            yield way, _answer(engine, way, asked, plan, report)
+            yield way, _answer(engine, way, asked, plan, seeds, report)
     for kind in drafts:
         drafter, _ = find_drafter(settings, kind, directory)
         engine = engine_with(settings, directory, drafter)
         with _running(engine):
-            yield kind, _answer(engine, kind, asked, plan, report)
+            yield kind, _answer(engine, kind, asked, plan, seeds, report)
             if weights := changed(drafter.weights()):
                 way = f"{kind}, swapped"
-                yield way, _answer(engine, way, asked, plan, report, weights)
+                yield way, _answer(engine, way, asked, plan, seeds, report, weights)
 
 
 def changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -100,6 +102,7 @@ def _answer(
     way: str,
     prompts: Sequence[tuple[int, ...]],
     plan: Plan,
+    seeds: Iterator[int],
     report: Callable[[str], None],
     version: dict[str, Tensor] | None = None,
 ) -> Answers:
@@ -107,9 +110,8 @@ def _answer(
 
     def ask(turn: int, sampling: SamplingParams, meanwhile: Callable[[], None] = lambda: None) -> list[Answer]:
         requests = [
-            # An id of its own makes the draws of each answer independent of all others.
             Request(
-                f"{way}-{turn}-{index}", prompt, plan.tokens, replace(sampling, seed=turn),
+                f"{way}-{turn}-{index}", prompt, plan.tokens, replace(sampling, seed=next(seeds)),
                 speculate=way not in (PLAIN, AGAIN), logprobs=2 if way == PLAIN and not turn else None, capture=True,
             )
             for index, prompt in enumerate(prompts)

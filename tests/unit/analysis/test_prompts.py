@@ -43,7 +43,7 @@ def test_prompts_are_read_in_their_order_and_other_fields_are_not(tmp_path: Path
         ({"prompts": []}, "must hold a JSON list of prompts"),
         ([], "holds no prompt"),
         ([ONE, 7], "prompt 1 counted from 0: Input should be an object, not 7"),
-        ([{name: ONE[name] for name in ONE if name != "level"}], "prompt 0 counted from 0, field level: Field required"),
+        ([{name: ONE[name] for name in ONE if name != "level"}], "prompt 0 counted from 0, field level: Field req"),
         ([ONE | {"task": "code poetry"}], "field task: Input should be 'text-to-code generation', 'code completion'"),
         ([ONE | {"category": "text"}], "field category: Input should be 'text-to-code' or 'code-to-code', not 'text'"),
         ([ONE | {"level": 4}], "field level: Input should be less than or equal to 3, not 4"),
