@@ -49,13 +49,14 @@ def answers(
         BenchError: a prompt is too long, there is no such drafter, or its other version is not taken.
         osd.target.load.TargetError: the target cannot be had.
     """
-    engine, directory = plain_engine(settings)
     seeds = count()  # the seed alone keys the draws of an answer
+    engine, directory = plain_engine(settings)
     asked = _encoded(engine.tokenizer, prompts, settings.engine.context - plan.tokens)
     with _running(engine):
         for way in (PLAIN, AGAIN):
             yield way, _answer(engine, way, asked, plan, seeds, report)
     for kind in drafts:
+        del engine  # two targets may be too many for the memory
         drafter, _ = find_drafter(settings, kind, directory)
         engine = engine_with(settings, directory, drafter)
         with _running(engine):

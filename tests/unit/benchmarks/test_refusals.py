@@ -64,6 +64,7 @@ def test_no_kind_of_drafter_and_no_swap_changes_what_is_refused(tiny_target: Pat
         if one.way not in (PLAIN, AGAIN):
             assert one.drafted > one.accepted > 0
             assert one.pairs is not None
+            assert one.pairs.by_chance > 0  # two plain answers are drawn apart
             print(f"{one.way}: {one.pairs}")
             # What recall knows depends on the order in which requests came; a true law falls below once in 10,000 runs.
             assert min(one.pairs.p_refusals, one.pairs.p_flips) > 1e-4
