@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rich.markup import escape
 from rich.table import Table as Grid
 
 from benchmarks.report import columns
@@ -45,7 +46,7 @@ def _groups(found: Sequence[Found]) -> Grid:
     plain = next(one for one in found if one.way == PLAIN)
     grid = columns("share of labels", "prompts", *LABELS, "GOOD in other ways", title="plain decoding, by group")
     for place, rates in enumerate(plain.rates):
-        group = f"{rates.group.field} {rates.group.value}".strip()
+        group = escape(f"{rates.group.field} {rates.group.value}".strip())
         others = [one.rates[place].labels["GOOD"].share for one in found if one is not plain]
         between = f"{min(others):.3f} to {max(others):.3f}"
         grid.add_row(group, str(rates.prompts), *(_rate(rates.labels[label]) for label in LABELS), between)

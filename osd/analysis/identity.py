@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TIE = 1e-4
-"""Difference of two log-probabilities that rounding in float32 may turn around."""
+TIES = {"float32": 1e-4, "bfloat16": 0.25}
+"""Difference of two log-probabilities that rounding may turn around, by the precision of the target."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Difference:
         told = "plain decoding had ended" if self.gap is None else f"{self.gap:.2g} between the best"
         return f"prompt {self.prompt}, token {self.place}: {told}"
 
-    def near(self, tie: float = TIE) -> bool:
+    def near(self, tie: float = TIES["float32"]) -> bool:
         """Whether the two best tokens are so close that rounding may have turned them around."""
         return self.gap is not None and self.gap <= tie
 

@@ -24,16 +24,19 @@ if TYPE_CHECKING:
 JUDGE_KEY = "JUDGE_API_KEY"
 """The environment variable with the judge's key."""
 
-_TIES = {"float32": 1e-4, "bfloat16": 0.25}
-"""Differences of two log-probabilities that rounding may turn around, by the target's precision."""
+_DRAFTS = ("recall", "mixed", "eagle", "language_model")
 
 
 def refusals(
     file: Annotated[Path, typer.Argument(help="Prompts, in the shape of RMCBench's prompt.json.", metavar="FILE")],
     draft: Annotated[
-        list[str],
-        typer.Option(help="With these drafters, as osd bench lossless; may be given again.", metavar="KIND"),
-    ] = ["recall", "mixed", "eagle", "language_model"],  # noqa: B006 - typer reads it and changes nothing
+        list[str] | None,
+        typer.Option(
+            help="A drafter, as osd bench lossless has them; may be given again. recall, mixed, eagle and "
+            "language_model otherwise.",
+            metavar="KIND",
+        ),
+    ] = None,
     url: Annotated[str | None, typer.Option(help="Ask the osd service at this address instead.")] = None,
     domain: Annotated[
         list[str] | None,
@@ -65,8 +68,12 @@ def refusals(
     check_output(json_file)
     if domain and url is None:
         fail("--domain: needs --url; engines of the command's own take --draft")
-    for kind in draft:
+    if draft and url is not None:
+        fail("--draft: a service at --url has its own drafters; choose among them with --domain")
+    drafts = list(dict.fromkeys(draft or _DRAFTS))
+    for kind in drafts:
         check_draft(kind, recalling=True)
+    from osd.analysis.identity import TIES
     from osd.analysis.refusals.answers import Plan
     from osd.analysis.refusals.comparison import ALPHA, compare
     from osd.analysis.refusals.failure import RefusalsError
@@ -74,13 +81,13 @@ def refusals(
     from osd.files import replace
 
     plan = Plan(tokens, rounds, temperature, top_p)
-    tie = _TIES[settings.target.dtype]
+    tie = TIES[settings.target.dtype]
     try:
         prompts = read(file)
         judge = _judge(judge_url, judge_model, judge_key_file)
         with stop_signals():
             if url is None:
-                answers = _of_engines(settings, prompts, draft, plan)
+                answers = _of_engines(settings, prompts, drafts, plan)
             else:
                 answers = _of_service(settings, url, prompts, domain or (), plan)
             found = compare(prompts, answers, judge, tie)
@@ -126,7 +133,7 @@ def _of_engines(settings: Settings, prompts: Sequence[Prompt], drafts: Sequence[
     from benchmarks.refusals import answers
 
     with loading():
-        return dict(answers(settings, prompts, list(dict.fromkeys(drafts)), plan, say))
+        return dict(answers(settings, prompts, drafts, plan, say))
 
 
 def _of_service(

@@ -141,6 +141,7 @@ def test_a_judge_that_fails_ends_the_command_with_one_sentence_and_no_report(
     ("more", "told"),
     [
         (["--domain", "code"], "--domain: needs --url"),
+        (["--url", "http://127.0.0.1:1"], "--draft: a service at --url has its own drafters"),
         (["--draft", "ngram"], "--draft must be one of"),
         (["--judge-model", "m"], "need --judge-url"),
         (["--judge-url", "http://a"], "--judge-url: needs --judge-model"),
