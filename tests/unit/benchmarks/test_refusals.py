@@ -11,12 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from benchmarks.refusal_tables import tables
 from benchmarks.refusals import answers, changed
-from osd.analysis.refusals.answers import AGAIN, PLAIN, Plan
+from osd.analysis.refusals.answers import AGAIN, PLAIN, Answer, Answers, Plan
 from osd.analysis.refusals.comparison import ALPHA, Found, compare
 from osd.analysis.refusals.labels import Label
 from osd.analysis.refusals.prompts import Prompt
 from osd.cli.app import app
+from osd.cli.bench.options import show
 from osd.config import BestFirstSettings, ChainSettings, EngineSettings, GrowthSettings, Settings, TargetSettings
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise
@@ -101,6 +103,19 @@ def test_another_version_drafts_otherwise_and_keeps_whole_numbers():
     assert torch.isfinite(other["a"]).all()
     assert 0.3 < (other["c"] - weights["c"]).float().std() < 0.7
     assert torch.equal(changed(weights)["c"], other["c"])
+
+
+def test_the_tables_name_what_differs_and_take_every_language(capsys: pytest.CaptureFixture[str]):
+    prompts = [prompt.model_copy(update={"language": "[/c]", "pid": 70 + prompt.pid}) for prompt in PROMPTS[:2]]
+    plain = Answers([Answer([1, 2], "xa", [0.5, 0.3])] * 2, [])
+    other = Answers([Answer([1, 2], "xa", (), 5, 2), Answer([1, 7], "x1", (), 5, 2)], [])
+    found = compare(prompts, {PLAIN: plain, AGAIN: plain, "eagle": other}, SecondLetter(), 1e-4)
+    for table in tables(prompts, found):
+        show(table)
+    told = capsys.readouterr().out
+    assert "pid 71, prompt 1, token 1: 0.3 between the best, from BAD to GOOD" in told
+    assert "language [/c]" in told
+    assert "0.000 (0.000 to 0.658)" in told  # GOOD, of two prompts
 
 
 def analyze(target: Path, home: Path, *more: str) -> Result:
