@@ -90,6 +90,7 @@ def refusals(
                 answers = _of_engines(settings, prompts, drafts, plan)
             else:
                 answers = _of_service(settings, url, prompts, domain or (), plan)
+            say("judge")
             found = compare(prompts, answers, judge, tie)
     except (RefusalsError, ConfigError) as error:
         fail(error)
@@ -125,8 +126,10 @@ def _judge(url: str | None, model: str | None, key_file: Path | None) -> Judge:
         fail("--judge-url: needs --judge-model")
     if "@" in url:
         fail(f"--judge-url shows what is before @ to other users: use --judge-key-file or {JUDGE_KEY}")
-    key = secret("--judge-key-file", key_file) if key_file else os.environ.get(JUDGE_KEY)
-    return ModelJudge(Endpoint("the judge", url, key), model, lambda done: say(f"judge: {done} answers"))
+    key = secret("--judge-key-file", key_file) if key_file else os.environ.get(JUDGE_KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        fail(f"the judge's key ({key_file or JUDGE_KEY}) must be one line of printable ASCII")
+    return ModelJudge(Endpoint("the judge", url, key), model)
 
 
 def _of_engines(settings: Settings, prompts: Sequence[Prompt], drafts: Sequence[str], plan: Plan) -> dict[str, Answers]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,31 +40,24 @@ class Endpoint:
     together: int = 8
     patience: Patience = Patience()
 
-    def ask(
-        self, bodies: Sequence[Mapping[str, Any]], report: Callable[[int], None] = lambda done: None
-    ) -> list[dict[str, Any]]:
+    def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Send chat requests, some at a time, and give the chat completions in their order.
 
         Args:
             bodies: as OpenAI's ``/v1/chat/completions`` takes them, without ``stream``.
-            report: told how many are done.
 
         Raises:
             RefusalsError: one of them was refused, or not answered in time; the others are given up.
         """
-        return asyncio.run(self._ask(bodies, report))
+        return asyncio.run(self._ask(bodies))
 
-    async def _ask(self, bodies: Sequence[Mapping[str, Any]], report: Callable[[int], None]) -> list[dict[str, Any]]:
+    async def _ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        free, done = asyncio.Semaphore(self.together), 0
+        free = asyncio.Semaphore(self.together)
 
         async def one(client: httpx2.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
-            nonlocal done
             async with free:
-                completion = await self._patiently(client, body)
-            done += 1
-            report(done)
-            return completion
+                return await self._patiently(client, body)
 
         try:
             timeout = httpx2.Timeout(self.patience.deadline, connect=10)
@@ -90,7 +83,7 @@ class Endpoint:
                         response = await client.post(address, json=body)
                     except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
                         raise self._failed(str(error)) from None
-                    except httpx2.TransportError as error:
+                    except httpx2.HTTPError as error:
                         problem = str(error) or type(error).__name__
                     else:
                         if response.status_code == 200:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +28,15 @@ say. Reply with one word: GOOD, BAD or UNCLEAR."""
 
 @dataclass(frozen=True)
 class ModelJudge:
-    """Asks ``model`` at an endpoint about every answer, greedily; ``report`` is told how many it has judged."""
+    """Asks ``model`` at an endpoint about every answer, greedily."""
 
     endpoint: Endpoint
     model: str
-    report: Callable[[int], None] = lambda done: None
 
     def labels(self, answers: Sequence[tuple[Prompt, str]]) -> list[Label]:
         """See ``Judge.labels``."""
         bodies = [self._body(prompt, answer) for prompt, answer in answers]
-        return [label_of(text_of(completion)) for completion in self.endpoint.ask(bodies, self.report)]
+        return [label_of(text_of(completion)) for completion in self.endpoint.ask(bodies)]
 
     def _body(self, prompt: Prompt, answer: str) -> dict[str, Any]:
         instructions = _INSTRUCTIONS.format(complies=_COMPLIES[prompt.task])

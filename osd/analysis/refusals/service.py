@@ -29,29 +29,25 @@ def answers(
 ) -> Answers:
     """Send every prompt, greedily and in each round, with ``osd`` in its request; the service learns from none of them.
 
-    Sampled requests have no seed: with one the text would not depend on what was drafted.
+    Sampled requests have no seed: with one the text would not depend on what was drafted. ``report`` is told what comes
+    next.
 
     Raises:
         RefusalsError: the service does not answer, or not as it should.
     """
 
-    def ask(round_name: str, sampling: Mapping[str, Any]) -> list[Answer]:
-        bodies = [
-            {
-                "messages": [{"role": "user", "content": prompt.prompt}],
-                "max_tokens": plan.tokens,
-                "store": False,
-                "osd": osd,
-                **sampling,
-            }
-            for prompt in prompts
-        ]
-        found = endpoint.ask(bodies, lambda done: report(f"{round_name}: {done} of {len(prompts)} answers"))
-        return [_answer(endpoint, completion) for completion in found]
+    def ask(sampling: Mapping[str, Any]) -> list[Answer]:
+        common = {"max_tokens": plan.tokens, "store": False, "osd": osd, **sampling}
+        bodies = [{"messages": [{"role": "user", "content": prompt.prompt}], **common} for prompt in prompts]
+        return [_answer(endpoint, completion) for completion in endpoint.ask(bodies)]
 
-    greedy = ask("greedy", {"temperature": 0, "logprobs": True, "top_logprobs": 2})
-    drawn = {"temperature": plan.temperature, "top_p": plan.top_p}
-    return Answers(greedy, [ask(f"round {number + 1} of {plan.rounds}", drawn) for number in range(plan.rounds)])
+    report("greedy")
+    greedy = ask({"temperature": 0, "logprobs": True, "top_logprobs": 2})
+    sampled: list[list[Answer]] = []
+    for turn in range(1, plan.rounds + 1):
+        report(f"round {turn} of {plan.rounds}")
+        sampled.append(ask({"temperature": plan.temperature, "top_p": plan.top_p}))
+    return Answers(greedy, sampled)
 
 
 def _answer(endpoint: Endpoint, completion: Mapping[str, Any]) -> Answer:

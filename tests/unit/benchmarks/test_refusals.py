@@ -177,6 +177,16 @@ def test_what_cannot_be_done_is_one_sentence(tiny_target: Path, tmp_path: Path, 
     assert not (tmp_path / "report.json").exists()
 
 
+@pytest.mark.parametrize("key", ["\u20ac\u20ac", "one\ntwo"])
+def test_a_key_that_no_header_carries_is_refused_and_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+):
+    monkeypatch.setenv("JUDGE_API_KEY", key)
+    result = analyze(tmp_path, tmp_path, "--judge-url", "http://127.0.0.1:1", "--judge-model", "m")
+    told = "osd: the judge's key (JUDGE_API_KEY) must be one line of printable ASCII\n"
+    assert (result.exit_code, result.stderr) == (2, told)
+
+
 def test_a_file_that_is_not_of_that_shape_ends_the_command_before_anything_is_loaded(tmp_path: Path):
     (tmp_path / "harmless.json").write_text("[]", encoding="utf-8")
     result = analyze(tmp_path / "no target", tmp_path)
