@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.streams import Answer, answers_of
+from osd.analysis.identity import Difference, differs_at
 from osd.config import GROWTH_SETTINGS
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
@@ -21,19 +22,6 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "dynamic_tree": ({}, {"threshold": 0.1}),
     "static_tree": ({}, {"draw": "iid"}, {"draw": "top_then_drawn"}),
 }
-_TIE = 1e-4  # difference of two log-probabilities that rounding in float32 may turn around
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first token that differs: of which prompt, its place in the answer, and how close the two best tokens are.
-
-    ``gap`` is the difference of their log-probabilities without speculation.
-    """
-
-    prompt: int
-    place: int
-    gap: float
 
 
 @dataclass
@@ -55,7 +43,7 @@ class Tally:
     @property
     def ties(self) -> int:
         """Differences where the two best tokens are as likely as float32 can tell."""
-        return sum(difference.gap <= _TIE for difference in self.differences)
+        return sum(difference.near() for difference in self.differences)
 
     def add(self, prompt: int, plain: Answer, mine: Answer) -> None:
         """Count one answer."""
@@ -64,14 +52,8 @@ class Tally:
         self.accepted += mine.counts.accepted
         place = differs_at(plain.tokens, mine.tokens)
         if place is not None:
-            best = [logprob for _, logprob in plain.logprobs[place].top] if place < len(plain.logprobs) else [0.0, 0.0]
-            self.differences.append(Difference(prompt, place, best[0] - best[1]))
-
-
-def differs_at(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first place at which two answers differ, None when they are the same."""
-    places = range(max(len(one), len(other)))
-    return next((place for place in places if one[place : place + 1] != other[place : place + 1]), None)
+            gap = plain.gaps[place] if place < len(plain.gaps) else None
+            self.differences.append(Difference(prompt, place, gap))
 
 
 def policies() -> Iterator[tuple[str, str, Policy]]:

@@ -177,7 +177,5 @@ def identity(draft: str, tallies: Sequence[Tally]) -> Grid:
         figures = tally.identical, tally.total, tally.ties, others, tally.accepted, tally.drafted
         grid.add_row(f"{tally.growth}, {tally.rule}", *map(str, figures))
         for difference in tally.differences:
-            grid.add_row(
-                f"  prompt {difference.prompt}, token {difference.place}: {difference.gap:.2g} between the best"
-            )
+            grid.add_row(f"  {difference}")
     return grid

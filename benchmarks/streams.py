@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from osd.engine.counters import EngineCounters
@@ -72,20 +72,35 @@ class Answer:
     """What came of one request."""
 
     tokens: list[int] = field(default_factory=list)
+    text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
 
+    @property
+    def gaps(self) -> list[float]:
+        """How far apart the two most probable tokens at each place are, in log-probability, where both are reported."""
+        tops = [place.top for place in self.logprobs]
+        return [top[0][1] - top[1][1] for top in tops]
 
-def answers_of(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
+
+def answers_of(
+    engine: Engine, requests: Sequence[Request], meanwhile: Callable[[], None] = lambda: None
+) -> dict[str, Answer]:
     """Send ``requests`` at once and wait for every answer; by the requests' ids.
+
+    ``meanwhile`` is called once, when the first of them has begun.
 
     Raises:
         RuntimeError: one of them failed.
     """
-    found = {request.id: Answer() for request in requests}
+    found, begun = {request.id: Answer() for request in requests}, False
     for _, update in updates_of(engine, requests):
+        if not begun:
+            begun = True
+            meanwhile()
         answer = found[update.request_id]
         answer.tokens += update.token_ids
+        answer.text += update.text
         answer.logprobs += update.logprobs
         answer.counts = update.counts or answer.counts
     return found

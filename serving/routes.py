@@ -236,7 +236,6 @@ class Routes:
             logit_bias=tuple(body.logit_bias or ()),
             repeatable=body.seed is not None,
         )
-        allowed = settings.serving.capture_default if body.store is None else body.store
         return Sequence(
             id="",
             prompt_ids=(),
@@ -244,7 +243,8 @@ class Routes:
             sampling=sampling,
             stop=tuple(body.stop or ()),
             ignore_eos=bool(body.ignore_eos),
-            capture=settings.capture.enabled and allowed,
+            capture=settings.capture.enabled and (self.limits.capture_default if body.store is None else body.store),
+            speculate=body.osd is None or body.osd.speculate is not False,
             domain=body.osd.domain if body.osd else None,
             policy=asked.policy,
             logprobs=body.top,

@@ -159,9 +159,11 @@ class StreamOptions(Body):
 class Speculation(Body):
     """How this request speculates; what is left out is as the server has it. It changes speed and nothing else.
 
-    ``domain`` names whose drafter is wanted; one that has none is served by the server's own.
+    ``speculate`` false decodes plainly. ``domain`` names whose drafter is wanted; one that has none is served by the
+    server's own.
     """
 
+    speculate: bool | None = None
     growth: GrowthSettings | None = None
     verification: Verification | None = None
     domain: str | None = Field(None, pattern=DOMAIN)

@@ -1,1 +1,1 @@
-"""What can be said about models and traffic without serving them."""
+"""Reports that are looked at before a decision: what a vocabulary is worth, and whether refusals change."""

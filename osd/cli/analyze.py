@@ -1,4 +1,4 @@
-"""``osd analyze``: what captured traffic says, and what its target's vocabulary is worth for it."""
+"""``osd analyze``: what captured traffic says, what a vocabulary is worth for it, and what decoding does to refusals."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import typer
 from osd.cli.bench.options import Contexts, Depth, Draft, Drafts, Json, Plot, Prompts, Temperatures, TopP, check_output
 from osd.cli.bench.rules import compare, conclude
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.refusals import refusals
 from osd.cli.tokenizer import tokenizer
 
-app = typer.Typer(help="Look at what was captured, and at vocabularies.", no_args_is_help=True)
+app = typer.Typer(help="Look at captured traffic, at vocabularies, and at what is refused.", no_args_is_help=True)
 app.command()(tokenizer)
+app.command()(refusals)
 
 
 @app.callback()

@@ -11,9 +11,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import lossless
-from benchmarks.lossless import Tally, compare, differs_at, policies, slots
+from benchmarks.lossless import Tally, compare, policies, slots
 from benchmarks.report import identity
 from benchmarks.streams import Answer
+from osd.analysis.identity import differs_at
 from osd.cli.app import app
 from osd.engine.request import TokenLogprobs
 from osd.speculation.growth import GROWTHS
@@ -57,7 +58,7 @@ def test_the_first_token_that_differs_is_found_and_shown_with_the_gap_between_th
     assert differs_at([1, 2], [1, 2, 3]) == 2
     clear = TokenLogprobs(1, -0.1, ((1, -0.1), (7, -3.0)))
     near = TokenLogprobs(2, -0.7, ((2, -0.7), (4, -0.70001)))
-    plain = Answer([1, 2], [clear, near])
+    plain = Answer([1, 2], logprobs=[clear, near])
     tally = Tally("chain", "block")
     tally.add(0, plain, Answer([1, 2]))
     tally.add(1, plain, Answer([1, 4]))

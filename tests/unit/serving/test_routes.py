@@ -93,6 +93,12 @@ def test_a_request_may_say_how_it_speculates(client, service):
     assert same is rule_only  # what speculates alike drafts together
 
 
+def test_a_request_may_ask_for_plain_decoding(client, service):
+    for osd in ({"speculate": False}, {"speculate": True}, {"speculate": None}, {}, None):
+        assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
+    assert [request.speculate for request in service.submitted] == [False, True, True, True, True]
+
+
 def test_a_request_may_say_its_domain_and_else_it_is_found_out(client, service):
     for osd in ({"domain": "code-2"}, {"verification": "naive"}, None):
         assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
@@ -114,6 +120,7 @@ def test_a_request_may_say_its_domain_and_else_it_is_found_out(client, service):
         ({"growth": {"kind": "chain", "governed": True}}, "osd.growth.governed", "is not supported"),
         ({"verification": "typical"}, "osd.verification", "should be 'chain'"),
         ({"drafter": "mine"}, "osd.drafter", "is not supported"),
+        ({"speculate": 0}, "osd.speculate", "valid boolean"),
         ({"domain": "../etc"}, "osd.domain", "should match pattern"),
         ({"domain": ""}, "osd.domain", "should match pattern"),
     ],

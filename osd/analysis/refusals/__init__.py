@@ -1,0 +1,6 @@
+"""Whether what a model refuses depends on how its answers were decoded.
+
+Ways to decode are compared on the same prompts: greedy answers token by token, sampled ones by what a judge says of
+them. ``prompts`` are read, answers come from a running ``service`` or from an engine, a judge (``phrases`` or
+``model_judge``) labels them, and ``comparison`` tests the labels as ``paired`` says.
+"""
