@@ -1,0 +1,222 @@
+"""How drafters of several sizes do after several amounts of traffic: the points of a scaling law."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from benchmarks import decode
+from benchmarks.adaptation.experiment import Experiment, Stream
+from benchmarks.adaptation.learner import Recipe
+from benchmarks.adaptation.offline_acceptance import OfflineAcceptance, total
+from benchmarks.figures import Spread
+from benchmarks.isolated import DRAFT_CONTEXT, Drafting, forward_seconds, on_several_cores
+from benchmarks.pair import engine_with, reading_anew
+from osd.analysis.scaling.points import Costs, Point, Run, Speed
+from osd.capture.trace import Trace
+from osd.config import LanguageModelSettings
+from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
+from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.session import Runtime
+from osd.drafters.trainable import Trainable
+from osd.engine.policy import Policy
+from osd.engine.request import SamplingParams
+from osd.learning.batch import collate, pack
+from osd.learning.divergences import draft_index, forward_kl, overlap, total_variation
+from osd.learning.online import EVALUATION_TOKENS, Learner, Local
+from osd.metrics import SpeculationCounts
+from osd.runtime.causal_lm import ends_of
+from osd.runtime.model import SlotModel
+
+LAYERS = (1, 2, 4, 6)
+"""Sizes of the drafters, as far as the target has so many layers."""
+
+DEEPEST = 8
+"""Tokens of the longest draft whose verification is timed."""
+
+_HALVINGS = 3
+_TURNS = 15  # of the isolated forwards
+
+
+def amounts(records: int) -> list[int]:
+    """Records after which drafters are measured: an eighth, a quarter, a half, all."""
+    return [records >> halvings for halvings in range(_HALVINGS, -1, -1)]
+
+
+def scaling(
+    experiment: Experiment,
+    stream: Stream,
+    layers: Sequence[int],
+    recipe: Recipe,
+    run: Run,
+    done: Collection[tuple[int, int]],
+    report: Callable[[str], None] = lambda step: None,
+) -> Iterator[Point]:
+    """Train a language model of each size along the stream, and measure it after each of the ``amounts``.
+
+    Args:
+        experiment: its settings grow chains of ``run.depth`` tokens.
+        stream: what arrives and what is only measured on.
+        layers: of the target, that the drafters begin with.
+        recipe: how they learn; nothing is gated.
+        run: what the points share.
+        done: (layers, records) of the points that are known; what has all of its points is not trained again.
+        report: told what is done.
+    """
+    for count in layers:
+        wanted = [records for records in amounts(len(stream.arriving)) if (count, records) not in done]
+        if not wanted:
+            continue
+        settings = experiment.settings.model_copy(update={"drafter": LanguageModelSettings(layers=count)})
+        sized = replace(experiment, settings=settings)
+        drafter = sized.fresh("language_model")
+        offline = sized.offline_acceptance(drafter, stream)
+        training = Training(recipe.learner(drafter, enough=0), recipe)
+        for begin, end in pairwise((0, *amounts(len(stream.arriving)))):
+            training.follow(stream.arriving[begin:end])
+            report(f"{count} layers: {end} of {len(stream.arriving)} records, {training.cpu_seconds:.0f} CPU seconds")
+            if end in wanted:
+                yield _point(sized, stream, training, offline, run, count, end)
+
+
+@dataclass
+class Training:
+    """A drafter that learns from records as they come.
+
+    ``tokens`` were trained on, repeats not counted, in ``cpu_seconds``. What the replay holds out is not among them.
+    """
+
+    learner: Learner
+    recipe: Recipe
+    tokens: int = 0
+    cpu_seconds: float = 0.0
+    _budget: float = 0.0
+
+    @property
+    def drafter(self) -> Trainable:
+        """What learns."""
+        return self.learner.distiller.drafter
+
+    def follow(self, traces: Sequence[Trace]) -> None:
+        """Learn from these records; all that was learnt is in the drafter's weights afterwards."""
+        began = time.process_time()
+        learner, recipe = self.learner, self.recipe
+        for start in range(0, len(traces), recipe.interval):
+            for trace in traces[start : start + recipe.interval]:
+                if learner.add(trace).part == "train":
+                    self.tokens += trace.completion_ids.shape[0]
+                    self._budget += recipe.passes * trace.completion_ids.shape[0]
+            while self._budget > 0:
+                self._budget -= learner.step(recipe.settings.micro_batch_tokens, Local()).positions
+        learner.candidate()
+        self.cpu_seconds += time.process_time() - began
+
+
+def _point(
+    experiment: Experiment,
+    stream: Stream,
+    training: Training,
+    offline: OfflineAcceptance,
+    run: Run,
+    layers: int,
+    records: int,
+) -> Point:
+    drafter = training.drafter
+    entropy, divergence, variation = held_out_loss(drafter, stream.unseen)
+    counts = total([one.counts for one in offline.measure(drafter.weights(), stream.unseen)])
+    costs, speed = _timed(experiment, drafter, _prompts(stream.unseen, run.tokens), run)
+    trained = sum(weight.numel() for weight in drafter.trained().values())
+    return Point(
+        run=run,
+        layers=layers,
+        parameters=trained,
+        used=trained + _head_parameters(drafter),
+        records=records,
+        tokens=training.tokens,
+        positions=training.learner.counters.tokens,
+        cpu_seconds=training.cpu_seconds,
+        entropy=entropy,
+        divergence=divergence,
+        total_variation=variation,
+        rounds=counts.rounds,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        tested=counts.tested,
+        costs=costs,
+        speed=speed,
+    )
+
+
+def _head_parameters(drafter: Trainable) -> int:
+    """Those of the target's head, that the drafter shares."""
+    _, head = ends_of(cast(LanguageModel, drafter).model)
+    return head.weight.numel()
+
+
+@torch.inference_mode()
+def held_out_loss(drafter: Trainable, traces: Sequence[Trace]) -> tuple[float, float, float]:
+    """Means over every completion token of the target's entropy, of KL(target || drafter), and of total variation.
+
+    The first two are in nats. All ids that a trace does not list count as one event.
+    """
+    drafter.eval()
+    index = draft_index(drafter.draft_ids)
+    found: list[Tensor] = []
+    for group in pack(traces, EVALUATION_TOKENS):
+        batch = collate(group)
+        (logits,) = drafter.unroll(batch, 1)
+        events = overlap(logits, batch.target_ids, batch.target_logp, batch.target_tail, index)
+        target = torch.cat([events.p, events.p_tail[:, None]], 1)
+        found.append(torch.stack([torch.special.entr(target).sum(1), forward_kl(events), total_variation(events)]))
+    entropy, divergence, variation = torch.cat(found, 1).double().mean(1).tolist()
+    return entropy, divergence, variation
+
+
+def _prompts(traces: Sequence[Trace], tokens: int) -> list[tuple[int, ...]]:
+    """Prompts that are answered in as many tokens as are asked for, all of them where there is none."""
+    whole = [trace for trace in traces if trace.completion_ids.shape[0] == tokens]
+    return [tuple(trace.prompt_ids.numpy().tolist()) for trace in whole or traces]
+
+
+def _timed(
+    experiment: Experiment, drafter: Trainable, prompts: Sequence[tuple[int, ...]], run: Run
+) -> tuple[Costs, Speed]:
+    settings = reading_anew(experiment.settings)
+    engine = engine_with(settings, experiment.setup.directory, drafter)
+    policy, sampling = Policy.of(settings.growth, settings.verification), SamplingParams(temperature=0)
+    engine.start()
+    try:
+        waves = list(decode.decode(engine, prompts, run.turns, 1, run.tokens, sampling, policy, decode.Calls()))
+    finally:
+        engine.stop()
+    plain, drafted = ([wave for wave in waves if wave.way == way] for way in (decode.PLAIN, decode.SPECULATIVE))
+    ratios = [mine.tokens_per_second / other.tokens_per_second for mine, other in zip(drafted, plain, strict=True)]
+    speed, length = Spread.of(ratios), SpeculationCounts.sum(wave.counts for wave in drafted).mean_acceptance_length
+    session = autoregressive(drafter.session(Runtime.serving(1, DRAFT_CONTEXT, DEEPEST + 1, engine.target.device)))
+    costs = on_several_cores(lambda: _costs(engine.target, session, run, round(length)), run.threads)
+    return costs, Speed(speed.median, speed.least, speed.most, length)
+
+
+def _costs(target: SlotModel, session: AutoregressiveSession, run: Run, committed: int) -> Costs:
+    drafting = Drafting(session, target, 1)
+    plains: list[float] = []
+    steps: list[float] = []
+    verify: list[list[float]] = []
+    for turn in range(_TURNS + 1):
+        plain = forward_seconds(target, 1, 1)
+        many = [forward_seconds(target, 1, 1 + depth) / plain for depth in range(1, DEEPEST + 1)]
+        step = drafting.seconds(run.depth, committed) / run.depth / plain
+        if turn:
+            plains.append(plain)
+            steps.append(step)
+            verify.append(many)
+    drafting.close()
+    medians = (statistics.median(rows) for rows in zip(*verify, strict=True))
+    return Costs(statistics.median(plains), statistics.median(steps), tuple(medians))
