@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -34,6 +37,7 @@ from osd.learning.online import EVALUATION_TOKENS, Learner, Local
 from osd.metrics import SpeculationCounts
 from osd.runtime.causal_lm import ends_of
 from osd.runtime.model import SlotModel
+from trainer import checkpoint
 
 LAYERS = (1, 2, 4, 6)
 """Sizes of the drafters, as far as the target has so many layers."""
@@ -57,6 +61,7 @@ def scaling(
     recipe: Recipe,
     run: Run,
     done: Collection[tuple[int, int]],
+    folder: Path,
     report: Callable[[str], None] = lambda step: None,
 ) -> Iterator[Point]:
     """Train a language model of each size along the stream, and measure it after each of the ``amounts``.
@@ -67,7 +72,8 @@ def scaling(
         layers: of the target, that the drafters begin with.
         recipe: how they learn; nothing is gated.
         run: what the points share.
-        done: (layers, records) of the points that are known; what has all of its points is not trained again.
+        done: (layers, records) of the points that are known and not measured again.
+        folder: where training is kept after each amount, until a drafter has all of its points.
         report: told what is done.
     """
     for count in layers:
@@ -78,23 +84,29 @@ def scaling(
         sized = replace(experiment, settings=settings)
         drafter = sized.fresh("language_model")
         offline = sized.offline_acceptance(drafter, stream)
-        training = Training(recipe.learner(drafter, enough=0), recipe)
+        training, kept = Training(recipe.learner(drafter, enough=0), recipe), folder / f"{count}-layers.safetensors"
+        training.resume(kept, run, stream.arriving, wanted[0])
         for begin, end in pairwise((0, *amounts(len(stream.arriving)))):
-            training.follow(stream.arriving[begin:end])
-            report(f"{count} layers: {end} of {len(stream.arriving)} records, {training.cpu_seconds:.0f} CPU seconds")
+            if end > training.records:
+                training.follow(stream.arriving[begin:end])
+                training.save(kept, run)
+                report(f"{count} layers: {end} of {len(stream.arriving)} records")
             if end in wanted:
-                yield _point(sized, stream, training, offline, run, count, end)
+                yield _point(sized, stream, training, offline, run, count)
+        kept.unlink()
 
 
 @dataclass
 class Training:
     """A drafter that learns from records as they come.
 
-    ``tokens`` were trained on, repeats not counted, in ``cpu_seconds``. What the replay holds out is not among them.
+    Of ``records`` that came, ``tokens`` were trained on, repeats not counted, in ``cpu_seconds``; those that the replay
+    holds out are not among them.
     """
 
     learner: Learner
     recipe: Recipe
+    records: int = 0
     tokens: int = 0
     cpu_seconds: float = 0.0
     _budget: float = 0.0
@@ -116,7 +128,29 @@ class Training:
             while self._budget > 0:
                 self._budget -= learner.step(recipe.settings.micro_batch_tokens, Local()).positions
         learner.candidate()
+        self.records += len(traces)
         self.cpu_seconds += time.process_time() - began
+
+    def save(self, path: Path, run: Run) -> None:
+        """Keep what ``resume`` needs."""
+        tensors, learned = self.learner.state()
+        mine = {"records": self.records, "tokens": self.tokens, "cpu_seconds": self.cpu_seconds, "budget": self._budget}
+        checkpoint.save(path, tensors, {"run": msgspec.to_builtins(run), "learner": learned, **mine})
+
+    def resume(self, path: Path, run: Run, traces: Sequence[Trace], most: int) -> None:
+        """Go on from what was kept of this run along ``traces``, unless that is more than ``most`` records."""
+        found = checkpoint.load(path)
+        if found is None:
+            return
+        tensors, state = found
+        if state["run"] != msgspec.to_builtins(run) or state["records"] > most:
+            return
+        for trace in traces[: state["records"]]:
+            self.learner.add(trace)
+        self.learner.replay.sample(sys.maxsize)  # none of them is new any more
+        self.learner.resume(tensors, state["learner"])
+        self.records, self.tokens = state["records"], state["tokens"]
+        self.cpu_seconds, self._budget = state["cpu_seconds"], state["budget"]
 
 
 def _point(
@@ -126,7 +160,6 @@ def _point(
     offline: OfflineAcceptance,
     run: Run,
     layers: int,
-    records: int,
 ) -> Point:
     drafter = training.drafter
     entropy, divergence, variation = held_out_loss(drafter, stream.unseen)
@@ -138,7 +171,7 @@ def _point(
         layers=layers,
         parameters=trained,
         used=trained + _head_parameters(drafter),
-        records=records,
+        records=training.records,
         tokens=training.tokens,
         positions=training.learner.counters.tokens,
         cpu_seconds=training.cpu_seconds,

@@ -1,16 +1,19 @@
-"""``osd analyze``: what captured traffic says."""
+"""``osd analyze``: what captured traffic says, and what follows from measured drafters."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from osd.cli.bench.options import Contexts, Depth, Draft, Drafts, Json, Plot, Prompts, Temperatures, TopP, check_output
+from osd.cli.bench.recorded import Markdown, check_files
+from osd.cli.bench.recorded import conclude as conclude_tables
 from osd.cli.bench.rules import compare, conclude
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 
-app = typer.Typer(help="Look at what was captured.", no_args_is_help=True)
+app = typer.Typer(help="Look at what was captured or measured.", no_args_is_help=True)
 
 
 @app.callback()
@@ -66,3 +69,50 @@ def analyze_drafts(
         f"in service {found.accepted:.3f} of the drafted tokens were accepted"
     )
     conclude([table], {"stream": settings.capture.stream, "note": traces.NOTE, "listed": found.listed}, json_file, plot)
+
+
+@app.command("scaling")
+def analyze_scaling(
+    files: Annotated[list[Path], typer.Argument(help="Points of osd bench scaling.", metavar="FILE...")],
+    layers: Annotated[int | None, typer.Option(min=1, help="Of a drafter to predict.")] = None,
+    parameters: Annotated[int | None, typer.Option(min=1, help="The same by its trained parameters.")] = None,
+    traffic: Annotated[int | None, typer.Option(min=1, help="Completion tokens that it will be trained on.")] = None,
+    json_file: Json = None,
+    plot: Plot = None,
+    markdown: Markdown = None,
+) -> None:
+    """Fit the drafter's loss to its size and traffic, and predict acceptance, speed and payback of one not built yet.
+
+    The largest measured drafter is predicted from the others first, beside what it is. Give --traffic with --layers or
+    with --parameters for a prediction; it is refused a decade beyond what was measured, and for less traffic for each
+    parameter than any point has.
+    """
+    check_files(json_file, plot, markdown)
+    if layers is not None and parameters is not None:
+        fail("--layers and --parameters say the same: give one of them")
+    if (traffic is None) != (layers is None and parameters is None):
+        fail("a prediction needs --traffic, and --layers or --parameters")
+    from benchmarks.adaptation import scaling_tables as tables
+    from osd.analysis.scaling.forecast import Forecaster
+    from osd.analysis.scaling.points import ScalingError, read
+
+    try:
+        for file in files:
+            if not file.is_file():
+                raise ScalingError(f"there is no file {file}")
+        found = [point for file in files for point in read(file)]
+        forecaster, notes = Forecaster(found), list(tables.NOTES)
+        shown, figures = [tables.law_table(forecaster)], tables.figures(forecaster)
+        try:
+            shown.append(tables.held_out_table(*Forecaster.without_largest(found)))
+        except ScalingError as error:
+            notes.append(f"The largest drafter was not predicted from the others: {error}.")
+        if traffic is not None:
+            size = parameters if layers is None else forecaster.parameters_of(layers)
+            assert size is not None  # noqa: S101 - one of them was given
+            forecast = forecaster.predict(size, traffic)
+            shown.append(tables.forecast_table(size, traffic, forecast))
+            figures["forecast"] = tables.forecast_figures(size, traffic, forecast)
+    except ScalingError as error:
+        fail(error)
+    conclude_tables(shown, [tables.plot(forecaster)], notes, figures, (json_file, plot, markdown))

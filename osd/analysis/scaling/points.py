@@ -11,8 +11,8 @@ import msgspec
 from osd.files import replace
 
 
-class PointsError(ValueError):
-    """Points cannot be used; the message is one line that says why."""
+class ScalingError(ValueError):
+    """Points cannot be used, or do not say what is asked; the message is one line that says why."""
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,23 +113,38 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Accepted / tested: acceptance of greedy drafts."""
         return self.accepted / self.tested
 
+    @property
+    def length(self) -> float:
+        """Mean acceptance length along the unseen records, bonus token included."""
+        return 1 + self.accepted / self.rounds
+
+    @property
+    def round_cost(self) -> float:
+        """A round of the engine, in plain forwards."""
+        return self.speed.length / self.speed.speedup
+
+    @property
+    def speedup(self) -> float:
+        """Of the engine at the acceptance length of all unseen records; ``speed`` is that of a few of them."""
+        return self.length / self.round_cost
+
 
 def read(path: Path) -> list[Point]:
     """The points of a file, none where it does not exist; a last line that a crash cut off is left out.
 
     Raises:
-        PointsError: it cannot be read, or holds something else.
+        ScalingError: it cannot be read, or holds something else.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     except OSError as error:
-        raise PointsError(f"{path} cannot be read: {error.strerror}") from None
+        raise ScalingError(f"{path} cannot be read: {error.strerror}") from None
     points: list[Point] = []
     for number, line in enumerate(lines, 1):
         try:
             points.append(msgspec.json.decode(line, type=Point))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise PointsError(f"{path}, line {number} is no point of osd bench scaling: {error}") from None
+            raise ScalingError(f"{path}, line {number} is no point of osd bench scaling: {error}") from None
     return points
 
 

@@ -37,8 +37,8 @@ def scaling(
     """Train language models of several sizes along a stream, and measure each after 1/8, 1/4, 1/2 and all of it.
 
     What is measured on unseen records: the divergence from the target and the target's entropy, acceptance, the time of
-    forwards and the speed-up in the engine; and the CPU seconds of training. A run that was cut off goes on: only a
-    drafter whose points are not all there is trained again. osd analyze scaling reads the points.
+    forwards and the speed-up in the engine; and the CPU seconds of training. A run that
+    was cut off goes on after the last amount of a drafter. osd analyze scaling reads the points.
     """
     settings = settings_of(config, overrides)
     if points.is_dir() or not points.parent.is_dir():
@@ -46,13 +46,13 @@ def scaling(
     from benchmarks.adaptation import scaling as bench
     from benchmarks.machine import Machine
     from benchmarks.pair import BenchError
-    from osd.analysis.scaling.points import PointsError, Run, read, write
+    from osd.analysis.scaling.points import Run, ScalingError, read, write
     from osd.target.model import load_config
 
     settings = settings.model_copy(update={"growth": ChainSettings(depth=depth, governed=False), "verification": None})
     try:
         found = read(points)
-    except PointsError as error:
+    except ScalingError as error:
         fail(error)
     run = Run(
         target=settings.target.source,
@@ -78,14 +78,16 @@ def scaling(
                 fail(f"--layers must be at most {deepest}, the target's, not {count}")
         sizes = sorted(set(layers or [count for count in bench.LAYERS if count <= deepest]))
         recipe = experiment.recipe(passes, interval, 0)
+        folder = points.with_suffix(".training")
         done = {(point.layers, point.records) for point in found}
         try:
-            for point in bench.scaling(experiment, recorded, sizes, recipe, run, done, say):
+            for point in bench.scaling(experiment, recorded, sizes, recipe, run, done, folder, say):
                 found.append(point)
                 write(points, found)
                 typer.echo(
-                    f"{point.layers} layers, {point.records} records: divergence {point.divergence:.3f} nats, accepted / "
-                    f"tested {point.agreement:.3f}, speed-up {point.speed.speedup:.2f}, {point.cpu_seconds:.0f} CPU seconds"
+                    f"{point.layers} layers, {point.records} records: divergence {point.divergence:.3f} nats, "
+                    f"accepted / tested {point.agreement:.3f}, tokens a round {point.length:.2f}, "
+                    f"speed-up {point.speedup:.2f}, {point.cpu_seconds:.0f} CPU seconds of training"
                 )
         except BenchError as error:
             fail(error)

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from osd.analysis.scaling.forecast import Forecaster
+from osd.analysis.scaling.points import ScalingError, Speed
+from tests.unit.analysis import made_up
+from tests.unit.analysis.made_up import GREEDY, LAW, PLAIN, REST, RUN, SAMPLED, SIZES, VERIFY, points
+
+
+@pytest.fixture(scope="module")
+def forecaster():
+    return Forecaster(points(noise=0.002))
+
+
+def test_a_drafter_between_the_measured_ones_is_what_the_curves_say(forecaster):
+    found = forecaster.predict(6_000_000, 6000).expected
+    divergence = float(LAW.loss(6_000_000, 6000))
+    assert found.divergence == pytest.approx(divergence, rel=0.01)
+    assert found.sampled.acceptance == pytest.approx(float(SAMPLED.acceptance(divergence)), abs=0.005)
+    assert found.greedy.acceptance == pytest.approx(float(GREEDY.acceptance(divergence)), abs=0.005)
+    assert found.step == pytest.approx(made_up.step(6_000_000), rel=1e-6)
+    assert found.seconds == pytest.approx(6000 * made_up.seconds(6_000_000), rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["sampled", "greedy"])
+def test_speed_and_payback_follow_from_acceptance_and_the_cost_of_a_round(forecaster, way):
+    prediction = forecaster.predict(8_000_000, 10_000).expected
+    found = getattr(prediction, way)
+    speeds = {
+        k: sum(found.acceptance**i for i in range(k + 1))
+        / (k * prediction.step + VERIFY[k - 1] + forecaster.model.rest)
+        for k in range(1, 9)
+    }
+    assert forecaster.model.rest == pytest.approx(REST, abs=0.02)
+    assert found.depth == max(speeds, key=lambda k: speeds[k])
+    assert found.speedup == pytest.approx(speeds[found.depth])
+    saved_per_token = PLAIN - PLAIN / found.speedup
+    assert found.payback * saved_per_token == pytest.approx(prediction.seconds)
+
+
+def test_a_drafter_that_saves_nothing_never_pays():
+    slow = [msgspec.structs.replace(one, speed=Speed(0.5, 0.5, 0.5, one.length)) for one in points(noise=0.002)]
+    assert Forecaster(slow).predict(8_000_000, 10_000, depth=4).expected.greedy.payback == math.inf
+
+
+def test_an_interval_holds_the_expected_value_and_grows_with_the_distance(forecaster):
+    near, far = forecaster.predict(6_000_000, 6000), forecaster.predict(60_000_000, 80_000)
+    for found in (near, far):
+        for least, value, most in zip(found.least.values(), found.expected.values(), found.most.values(), strict=True):
+            assert (
+                least <= value <= most
+                or value == pytest.approx(least, rel=0.01)
+                or value == pytest.approx(most, rel=0.01)
+            )
+    width = [found.most.divergence - found.least.divergence for found in (near, far)]
+    assert width[1] > width[0] > 0
+
+
+def test_nine_in_ten_new_points_lie_in_their_intervals():
+    inside = []
+    for seed in range(6):
+        generator = np.random.default_rng(seed)
+        made = [
+            made_up.point(size, records, (0.02 * generator.normal(size=3)).tolist())
+            for size in SIZES
+            for records in made_up.RECORDS
+        ]
+        forecaster = Forecaster(made)
+        for size, tokens in ((3_000_000, 3000), (6_000_000, 9000), (12_000_000, 6000), (20_000_000, 12_000)):
+            found = forecaster.predict(size, tokens)
+            for true in LAW.loss(size, tokens) + 0.02 * generator.normal(size=10):
+                inside.append(found.least.divergence <= true <= found.most.divergence)
+    print(f"{np.mean(inside):.3f} of {len(inside)} new points are inside")
+    assert 0.8 <= np.mean(inside) <= 0.98
+
+
+def test_the_largest_drafter_is_predicted_from_the_others():
+    rest, held = Forecaster.without_largest(points(noise=0.002))
+    assert {point.parameters for point in rest.points} == set(SIZES[:-1])
+    assert [(point.parameters, point.records) for point in held] == [(SIZES[-1], n) for n in (64, 128, 256)]
+    for point in held:
+        found = rest.predict(point.parameters, point.tokens, point.run.depth).expected
+        assert found.greedy.acceptance == pytest.approx(point.agreement, abs=0.03)
+        assert found.greedy.length / found.greedy.speedup == pytest.approx(point.round_cost, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "records", "told"),
+    [
+        (SIZES, made_up.RECORDS[:2], "not 8 of 4 and 2"),
+        (SIZES[:2], made_up.RECORDS, "not 8 of 2 and 4"),
+        (SIZES[:1], made_up.RECORDS, "not 4 of 1 and 4"),
+        ((), (), "not 0 of 0 and 0"),
+    ],
+)
+def test_too_few_points_are_refused_with_how_many_are_needed(sizes, records, told):
+    with pytest.raises(ScalingError, match=r"needs 7 points of 3 sizes and 3 amounts of traffic, " + told):
+        Forecaster(points(sizes, records))
+
+
+def test_seven_points_of_three_sizes_and_three_amounts_are_enough():
+    made = points(SIZES[:3], made_up.RECORDS[:3], noise=0.002)
+    assert Forecaster(made[:7]).predict(6_000_000, 3000).expected.divergence > 0
+
+
+def test_points_of_two_runs_are_refused():
+    other = msgspec.structs.replace(RUN, stream="other")
+    with pytest.raises(ScalingError, match="several runs"):
+        Forecaster([*points(), *points(run=other)])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens", "told"),
+    [
+        (161_000_000, 90_000, r"161,000,000 parameters are more than a decade outside of the 2,000,000 to 16,000,000"),
+        (199_000, 2000, r"199,000 parameters"),
+        (2_000_000, 102_500, r"102,500 tokens of traffic are more than a decade outside of the 1,280 to 10,240"),
+        (200_000, 127, r"127 tokens of traffic"),
+        (16_000_000, 1270, r"fewer for each parameter than any drafter was measured with: 1,280 are the least"),
+    ],
+)
+def test_what_the_points_say_nothing_of_is_refused(forecaster, parameters, tokens, told):
+    with pytest.raises(ScalingError, match=told):
+        forecaster.predict(parameters, tokens)
+
+
+@pytest.mark.parametrize(("parameters", "tokens"), [(160_000_000, 102_400), (200_000, 128), (16_000_000, 1280)])
+def test_a_decade_beyond_what_was_measured_is_still_predicted(forecaster, parameters, tokens):
+    assert forecaster.predict(parameters, tokens).expected.divergence > 0
+
+
+def test_the_parameters_of_a_size_follow_from_its_layers(forecaster):
+    assert forecaster.parameters_of(3) == 6_000_000
+
+
+def test_the_same_points_give_the_same_intervals(forecaster):
+    again = Forecaster(points(noise=0.002))
+    assert again.predict(6_000_000, 6000) == forecaster.predict(6_000_000, 6000)
