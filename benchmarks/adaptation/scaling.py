@@ -20,7 +20,7 @@ from benchmarks.adaptation.experiment import Experiment, Stream
 from benchmarks.adaptation.learner import Recipe
 from benchmarks.adaptation.offline_acceptance import OfflineAcceptance, total
 from benchmarks.figures import Spread
-from benchmarks.isolated import DRAFT_CONTEXT, Drafting, forward_seconds, on_several_cores
+from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, Drafting, forward_seconds, on_several_cores
 from benchmarks.pair import engine_with, reading_anew
 from osd.analysis.scaling.points import Costs, Point, Run, Speed
 from osd.capture.trace import Trace
@@ -45,6 +45,9 @@ LAYERS = (1, 2, 4, 6)
 DEEPEST = 8
 """Tokens of the longest draft whose verification is timed."""
 
+CONTEXT = COMMITTED + DEEPEST + 1
+"""Tokens that a sequence must have room for."""
+
 _HALVINGS = 3
 _TURNS = 15  # of the isolated forwards
 
@@ -61,7 +64,7 @@ def scaling(
     recipe: Recipe,
     run: Run,
     done: Collection[tuple[int, int]],
-    folder: Path,
+    beside: Path,
     report: Callable[[str], None] = lambda step: None,
 ) -> Iterator[Point]:
     """Train a language model of each size along the stream, and measure it after each of the ``amounts``.
@@ -73,7 +76,7 @@ def scaling(
         recipe: how they learn; nothing is gated.
         run: what the points share.
         done: (layers, records) of the points that are known and not measured again.
-        folder: where training is kept after each amount, until a drafter has all of its points.
+        beside: the file next to which training is kept after each amount, until a drafter has all of its points.
         report: told what is done.
     """
     for count in layers:
@@ -84,7 +87,8 @@ def scaling(
         sized = replace(experiment, settings=settings)
         drafter = sized.fresh("language_model")
         offline = sized.offline_acceptance(drafter, stream)
-        training, kept = Training(recipe.learner(drafter, enough=0), recipe), folder / f"{count}-layers.safetensors"
+        training = Training(recipe.learner(drafter, enough=0), recipe)
+        kept = beside.with_suffix(f".{count}-layers.safetensors")
         training.resume(kept, run, stream.arriving, wanted[0])
         for begin, end in pairwise((0, *amounts(len(stream.arriving)))):
             if end > training.records:

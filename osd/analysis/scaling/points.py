@@ -19,7 +19,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What points must share to be compared.
 
     Attributes:
-        target: source of the model that is drafted for, and its ``dtype``.
+        target: source of the model that is drafted for, its ``dtype`` and ``weights``.
         stream: name of the recorded prompts, of which ``records`` arrive and ``unseen`` more are only measured on.
         tokens: of each completion at most.
         passes: over each completion that is trained on, after every ``interval`` records.
@@ -32,6 +32,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     target: str
     dtype: str
+    weights: str
     stream: str
     records: int
     unseen: int

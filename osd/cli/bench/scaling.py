@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -36,9 +37,9 @@ def scaling(
 ) -> None:
     """Train language models of several sizes along a stream, and measure each after 1/8, 1/4, 1/2 and all of it.
 
-    What is measured on unseen records: the divergence from the target and the target's entropy, acceptance, the time of
-    forwards and the speed-up in the engine; and the CPU seconds of training. A run that
-    was cut off goes on after the last amount of a drafter. osd analyze scaling reads the points.
+    On unseen records: the divergence from the target and the target's entropy, acceptance, the time of forwards and the
+    speed-up in the engine; and the CPU seconds of training. A run that was cut off goes on after the last amount that a
+    drafter has learnt from. osd analyze scaling reads the points.
     """
     settings = settings_of(config, overrides)
     if points.is_dir() or not points.parent.is_dir():
@@ -49,7 +50,11 @@ def scaling(
     from osd.analysis.scaling.points import Run, ScalingError, read, write
     from osd.target.model import load_config
 
-    settings = settings.model_copy(update={"growth": ChainSettings(depth=depth, governed=False), "verification": None})
+    if settings.engine.context < bench.CONTEXT:
+        fail(f"engine.context must be at least {bench.CONTEXT}, what is timed, not {settings.engine.context}")
+    growth = ChainSettings(depth=depth, governed=False)
+    engine = settings.engine.model_copy(update={"max_draft": max(settings.engine.max_draft, bench.DEEPEST)})
+    settings = settings.model_copy(update={"growth": growth, "verification": None, "engine": engine})
     try:
         found = read(points)
     except ScalingError as error:
@@ -57,6 +62,7 @@ def scaling(
     run = Run(
         target=settings.target.source,
         dtype=settings.target.dtype,
+        weights=settings.target.weights,
         stream=stream.stem,
         records=records,
         unseen=unseen,
@@ -66,7 +72,7 @@ def scaling(
         depth=depth,
         turns=turns,
         trainer=settings.trainer.model_dump(mode="json"),
-        threads=settings.engine.threads,
+        threads=settings.engine.threads or os.cpu_count() or 1,
         machine=str(Machine.here()),
     )
     if any(point.run != run for point in found):
@@ -78,10 +84,9 @@ def scaling(
                 fail(f"--layers must be at most {deepest}, the target's, not {count}")
         sizes = sorted(set(layers or [count for count in bench.LAYERS if count <= deepest]))
         recipe = experiment.recipe(passes, interval, 0)
-        folder = points.with_suffix(".training")
         done = {(point.layers, point.records) for point in found}
         try:
-            for point in bench.scaling(experiment, recorded, sizes, recipe, run, done, folder, say):
+            for point in bench.scaling(experiment, recorded, sizes, recipe, run, done, points, say):
                 found.append(point)
                 write(points, found)
                 typer.echo(

@@ -18,7 +18,7 @@ REST, PLAIN, ENTROPY = 0.1, 0.01, 1.25
 SIZES, RECORDS = (2_000_000, 4_000_000, 8_000_000, 16_000_000), (32, 64, 128, 256)
 
 RUN = Run(
-    target="tiny", dtype="float32", stream="tiny", records=256, unseen=48, tokens=48, passes=3.0, interval=8, depth=4,
+    target="tiny", dtype="float32", weights="full", stream="tiny", records=256, unseen=48, tokens=48, passes=3.0, interval=8, depth=4,
     turns=5, trainer={}, threads=1, machine="one",
 )  # fmt: skip
 
