@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks import decode
 from benchmarks.adaptation.experiment import Experiment, Stream
 from benchmarks.adaptation.learner import Recipe
-from benchmarks.adaptation.offline_acceptance import OfflineAcceptance, total
+from benchmarks.adaptation.offline_acceptance import total
 from benchmarks.figures import Spread
 from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, Drafting, forward_seconds, on_several_cores
 from benchmarks.pair import engine_with, reading_anew
@@ -69,6 +69,8 @@ def scaling(
 ) -> Iterator[Point]:
     """Train a language model of each size along the stream, and measure it after each of the ``amounts``.
 
+    The least amount comes first, for every size; training goes on from it.
+
     Args:
         experiment: its settings grow chains of ``run.depth`` tokens.
         stream: what arrives and what is only measured on.
@@ -76,28 +78,22 @@ def scaling(
         recipe: how they learn; nothing is gated.
         run: what the points share.
         done: (layers, records) of the points that are known and not measured again.
-        beside: the file next to which training is kept after each amount, until a drafter has all of its points.
+        beside: the file next to which the training of each size is kept between two amounts.
         report: told what is done.
     """
-    for count in layers:
-        wanted = [records for records in amounts(len(stream.arriving)) if (count, records) not in done]
-        if not wanted:
+    for records, count in itertools.product(amounts(len(stream.arriving)), layers):
+        if (count, records) in done:
             continue
         settings = experiment.settings.model_copy(update={"drafter": LanguageModelSettings(layers=count)})
-        sized = replace(experiment, settings=settings)
-        drafter = sized.fresh("language_model")
-        offline = sized.offline_acceptance(drafter, stream)
-        training = Training(recipe.learner(drafter, enough=0), recipe)
-        kept = beside.with_suffix(f".{count}-layers.safetensors")
-        training.resume(kept, run, stream.arriving, wanted[0])
-        for begin, end in pairwise((0, *amounts(len(stream.arriving)))):
-            if end > training.records:
-                training.follow(stream.arriving[begin:end])
-                training.save(kept, run)
-                report(f"{count} layers: {end} of {len(stream.arriving)} records")
-            if end in wanted:
-                yield _point(sized, stream, training, offline, run, count)
-        kept.unlink()
+        sized, kept = replace(experiment, settings=settings), beside.with_suffix(f".{count}-layers.safetensors")
+        training = Training(recipe.learner(sized.fresh("language_model"), enough=0), recipe)
+        training.resume(kept, run, stream.arriving[:records])
+        report(f"{count} layers: records {training.records + 1} to {records} of {len(stream.arriving)}")
+        training.follow(stream.arriving[training.records : records])
+        training.save(kept, run)
+        yield _point(sized, stream, training, run, count)
+        if records == len(stream.arriving):
+            kept.unlink()
 
 
 @dataclass
@@ -141,13 +137,13 @@ class Training:
         mine = {"records": self.records, "tokens": self.tokens, "cpu_seconds": self.cpu_seconds, "budget": self._budget}
         checkpoint.save(path, tensors, {"run": msgspec.to_builtins(run), "learner": learned, **mine})
 
-    def resume(self, path: Path, run: Run, traces: Sequence[Trace], most: int) -> None:
-        """Go on from what was kept of this run along ``traces``, unless that is more than ``most`` records."""
+    def resume(self, path: Path, run: Run, traces: Sequence[Trace]) -> None:
+        """Go on from what was kept of this run, if anything was, and it has learnt from none but ``traces``."""
         found = checkpoint.load(path)
         if found is None:
             return
         tensors, state = found
-        if state["run"] != msgspec.to_builtins(run) or state["records"] > most:
+        if state["run"] != msgspec.to_builtins(run) or state["records"] > len(traces):
             return
         for trace in traces[: state["records"]]:
             self.learner.add(trace)
@@ -157,15 +153,9 @@ class Training:
         self.cpu_seconds, self._budget = state["cpu_seconds"], state["budget"]
 
 
-def _point(
-    experiment: Experiment,
-    stream: Stream,
-    training: Training,
-    offline: OfflineAcceptance,
-    run: Run,
-    layers: int,
-) -> Point:
+def _point(experiment: Experiment, stream: Stream, training: Training, run: Run, layers: int) -> Point:
     drafter = training.drafter
+    offline = experiment.offline_acceptance(drafter, stream)
     entropy, divergence, variation = held_out_loss(drafter, stream.unseen)
     counts = total([one.counts for one in offline.measure(drafter.weights(), stream.unseen)])
     costs, speed = _timed(experiment, drafter, _prompts(stream.unseen, run.tokens), run)

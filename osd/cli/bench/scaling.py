@@ -38,8 +38,8 @@ def scaling(
     """Train language models of several sizes along a stream, and measure each after 1/8, 1/4, 1/2 and all of it.
 
     On unseen records: the divergence from the target and the target's entropy, acceptance, the time of forwards and the
-    speed-up in the engine; and the CPU seconds of training. A run that was cut off goes on after the last amount that a
-    drafter has learnt from. osd analyze scaling reads the points.
+    speed-up in the engine; and the CPU seconds of training. The least amount comes first, for
+    every size. A run that was cut off goes on after its last point. osd analyze scaling reads the points.
     """
     settings = settings_of(config, overrides)
     if points.is_dir() or not points.parent.is_dir():
