@@ -103,16 +103,17 @@ def analyze_scaling(
         found = [point for file in files for point in read(file)]
         forecaster, notes = Forecaster(found), list(tables.NOTES)
         shown, figures = [tables.law_table(forecaster)], tables.figures(forecaster)
-        try:
-            shown.append(tables.held_out_table(*Forecaster.without_largest(found)))
-        except ScalingError as error:
-            notes.append(f"The largest drafter was not predicted from the others: {error}.")
+        asked = []
         if traffic is not None:
             size = parameters if layers is None else forecaster.parameters_of(layers)
             assert size is not None  # noqa: S101 - one of them was given
             forecast = forecaster.predict(size, traffic)
-            shown.append(tables.forecast_table(size, traffic, forecast))
+            asked.append(tables.forecast_table(size, traffic, forecast))
             figures["forecast"] = tables.forecast_figures(size, traffic, forecast)
+        try:
+            shown.append(tables.held_out_table(*Forecaster.without_largest(found)))
+        except ScalingError as error:
+            notes.append(f"The largest drafter was not predicted from the others: {error}.")
     except ScalingError as error:
         fail(error)
-    conclude_tables(shown, [tables.plot(forecaster)], notes, figures, (json_file, plot, markdown))
+    conclude_tables([*shown, *asked], [tables.plot(forecaster)], notes, figures, (json_file, plot, markdown))

@@ -18,8 +18,8 @@ from scipy.optimize import least_squares
 Floats = NDArray[np.float64]
 
 _EXPONENTS = (0.1, 0.3, 1.0)
-_FLOORS = (0.0, 0.5, 0.9)  # of the least loss
-_SHARES = (0.25, 0.5, 0.75)  # of what is above the floor, that is the parameters'
+_FLOORS = (0.0, 0.7)  # of the least loss
+_SHARES = (0.3, 0.7)  # of what is above the floor, that is the parameters'
 """Where the search begins: every combination."""
 
 _STEEPEST = 4.0

@@ -18,8 +18,8 @@ REST, PLAIN, ENTROPY = 0.1, 0.01, 1.25
 SIZES, RECORDS = (2_000_000, 4_000_000, 8_000_000, 16_000_000), (32, 64, 128, 256)
 
 RUN = Run(
-    target="tiny", dtype="float32", weights="full", stream="tiny", records=256, unseen=48, tokens=48, passes=3.0, interval=8, depth=4,
-    turns=5, trainer={}, threads=1, machine="one",
+    target="tiny", dtype="float32", weights="full", stream="tiny", records=256, unseen=48, tokens=48, passes=3.0,
+    interval=8, depth=4, turns=5, trainer={}, threads=1, machine="one",
 )  # fmt: skip
 
 
@@ -48,10 +48,10 @@ def point(parameters: int, records: int, noise: Sequence[float] = (0, 0, 0), run
 
 
 def points(
-    sizes: Iterable[int] = SIZES, records: Iterable[int] = RECORDS, noise: float = 0.0, run: Run = RUN
+    sizes: Iterable[int] = SIZES, records: Iterable[int] = RECORDS, noise: float = 0.0, run: Run = RUN, seed: int = 0
 ) -> list[Point]:
     """One for each size and each amount, off the curves by normal noise."""
-    generator, amounts = np.random.default_rng(0), list(records)
+    generator, amounts = np.random.default_rng(seed), list(records)
     return [
         point(size, amount, (noise * generator.normal(size=3)).tolist(), run) for size in sizes for amount in amounts
     ]

@@ -30,13 +30,12 @@ def test_a_drafter_between_the_measured_ones_is_what_the_curves_say(forecaster):
 @pytest.mark.parametrize("way", ["sampled", "greedy"])
 def test_speed_and_payback_follow_from_acceptance_and_the_cost_of_a_round(forecaster, way):
     prediction = forecaster.predict(8_000_000, 10_000).expected
-    found = getattr(prediction, way)
+    found, rest = getattr(prediction, way), forecaster.model.rest
+    assert rest == pytest.approx(REST, abs=0.02)
     speeds = {
-        k: sum(found.acceptance**i for i in range(k + 1))
-        / (k * prediction.step + VERIFY[k - 1] + forecaster.model.rest)
+        k: sum(found.acceptance**i for i in range(k + 1)) / (k * prediction.step + VERIFY[k - 1] + rest)
         for k in range(1, 9)
     }
-    assert forecaster.model.rest == pytest.approx(REST, abs=0.02)
     assert found.depth == max(speeds, key=lambda k: speeds[k])
     assert found.speedup == pytest.approx(speeds[found.depth])
     saved_per_token = PLAIN - PLAIN / found.speedup
@@ -45,32 +44,24 @@ def test_speed_and_payback_follow_from_acceptance_and_the_cost_of_a_round(foreca
 
 def test_a_drafter_that_saves_nothing_never_pays():
     slow = [msgspec.structs.replace(one, speed=Speed(0.5, 0.5, 0.5, one.length)) for one in points(noise=0.002)]
-    assert Forecaster(slow).predict(8_000_000, 10_000, depth=4).expected.greedy.payback == math.inf
+    assert Forecaster(slow).model.predict(8_000_000, 10_000, depth=4).greedy.payback == math.inf
 
 
 def test_an_interval_holds_the_expected_value_and_grows_with_the_distance(forecaster):
     near, far = forecaster.predict(6_000_000, 6000), forecaster.predict(60_000_000, 80_000)
     for found in (near, far):
         for least, value, most in zip(found.least.values(), found.expected.values(), found.most.values(), strict=True):
-            assert (
-                least <= value <= most
-                or value == pytest.approx(least, rel=0.01)
-                or value == pytest.approx(most, rel=0.01)
-            )
+            assert 0.99 * least <= value <= 1.01 * most
     width = [found.most.divergence - found.least.divergence for found in (near, far)]
     assert width[1] > width[0] > 0
 
 
+@pytest.mark.soak
 def test_nine_in_ten_new_points_lie_in_their_intervals():
     inside = []
-    for seed in range(6):
-        generator = np.random.default_rng(seed)
-        made = [
-            made_up.point(size, records, (0.02 * generator.normal(size=3)).tolist())
-            for size in SIZES
-            for records in made_up.RECORDS
-        ]
-        forecaster = Forecaster(made)
+    for seed in range(12):
+        generator = np.random.default_rng(100 + seed)
+        forecaster = Forecaster(points(noise=0.02, seed=seed))
         for size, tokens in ((3_000_000, 3000), (6_000_000, 9000), (12_000_000, 6000), (20_000_000, 12_000)):
             found = forecaster.predict(size, tokens)
             for true in LAW.loss(size, tokens) + 0.02 * generator.normal(size=10):
@@ -84,7 +75,7 @@ def test_the_largest_drafter_is_predicted_from_the_others():
     assert {point.parameters for point in rest.points} == set(SIZES[:-1])
     assert [(point.parameters, point.records) for point in held] == [(SIZES[-1], n) for n in (64, 128, 256)]
     for point in held:
-        found = rest.predict(point.parameters, point.tokens, point.run.depth).expected
+        found = rest.model.predict(point.parameters, point.tokens, point.run.depth)
         assert found.greedy.acceptance == pytest.approx(point.agreement, abs=0.03)
         assert found.greedy.length / found.greedy.speedup == pytest.approx(point.round_cost, rel=0.02)
 
@@ -105,7 +96,7 @@ def test_too_few_points_are_refused_with_how_many_are_needed(sizes, records, tol
 
 def test_seven_points_of_three_sizes_and_three_amounts_are_enough():
     made = points(SIZES[:3], made_up.RECORDS[:3], noise=0.002)
-    assert Forecaster(made[:7]).predict(6_000_000, 3000).expected.divergence > 0
+    assert Forecaster(made[:7]).model.predict(6_000_000, 3000).divergence > 0
 
 
 def test_points_of_two_runs_are_refused():

@@ -29,7 +29,7 @@ def test_the_constants_are_recovered_within_a_hundredth_from_losses_with_noise(s
     ids=["C4", "RedPajama", "RefinedWeb"],
 )
 def test_published_constants_are_recovered_from_as_many_runs_as_were_published(floor, a, b, eta):
-    """Over-training (arXiv 2403.08540): E + (a M^eta + b M^-eta) C^-eta with M = D / N and C = 6 N D, from five runs."""
+    """Over-training (arXiv 2403.08540), five runs: E + (a M^eta + b M^-eta) C^-eta with M = D / N and C = 6 N D."""
     parameters = np.array([11e6, 79e6, 154e6, 411e6, 11e6])
     ratio = np.array([20.0, 20.0, 20.0, 20.0, 320.0])
     compute = 6 * ratio * parameters**2
