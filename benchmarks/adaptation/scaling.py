@@ -21,7 +21,7 @@ from benchmarks.adaptation.learner import Recipe
 from benchmarks.adaptation.offline_acceptance import total
 from benchmarks.figures import Spread
 from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, Drafting, forward_seconds, on_several_cores
-from benchmarks.pair import engine_with, reading_anew
+from benchmarks.pair import BenchError, engine_with, reading_anew
 from osd.analysis.scaling.points import Costs, Point, Run, Speed
 from osd.capture.trace import Trace
 from osd.config import LanguageModelSettings
@@ -80,6 +80,9 @@ def scaling(
         done: (layers, records) of the points that are known and not measured again.
         beside: the file next to which the training of each size is kept between two amounts.
         report: told what is done.
+
+    Raises:
+        BenchError: what was kept is damaged.
     """
     for records, count in itertools.product(amounts(len(stream.arriving)), layers):
         if (count, records) in done:
@@ -138,8 +141,15 @@ class Training:
         checkpoint.save(path, tensors, {"run": msgspec.to_builtins(run), "learner": learned, **mine})
 
     def resume(self, path: Path, run: Run, traces: Sequence[Trace]) -> None:
-        """Go on from what was kept of this run, if anything was, and it has learnt from none but ``traces``."""
-        found = checkpoint.load(path)
+        """Go on from what was kept of this run, if anything was, and it has learnt from none but ``traces``.
+
+        Raises:
+            BenchError: what was kept is damaged.
+        """
+        try:
+            found = checkpoint.load(path)
+        except checkpoint.CheckpointError as error:
+            raise BenchError(f"{error}; delete {path}, and training begins again") from None
         if found is None:
             return
         tensors, state = found

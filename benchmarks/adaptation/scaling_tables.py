@@ -80,8 +80,7 @@ def held_out_table(forecaster: Forecaster, held: Sequence[Point]) -> Table:
         ]
         rows.append((f"{point.records} records, {point.tokens} tokens", *cells))
     names = ("KL", "acceptance at 1", "greedy acceptance", "tokens a round", "speed-up", "CPU seconds")
-    layers = held[0].layers if held else 0
-    return Table(f"{layers} layers, held out: predicted (interval); measured", ("", *names), rows)
+    return Table(f"{held[0].layers} layers, held out: predicted (interval); measured", ("", *names), rows)
 
 
 def forecast_table(parameters: float, tokens: float, forecast: Forecast) -> Table:

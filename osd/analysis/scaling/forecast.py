@@ -66,12 +66,15 @@ class Forecaster:
         """Fitted to all but the largest drafter, and the points of that one which it can predict.
 
         Raises:
-            ScalingError: what is left are too few points.
+            ScalingError: what is left are too few points, or it can predict none of them.
         """
         largest = max((point.parameters for point in points), default=0)
         rest = cls([point for point in points if point.parameters < largest])
         held = [point for point in points if point.parameters == largest]
-        return rest, [point for point in held if rest.refusal(point.parameters, point.tokens) is None]
+        refused = [rest.refusal(point.parameters, point.tokens) for point in held]
+        if all(refused):
+            raise ScalingError(str(refused[0]))
+        return rest, [point for point, refusal in zip(held, refused, strict=True) if refusal is None]
 
     @cached_property
     def _resampled(self) -> list[tuple[Model, Floats]]:

@@ -53,6 +53,16 @@ def test_points_of_several_files_are_fitted_together(tmp_path):
     assert "16 points" in result.output
 
 
+def test_a_largest_drafter_that_the_others_say_nothing_of_is_not_held_out(tmp_path):
+    others = points(SIZES[:3], RECORDS, noise=0.002)
+    write(tmp_path / "a.jsonl", others + points(SIZES[3:], RECORDS[:1]))
+    result = analyze(tmp_path / "a.jsonl")
+    assert result.exit_code == 0, result.output
+    assert "not predicted from the others: 1,280 tokens of traffic for 16,000,000 parameters are fewer" in " ".join(
+        result.output.split()
+    )
+
+
 def test_where_the_others_are_too_few_the_largest_drafter_is_not_held_out(tmp_path):
     write(tmp_path / "a.jsonl", points(SIZES[:3], RECORDS[:3], noise=0.002))
     result = analyze(tmp_path / "a.jsonl")

@@ -94,6 +94,18 @@ def test_too_few_points_are_refused_with_how_many_are_needed(sizes, records, tol
         Forecaster(points(sizes, records))
 
 
+def test_six_points_are_too_few_whatever_their_sizes_and_amounts():
+    made = points(SIZES[:3], made_up.RECORDS[:3])
+    with pytest.raises(ScalingError, match="not 6 of 3 and 3"):
+        Forecaster(made[:2] + made[3:4] + made[5:8])
+
+
+def test_the_form_with_the_lower_criterion_is_used():
+    model = Forecaster(points(noise=0.02)).model
+    assert model.fit.criterion < model.other.criterion
+    assert model.fit.error > model.other.error
+
+
 def test_seven_points_of_three_sizes_and_three_amounts_are_enough():
     made = points(SIZES[:3], made_up.RECORDS[:3], noise=0.002)
     assert Forecaster(made[:7]).model.predict(6_000_000, 3000).divergence > 0

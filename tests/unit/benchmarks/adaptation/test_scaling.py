@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.adaptation import scaling as bench
 from benchmarks.adaptation.scaling import amounts, held_out_loss, scaling
+from benchmarks.pair import BenchError
 from osd.analysis.scaling.points import Costs, Speed, read, write
 from osd.cli.app import app
 from osd.learning.batch import collate, pack
@@ -75,12 +76,12 @@ def test_training_goes_on_from_what_was_kept(experiment, stream, untimed, tmp_pa
     learnt, follow = [], bench.Training.follow
 
     def watched(training, traces):
-        learnt.append(len(traces))
+        learnt.append((len(traces), training.learner.replay.fresh_records))
         follow(training, traces)
 
     monkeypatch.setattr(bench.Training, "follow", watched)
     second = next(measured(experiment, stream, tmp_path, layers=[1], done=[(1, 3)]))
-    assert learnt == [3]
+    assert learnt == [(3, 0)]
     assert second.cpu_seconds > first.cpu_seconds
 
 
@@ -90,6 +91,14 @@ def test_what_another_run_kept_is_not_gone_on_from(experiment, stream, untimed, 
     again = next(scaling(experiment, stream, [1], recipe, other, [(1, 3)], tmp_path / "points.jsonl"))
     afresh = next(scaling(experiment, stream, [1], recipe, other, [(1, 3)], tmp_path / "other.jsonl"))
     assert msgspec.structs.replace(again, cpu_seconds=0) == msgspec.structs.replace(afresh, cpu_seconds=0)
+
+
+def test_a_damaged_training_is_named(experiment, stream, untimed, tmp_path):
+    next(measured(experiment, stream, tmp_path, layers=[1]))
+    kept = tmp_path / "points.1-layers.safetensors"
+    kept.write_bytes(kept.read_bytes()[:100])
+    with pytest.raises(BenchError, match=r"cannot be read: .*; delete .*points.1-layers.safetensors"):
+        next(measured(experiment, stream, tmp_path, layers=[1], done=[(1, 3)]))
 
 
 def test_the_loss_is_that_of_the_gate_and_the_entropy_that_of_the_records(experiment, stream):
