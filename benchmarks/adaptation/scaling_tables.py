@@ -62,25 +62,24 @@ def law_table(forecaster: Forecaster) -> Table:
     return Table(title, ("", "fitted"), rows)
 
 
-def held_out_table(forecaster: Forecaster, held: Sequence[Point]) -> Table:
-    """The points of the largest drafter as they are, beside what ``forecaster`` expects of them without knowing any."""
+def held_out_table(name: str, forecaster: Forecaster, held: Sequence[Point]) -> Table:
+    """Points as they are, beside what ``forecaster`` expects of them without knowing any."""
     rows = []
     for point in held:
         found = forecaster.predict(point.parameters, point.tokens, point.run.depth)
-        cells = [
-            f"{_between(found, get, digits)}; {measured:.{digits}f}"
-            for get, digits, measured in (
-                (lambda one: one.divergence, 2, point.divergence),
-                (lambda one: one.sampled.acceptance, 3, 1 - point.total_variation),
-                (lambda one: one.greedy.acceptance, 3, point.agreement),
-                (lambda one: one.greedy.length, 2, point.length),
-                (lambda one: one.greedy.speedup, 2, point.speedup),
-                (lambda one: one.seconds, 0, point.cpu_seconds),
+        rows.append((f"{point.layers} layers, {point.records} records, {point.tokens} tokens", "", ""))
+        rows += [
+            (f"  {figure}", _between(found, get, digits), f"{measured:.{digits}f}")
+            for figure, get, digits, measured in (
+                ("divergence, nats a token", lambda one: one.divergence, 2, point.divergence),
+                ("acceptance at temperature 1", lambda one: one.sampled.acceptance, 3, 1 - point.total_variation),
+                ("greedy acceptance", lambda one: one.greedy.acceptance, 3, point.agreement),
+                ("tokens a greedy round", lambda one: one.greedy.length, 2, point.length),
+                ("greedy speed-up", lambda one: one.greedy.speedup, 2, point.speedup),
+                ("CPU seconds of training", lambda one: one.seconds, 0, point.cpu_seconds),
             )
         ]
-        rows.append((f"{point.records} records, {point.tokens} tokens", *cells))
-    names = ("KL", "acceptance at 1", "greedy acceptance", "tokens a round", "speed-up", "CPU seconds")
-    return Table(f"{held[0].layers} layers, held out: predicted (interval); measured", ("", *names), rows)
+    return Table(f"{name}, held out", ("", "predicted (interval)", "measured"), rows)
 
 
 def forecast_table(parameters: float, tokens: float, forecast: Forecast) -> Table:

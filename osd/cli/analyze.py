@@ -83,9 +83,9 @@ def analyze_scaling(
 ) -> None:
     """Fit the drafter's loss to its size and traffic, and predict acceptance, speed and payback of one not built yet.
 
-    The largest measured drafter is predicted from the others first, beside what it is. Give --traffic with --layers or
-    with --parameters for a prediction; it is refused a decade beyond what was measured, and for less traffic for each
-    parameter than any point has.
+    The largest run and the largest drafter are predicted from the others first, beside what they are. Give --traffic
+    with --layers or with --parameters for a prediction; it is refused a decade beyond what was measured, and for less
+    traffic for each parameter than any point has.
     """
     check_files(json_file, plot, markdown)
     if layers is not None and parameters is not None:
@@ -93,7 +93,7 @@ def analyze_scaling(
     if (traffic is None) != (layers is None and parameters is None):
         fail("a prediction needs --traffic, and --layers or --parameters")
     from benchmarks.adaptation import scaling_tables as tables
-    from osd.analysis.scaling.forecast import Forecaster
+    from osd.analysis.scaling.forecast import Forecaster, largest
     from osd.analysis.scaling.points import ScalingError, read
 
     try:
@@ -110,10 +110,11 @@ def analyze_scaling(
             forecast = forecaster.predict(size, traffic)
             asked.append(tables.forecast_table(size, traffic, forecast))
             figures["forecast"] = tables.forecast_figures(size, traffic, forecast)
-        try:
-            shown.append(tables.held_out_table(*Forecaster.without_largest(found)))
-        except ScalingError as error:
-            notes.append(f"The largest drafter was not predicted from the others: {error}.")
+        for name, held in largest(found).items():
+            try:
+                shown.append(tables.held_out_table(name, *Forecaster.without(held, found)))
+            except ScalingError as error:
+                notes.append(f"Not predicted from the others: {name}, because {error}.")
     except ScalingError as error:
         fail(error)
     conclude_tables([*shown, *asked], [tables.plot(forecaster)], notes, figures, (json_file, plot, markdown))

@@ -62,15 +62,13 @@ class Forecaster:
         self._sparsest = (figures.tokens / figures.parameters).min()
 
     @classmethod
-    def without_largest(cls, points: Sequence[Point]) -> tuple[Self, list[Point]]:
-        """Fitted to all but the largest drafter, and the points of that one which it can predict.
+    def without(cls, held: Sequence[Point], points: Sequence[Point]) -> tuple[Self, list[Point]]:
+        """Fitted to all ``points`` but those ``held`` out, and those of them which it can predict.
 
         Raises:
             ScalingError: what is left are too few points, or it can predict none of them.
         """
-        largest = max((point.parameters for point in points), default=0)
-        rest = cls([point for point in points if point.parameters < largest])
-        held = [point for point in points if point.parameters == largest]
+        rest = cls([point for point in points if point not in held])
         refused = [rest.refusal(point.parameters, point.tokens) for point in held]
         if all(refused):
             raise ScalingError(str(refused[0]))
@@ -122,6 +120,13 @@ class Forecaster:
         small, large = (extreme(self.points, key=lambda point: point.layers) for extreme in (min, max))
         each = (large.parameters - small.parameters) / (large.layers - small.layers)
         return small.parameters + each * (layers - small.layers)
+
+
+def largest(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """What to hold out, by name: the point with the most compute, N D, and all points of the largest drafter."""
+    most = max(points, key=lambda point: point.parameters * point.tokens)
+    size = max(point.parameters for point in points)
+    return {"the largest run": [most], "the largest drafter": [one for one in points if one.parameters == size]}
 
 
 def _check(points: Sequence[Point]) -> None:

@@ -36,12 +36,13 @@ def test_the_fit_the_held_out_drafter_and_a_prediction_are_shown_and_written(fil
     text = files[2].read_text()
     for title in (
         "16 points",
-        "8 layers, held out: predicted (interval); measured",
+        "the largest run, held out",
         "24,000,000 parameters after 20,000",
     ):
         assert title in text
         assert title in result.output
-    assert text.count("256 records, 10240 tokens") == 1
+    assert text.count("8 layers, 256 records, 10240 tokens") == 2
+    assert text.count("8 layers, 64 records, 2560 tokens") == 1
 
 
 def test_points_of_several_files_are_fitted_together(tmp_path):
@@ -58,16 +59,18 @@ def test_a_largest_drafter_that_the_others_say_nothing_of_is_not_held_out(tmp_pa
     write(tmp_path / "a.jsonl", others + points(SIZES[3:], RECORDS[:1]))
     result = analyze(tmp_path / "a.jsonl")
     assert result.exit_code == 0, result.output
-    assert "not predicted from the others: 1,280 tokens of traffic for 16,000,000 parameters are fewer" in " ".join(
-        result.output.split()
-    )
+    text = " ".join(result.output.split())
+    assert "4 layers, 256 records" in text
+    assert "Not predicted from the others: the largest drafter, because 1,280 tokens of traffic for 16,000,000" in text
 
 
 def test_where_the_others_are_too_few_the_largest_drafter_is_not_held_out(tmp_path):
     write(tmp_path / "a.jsonl", points(SIZES[:3], RECORDS[:3], noise=0.002))
     result = analyze(tmp_path / "a.jsonl")
     assert result.exit_code == 0, result.output
-    assert "was not predicted from the others: the law needs 7 points" in " ".join(result.output.split())
+    assert "Not predicted from the others: the largest drafter, because the law needs 7 points" in " ".join(
+        result.output.split()
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from osd.analysis.scaling.forecast import Forecaster
+from osd.analysis.scaling.forecast import Forecaster, largest
 from osd.analysis.scaling.points import ScalingError, Speed
 from tests.unit.analysis import made_up
 from tests.unit.analysis.made_up import GREEDY, LAW, PLAIN, REST, RUN, SAMPLED, SIZES, VERIFY, points
@@ -71,13 +71,22 @@ def test_nine_in_ten_new_points_lie_in_their_intervals():
 
 
 def test_the_largest_drafter_is_predicted_from_the_others():
-    rest, held = Forecaster.without_largest(points(noise=0.002))
+    made = points(noise=0.002)
+    rest, held = Forecaster.without(largest(made)["the largest drafter"], made)
     assert {point.parameters for point in rest.points} == set(SIZES[:-1])
     assert [(point.parameters, point.records) for point in held] == [(SIZES[-1], n) for n in (64, 128, 256)]
     for point in held:
         found = rest.model.predict(point.parameters, point.tokens, point.run.depth)
         assert found.greedy.acceptance == pytest.approx(point.agreement, abs=0.03)
         assert found.greedy.length / found.greedy.speedup == pytest.approx(point.round_cost, rel=0.02)
+
+
+def test_the_largest_run_has_the_most_parameters_times_tokens():
+    made = points(SIZES[:3]) + points(SIZES[3:], made_up.RECORDS[:1])
+    (held,) = largest(made)["the largest run"]
+    assert (held.parameters, held.records) == (SIZES[2], made_up.RECORDS[-1])
+    rest, predicted = Forecaster.without([held], made)
+    assert (len(rest.points), predicted) == (12, [held])
 
 
 @pytest.mark.parametrize(
