@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
@@ -48,15 +48,20 @@ def write_markdown(path: Path, tables: Sequence[Table], notes: Sequence[str]) ->
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines of (records, share) points by name, and the records where another stream begins."""
+    """Lines of (records, share) points by name, and the records where another stream begins.
+
+    ``dots`` are single points in the colour of the line of their name; ``unit`` is what is counted instead of records.
+    """
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     marks: Sequence[tuple[float, str]] = ()
+    dots: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    unit: str = "records"
 
 
 def write_plot(path: Path, plots: Sequence[Plot]) -> None:
-    """Draw the plots one below the other, each with shares from 0 to 1 over its records."""
+    """Draw the plots one below the other, each with shares from 0 to 1 over what is counted."""
     height = _HEIGHT * len(plots)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif" '
     parts = [head + 'font-size="12">', f'<rect width="{_WIDTH}" height="{height}" fill="white"/>']
@@ -84,6 +89,8 @@ def _plot(plot: Plot) -> list[str]:
     for index, (name, line) in enumerate(plot.lines.items()):
         colour, points = _COLOURS[index % len(_COLOURS)], " ".join(place(x, y) for x, y in line)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for x, y in (place(*dot).split(",") for dot in plot.dots.get(name, ())):
+            parts.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>')
         parts.append(f'<text x="{_LEFT + wide + 10}" y="{_TOP + 16 * index + 8}" fill="{colour}">{escape(name)}</text>')
-    parts.append(f'<text x="{_LEFT + wide}" y="{_HEIGHT - 12}" text-anchor="end">{most:.0f} records</text>')
+    parts.append(f'<text x="{_LEFT + wide}" y="{_HEIGHT - 12}" text-anchor="end">{most:.0f} {plot.unit}</text>')
     return parts

@@ -1,1 +1,1 @@
-"""Reports that are looked at before a decision: what a vocabulary is worth, and whether refusals change."""
+"""Reports that are looked at before a decision: vocabularies, refusals, and what drafters would be worth."""

@@ -1,4 +1,4 @@
-"""``osd analyze``: what captured traffic says, what a vocabulary is worth for it, and what decoding does to refusals."""
+"""``osd analyze``: what captured traffic says, and the reports that are looked at before a decision."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from osd.cli.bench.options import Contexts, Depth, Draft, Drafts, Json, Plot, Pr
 from osd.cli.bench.rules import compare, conclude
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
 from osd.cli.refusals import refusals
+from osd.cli.scaling import scaling
 from osd.cli.tokenizer import tokenizer
 
-app = typer.Typer(help="Look at captured traffic, at vocabularies, and at what is refused.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look at traffic, vocabularies, refusals, and drafters that were not built yet.", no_args_is_help=True
+)
 app.command()(tokenizer)
+app.command()(scaling)
 app.command()(refusals)
-
-
-@app.callback()
-def _root() -> None:
-    pass
 
 
 @app.command("drafts")

@@ -11,11 +11,12 @@ from osd.cli.bench.net import net
 from osd.cli.bench.peers import peers
 from osd.cli.bench.recall import recall
 from osd.cli.bench.rules import growth, rules
+from osd.cli.bench.scaling import scaling
 from osd.cli.bench.serve import serve, start
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 for command in (
     *(forward, decode, recall, serve, start, peers, rules, growth, lossless, overhead, governor, plain, weights),
-    *(adapt, shift, ablate, poison, net),
+    *(adapt, shift, ablate, scaling, poison, net),
 ):
     app.command()(command)

@@ -26,3 +26,16 @@ def test_a_plot_draws_each_line_and_each_switch(tmp_path):
     assert first[1][0] * 2 == first[0][0] + first[2][0]
     texts = [text.text for text in root.iter(f"{space}text")]
     assert texts.count("<up>") == texts.count("b") == 2
+
+
+def test_dots_have_the_place_and_the_colour_of_the_line_of_their_name(tmp_path):
+    lines = {"one": [(0, 0.0), (100, 1.0)], "two": [(0, 0.2), (100, 0.4)]}
+    plot = Plot("dots", lines, dots={"two": [(0, 0.2), (100, 0.4)]}, unit="tokens")
+    write_plot(tmp_path / "p.svg", [plot])
+    root = ElementTree.parse(tmp_path / "p.svg").getroot()  # noqa: S314 - our own file
+    space = "{http://www.w3.org/2000/svg}"
+    _, line = root.iter(f"{space}polyline")
+    dots = list(root.iter(f"{space}circle"))
+    assert {dot.get("fill") for dot in dots} == {line.get("stroke")}
+    assert " ".join(f"{dot.get('cx')},{dot.get('cy')}" for dot in dots) == line.get("points")
+    assert "100 tokens" in [text.text for text in root.iter(f"{space}text")]

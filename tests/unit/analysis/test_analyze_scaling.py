@@ -1,0 +1,99 @@
+"""``osd analyze scaling``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from osd.analysis.scaling.points import write
+from osd.cli.app import app
+from tests.unit.analysis.made_up import LAW, RECORDS, SIZES, points
+
+
+@pytest.fixture
+def file(tmp_path):
+    write(tmp_path / "points.jsonl", points(noise=0.002))
+    return tmp_path / "points.jsonl"
+
+
+def analyze(*arguments):
+    return CliRunner().invoke(app, ["analyze", "scaling", *map(str, arguments)])
+
+
+def test_the_fit_the_held_out_drafter_and_a_prediction_are_shown_and_written(file, tmp_path):
+    files = [tmp_path / name for name in ("a.json", "a.svg", "a.md")]
+    result = analyze(
+        file, "--layers", 12, "--traffic", 20_000, "--json", files[0], "--plot", files[1], "--markdown", files[2]
+    )
+    assert result.exit_code == 0, result.output
+    figures = json.loads(files[0].read_text())
+    assert figures["forecast"]["parameters"] == 24_000_000
+    expected = figures["forecast"]["expected"]
+    assert expected["divergence"] == pytest.approx(float(LAW.loss(24e6, 20_000)), rel=0.05)
+    assert (files[1].read_text().count("<polyline"), files[1].read_text().count("<circle")) == (4, 16)
+    text = files[2].read_text()
+    for title in (
+        "16 points",
+        "the largest run, held out",
+        "24,000,000 parameters after 20,000",
+    ):
+        assert title in text
+        assert title in result.output
+    assert text.count("8 layers, 256 records, 10240 tokens") == 2
+    assert text.count("8 layers, 64 records, 2560 tokens") == 1
+
+
+def test_points_of_several_files_are_fitted_together(tmp_path):
+    made = points(noise=0.002)
+    write(tmp_path / "a.jsonl", made[:8])
+    write(tmp_path / "b.jsonl", made[8:])
+    result = analyze(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert result.exit_code == 0, result.output
+    assert "16 points" in result.output
+
+
+def test_a_largest_drafter_that_the_others_say_nothing_of_is_not_held_out(tmp_path):
+    others = points(SIZES[:3], RECORDS, noise=0.002)
+    write(tmp_path / "a.jsonl", others + points(SIZES[3:], RECORDS[:1]))
+    result = analyze(tmp_path / "a.jsonl")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "4 layers, 256 records" in text
+    assert "Not predicted from the others: the largest drafter, because 1,280 tokens of traffic for 16,000,000" in text
+
+
+def test_where_the_others_are_too_few_the_largest_drafter_is_not_held_out(tmp_path):
+    write(tmp_path / "a.jsonl", points(SIZES[:3], RECORDS[:3], noise=0.002))
+    result = analyze(tmp_path / "a.jsonl")
+    assert result.exit_code == 0, result.output
+    assert "Not predicted from the others: the largest drafter, because the law needs 7 points" in " ".join(
+        result.output.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--layers", 3], "a prediction needs --traffic, and --layers or --parameters"),
+        (["--traffic", 3000], "a prediction needs --traffic, and --layers or --parameters"),
+        (["--layers", 3, "--parameters", 6, "--traffic", 3000], "--layers and --parameters say the same"),
+        (["--parameters", 200_000_000, "--traffic", 90_000], "200,000,000 parameters are more than a decade outside"),
+        (["--layers", 4, "--traffic", 200_000], "200,000 tokens of traffic are more than a decade outside"),
+        (["--layers", 40, "--traffic", 3000], "3,000 tokens of traffic for 80,000,000 parameters are fewer"),
+    ],
+)
+def test_what_the_points_cannot_say_ends_with_2_and_one_sentence(file, arguments, told):
+    result = analyze(file, *arguments)
+    assert result.exit_code == 2
+    assert result.output.startswith(f"osd: {told}")
+    assert result.output.count("\n") == 1
+
+
+def test_too_few_points_and_files_that_are_not_there_end_with_2(tmp_path):
+    write(tmp_path / "a.jsonl", points(SIZES[:1]))
+    few, none = analyze(tmp_path / "a.jsonl"), analyze(tmp_path / "b.jsonl")
+    assert (few.exit_code, none.exit_code) == (2, 2)
+    assert few.output == "osd: the law needs 7 points of 3 sizes and 3 amounts of traffic, not 4 of 1 and 4\n"
+    assert none.output == f"osd: there is no file {tmp_path / 'b.jsonl'}\n"

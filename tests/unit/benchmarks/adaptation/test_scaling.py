@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import itertools
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from scipy.stats import entropy
+from typer.testing import CliRunner
+
+from benchmarks.adaptation import scaling as bench
+from benchmarks.adaptation.scaling import amounts, held_out_loss, scaling
+from benchmarks.pair import BenchError
+from osd.analysis.scaling.points import Costs, Speed, read, write
+from osd.cli.app import app
+from osd.learning.batch import collate, pack
+from osd.learning.evaluation import evaluate
+from osd.learning.replay import is_held_out
+from tests.unit.analysis.made_up import RUN, points
+from tests.unit.benchmarks.adaptation.conftest import made_up
+
+RUN = msgspec.structs.replace(RUN, records=24, unseen=8, tokens=12, depth=3, turns=1)
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """Points without the engine: only training and what follows from its weights."""
+    fixed = Costs(0.01, 0.1, (1.1,) * 8), Speed(1.0, 1.0, 1.0, 1.5)
+    monkeypatch.setattr(bench, "_timed", lambda *about: fixed)
+
+
+def measured(experiment, stream, beside, layers=(1, 2), done=(), passes=2.0):
+    recipe = experiment.recipe(passes, 4, 0)
+    return scaling(experiment, stream, layers, recipe, RUN, done, beside / "points.jsonl")
+
+
+def test_every_size_is_measured_after_each_amount_the_least_first(experiment, stream, untimed, tmp_path):
+    found = list(measured(experiment, stream, tmp_path))
+    assert [(point.records, point.layers) for point in found] == list(itertools.product((3, 6, 12, 24), (1, 2)))
+    for point in found:
+        taught = [
+            len(trace.completion_ids.numpy())
+            for trace in stream.arriving[: point.records]
+            if not is_held_out(trace.request_id, experiment.settings.trainer.held_out)
+        ]
+        assert point.tokens == sum(taught)
+        assert point.positions >= 2 * point.tokens
+    for layers in (1, 2):
+        mine = [point for point in found if point.layers == layers]
+        seconds = [point.cpu_seconds for point in mine]
+        assert seconds == sorted(seconds)
+        assert mine[-1].divergence < mine[0].divergence
+    one, two = found[:2]
+    norm, embedding = 64, 259 * 64
+    assert two.parameters - one.parameters == one.parameters - norm
+    assert (one.used - one.parameters, two.used - two.parameters) == (embedding, embedding)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_was_cut_off_goes_on_to_the_same_points(experiment, stream, untimed, tmp_path):
+    whole = list(measured(experiment, stream, tmp_path, layers=[1]))
+    found = []
+    for _ in range(len(whole)):
+        done = [(point.layers, point.records) for point in found]
+        found.append(next(measured(experiment, stream, tmp_path, layers=[1], done=done)))
+    assert [msgspec.structs.replace(point, cpu_seconds=0) for point in found] == [
+        msgspec.structs.replace(point, cpu_seconds=0) for point in whole
+    ]
+    done = [(point.layers, point.records) for point in found]
+    assert list(measured(experiment, stream, tmp_path, layers=[1], done=done)) == []
+
+
+def test_training_goes_on_from_what_was_kept(experiment, stream, untimed, tmp_path, monkeypatch):
+    first = next(measured(experiment, stream, tmp_path, layers=[1]))
+    learnt, follow = [], bench.Training.follow
+
+    def watched(training, traces):
+        learnt.append((len(traces), training.learner.replay.fresh_records))
+        follow(training, traces)
+
+    monkeypatch.setattr(bench.Training, "follow", watched)
+    second = next(measured(experiment, stream, tmp_path, layers=[1], done=[(1, 3)]))
+    assert learnt == [(3, 0)]
+    assert second.cpu_seconds > first.cpu_seconds
+
+
+def test_what_another_run_kept_is_not_gone_on_from(experiment, stream, untimed, tmp_path):
+    next(measured(experiment, stream, tmp_path, layers=[1]))
+    recipe, other = experiment.recipe(2.0, 4, 0), msgspec.structs.replace(RUN, passes=7.0)
+    again = next(scaling(experiment, stream, [1], recipe, other, [(1, 3)], tmp_path / "points.jsonl"))
+    afresh = next(scaling(experiment, stream, [1], recipe, other, [(1, 3)], tmp_path / "other.jsonl"))
+    assert msgspec.structs.replace(again, cpu_seconds=0) == msgspec.structs.replace(afresh, cpu_seconds=0)
+
+
+def test_a_damaged_training_is_named(experiment, stream, untimed, tmp_path):
+    next(measured(experiment, stream, tmp_path, layers=[1]))
+    kept = tmp_path / "points.1-layers.safetensors"
+    kept.write_bytes(kept.read_bytes()[:100])
+    with pytest.raises(BenchError, match=r"cannot be read: .*; delete .*points.1-layers.safetensors"):
+        next(measured(experiment, stream, tmp_path, layers=[1], done=[(1, 3)]))
+
+
+def test_the_loss_is_that_of_the_gate_and_the_entropy_that_of_the_records(experiment, stream):
+    drafter = experiment.fresh("language_model")
+    found = held_out_loss(drafter, stream.unseen)
+    batches = [collate(group) for group in pack(stream.unseen, 64)]
+    for value, divergence in zip(found[1:], ("forward_kl", "total_variation"), strict=True):
+        assert value == pytest.approx(evaluate(drafter, batches, 1, divergence).divergence, rel=1e-5)
+    target = []
+    for trace in stream.unseen:
+        log = np.concatenate([trace.target_logp.numpy(), trace.target_tail.numpy()[:, None]], 1).astype(np.float64)
+        target += entropy(np.exp(log), axis=1).tolist()
+    assert found[0] == pytest.approx(np.mean(target), rel=1e-3)
+
+
+def test_amounts_are_nested_halves():
+    assert amounts(320) == [40, 80, 160, 320]
+    assert amounts(16) == [2, 4, 8, 16]
+
+
+def command(experiment, tmp_path, *arguments):
+    config, stream = tmp_path / "osd.yaml", tmp_path / "tiny.jsonl"
+    config.write_text(experiment.settings.model_dump_json(exclude_none=True))
+    stream.write_text(
+        "\n".join(
+            json.dumps({"id": p.id, "domain": p.domain, "messages": [{"role": "user", "content": p.turns[0]}]})
+            for p in made_up(32)
+        )
+    )
+    asked = ["bench", "scaling", "--stream", stream, "--points", tmp_path / "points.jsonl", "--config", config]
+    asked += ["--records", 16, "--unseen", 8, "--tokens", 12, "--passes", 1, "--depth", 3, "--turns", 1, *arguments]
+    return CliRunner().invoke(app, [str(argument) for argument in asked])
+
+
+def test_the_command_writes_points_and_measures_none_of_them_again(experiment, tmp_path):
+    result = command(experiment, tmp_path, "--layers", 1)
+    assert result.exit_code == 0, result.output
+    found = read(tmp_path / "points.jsonl")
+    assert [(point.layers, point.records) for point in found] == [(1, 2), (1, 4), (1, 8), (1, 16)]
+    for point in found:
+        assert len(point.costs.verify) == 8
+        assert point.costs.step > 0
+        assert point.speed.least == point.speed.speedup == point.speed.most > 0
+        assert 1 <= point.speed.length <= 4
+        assert point.run == found[0].run
+    again = command(experiment, tmp_path, "--layers", 1)
+    assert again.exit_code == 0, again.output
+    assert "divergence" not in again.output
+    assert read(tmp_path / "points.jsonl") == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--layers", 5], "--layers must be at most 4, the target's, not 5"),
+        (["--set", "engine.context=136"], "engine.context must be at least 137"),
+        (["--points", "nowhere/points.jsonl"], "--points: cannot write nowhere/points.jsonl"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(experiment, tmp_path, arguments, told):
+    result = command(experiment, tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert result.output.splitlines()[-1].startswith(f"osd: {told}")
+
+
+def test_points_of_other_settings_are_not_mixed_in(experiment, tmp_path):
+    write(tmp_path / "points.jsonl", points()[:1])
+    result = command(experiment, tmp_path)
+    assert result.exit_code == 2
+    assert "holds points of other settings; name another file" in " ".join(result.output.split())
