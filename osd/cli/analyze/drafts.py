@@ -1,4 +1,4 @@
-"""``osd analyze``: what captured traffic says, and the reports that are looked at before a decision."""
+"""``osd analyze drafts``: what captured traffic says of verification rules."""
 
 from __future__ import annotations
 
@@ -9,20 +9,9 @@ import typer
 from osd.cli.bench.options import Contexts, Depth, Draft, Drafts, Json, Plot, Prompts, Temperatures, TopP, check_output
 from osd.cli.bench.rules import compare, conclude
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
-from osd.cli.refusals import refusals
-from osd.cli.scaling import scaling
-from osd.cli.tokenizer import tokenizer
-
-app = typer.Typer(
-    help="Look at traffic, vocabularies, refusals, and drafters that were not built yet.", no_args_is_help=True
-)
-app.command()(tokenizer)
-app.command()(scaling)
-app.command()(refusals)
 
 
-@app.command("drafts")
-def analyze_drafts(
+def drafts(
     live: Annotated[bool, typer.Option("--live", help="From live models instead of captured traces.")] = False,
     records: Annotated[int, typer.Option(min=1, help="Newest traces to read.")] = 64,
     places: Annotated[int, typer.Option(min=2, help="Drafted places of them to look at.")] = 2048,
