@@ -100,9 +100,9 @@ def plot(forecaster: Forecaster) -> Plot:
     """Greedy acceptance over traffic: a line of the fit for each size, and the measured points."""
     lines: dict[str, list[tuple[float, float]]] = {}
     dots: dict[str, list[tuple[float, float]]] = {}
+    amounts = [point.tokens for point in forecaster.points]
     for layers in sorted({point.layers for point in forecaster.points}):
         mine = [point for point in forecaster.points if point.layers == layers]
-        amounts = [point.tokens for point in mine]
         name, size = f"{layers} layer{'s' * (layers > 1)}", mine[0].parameters
         lines[name] = [
             (tokens, forecaster.model.predict(size, tokens).greedy.acceptance)
