@@ -67,7 +67,7 @@ def held_out_table(name: str, forecaster: Forecaster, held: Sequence[Point]) -> 
     rows = []
     for point in held:
         found = forecaster.predict(point.parameters, point.tokens, point.run.depth)
-        rows.append((f"{point.layers} layers, {point.records} records, {point.tokens} tokens", "", ""))
+        rows.append((f"{_layers(point.layers)}, {point.records} records, {point.tokens} tokens", "", ""))
         rows += [
             (f"  {figure}", _between(found, get, digits), f"{measured:.{digits}f}")
             for figure, get, digits, measured in (
@@ -96,6 +96,10 @@ def _between(found: Forecast, get: Callable[[Prediction], float], digits: int) -
     return f"{middle} ({least} to {most})"
 
 
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' * (count > 1)}"
+
+
 def plot(forecaster: Forecaster) -> Plot:
     """Greedy acceptance over traffic: a line of the fit for each size, and the measured points."""
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -103,7 +107,7 @@ def plot(forecaster: Forecaster) -> Plot:
     amounts = [point.tokens for point in forecaster.points]
     for layers in sorted({point.layers for point in forecaster.points}):
         mine = [point for point in forecaster.points if point.layers == layers]
-        name, size = f"{layers} layer{'s' * (layers > 1)}", mine[0].parameters
+        name, size = _layers(layers), mine[0].parameters
         lines[name] = [
             (tokens, forecaster.model.predict(size, tokens).greedy.acceptance)
             for tokens in np.geomspace(min(amounts), max(amounts), _CURVE).tolist()
