@@ -30,17 +30,7 @@ def tables(found: Found) -> RenderableType:
 
 
 def _gains(title: str, found: Sequence[Gain]) -> Grid:
-    names = (
-        "waves",
-        "x plain",
-        "quartiles",
-        "tokens/s",
-        "tokens/round",
-        "tokens/forward",
-        "drafted/round",
-        "kept",
-        "ledger's error",
-    )
+    names = ("waves", "x plain", "quartiles", "tokens/s", "tokens/round", "tokens/forward", "drafted/round", "kept")
     grid = columns(title, *names, "ledger off by")
     for gain in found:
         up, speed = gain.speedup, gain.tokens_per_second.median

@@ -38,7 +38,8 @@ class Planner:
     ) -> tuple[dict[Decoding, int], dict[Decoding, int], Worth | None]:
         """How many nodes each sequence may draft, what the drafters of governed ones would first have to read.
 
-        And what a round is worth without the drafts that are as large as pays, where there are such.
+        And what a round is worth without the drafts that are as large as pays, where there are such. A round as plain
+        decoding has it, which was not seen for long, is one without drafts: it tells what these have to beat.
 
         Args:
             scheduled: what feeds in this round, without limits.
@@ -48,6 +49,8 @@ class Planner:
         missed: dict[Decoding, int] = {}
         if not self._governed:
             return limits, missed, None
+        if self.costs.unsure(sum(one.count for one in scheduled)):
+            return {}, missed, None
         if self._policy.growth.by_worth:
             return limits, missed, self._worth(scheduled, limits, running)
         by_drafter: dict[ActiveDrafter, list[Decoding]] = defaultdict(list)
@@ -104,7 +107,10 @@ class Planner:
     ) -> None:
         self.costs.observe_forward(outcome.rows, outcome.forward_seconds)
         proposing = sum(outcome.draft_seconds.values())
-        self.costs.observe_host(outcome.rows, seconds - proposing - outcome.forward_seconds)
+        host = seconds - proposing - outcome.forward_seconds
+        self.costs.observe_host(outcome.rows, host)
+        if not any(one.tree.tokens for one in outcome.sequences):
+            self.costs.observe_plain_host(outcome.rows, host - sum(outcome.upkeep_seconds.values()))
         for drafter, mine in by_drafter.items():
             missed = sum(outcome.missed.get(s, 0) for s, _ in mine)
             largest = max(draft.size for _, draft in mine)

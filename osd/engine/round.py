@@ -7,8 +7,10 @@ decides what stays; ``commit`` keeps that in every cache, sequence and trace.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -88,12 +90,30 @@ class Drafted:
     graphs: int
 
 
+class Upkeep:
+    """Seconds of what is done for drafters alone, beside their proposals, by drafter."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[ActiveDrafter, float] = defaultdict(float)
+
+    @contextmanager
+    def of(self, drafters: Sequence[ActiveDrafter | None]) -> Generator[None]:
+        """What runs within is for all of ``drafters`` alike."""
+        begun = time.perf_counter()
+        yield
+        share = (time.perf_counter() - begun) / max(len(drafters), 1)
+        for drafter in drafters:
+            if drafter is not None:
+                self.seconds[drafter] += share
+
+
 @dataclass(frozen=True)
 class Verified:
     """The target's logits, what each sequence that ends keeps of its draft, and the seconds of both models.
 
-    ``tops`` are the target's most probable tokens at the rows of each group whose drafter reads them. ``captured``
-    says that a CUDA graph was made, so that times are longer than they will be.
+    ``tops`` are the target's most probable tokens at the rows of each group whose drafter reads them. ``upkeep`` counts
+    what is done for drafters alone, beside their proposals. ``captured`` says that a CUDA graph was made, so that times
+    are longer than they will be.
     """
 
     scheduled: Scheduled
@@ -103,6 +123,7 @@ class Verified:
     tops: Sequence[Top | None]
     decisions: dict[Decoding, Decision]
     draft_seconds: dict[ActiveDrafter, float]
+    upkeep: Upkeep
     forward_seconds: float
     captured: bool
 
@@ -132,6 +153,7 @@ class Outcome:
     """What a round did: an entry for each sequence that drew a token, the rows of its forward, and its seconds.
 
     ``failed`` are sequences of which not everything could be kept, and why. ``plain_rows`` are the rows without drafts.
+    Drafters took ``draft_seconds`` to propose, and ``upkeep_seconds`` for whatever else is done for them alone.
     """
 
     sequences: Sequence[SequenceOutcome]
@@ -140,6 +162,7 @@ class Outcome:
     rows: int
     plain_rows: int
     draft_seconds: dict[ActiveDrafter, float]
+    upkeep_seconds: dict[ActiveDrafter, float]
     forward_seconds: float
     captured: bool
 
@@ -184,10 +207,12 @@ def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
     packed, rows = _packed(drafted)
     forward = target.forward(packed.rows, packed.wanted)
     forwarded = mark(target.device)
-    tops = [
-        top(forward.logits, mine, top_k) if group.drafter is not None and group.drafter.needs.target_rows else None
-        for group, mine in zip(drafted.groups, rows, strict=True)
-    ]
+    upkeep = Upkeep()
+    tops: list[Top | None] = []
+    for group, mine in zip(drafted.groups, rows, strict=True):
+        reads = group.drafter is not None and group.drafter.needs.target_rows
+        with upkeep.of([group.drafter]):
+            tops.append(top(forward.logits, mine, top_k) if reads else None)
     asked = zip(drafted.groups, rows, tops, strict=True)
     read = read_together([group.unread(forward.logits, mine, found) for group, mine, found in asked])
     decisions: dict[Decoding, Decision] = {}
@@ -197,7 +222,7 @@ def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
     for drafter, before, after in drafted.marks:
         seconds[drafter] += between(before, after)
     return Verified(
-        drafted.scheduled, drafted.groups, packed, forward, tops, decisions, seconds, between(begun, forwarded),
+        drafted.scheduled, drafted.groups, packed, forward, tops, decisions, seconds, upkeep, between(begun, forwarded),
         GraphRecorder.made > drafted.graphs,
     )  # fmt: skip
 
@@ -247,17 +272,23 @@ def commit(verified: Verified, slots: SlotManager, eos_ids: frozenset[int], keep
     """
     scheduled, packed, hidden = verified.scheduled.sequences, verified.packed, verified.forward.hidden
     kept = [_offsets(one, verified.decisions.get(one.sequence)) for one in scheduled]
-    slots.keep([one.sequence for one in scheduled], [one.start for one in scheduled], packed.first, kept, hidden)
+    upkeep, drafters = verified.upkeep, [one.sequence.drafter for one in scheduled]
+    slots.keep([one.sequence for one in scheduled], [one.start for one in scheduled], kept)
+    with upkeep.of(drafters):
+        if hidden is not None:
+            slots.keep_states(
+                [one.sequence.slot for one in scheduled], [one.start for one in scheduled], packed.first, kept, hidden
+            )
+        tops = _tops(verified)
     outcomes: list[SequenceOutcome] = []
     failed: dict[Decoding, Exception] = {}
     traced: dict[Decoding, Traced] = {}
-    tops = _tops(verified)
     for number, (one, offsets) in enumerate(zip(scheduled, kept, strict=True)):
         s, decision, first = one.sequence, verified.decisions.get(one.sequence), packed.logits[number]
         states = None if hidden is None else _rows(hidden, packed.first[number], offsets)
         taken = None
         try:
-            taken = _go_on(one, decision, first, verified.forward.logits, states, tops.get(s), eos_ids)
+            taken = _go_on(one, decision, first, verified.forward.logits, states, tops.get(s), eos_ids, upkeep)
         except Exception as error:
             failed[s] = error
         if decision is not None:
@@ -274,7 +305,8 @@ def commit(verified: Verified, slots: SlotManager, eos_ids: frozenset[int], keep
                 s.trace = None
     return Outcome(
         outcomes, failed, verified.scheduled.missed, len(packed.rows.token_ids),
-        sum(one.count for one in scheduled), verified.draft_seconds, verified.forward_seconds, verified.captured,
+        sum(one.count for one in scheduled), verified.draft_seconds, upkeep.seconds,
+        verified.forward_seconds, verified.captured,
     )  # fmt: skip
 
 
@@ -286,16 +318,19 @@ def _go_on(
     states: Tensor | None,
     best: Top | None,
     eos_ids: frozenset[int],
+    upkeep: Upkeep,
 ) -> list[int] | None:
     """Have one sequence go on with what it keeps; returns the tokens that it took, None where it still reads."""
     s = one.sequence
     following = s.tokens[one.start + 1 : one.end + 1]
     if decision is None:
-        s.hand_on(following, states)
+        with upkeep.of([s.drafter]):
+            s.hand_on(following, states)
         return None
     tree = decision.tree
     said = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)]
-    s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said, best))
+    with upkeep.of([s.drafter]):
+        s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said, best))
     taken = s.append(decision.tokens, eos_ids)
     if s.request.logprobs is not None:
         rows = [1 + node for node in [ROOT, *decision.path][: len(taken)]]

@@ -68,31 +68,30 @@ class SlotManager:
         """Hold nothing in a slot: what is in it cannot be relied on."""
         self._cache.length[slot] = 0
 
-    def keep(
-        self,
-        sequences: list[Sequence],
-        starts: list[int],
-        first: list[int],
-        kept: list[list[int]],
-        hidden: Tensor | None,
-    ) -> None:
-        """Keep what a forward computed of ``sequences``.
-
-        The rows of each begin with ``first`` in the forward and go to the place ``starts``; those ``kept`` are counted
-        from there. ``hidden`` [R, taps * hidden] are the states of all rows, None without taps.
-        """
-        rows: list[int] = []
-        places: list[int] = []
-        for s, start, row, offsets in zip(sequences, starts, first, kept, strict=True):
+    def keep(self, sequences: list[Sequence], starts: list[int], kept: list[list[int]]) -> None:
+        """Keep what a forward computed of ``sequences``, from the places ``starts`` on, where ``kept`` begins."""
+        for s, start, offsets in zip(sequences, starts, kept, strict=True):
             self._cache.keep(s.slot, start, offsets)
             s.fed = start + len(offsets)
+
+    def keep_states(
+        self, slots: list[int], starts: list[int], first: list[int], kept: list[list[int]], hidden: Tensor
+    ) -> None:
+        """Keep the target's states of the same rows, for prompts that begin alike.
+
+        Those of each slot begin with ``first`` among ``hidden`` [R, taps * hidden], the states of all rows.
+        """
+        if self._states is None:
+            return
+        rows: list[int] = []
+        places: list[int] = []
+        for slot, start, row, offsets in zip(slots, starts, first, kept, strict=True):
             rows += [row + offset for offset in offsets]
-            place = s.slot * self._cache.places + start
+            place = slot * self._cache.places + start
             places += range(place, place + len(offsets))
-        if self._states is not None and hidden is not None:
-            self._states_dtype = hidden.dtype
-            chosen = hidden[sent(rows, hidden.device)].to(self._states.dtype)
-            self._states.flatten(0, 1).index_copy_(0, sent(places, hidden.device), chosen)
+        self._states_dtype = hidden.dtype
+        chosen = hidden[sent(rows, hidden.device)].to(self._states.dtype)
+        self._states.flatten(0, 1).index_copy_(0, sent(places, hidden.device), chosen)
 
     def states(self, slot: int, start: int, stop: int) -> Tensor | None:
         """The target's states of the tokens ``start`` to ``stop`` in a slot, as they were kept; None without taps."""

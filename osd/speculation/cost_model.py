@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 
 import numpy as np
 
 _STEP = 0.1  # of a measurement in a running mean
-_SHAPE_STEP = 0.02  # of a measurement in the shape of a curve: what is slower is the machine first, and then a size
-_MISFIT = 1.5  # times what the shape says; more is noise, which a size that is seen for the first time would keep
-_RETURN, _EVERY = 0.016, 16  # of the way back to the shape at rest, at each so many measurements
+_OUTLIER = 3.0  # times the running mean, or the deviation expected; a garbage collection must not change the plan
 _FRESH = 16  # forwards after which the costs of all rounds are looked up again
-_OUTLIER = 3.0  # times the running mean; a garbage collection must not change the plan
+
+# Kernels work on a few rows at a time, so costs rise in steps; the first sizes are told apart.
+_SIZES = (*range(1, 25), *(step << octave for octave in range(2, 10) for step in (5, 6, 7, 8) if step << octave > 24))
+_FORWARD, _HOST = (0.08, 0.15), (0.3, 1.0)  # noise and spread of what a forward takes, and of what is beside it
+_LOAD, _ANYTHING = 0.1, 100.0  # variance of the level of a machine that may be loaded, and of one that is unknown
+_DRIFT = 0.03  # of a measurement's variance, by which that of the level grows until the next one
+_MEMORY = 1500  # measurements after which 1 / e of a shape is left where nothing is seen
+_UNSURE = 0.09  # standard deviation of a shape that wants to be seen again, some two hundred measurements after it was
 
 
 class Curve:
@@ -37,11 +43,6 @@ class Curve:
         else:
             self._counts.insert(place, float(count))
             self._seconds.insert(place, seconds)
-
-    def approach(self, other: Curve, step: float) -> None:
-        """Move every point ``step`` of the way to another curve."""
-        for place, count in enumerate(self._counts):
-            self._seconds[place] += step * (other.at(round(count)) - self._seconds[place])
 
     def at(self, count: int) -> float:
         """The seconds expected, 0 when nothing was seen; below the smallest count that was seen, those of that one.
@@ -69,36 +70,76 @@ def bucket(count: int) -> int:
 
 
 class LiveCurve:
-    """Seconds by a count as a level times a shape.
+    """Seconds by a count: what they were at rest, times a level, times a shape.
 
-    The level is a running mean over what is measured: longer contexts and whatever else runs on the machine, the
-    trainer too, make every size slower at once, also those that are not seen meanwhile. The shape follows, five times
-    more slowly. Where nothing is seen it returns to what it was at rest: a size that was dear once is not avoided for
-    ever.
+    The level is what makes every size slower at once, also those that are not seen meanwhile: longer contexts and
+    whatever else runs on the machine. The shape is what is dearer or cheaper for some sizes only. A measurement moves
+    each as far as it is uncertain, as in a Kalman filter of which the variances alone are kept: a size that was not
+    seen for a while may have become anything, so it says much of the shape there and little of the level. Where nothing
+    is seen the shape returns to what it was at rest: a size that was dear once is not avoided for ever.
     """
 
-    def __init__(self, points: Mapping[int, float]) -> None:
-        """Begin with ``points`` that were measured at rest; without any, with what is seen first at every size."""
-        self._known = self._at_rest = bool(points)
-        self._shape, self._level = Curve(points or {1: 1.0}), 1.0
-        self._rest, self._seen = Curve(points), 0
+    def __init__(self, points: Mapping[int, float], noise: float, spread: float) -> None:
+        """Begin with ``points`` that were measured at rest; without any, with the same seconds for every size.
+
+        Args:
+            points: seconds by count.
+            noise: standard deviation of the logarithm of a measurement.
+            spread: standard deviation of the logarithm of the shape, where nothing was seen for long.
+        """
+        self._rest, self._known, self._seen = Curve(points or {1: 1.0}), bool(points), 0
+        self._noise, self._spread = noise**2, spread**2
+        self._level, self._variance = 0.0, _LOAD if points else _ANYTHING
+        self._shape = [0.0] * len(_SIZES)  # when each size was seen last
+        self._variances = [self._noise if points else self._spread] * len(_SIZES)
+        self._moments = [0] * len(_SIZES)
 
     def at(self, count: int) -> float:
         """The seconds expected, 0 when nothing is known."""
-        return self._level * self._shape.at(count) if self._known else 0.0
+        if not self._known:
+            return 0.0
+        return self._rest.at(count) * math.exp(
+            self._level + sum(share * self._now(size)[0] for size, share in _near(count))
+        )
+
+    def unsure(self, count: int) -> bool:
+        """Whether it is long ago that such a count was seen."""
+        return sum(share * self._now(size)[1] for size, share in _near(count)) > _UNSURE**2
 
     def observe(self, count: int, seconds: float) -> None:
         """Take in one measurement; what took no time says nothing."""
         if seconds <= 0:
             return
-        shape = self._shape.at(count)
-        if not self._known:
-            self._known, self._level = True, seconds / shape
-        self._level += _STEP * (min(seconds / shape, _OUTLIER * self._level) - self._level)
-        self._shape.observe(count, min(max(seconds / self._level, shape / _MISFIT), shape * _MISFIT), _SHAPE_STEP)
         self._seen += 1
-        if self._at_rest and self._seen % _EVERY == 0:
-            self._shape.approach(self._rest, _RETURN)
+        self._variance += _DRIFT * self._noise
+        near = [(size, share, *self._now(size)) for size, share in _near(count)]
+        expected = self._level + sum(share * shape for _, share, shape, _ in near)
+        variance = self._variance + self._noise + sum(share**2 * of_shape for _, share, _, of_shape in near)
+        surprise = math.log(seconds / self._rest.at(count)) - expected
+        if self._known:
+            surprise = min(max(surprise, -_OUTLIER * variance**0.5), _OUTLIER * variance**0.5)
+        self._known = True
+        self._level += self._variance / variance * surprise
+        self._variance *= 1 - self._variance / variance
+        for size, share, shape, of_shape in near:
+            gain = share * of_shape / variance
+            self._shape[size], self._moments[size] = shape + gain * surprise, self._seen
+            self._variances[size] = of_shape * (1 - share * gain)
+
+    def _now(self, size: int) -> tuple[float, float]:
+        """The shape at one of ``_SIZES``, and its variance."""
+        kept = math.exp((self._moments[size] - self._seen) / _MEMORY)
+        return kept * self._shape[size], kept**2 * self._variances[size] + (1 - kept**2) * self._spread
+
+
+def _near(count: int) -> list[tuple[int, float]]:
+    """Those of ``_SIZES`` on both sides of a count, by their places, and how much of its shape comes from each."""
+    place = bisect_left(_SIZES, count)
+    if place == len(_SIZES) or _SIZES[place] == count:
+        return [(min(place, len(_SIZES) - 1), 1.0)]
+    below, above = _SIZES[place - 1 : place + 1]
+    share = (count - below) / (above - below)
+    return [(place - 1, 1 - share), (place, share)]
 
 
 class CostModel:
@@ -109,7 +150,7 @@ class CostModel:
 
     def __init__(self, forwards: Mapping[int, float] | None = None) -> None:
         """Begin with measured seconds of forwards by their rows."""
-        self._host = LiveCurve({})
+        self._host, self._plain_host = LiveCurve({}, *_HOST), LiveCurve({}, *_HOST)
         self._rounds, self._observed = np.empty(0), 0
         self._proposals: dict[str, dict[int, Curve]] = {}  # seconds a node, by the bucket of sequences
         self._readings: dict[str, Curve] = {}
@@ -117,7 +158,7 @@ class CostModel:
 
     def measure(self, forwards: Mapping[int, float]) -> None:
         """Take measured seconds of forwards by their rows, of a machine at rest, for what they cost from now on."""
-        self._forward, self._measured = LiveCurve(forwards), sorted(forwards)
+        self._forward, self._measured = LiveCurve(forwards, *_FORWARD), sorted(forwards)
         self._rounds = np.empty(0)
 
     def forward(self, rows: int) -> float:
@@ -127,6 +168,14 @@ class CostModel:
     def round(self, rows: int) -> float:
         """The same with all that a round does beside it but proposing: choosing, keeping and sending tokens."""
         return self.forward(rows) + self._host.at(rows)
+
+    def plain_round(self, rows: int) -> float:
+        """A round without drafters; where none without drafts was seen yet, as ``round`` says."""
+        return self.forward(rows) + (self._plain_host.at(rows) or self._host.at(rows))
+
+    def unsure(self, rows: int) -> bool:
+        """Whether a forward of so many rows should be seen again."""
+        return self._forward.unsure(rows)
 
     def rounds(self, most: int) -> np.ndarray:
         """[most + 1] what ``round`` says of 0, 1, 2, ... rows, looked up again now and then; it never falls."""
@@ -164,6 +213,10 @@ class CostModel:
     def observe_host(self, rows: int, seconds: float) -> None:
         """Take in what a round took beside its proposals and its forward of ``rows`` rows."""
         self._host.observe(rows, seconds)
+
+    def observe_plain_host(self, rows: int, seconds: float) -> None:
+        """The same of a round without drafts, and without what was done for drafters alone."""
+        self._plain_host.observe(rows, seconds)
 
     def observe_proposal(self, kind: str, sequences: int, nodes: int, seconds: float, missed: int = 0) -> None:
         """Take in a proposal of up to ``nodes`` nodes for each of several sequences.

@@ -244,7 +244,7 @@ def test_what_was_kept_past_the_end_of_a_request_is_nobodys_prompt(target_dir: P
         s = SimpleNamespace(tokens=tokens, fed=0, slot=-1, request=SimpleNamespace(client=""))
         slots.take(s)  # type: ignore[arg-type]
         found = s.fed
-        slots.keep([s], [found], [0], [list(range(kept - found))], None)  # type: ignore[list-item]
+        slots.keep([s], [found], [list(range(kept - found))])  # type: ignore[list-item]
         return s, found
 
     long, _ = admitted(list(range(10)), kept=9)

@@ -20,7 +20,7 @@ class DrafterOf(NamedTuple):
     version: int
 
 
-def a_round(costs, drawn, *, rows, plain_rows=None, seconds=None, asking=0.0, drafted=1):
+def a_round(costs, drawn, *, rows, plain_rows=None, seconds=None, asking=0.0, upkeep=0.0, drafted=1):
     """What ``drawn``, pairs of a version and its tokens, add in a round that took what it should, or ``seconds``."""
     tree = SimpleNamespace(tokens=[0] * drafted)
     drafters = [None if version is None else DrafterOf("general", version) for version, _ in drawn]
@@ -30,7 +30,10 @@ def a_round(costs, drawn, *, rows, plain_rows=None, seconds=None, asking=0.0, dr
     ]
     asked = {drafter: asking / len(drafters) for drafter in drafters if drafter is not None}
     plain_rows = len(drawn) if plain_rows is None else plain_rows
-    outcome = SimpleNamespace(plain_rows=plain_rows, rows=rows, sequences=sequences, draft_seconds=asked)
+    kept = {drafter: upkeep / len(asked) for drafter in asked}
+    outcome = SimpleNamespace(
+        plain_rows=plain_rows, rows=rows, sequences=sequences, draft_seconds=asked, upkeep_seconds=kept
+    )
     seconds = costs.round(rows) + asking if seconds is None else seconds
     added = savings(outcome, seconds, costs)  # type: ignore[arg-type]
     assert all(domain == "general" for domain, _ in added)
@@ -49,8 +52,10 @@ def test_a_draft_of_which_nothing_was_kept_costs_its_rows_and_its_proposal():
 
 def test_plain_rounds_do_more_than_a_forward_too():
     cost = CostModel(MEASURED)
-    cost.observe_host(1, 0.002)
-    assert a_round(cost, [(3, 4)], rows=8)[3].plain == pytest.approx(0.048)
+    cost.observe_host(1, 0.003)
+    cost.observe_host(8, 0.003)
+    cost.observe_plain_host(1, 0.002)
+    assert a_round(cost, [(3, 4)], rows=8)[3].plain == pytest.approx(0.048, rel=0.01)
 
 
 def test_what_stalls_a_round_would_have_stalled_plain_decoding():
@@ -67,6 +72,13 @@ def test_sequences_share_a_round_and_each_version_gets_its_own():
 def test_who_is_asked_in_vain_is_charged_for_it():
     added = a_round(CostModel(MEASURED), [(1, 1), (None, 1), (2, 1)], rows=3, asking=0.003, drafted=0)
     assert added == {1: DecodeSeconds(0, 0.0, 0.001), 2: DecodeSeconds(0, 0.0, 0.001)}
+
+
+def test_what_is_done_for_drafters_beside_asking_them_is_charged_too():
+    added = a_round(CostModel(MEASURED), [(1, 1), (None, 1), (2, 1)], rows=3, upkeep=0.004, drafted=0)
+    assert added == {1: DecodeSeconds(0, 0.0, 0.002), 2: DecodeSeconds(0, 0.0, 0.002)}
+    drafted = a_round(CostModel(MEASURED), [(1, 1)], rows=8, seconds=0.020, upkeep=0.003)[1]
+    assert drafted.decode == pytest.approx(0.020), "a round with drafts has it among its seconds"
 
 
 def test_sequences_without_a_drafter_are_not_counted():
@@ -105,5 +117,21 @@ def test_the_engine_counts_the_seconds_of_rounds_with_drafts_and_of_each_token(t
         client.engine.set_speculation(False)
         client.submit("plain", prompts([5])[0], 12, ignore_eos=True)
         client.wait()
-        assert settled(client.engine).seconds_by_version == counters.seconds_by_version
+        after = settled(client.engine).seconds_by_version["general", 1]
+        assert (after.tokens, after.plain) == (mine.tokens, mine.plain), "nothing was drafted"
+        assert after.decode > mine.decode, "but the drafter was kept up to date"
         assert settled(client.engine).token_seconds > counters.token_seconds
+
+
+@pytest.mark.parametrize("unsure", [False, True])
+def test_a_plain_round_that_was_not_seen_for_long_is_made(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, unsure: bool
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(CostModel, "unsure", lambda self, rows: asked.append(rows) or unsure)
+    with running(target_dir, "eagle", governed=True) as client:
+        client.submit("0", prompts([5])[0], 30, ignore_eos=True)
+        client.wait()
+        drafted = bool(settled(client.engine).by_version)
+    assert drafted is not unsure
+    assert set(asked[1:]) == {1}, "the rows that a round has without drafts"

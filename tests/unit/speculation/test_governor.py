@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from osd.speculation.cost_model import CostModel, Curve
+from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Acceptance, Drafted, Governor, Ready
 
 NODES = 6
@@ -225,32 +225,6 @@ def test_no_sequence_ready_no_plan() -> None:
     assert Governor(NODES, CostModel(), "eagle").plan([], 3, 3) == []
 
 
-def test_a_curve_runs_straight_between_what_was_seen_and_goes_on_beyond() -> None:
-    curve = Curve({2: 10.0, 4: 20.0})
-    assert [curve.at(count) for count in (1, 2, 3, 4, 64)] == [10, 10, 15, 20, 320]
-    assert Curve({2: 10.0, 4: 9.0}).at(64) == 9, "more rows never cost less"
-    assert Curve({2: 10.0}).at(64) == 10
-    assert Curve().at(3) == 0
-
-
-def test_a_curve_follows_what_is_measured_but_not_one_outlier() -> None:
-    curve = Curve({4: 10.0})
-    curve.observe(4, 1000.0)
-    assert curve.at(4) < 13
-    for _ in range(60):
-        curve.observe(4, 20.0)
-    assert curve.at(4) == pytest.approx(20, rel=0.01)
-
-
-def test_counts_above_eight_share_buckets_and_are_told_apart_by_the_line_between_them() -> None:
-    curve = Curve({16: 4.0})
-    curve.observe(40, 7.0)
-    curve.observe(47, 9.0)  # the same bucket: now 7.2 at 40.7 on average
-    assert curve.at(41) == pytest.approx(7.2 + 0.3 * 3.2 / 24.7)
-    assert curve.at(22) == pytest.approx(4 + 6 * 3.2 / 24.7)
-    assert curve.at(17) < curve.at(18) < curve.at(19)
-
-
 def test_gains_are_the_running_shares_of_nodes_in_draw_order() -> None:
     acceptance = Acceptance(3)
     for _ in range(500):
@@ -270,30 +244,3 @@ def test_drafts_of_another_shape_are_planned_up_to_their_own_size() -> None:
     for nodes in (2, NODES + 2):
         governor.reshape(nodes)
         assert run(governor, machine, 1, 100)[-1] == nodes
-
-
-def test_a_measurement_of_no_time_says_nothing() -> None:
-    costs = CostModel({1: 10.0, 4: 12.0})
-    for seconds in (0.0, -1.0):
-        costs.observe_host(1, seconds)
-        costs.observe_forward(1, seconds)
-    assert costs.round(1) == 10
-    costs.observe_host(1, 2.0)
-    assert costs.round(4) == 14
-
-
-def test_a_size_that_was_dear_once_is_not_avoided_for_ever() -> None:
-    """Another process takes a core while 8 rows are tried; afterwards only small forwards are seen."""
-    costs = CostModel({1: 10.0, 2: 10.5, 4: 11.0, 8: 12.0, 16: 20.0})
-    for _ in range(100):
-        costs.observe_forward(8, 30.0)
-        costs.observe_forward(1, 10.0)
-    assert costs.forward(8) / costs.forward(1) > 1.7
-    for _ in range(3000):
-        costs.observe_forward(1, 10.0)
-        costs.observe_forward(2, 10.5)
-    assert costs.forward(8) / costs.forward(1) == pytest.approx(1.2, abs=0.03)
-    for _ in range(3000):  # what is dear for good is known to be, as long as it is seen
-        costs.observe_forward(1, 10.0)
-        costs.observe_forward(8, 20.0)
-    assert costs.forward(8) / costs.forward(1) == pytest.approx(2.0, rel=0.1)
