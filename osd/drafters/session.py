@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -146,6 +146,29 @@ class Tree:
 
 
 @dataclass(frozen=True)
+class Exits:
+    """Rows that a drafter ran through the target's layers before ``layer``, where it left: verification goes on there.
+
+    ``paths`` say for each of B sequences which row stands after which tokens of its draft, none for the last committed
+    one, whose row is there where any is. Of each row the keys in these layers are at the place ``offsets`` behind that
+    token's; ``states`` [n, hidden] and ``hidden`` [n, taps * hidden] are as in ``osd.runtime.decoder.Forward``.
+    """
+
+    layer: int
+    paths: Sequence[Mapping[tuple[int, ...], int]]
+    offsets: Sequence[int]
+    states: Tensor
+    hidden: Tensor | None
+
+    def spread(self, members: Sequence[int], sequences: int) -> Exits:
+        """The same where the sequences are ``members`` of more: of the others nothing was run."""
+        paths: list[Mapping[tuple[int, ...], int]] = [{}] * sequences
+        for number, mine in zip(members, self.paths, strict=True):
+            paths[number] = mine
+        return replace(self, paths=paths)
+
+
+@dataclass(frozen=True)
 class Proposal:
     """Draft trees of B sequences, and the distributions that their tokens came from.
 
@@ -160,6 +183,7 @@ class Proposal:
         support: [Vd] their target ids, None for the whole vocabulary.
         pending: greedy chains that the host has not read.
         expected: tokens of it that are expected to be kept, where that is known.
+        exits: what the drafter ran of the target itself, None where it runs no layers of it.
     """
 
     trees: Sequence[Tree]
@@ -170,6 +194,7 @@ class Proposal:
     support: Tensor | None = None
     pending: Chains | None = None
     expected: float = 0.0
+    exits: Exits | None = None
 
     @classmethod
     def of(cls, draft: DraftBatch, source: str, logits: Tensor | None = None) -> Proposal:
