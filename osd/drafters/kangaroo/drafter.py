@@ -160,32 +160,29 @@ class Kangaroo(VocabularyDrafter):
         """
         if batch.hidden is None:
             raise DrafterError("kangaroo learns from hidden states, and the trace has none")
-        places = torch.arange(batch.token_ids.shape[1], device=batch.token_ids.device)
-        adapted = self.adapted(batch.hidden.float(), places.expand(len(batch.token_ids), -1))
+        adapted = self.adapted(batch.hidden.float(), _places(batch.token_ids))
         first = self.logits(adapted[batch.sequence, batch.place - 1])
         if drafted is None or depth == 1:
             return [first] * depth
-        adapted, column = self._beside(batch, drafted)
-        later = self.logits(adapted[batch.sequence, column[batch.sequence, batch.place - 1]])
+        both = AlternativeTokens(batch.token_ids, batch.lengths, drafted)
+        inputs = both.inputs()
+        adapted = self.adapted(self._run(**inputs), inputs["position_ids"], inputs["attention_mask"][:, 0])
+        later = self.logits(adapted[batch.sequence, both.column[batch.sequence, batch.place - 1]])
         return [first] + [later] * (depth - 1)
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``; a fed token is seen by nothing but its own draft."""
-        adapted, column = self._beside(batch, batch.token_ids.index_put((batch.sequence, batch.place), fed))
-        return [adapted[batch.sequence, column[batch.sequence, batch.place]]] * depth
+        """See ``Trainable.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""
+        tokens = batch.token_ids.index_put((batch.sequence, batch.place), fed)
+        adapted = self.adapted(self._run(input_ids=tokens), _places(tokens))
+        return [adapted[batch.sequence, batch.place]] * depth
 
-    def _beside(self, batch: Batch, others: Tensor) -> tuple[Tensor, Tensor]:
-        """What the adapter makes of the batch's tokens and, where they differ, of ``others`` [B, L] beside them.
-
-        Returns:
-            [B, width, hidden], and [B, L] where the other token of each place is.
-        """
-        both = AlternativeTokens(batch.token_ids, batch.lengths, others)
-        inputs = both.inputs()
-        first, last = self._first_layers(others.device), self.shape.exit_layer - 1
-        with torch.no_grad(), tapped(first, (last,)) as outputs:
+    @torch.no_grad()
+    def _run(self, **inputs: Tensor) -> Tensor:
+        """States [B, L, hidden] at the exit of tokens that the target has not read: its first layers run."""
+        first, last = self._first_layers(inputs["input_ids"].device), self.shape.exit_layer - 1
+        with tapped(first, (last,)) as outputs:
             decoder_of(first)(**inputs, use_cache=False)
-        return self.adapted(outputs[last], inputs["position_ids"], inputs["attention_mask"][:, 0]), both.column
+        return outputs[last]
 
     def _first_layers(self, device: torch.device) -> nn.Module:
         """The target without the layers behind the exit, as transformers runs it; read when it is first needed."""
@@ -200,6 +197,11 @@ class Kangaroo(VocabularyDrafter):
     def session(self, runtime: Runtime) -> KangarooSession:
         """See ``Drafter.session``."""
         return KangarooSession(self.shape, self.weights(), runtime)
+
+
+def _places(tokens: Tensor) -> Tensor:
+    """[B, L] where each of some tokens [B, L] stands."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
 
 
 _NEXT_LAYER = {
