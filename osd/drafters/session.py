@@ -33,7 +33,7 @@ class Runtime:
     a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
     few sizes; None does so on a GPU alone. With ``int8`` weights are held in 8 bits where our kernels multiply them: a
     drafter's precision changes no output. With ``states`` the session keeps the states behind its last ``expand``.
-    ``target`` is there for drafters that run through layers of it, and ``memories`` are the domain's, which all of its
+    ``target`` is for drafters that run through layers of it, over as many slots, and ``memories`` are the domain's, which all of its
     drafters share, for those that recall.
     """
 
@@ -48,9 +48,11 @@ class Runtime:
     memories: Memories | None = None
 
     @classmethod
-    def serving(cls, slots: int, context: int, scratch: int, device: torch.device = _CPU) -> Runtime:
+    def serving(
+        cls, slots: int, context: int, scratch: int, device: torch.device = _CPU, target: SlotModel | None = None
+    ) -> Runtime:
         """As an engine has it: with weights in 8 bits where the kernels can."""
-        return cls(slots, context, scratch, device, int8=device.type == "cpu" and kernels() is not None)
+        return cls(slots, context, scratch, device, int8=device.type == "cpu" and kernels() is not None, target=target)
 
 
 @dataclass(frozen=True)
