@@ -26,7 +26,7 @@ from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
 from serving.rollout_follower import Start
 
-DRAFTS = ("skip_layers", "language_model", "eagle", "registry")
+DRAFTS = ("skip_layers", "language_model", "eagle", "kangaroo", "registry")
 """What may draft: the target without some middle layers, which is often right untrained (Zhang et al., "Draft &
 Verify", ACL 2024); a fresh drafter of a kind; or the newest version of the configured domain."""
 
@@ -74,7 +74,7 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
         scratch=nodes + 1,
         taps=drafter.needs.taps,
     )
-    session = autoregressive(drafter.session(Runtime(slots, context, nodes + 1, target.device)))
+    session = autoregressive(drafter.session(Runtime(slots, context, nodes + 1, target.device, target=target)))
     return Pair(target, session, load_tokenizer(directory), name)
 
 

@@ -69,7 +69,7 @@ def ablate(
     """Learn a stream online with each value of a setting and each seed; the seed is that of the replay's samples."""
     found = []
     drafter = experiment.fresh(kind)
-    start = copied(drafter)
+    start, stream = copied(drafter), experiment.read_by(drafter, stream)
     offline = experiment.offline_acceptance(drafter, stream)
     with ExitStack() as ends:
         draw = None
@@ -98,7 +98,7 @@ def domains(
 ) -> list[Variant]:
     """One drafter for streams that arrive in turns, record by record, against one drafter for each of them."""
     drafter = experiment.fresh(kind)
-    start = copied(drafter)
+    start, streams = copied(drafter), [experiment.read_by(drafter, stream) for stream in streams]
     offline = experiment.offline_acceptance(drafter, *streams)
     turns = _in_turns([stream.arriving for stream in streams])
     rest = [trace for stream in streams for trace in stream.unseen]

@@ -70,7 +70,7 @@ def adapt(
     unseen: dict[str, list[Counts]] = {}
     work: dict[str, Work] = {}
     drafter = experiment.fresh(kind)
-    start = copied(drafter)
+    start, stream = copied(drafter), experiment.read_by(drafter, stream)
     offline = experiment.offline_acceptance(drafter, stream)
     for way, taught in ((FROZEN, first(stream, TENTH)), (OFFLINE, stream.arriving)):
         report(f"{stream.name}, {kind}: distilling {way} on {len(taught)} records")

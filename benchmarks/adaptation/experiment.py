@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from benchmarks.adaptation.learner import Recipe
-from benchmarks.adaptation.offline_acceptance import OfflineAcceptance, longest
+from benchmarks.adaptation.offline_acceptance import SLOTS, OfflineAcceptance, longest
 from benchmarks.adaptation.record import RecordingSetup, record
 from benchmarks.adaptation.recording import Asked, Recording, RecordingError
 from osd import drafters
-from osd.capture.trace import Trace
+from osd.capture.trace import Array, Trace
 from osd.config import Settings, drafter_of
 from osd.drafters.acceptance_head import suited
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
-from osd.target.model import load_config
+from osd.runtime.model import SlotModel
+from osd.target.model import load_config, load_model
 from osd.traffic.prompt import Prompt
 
-KINDS = ("eagle", "language_model")
+KINDS = ("eagle", "kangaroo", "language_model")
 """The drafters that learn."""
 
 
@@ -59,14 +61,20 @@ class Experiment:
     report: Callable[[str], None] = lambda step: None
 
     @classmethod
-    def of(cls, settings: Settings, size: Size, report: Callable[[str], None] = lambda step: None) -> Experiment:
-        """Set up an experiment.
+    def of(
+        cls,
+        settings: Settings,
+        size: Size,
+        report: Callable[[str], None] = lambda step: None,
+        taps: tuple[int, ...] | None = None,
+    ) -> Experiment:
+        """Set up an experiment on text with the states of the layers ``taps``, by default those that EAGLE reads.
 
         Raises:
             osd.target.load.TargetError: the target cannot be had.
             osd.drafters.DrafterError: it is too small to be tapped.
         """
-        return cls(settings, RecordingSetup.of(settings, size.tokens), size, report)
+        return cls(settings, RecordingSetup.of(settings, size.tokens, taps), size, report)
 
     def stream(self, name: str, prompts: Sequence[Prompt]) -> Stream:
         """Record a stream, as far as that was not done before.
@@ -117,16 +125,55 @@ class Experiment:
             drafter = drafters.initial(chosen, self.setup.directory, self.settings.home_dir)
         return drafters.trainable(suited(drafter, self.settings.growth))
 
+    def read_by(self, drafter: Trainable, stream: Stream) -> Stream:
+        """The stream with those states alone that a drafter reads.
+
+        Raises:
+            RecordingError: they were not recorded.
+        """
+        return Stream(stream.name, self.states_for(drafter, stream.arriving), self.states_for(drafter, stream.unseen))
+
+    def states_for(self, drafter: Trainable, traces: Sequence[Trace]) -> list[Trace]:
+        """The records with those states alone that a drafter reads, or with all where it reads none.
+
+        Raises:
+            RecordingError: they were not recorded.
+        """
+        given, read = self.setup.take.taps, drafter.needs.taps
+        if read in ((), given):
+            return list(traces)
+        if not set(read) <= set(given):
+            raise RecordingError(
+                f"this {drafter.kind} drafter reads layers {list(read)}, and {list(given)} are recorded: "
+                "osd bench exits records those of other exits"
+            )
+        columns = [given.index(tap) for tap in read]
+        return [
+            msgspec.structs.replace(trace, hidden=trace.hidden and _columns(trace.hidden, len(given), columns))
+            for trace in traces
+        ]
+
     def offline_acceptance(self, drafter: Trainable, *streams: Stream) -> OfflineAcceptance:
         """Measures drafters like this one on these streams."""
         traces = [trace for stream in streams for trace in (*stream.arriving, *stream.unseen)]
         policy = Policy.of(self.settings.growth, self.settings.verification)
-        return OfflineAcceptance(drafter, self.setup.tokenizer, policy, longest(traces), self.size.tokens)
+        context, target = longest(traces), None
+        if drafter.needs.layers:
+            model = load_model(self.setup.directory, self.setup.take.dtype, "cpu")
+            target = SlotModel(model, slots=SLOTS, context=context, scratch=policy.growth.max_nodes + 1)
+        return OfflineAcceptance(drafter, self.setup.tokenizer, policy, context, self.size.tokens, target)
 
     def recipe(self, passes: float, interval: int, seed: int) -> Recipe:
         """How drafters learn here."""
         vocabulary = load_config(self.setup.directory).vocab_size
         return Recipe(self.settings.trainer, self.settings.growth.lookahead, vocabulary, passes, interval, seed=seed)
+
+
+def _columns(hidden: Array, taps: int, chosen: Sequence[int]) -> Array:
+    """Of the states [n, taps * hidden] of a record those of the ``chosen`` taps."""
+    values = hidden.numpy()
+    parts = values.reshape(len(values), taps, -1)[:, chosen]
+    return Array.of(parts.reshape(len(values), -1), hidden.dtype)
 
 
 def first(stream: Stream, share: float) -> list[Trace]:

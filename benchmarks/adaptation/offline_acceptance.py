@@ -22,11 +22,15 @@ from osd.engine.request import Request, SamplingParams
 from osd.engine.sequence import Sequence as Running
 from osd.learning.batch import length
 from osd.metrics import acceptance_rate, mean_acceptance_length
+from osd.runtime.batch import following
+from osd.runtime.model import SlotModel
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT
 from osd.speculation.verification.greedy import follow
 
 SLOTS = 16
+
+_NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,8 @@ class Drafted:
 class OfflineAcceptance:
     """Drafts along recorded text with a drafter's session, round by round, ungoverned, as the engine does.
 
-    The hidden states are those of the record, in bfloat16; an engine drafts from what they were rounded from.
+    The hidden states are those of the record, in bfloat16; an engine drafts from what they were rounded from. A drafter
+    that runs layers of the target gets a target which reads the text in those layers.
 
     Args:
         drafter: of the kind that is measured; ``measure`` takes the weights of any like it.
@@ -100,13 +105,21 @@ class OfflineAcceptance:
         policy: grows the drafts.
         context: tokens of the longest text.
         tokens: a request's ``max_tokens`` when the text was recorded; the last one of them is never drafted.
+        target: with ``SLOTS`` free slots of this context, where the drafter runs layers of it.
     """
 
     def __init__(
-        self, drafter: Trainable, tokenizer: PreTrainedTokenizerBase, policy: Policy, context: int, tokens: int
+        self,
+        drafter: Trainable,
+        tokenizer: PreTrainedTokenizerBase,
+        policy: Policy,
+        context: int,
+        tokens: int,
+        target: SlotModel | None = None,
     ) -> None:
         self._tokenizer, self._policy, self._tokens = tokenizer, policy, tokens
-        self._session = drafter.session(Runtime.serving(SLOTS, context, policy.growth.max_nodes + 1))
+        self._session = drafter.session(Runtime.serving(SLOTS, context, policy.growth.max_nodes + 1, target=target))
+        self._target, self._layers = target, drafter.needs.layers
         self._kind, self._reads_hidden = drafter.kind, bool(drafter.needs.taps)
 
     @torch.inference_mode()
@@ -152,7 +165,11 @@ class OfflineAcceptance:
         """Make the text ``size`` tokens long, and tell the session those after the token ``first``."""
         text.sequence.tokens = text.tokens[:size]
         hidden = None if text.hidden is None else text.hidden[first : size - 1]
-        self._session.commit(text.sequence.slot, Kept(text.tokens[first + 1 : size], hidden))
+        slot = text.sequence.slot
+        if self._target is not None and self._layers:
+            self._target.forward(following(slot, first, text.tokens[first : size - 1]), _NOTHING, self._layers)
+            self._target.cache.length[slot] = size - 1
+        self._session.commit(slot, Kept(text.tokens[first + 1 : size], hidden))
 
     def _round(self, texts: list[_Text]) -> None:
         growth = self._policy.growth

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +16,8 @@ from benchmarks.pair import encode
 from osd import drafters
 from osd.capture.trace import Trace
 from osd.config import ChainSettings, EagleSettings, Settings
-from osd.drafters.base import Drafter
+from osd.drafters.base import Drafter, Needs
+from osd.drafters.session import Runtime, Session
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.model import SlotModel
@@ -29,31 +31,58 @@ SLOTS = 16
 _CHUNK = 256  # prompt tokens of a round: nobody waits for the others' next token
 
 
+class Reader(Drafter):
+    """Reads layers of the target, so that they are captured, and never drafts."""
+
+    kind = "reader"
+
+    def __init__(self, taps: tuple[int, ...]) -> None:
+        self._needs = Needs(taps=taps)
+
+    @property
+    def needs(self) -> Needs:
+        """See ``Drafter.needs``."""
+        return self._needs
+
+    def config(self) -> dict[str, Any]:
+        """See ``Drafter.config``."""
+        return {"kind": self.kind, "taps": self._needs.taps}
+
+    def session(self, runtime: Runtime) -> Session:
+        """See ``Drafter.session``; no request speculates, so that it is never asked for anything."""
+        return _Idle()
+
+
+class _Idle(Session):
+    """A session without sequences."""
+
+
 @dataclass(frozen=True)
 class RecordingSetup:
     """A target that can be recorded, its tokenizer, and what its recordings keep.
 
-    ``reader`` is a drafter of the kind that reads hidden states: what it reads is captured, and it never drafts.
+    What ``reader`` reads of the target is captured.
     """
 
     settings: Settings
     directory: Path
     tokenizer: PreTrainedTokenizerBase
-    reader: Drafter
+    reader: Reader
     take: Take
 
     @classmethod
-    def of(cls, settings: Settings, tokens: int) -> RecordingSetup:
-        """Find the target.
+    def of(cls, settings: Settings, tokens: int, taps: tuple[int, ...] | None = None) -> RecordingSetup:
+        """Find the target, and capture its layers ``taps``, by default those that EAGLE reads.
 
         Raises:
             osd.target.load.TargetError: the target cannot be had.
             osd.drafters.DrafterError: it is too small to be tapped.
         """
         directory = target_directory(settings)
-        reader = drafters.initial(EagleSettings(), directory, settings.home_dir)
-        take = Take(settings.target.source, settings.target.dtype, reader.needs.taps, tokens, settings.capture.top_k)
-        return cls(settings, directory, load_tokenizer(directory), reader, take)
+        if taps is None:
+            taps = drafters.initial(EagleSettings(), directory, settings.home_dir).needs.taps
+        take = Take(settings.target.source, settings.target.dtype, taps, tokens, settings.capture.top_k)
+        return cls(settings, directory, load_tokenizer(directory), Reader(taps), take)
 
     def asked(self, prompts: Sequence[Prompt], longest: int) -> list[Asked]:
         """The distinct prompts of at most ``longest`` tokens, in order, as the service would encode them."""

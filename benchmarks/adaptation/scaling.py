@@ -236,7 +236,8 @@ def _timed(
     plain, drafted = ([wave for wave in waves if wave.way == way] for way in (decode.PLAIN, decode.SPECULATIVE))
     ratios = [mine.tokens_per_second / other.tokens_per_second for mine, other in zip(drafted, plain, strict=True)]
     speed, length = Spread.of(ratios), SpeculationCounts.sum(wave.counts for wave in drafted).mean_acceptance_length
-    session = autoregressive(drafter.session(Runtime.serving(1, DRAFT_CONTEXT, DEEPEST + 1, engine.target.device)))
+    runtime = Runtime.serving(1, DRAFT_CONTEXT, DEEPEST + 1, engine.target.device, engine.target)
+    session = autoregressive(drafter.session(runtime))
     costs = on_several_cores(lambda: _costs(engine.target, session, run, round(length)), run.threads)
     return costs, Speed(speed.median, speed.least, speed.most, length)
 

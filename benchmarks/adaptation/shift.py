@@ -67,7 +67,7 @@ def shift(
         report: told what is done.
     """
     drafter = experiment.fresh(kind)
-    start = copied(drafter)
+    start, streams = copied(drafter), [experiment.read_by(drafter, stream) for stream in streams]
     offline = experiment.offline_acceptance(drafter, *streams)
     everything = [trace for stream in streams for trace in stream.arriving]
     frozen: dict[float, list[Counts]] = {}

@@ -26,11 +26,24 @@ class _Drafter(Section):
         return self
 
 
+Vocabulary = Annotated[int, Field(ge=16, description="most frequent target ids that it may draft")]
+
+
 class EagleSettings(_Drafter):
     """One layer on the target's hidden states."""
 
     kind: Literal["eagle"] = "eagle"
-    vocabulary: int = Field(default=8192, ge=16, description="most frequent target ids that it may draft")
+    vocabulary: Vocabulary = 8192
+
+
+class KangarooSettings(_Drafter):
+    """The target's own first layers, and an attention behind them."""
+
+    kind: Literal["kangaroo"] = "kangaroo"
+    vocabulary: Vocabulary = 8192
+    exit_layer: int | None = Field(
+        default=None, ge=1, description="target layers that draft, else one more than a sixth of them"
+    )
 
 
 class LanguageModelSettings(_Drafter):
@@ -62,7 +75,9 @@ class RecallDrafterSettings(_Drafter):
     recall: RecallSettings = RecallSettings()
 
 
-TRAINED_SETTINGS = by_kind((EagleSettings, LanguageModelSettings))
+_Trained = EagleSettings | KangarooSettings | LanguageModelSettings
+
+TRAINED_SETTINGS = by_kind(get_args(_Trained))
 
 
 class MixedSettings(_Drafter):
@@ -70,9 +85,7 @@ class MixedSettings(_Drafter):
 
     mixes: ClassVar[bool] = True
     kind: Literal["mixed"] = "mixed"
-    trained: Annotated[
-        EagleSettings | LanguageModelSettings, Field(discriminator="kind"), of_kind(TRAINED_SETTINGS, "eagle")
-    ] = EagleSettings()
+    trained: Annotated[_Trained, Field(discriminator="kind"), of_kind(TRAINED_SETTINGS, "eagle")] = EagleSettings()
     recall: RecallSettings = RecallSettings()
 
     @property
@@ -93,7 +106,7 @@ class NoDrafterSettings(_Drafter):
     kind: Literal["none"] = "none"
 
 
-_Kinds = EagleSettings | LanguageModelSettings | RecallDrafterSettings | MixedSettings | NoDrafterSettings
+_Kinds = _Trained | RecallDrafterSettings | MixedSettings | NoDrafterSettings
 
 DRAFTER_SETTINGS = by_kind(get_args(_Kinds))
 """The settings of each drafter, by kind."""

@@ -9,12 +9,18 @@ from osd.config import DrafterSettings, Settings
 from osd.drafters.acceptance_head import WithAcceptanceHead, has_head, suited, without_head
 from osd.drafters.base import Drafter, DrafterError, Kind
 from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.trainable import Trainable
 
-DRAFTERS: dict[str, Kind] = {"eagle": Eagle, "language_model": LanguageModel, "recall": Recall}
+DRAFTERS: dict[str, Kind] = {
+    "eagle": Eagle,
+    "kangaroo": Kangaroo,
+    "language_model": LanguageModel,
+    "recall": Recall,
+}
 
 __all__ = ["DRAFTERS", "Drafter", "DrafterError", "Trainable", "from_config", "initial", "served", "trainable"]
 

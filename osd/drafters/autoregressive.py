@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from osd.drafters.base import DrafterError
-from osd.drafters.session import NOBODY, Asked, Chains, Kept, Origin, Proposal, Session
+from osd.drafters.session import NOBODY, Asked, Chains, Exits, Kept, Origin, Proposal, Session
 from osd.runtime.device import between, mark
 from osd.runtime.memory import recycled
 from osd.speculation.growth import Growth
@@ -49,7 +50,7 @@ class AutoregressiveSession(Session, ABC):
         else:
             bill = Bill(asked.worth, expansion.seconds)
             draft = growth.grow_paying(expansion, asked.sampling, noise, limits, bill)
-        return Proposal.of(draft, self.source, expansion.logits)
+        return replace(Proposal.of(draft, self.source, expansion.logits), exits=self.take_exits(asked.slots))
 
     @abstractmethod
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
@@ -61,6 +62,9 @@ class AutoregressiveSession(Session, ABC):
 
         Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor``; that one is kept.
         """
+
+    def take_exits(self, slots: Sequence[int]) -> Exits | None:  # most drafters run no layers of the target
+        """What ``expand`` ran of the target for ``slots`` since it was last asked about their roots."""
 
     def acceptance(self) -> Tensor:
         """[M] how probably the tokens of the nodes that ``expand`` asked about last are accepted; 1/2 if unknown."""
@@ -122,6 +126,10 @@ class WrappedSession(AutoregressiveSession):
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""
         return self._session.chains(slots, limits, floor)
+
+    def take_exits(self, slots: Sequence[int]) -> Exits | None:
+        """See ``AutoregressiveSession.take_exits``."""
+        return self._session.take_exits(slots)
 
 
 class _Expansion:

@@ -25,13 +25,13 @@ class Needs:
         taps: target layers whose outputs it reads, for each committed token.
         target_rows: whether it reads the target's most probable tokens at every verified row, accepted or not.
         riders: rows of its own in the target's forward, at most, for each sequence; it gets their logits.
-        layers: whether it runs layers of the target itself, over the target's own keys and values.
+        layers: those of the target that it runs itself, over the target's own keys and values; None for none.
     """
 
     taps: tuple[int, ...] = ()
     target_rows: bool = False
     riders: int = 0
-    layers: bool = False
+    layers: range | None = None
 
 
 class Drafter(ABC):

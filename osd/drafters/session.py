@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -33,7 +33,7 @@ class Runtime:
     a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
     few sizes; None does so on a GPU alone. With ``int8`` weights are held in 8 bits where our kernels multiply them: a
     drafter's precision changes no output. With ``states`` the session keeps the states behind its last ``expand``.
-    ``target`` is there for drafters that run through layers of it, and ``memories`` are the domain's, which all of its
+    ``target`` is for drafters that run through layers of it, over as many slots, and ``memories`` are the domain's, which all of its
     drafters share, for those that recall.
     """
 
@@ -48,9 +48,11 @@ class Runtime:
     memories: Memories | None = None
 
     @classmethod
-    def serving(cls, slots: int, context: int, scratch: int, device: torch.device = _CPU) -> Runtime:
+    def serving(
+        cls, slots: int, context: int, scratch: int, device: torch.device = _CPU, target: SlotModel | None = None
+    ) -> Runtime:
         """As an engine has it: with weights in 8 bits where the kernels can."""
-        return cls(slots, context, scratch, device, int8=device.type == "cpu" and kernels() is not None)
+        return cls(slots, context, scratch, device, int8=device.type == "cpu" and kernels() is not None, target=target)
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,29 @@ class Tree:
 
 
 @dataclass(frozen=True)
+class Exits:
+    """Rows that a drafter ran through the target's layers before ``layer``, where it left: verification goes on there.
+
+    ``paths`` say for each of B sequences which row stands after which tokens of its draft, none for the last committed
+    one, whose row is there where any is. Of each row the keys in these layers are at the place ``offsets`` behind that
+    token's; ``states`` [n, hidden] and ``hidden`` [n, taps * hidden] are as in ``osd.runtime.decoder.Forward``.
+    """
+
+    layer: int
+    paths: Sequence[Mapping[tuple[int, ...], int]]
+    offsets: Sequence[int]
+    states: Tensor
+    hidden: Tensor | None
+
+    def spread(self, members: Sequence[int], sequences: int) -> Exits:
+        """The same where the sequences are ``members`` of more: of the others nothing was run."""
+        paths: list[Mapping[tuple[int, ...], int]] = [{}] * sequences
+        for number, mine in zip(members, self.paths, strict=True):
+            paths[number] = mine
+        return replace(self, paths=paths)
+
+
+@dataclass(frozen=True)
 class Proposal:
     """Draft trees of B sequences, and the distributions that their tokens came from.
 
@@ -160,6 +185,7 @@ class Proposal:
         support: [Vd] their target ids, None for the whole vocabulary.
         pending: greedy chains that the host has not read.
         expected: tokens of it that are expected to be kept, where that is known.
+        exits: what the drafter ran of the target itself, None where it runs no layers of it.
     """
 
     trees: Sequence[Tree]
@@ -170,6 +196,7 @@ class Proposal:
     support: Tensor | None = None
     pending: Chains | None = None
     expected: float = 0.0
+    exits: Exits | None = None
 
     @classmethod
     def of(cls, draft: DraftBatch, source: str, logits: Tensor | None = None) -> Proposal:

@@ -119,11 +119,9 @@ class _Maker:
             raise DrafterError(
                 f"this {drafter.kind} drafter has {drafter.needs.riders} riders, and there is room for {room}"
             )
-        runtime = Runtime.serving(settings.slots, settings.context, settings.max_draft + 1, target.device)
+        runtime = Runtime.serving(settings.slots, settings.context, settings.max_draft + 1, target.device, target)
         if drafter.needs.target_rows:
             runtime = replace(runtime, memories=self.tables.of(domain))
-        if drafter.needs.layers:
-            runtime = replace(runtime, target=target)
         session = drafter.session(runtime)
         if weights is not None:
             one_core()

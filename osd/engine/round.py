@@ -19,6 +19,7 @@ from torch import Tensor
 
 from osd.drafters.session import TargetRows, Tree
 from osd.engine.draft_group import NOTHING, Decision, DraftGroup
+from osd.engine.exits import begun_rows
 from osd.engine.logprobs import token_logprobs
 from osd.engine.packing import Feed, Packed, pack
 from osd.engine.policy import Policy
@@ -30,6 +31,7 @@ from osd.runtime.cuda_graph import GraphRecorder
 from osd.runtime.decoder import Forward
 from osd.runtime.device import Mark, between, mark
 from osd.runtime.model import SlotModel
+from osd.runtime.resumption import Begun, resume
 from osd.runtime.top import Top, top
 from osd.speculation.tree import ROOT
 from osd.speculation.worth import Worth
@@ -205,7 +207,7 @@ def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
     """
     begun = mark(target.device)
     packed, rows = _packed(drafted)
-    forward = target.forward(packed.rows, packed.wanted)
+    forward = resume(target, packed.rows, packed.wanted, _begun(drafted, packed, target))
     forwarded = mark(target.device)
     upkeep = Upkeep()
     tops: list[Top | None] = []
@@ -255,6 +257,20 @@ def _packed(drafted: Drafted) -> tuple[Packed, list[list[int]]]:
         for group in drafted.groups
     ]
     return packed, rows
+
+
+def _begun(drafted: Drafted, packed: Packed, target: SlotModel) -> list[Begun]:
+    """The rows that drafters have run through the first layers of the target."""
+    where = {one.sequence: (one, first) for one, first in zip(drafted.scheduled.sequences, packed.first, strict=True)}
+    found: list[Begun | None] = []
+    for group in drafted.groups:
+        if group.proposal is not None and group.proposal.exits is not None:
+            trees = [
+                (s.slot, where[s][1] + where[s][0].count - 1, where[s][0].end - 1, tree)
+                for s, tree in zip(group.sequences, group.trees, strict=True)
+            ]
+            found.append(begun_rows(group.proposal.exits, trees, target.cache))
+    return [one for one in found if one is not None]
 
 
 def read_together(parts: Sequence[Tensor | None]) -> list[list[int]]:

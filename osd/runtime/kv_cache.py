@@ -42,6 +42,12 @@ class KVCache:
                 cache[:, slot, :, start : start + len(offsets)] = cache[:, slot, :, source]
         self.length[slot] = start + len(offsets)
 
+    def move(self, slot: int, source: list[int], places: list[int], layers: range) -> None:
+        """Put the scratch entries ``source`` of a slot to ``places``, in ``layers`` only, which are neighbours."""
+        for cache in (self.keys, self.values):
+            part = cache[layers.start : layers.stop, slot]
+            part[:, :, places] = part[:, :, source]
+
     def copy(self, source: int, slot: int, start: int, count: int) -> None:
         """Continue a slot, which holds ``start`` tokens, by the next ``count`` of another one."""
         places = slice(start, start + count)

@@ -7,6 +7,7 @@ import typer
 from osd.cli.bench.adaptation import ablate, adapt, poison, shift
 from osd.cli.bench.costs import forward, overhead, weights
 from osd.cli.bench.decoding import decode, governor, lossless, plain
+from osd.cli.bench.exits import exits
 from osd.cli.bench.net import net
 from osd.cli.bench.peers import peers
 from osd.cli.bench.recall import recall
@@ -17,6 +18,6 @@ from osd.cli.bench.serve import serve, start
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 for command in (
     *(forward, decode, recall, serve, start, peers, rules, growth, lossless, overhead, governor, plain, weights),
-    *(adapt, shift, ablate, scaling, poison, net),
+    *(adapt, shift, ablate, exits, scaling, poison, net),
 ):
     app.command()(command)

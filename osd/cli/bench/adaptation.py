@@ -122,7 +122,7 @@ def ablate(
             metavar="NAME",
         ),
     ] = None,
-    drafter: Annotated[str, typer.Option(help="eagle or language_model.", metavar="KIND")] = "eagle",
+    drafter: Annotated[str, typer.Option(help="eagle, kangaroo or language_model.", metavar="KIND")] = "eagle",
     records: Records = 120,
     unseen: Unseen = 40,
     tokens: Tokens = 48,
@@ -170,7 +170,7 @@ def ablate(
 
 def poison(
     stream: Streams,
-    drafter: Annotated[str, typer.Option(help="eagle or language_model.", metavar="KIND")] = "eagle",
+    drafter: Annotated[str, typer.Option(help="eagle, kangaroo or language_model.", metavar="KIND")] = "eagle",
     share: Annotated[float, typer.Option(min=0.01, max=0.9, help="Of all traffic, that is random text.")] = 0.3,
     records: Records = 200,
     unseen: Unseen = 40,
@@ -199,15 +199,16 @@ def poison(
         recipe = experiment.recipe(passes, interval, 0)
         wanted = bench.beside(records, share)
         poisoned = experiment.recorded(bench.POISON, experiment.asked(bench.POISON, bench.prompts(wanted), wanted))
-        found = bench.poison(experiment, streams[0], poisoned, drafter, recipe, say)
         taught = experiment.fresh(drafter)
+        clean, poisoned = experiment.read_by(taught, streams[0]), experiment.states_for(taught, poisoned)
+        found = bench.poison(experiment, clean, poisoned, drafter, recipe, say)
         taught.load_weights(found[0].weights)
-        promoted = bench.corrupted(experiment, streams[0], taught, recipe, trials)
+        promoted = bench.corrupted(experiment, clean, taught, recipe, trials)
         taught.load_weights(found[1].weights)
-        sent = bench.traffic(streams[0].unseen, poisoned, share)
+        sent = bench.traffic(clean.unseen, poisoned, share)
         speed = served(experiment, taught, sent, turns, say)
     tables = [
-        poison_table(f"{share:.0%} poison in {streams[0].name}, {drafter}", found),
+        poison_table(f"{share:.0%} poison in {clean.name}, {drafter}", found),
         corrupted_table(promoted),
         served_table(f"governed drafts on {len(sent)} prompts of the poisoned stream, learned with anchors", speed),
     ]

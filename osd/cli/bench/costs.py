@@ -54,7 +54,7 @@ def forward(
             model = load_model(directory, settings.target.dtype, settings.target.device)
         taps, weights = drafter.needs.taps, settings.target.weights
         target = SlotModel(model, slots=1, context=CONTEXT, scratch=COUNTS[-1], taps=taps, weights=weights)
-        session = autoregressive(drafter.session(Runtime.serving(1, DRAFT_CONTEXT, STEPS + 1, target.device)))
+        session = autoregressive(drafter.session(Runtime.serving(1, DRAFT_CONTEXT, STEPS + 1, target.device, target)))
         found = on_several_cores(lambda: measure(target, drafter, session, turns, say), settings.engine.threads)
     show(table(found))
     write(json_file, {"target": settings.target.source, "draft": name, "turns": turns, **asdict(found)})

@@ -98,7 +98,7 @@ def decode(
                 found.append(wave)
         depth = policy.growth.max_nodes
         session = autoregressive(
-            drafter.session(Runtime.serving(streams, DRAFT_CONTEXT, depth + 1, engine.target.device))
+            drafter.session(Runtime.serving(streams, DRAFT_CONTEXT, depth + 1, engine.target.device, engine.target))
         )
         timed = on_several_cores(lambda: bench.model(engine, session, streams, found, _TURNS), settings.engine.threads)
     except BenchError as error:
@@ -179,8 +179,8 @@ def lossless(
     draft: Annotated[
         list[str],
         typer.Option(
-            help="recall, mixed (recall with a fresh eagle), eagle, language_model, skip_layers or registry; may be "
-            "given again.",
+            help="recall, mixed (recall with a fresh eagle), eagle, kangaroo, language_model, skip_layers or registry; "
+            "may be given again.",
             metavar="KIND",
         ),
     ] = ["recall", "mixed", "eagle", "language_model"],  # noqa: B006 - likewise

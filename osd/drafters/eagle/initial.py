@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from osd.drafters.base import DrafterError
 from osd.drafters.eagle.shape import EagleShape
-from osd.runtime.causal_lm import ends_of, text_config
+from osd.runtime.causal_lm import attention_of, text_config
 from osd.runtime.taps import tapped
 
 
@@ -23,36 +23,24 @@ def shape_for(target: nn.Module, vocabulary: int) -> EagleShape:
     layers = config.num_hidden_layers
     if layers < 3:
         raise DrafterError(f"drafter.kind eagle needs a target of at least 3 layers, this one has {layers}")
-    heads = config.num_attention_heads
     return EagleShape(
         hidden=config.hidden_size,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         intermediate=config.intermediate_size,
         target_vocabulary=config.vocab_size,
         vocabulary=min(vocabulary, config.vocab_size),
         taps=(layers // 6, layers // 2, layers - 2),
-        eps=getattr(config, "rms_norm_eps", 1e-6),
-        rope_theta=float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)),
+        **attention_of(target),
     )
-
-
-def ends(target: nn.Module) -> tuple[Tensor, Tensor]:
-    """The weights of a target's embedding and head, each [vocabulary, hidden] bfloat16."""
-    embedding, head = ends_of(target)
-    return embedding.weight.detach().to(torch.bfloat16), head.weight.detach().to(torch.bfloat16)
 
 
 @torch.no_grad()
 def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module) -> None:
-    """Fill the parameters of a new drafter, which drafts the lowest ids, from the target.
+    """Fill the parameters of a new drafter, but for its head, from the target.
 
     The highest tap passes through at its own size, so that the layer behind it, a copy of the target's
     last one where the shapes agree, starts on the numbers that it knows.
     """
     state = target.state_dict()
-    weights["head.weight"].copy_(ends(target)[1][: shape.vocabulary])
     weights["fuse.weight"].mul_(0.1)
     weights["fuse.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
     weights["tap_norm"][-1] *= _size_of_hidden(target, shape.taps[-1])

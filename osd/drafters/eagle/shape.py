@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osd.drafters.base import DrafterError
+from osd.drafters.rotary import rotation
 
 
 @dataclass(frozen=True)
@@ -51,26 +50,4 @@ class EagleShape:
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [..., 1, head_dim] of the rotary embedding at ``positions`` [...]."""
-        dim = self.head_dim
-        inverse = self.rope_theta ** -(torch.arange(0, dim, 2, device=positions.device).float() / dim)
-        angles = (positions.float()[..., None] * inverse).repeat(*([1] * positions.dim()), 2)
-        return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to [..., heads, dim]; the two halves of dim are the planes' axes."""
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat([-b, a], -1) * sin
-
-
-def check_maps(weights: dict[str, Tensor]) -> None:
-    """Check that ``d2t`` and ``t2d`` describe the same ascending vocabulary.
-
-    Raises:
-        DrafterError: they do not.
-    """
-    if "d2t" not in weights or "t2d" not in weights:
-        return
-    ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
-    if not torch.equal(ids, weights["t2d"].nonzero().squeeze(-1)):
-        raise DrafterError("tensors 'd2t' and 't2d' do not describe the same draft vocabulary")
+        return rotation(positions, self.head_dim, self.rope_theta)

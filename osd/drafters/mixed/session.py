@@ -12,7 +12,7 @@ from torch import Tensor
 from osd.drafters.mixed.consulting import Consulting
 from osd.drafters.recall.memory import KEPT, Found, Other
 from osd.drafters.recall.session import RecallSession
-from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Session, Tree
+from osd.drafters.session import NOBODY, Asked, Exits, Kept, Origin, Proposal, Session, Tree
 from osd.runtime.device import between, mark
 from osd.runtime.top import top
 from osd.speculation.growth import Growth
@@ -63,9 +63,10 @@ class MixedSession(Session):
         sought = self._recall.sought(asked)
         found = self._recall.draft(sought, asked, growth)
         if worth is None:
-            said = self._ask(asked, may, _LEVELS, noise)
+            said, exits = self._ask(asked, may, _LEVELS, noise)
             both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
-            return self._recall.proposal(both, self._recall.draft(both, asked, growth), asked, self._kind)
+            proposal = self._recall.proposal(both, self._recall.draft(both, asked, growth), asked, self._kind)
+            return replace(proposal, exits=exits)
         count = worth.best(found.chances, several)
         present = worth.after(count, sum(found.chances[:count]))
         sure = _first(found, several)
@@ -75,7 +76,7 @@ class MixedSession(Session):
         if not consulted.members:
             return self._recall.proposal(sought, found, asked, self._kind)
         members = [may[number] for number in consulted.members]
-        said = self._ask(asked, members, consulted.levels, noise, worth)
+        said, exits = self._ask(asked, members, consulted.levels, noise, worth)
         both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
         better = self._recall.draft(both, asked, growth)
         more = worth.best(better.chances, several)
@@ -83,14 +84,17 @@ class MixedSession(Session):
         before, after = _value(found, count, several, price), _value(better, more, several, price)
         gains = [after[b] - before[b] for b in members]
         self._consulting.observe([sure[b] for b in members], gains, consulted.levels)
-        return self._recall.proposal(both, better, asked, self._kind)
+        return replace(self._recall.proposal(both, better, asked, self._kind), exits=exits)
 
     def _ask(
         self, asked: Asked, members: Sequence[int], levels: int, noise: Noise, worth: Worth | None = None
-    ) -> dict[int, Other]:
-        """What the trained drafter says along its most probable tokens, by the numbers of the sequences."""
+    ) -> tuple[dict[int, Other], Exits | None]:
+        """What the trained drafter says along its most probable tokens, by the numbers of the sequences.
+
+        And what it ran of the target for that.
+        """
         if not members:
-            return {}
+            return {}, None
         begun = mark(asked.device)
         slots = [asked.slots[b] for b in members]
         limits = [min(levels, asked.limits[b]) for b in members]
@@ -106,7 +110,8 @@ class MixedSession(Session):
         if worth is not None:
             seconds = between(begun, mark(asked.device))
             worth.costs.observe_proposal(self._calls, len(slots), levels, seconds, missed)
-        return said
+        exits = proposal.exits
+        return said, None if exits is None else exits.spread(members, len(asked.slots))
 
     def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""

@@ -19,6 +19,7 @@ from osd.config import (
     EagleSettings,
     EngineSettings,
     GrowthSettings,
+    KangarooSettings,
     LanguageModelSettings,
     RecallDrafterSettings,
     RecallSettings,
@@ -109,7 +110,11 @@ def make_drafter(kind: str, directory: Path) -> Trainable | None:
     if kind == "none":
         return None
     torch.manual_seed(4)  # part of EAGLE's first weights is random
-    settings = {"eagle": EagleSettings(vocabulary=200), "language_model": LanguageModelSettings(layers=2)}
+    settings = {
+        "eagle": EagleSettings(vocabulary=200),
+        "kangaroo": KangarooSettings(vocabulary=200, exit_layer=1),
+        "language_model": LanguageModelSettings(layers=2),
+    }
     return initial(settings[kind], directory, directory)
 
 

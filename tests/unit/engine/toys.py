@@ -114,7 +114,7 @@ class Skip(Drafter):
     """Drafts with the target's own first and last layer, over the target's own keys and values."""
 
     kind: ClassVar[str] = "skip"
-    needs = Needs(layers=True)
+    needs = Needs(layers=range(1))
 
     def config(self) -> dict[str, Any]:
         return {"kind": self.kind}

@@ -1,0 +1,213 @@
+"""Kangaroo: the target's own first layers draft, with a small adapter behind them.
+
+Liu et al., "Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting", NeurIPS 2024 (arXiv 2404.18911).
+The first exit is the layer where the adapter takes over, the second the token whose confidence ends a draft: that one
+is growth ``confidence``. Keys and values of the first layers are the target's own, and verification goes on from the
+states at the exit: nothing that a draft has computed in the target is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from osd.drafters.alternative_tokens import AlternativeTokens
+from osd.drafters.base import DrafterError, Needs
+from osd.drafters.kangaroo.session import KangarooSession
+from osd.drafters.kangaroo.shape import KangarooShape, check_exit
+from osd.drafters.rotary import rotate
+from osd.drafters.session import Runtime
+from osd.drafters.trainable import Batch
+from osd.drafters.vocabulary import VocabularyDrafter
+from osd.runtime.causal_lm import decoder_layers, decoder_of, end_weights, text_config
+from osd.runtime.taps import tapped
+from osd.target.model import load_model
+
+LoadTarget = Callable[[], nn.Module]
+"""Reads the target in float32."""
+
+
+class Kangaroo(VocabularyDrafter):
+    """``h + attention(norm(h))`` over the target's states h at the exit, then a norm and rows of the target's head."""
+
+    kind: ClassVar[str] = "kangaroo"
+
+    def __init__(self, shape: KangarooShape, target_head: Tensor, load_target: LoadTarget) -> None:
+        """Make the module with the target's ``target_head`` [target vocabulary, hidden].
+
+        ``load_target`` is called where it has to train on tokens that the target has not read.
+
+        Raises:
+            DrafterError: the head is another target's.
+        """
+        super().__init__(shape.vocabulary, shape.target_vocabulary)
+        if target_head.shape != (shape.target_vocabulary, shape.hidden):
+            raise DrafterError(f"the target's head is {list(target_head.shape)}, the drafter is for another target")
+        self.shape, self.target_head = shape, target_head
+        h, wide = shape.hidden, shape.head_dim
+        self.state_norm = nn.RMSNorm(h, shape.eps)
+        self.q_proj = nn.Linear(h, shape.heads * wide, bias=False)
+        self.k_proj = nn.Linear(h, shape.kv_heads * wide, bias=False)
+        self.v_proj = nn.Linear(h, shape.kv_heads * wide, bias=False)
+        self.o_proj = nn.Linear(shape.heads * wide, h, bias=False)
+        self.norm = nn.RMSNorm(h, shape.eps)
+        self.head = nn.Linear(h, shape.vocabulary, bias=False).requires_grad_(False)  # the target's own rows
+        self._load_target = load_target
+        self._first: tuple[nn.Module, ...] = ()  # no part of this module: nothing of it is saved or trained
+
+    @classmethod
+    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+        """See ``Kind.initial``: ``settings.vocabulary`` target ids, drafted from layer ``settings.exit_layer`` on."""
+        load = partial(load_model, target_dir, "float32", "cpu")
+        return cls.from_target(load(), settings.vocabulary, settings.exit_layer, load)
+
+    @classmethod
+    def from_target(
+        cls, target: nn.Module, vocabulary: int, exit_layer: int | None, load_target: LoadTarget | None = None
+    ) -> Self:
+        """The drafter that ``target``, a causal language model of transformers in float32, starts with.
+
+        Raises:
+            DrafterError: the target has no layer behind the exit.
+        """
+        shape = KangarooShape.of(target, vocabulary, exit_layer)
+        drafter = cls(shape, end_weights(target)[1], load_target or (lambda: target))
+        drafter.set_vocabulary(torch.arange(shape.vocabulary))
+        drafter._start_from(target)
+        return drafter
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
+        """See ``Kind.from_config``; of the target only the head is looked at, in the dtype that it has."""
+        target = load_model(target_dir, "auto", "cpu")
+        shape = KangarooShape(**{name: value for name, value in config.items() if name != "kind"})
+        check_exit(shape.exit_layer, text_config(target).num_hidden_layers, "exit_layer")
+        return cls(shape, end_weights(target)[1], partial(load_model, target_dir, "float32", "cpu"))
+
+    @torch.no_grad()
+    def _start_from(self, target: nn.Module) -> None:
+        """Start as the attention of the target's next layer, which reads the same states, under its last norm.
+
+        What has no such layer starts as nothing at all: the states at the exit pass through.
+        """
+        state, own = target.state_dict(), dict(self.named_parameters())
+        following = f"layers.{self.shape.exit_layer}."
+        found = {
+            mine: next((value for name, value in state.items() if name.endswith(following + theirs)), None)
+            for mine, theirs in _NEXT_LAYER.items()
+        }
+        if all(value is not None and value.shape == own[mine].shape for mine, value in found.items()):
+            for mine, value in found.items():
+                own[mine].copy_(value)
+        else:
+            self.o_proj.weight.zero_()
+        final = [value for name, value in state.items() if name.endswith(("model.norm.weight", "ln_f.weight"))]
+        if final:
+            self.norm.weight.copy_(final[0])
+
+    @property
+    def needs(self) -> Needs:
+        """See ``Drafter.needs``."""
+        return Needs(taps=(self.shape.exit_layer - 1,), layers=range(self.shape.exit_layer))
+
+    def config(self) -> dict[str, Any]:
+        """See ``Drafter.config``."""
+        return {"kind": self.kind, **asdict(self.shape)}
+
+    @property
+    def state_width(self) -> int:
+        """See ``Trainable.state_width``."""
+        return self.shape.hidden
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """See ``VocabularyDrafter.set_vocabulary``: the head gets the target's rows of these ids."""
+        with torch.no_grad():
+            self.head.weight.copy_(self.target_head[ids])
+        super().set_vocabulary(ids)
+
+    def adapted(self, states: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        """What the adapter makes of states [B, L, hidden] at the exit, at ``positions`` [B, L].
+
+        Each place sees itself and those before it or, with a ``mask`` [B, L, L], what that says.
+        """
+        x = self.state_norm(states)
+        q, k, v = (layer(x).unflatten(-1, (-1, self.shape.head_dim)) for layer in self._read)
+        turn = self.shape.rotation(positions)
+        q, k, v = (part.transpose(1, 2) for part in (rotate(q, *turn), rotate(k, *turn), v))  # [B, heads, L, dim]
+        seen = None if mask is None else mask[:, None]
+        mixed = F.scaled_dot_product_attention(q, k, v, seen, is_causal=mask is None, enable_gqa=True)
+        return states + self.o_proj(mixed.transpose(1, 2).flatten(-2))
+
+    @property
+    def _read(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def logits(self, adapted: Tensor) -> Tensor:
+        """Logits [..., vocabulary] of the token that follows."""
+        return self.head(self.norm(adapted))
+
+    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``Trainable.unroll``.
+
+        A draft's tokens run through the target's own layers, so that every step over the same tokens is the same.
+        """
+        if batch.hidden is None:
+            raise DrafterError("kangaroo learns from hidden states, and the trace has none")
+        adapted = self.adapted(batch.hidden.float(), _places(batch.token_ids))
+        first = self.logits(adapted[batch.sequence, batch.place - 1])
+        if drafted is None or depth == 1:
+            return [first] * depth
+        both = AlternativeTokens(batch.token_ids, batch.lengths, drafted)
+        inputs = both.inputs()
+        adapted = self.adapted(self._run(**inputs), inputs["position_ids"], inputs["attention_mask"][:, 0])
+        later = self.logits(adapted[batch.sequence, both.column[batch.sequence, batch.place - 1]])
+        return [first] + [later] * (depth - 1)
+
+    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
+        """See ``Trainable.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""
+        tokens = batch.token_ids.index_put((batch.sequence, batch.place), fed)
+        adapted = self.adapted(self._run(input_ids=tokens), _places(tokens))
+        return [adapted[batch.sequence, batch.place]] * depth
+
+    @torch.no_grad()
+    def _run(self, **inputs: Tensor) -> Tensor:
+        """States [B, L, hidden] at the exit of tokens that the target has not read: its first layers run."""
+        first, last = self._first_layers(inputs["input_ids"].device), self.shape.exit_layer - 1
+        with tapped(first, (last,)) as outputs:
+            decoder_of(first)(**inputs, use_cache=False)
+        return outputs[last]
+
+    def _first_layers(self, device: torch.device) -> nn.Module:
+        """The target without the layers behind the exit, as transformers runs it; read when it is first needed."""
+        if not self._first:
+            target: Any = self._load_target().requires_grad_(False)
+            target.set_attn_implementation("sdpa")
+            layers = decoder_layers(target)
+            del layers[self.shape.exit_layer :]
+            self._first = (target.to(device),)
+        return self._first[0]
+
+    def session(self, runtime: Runtime) -> KangarooSession:
+        """See ``Drafter.session``."""
+        return KangarooSession(self.shape, self.weights(), runtime)
+
+
+def _places(tokens: Tensor) -> Tensor:
+    """[B, L] where each of some tokens [B, L] stands."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+
+
+_NEXT_LAYER = {
+    "state_norm.weight": "input_layernorm.weight",
+    "q_proj.weight": "self_attn.q_proj.weight",
+    "k_proj.weight": "self_attn.k_proj.weight",
+    "v_proj.weight": "self_attn.v_proj.weight",
+    "o_proj.weight": "self_attn.o_proj.weight",
+}

@@ -1,0 +1,62 @@
+"""What fixes the tensors of a Kangaroo adapter, and which layers of the target run before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from osd.drafters.base import DrafterError
+from osd.drafters.rotary import rotation
+from osd.runtime.causal_lm import attention_of, text_config
+
+
+@dataclass(frozen=True)
+class KangarooShape:
+    """The target's first ``exit_layer`` layers draft, and an attention of the target's size follows them."""
+
+    exit_layer: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    target_vocabulary: int
+    vocabulary: int
+    eps: float
+    rope_theta: float
+
+    @classmethod
+    def of(cls, target: nn.Module, vocabulary: int, exit_layer: int | None) -> KangarooShape:
+        """The shape of the drafter that a target starts with, which may draft ``vocabulary`` target ids.
+
+        Without an ``exit_layer`` it leaves behind the first layer that EAGLE reads, so that one can follow the other.
+
+        Raises:
+            DrafterError: no layer of the target would be left to verify with.
+        """
+        config = text_config(target)
+        layers = config.num_hidden_layers
+        if exit_layer is None:
+            exit_layer = layers // 6 + 1
+        check_exit(exit_layer, layers, "drafter.exit_layer")
+        return cls(
+            exit_layer=exit_layer,
+            hidden=config.hidden_size,
+            target_vocabulary=config.vocab_size,
+            vocabulary=min(vocabulary, config.vocab_size),
+            **attention_of(target),
+        )
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., 1, head_dim] of the rotary embedding at ``positions`` [...]."""
+        return rotation(positions, self.head_dim, self.rope_theta)
+
+
+def check_exit(exit_layer: int, layers: int, name: str) -> None:
+    """Check that a target of so many ``layers`` has some behind ``exit_layer``, which is called ``name``.
+
+    Raises:
+        DrafterError: it has none.
+    """
+    if not 1 <= exit_layer < layers:
+        raise DrafterError(f"{name} is {exit_layer}, but must be from 1 to {layers - 1}: the target has {layers} layers")

@@ -1,0 +1,101 @@
+"""A forward whose rows have begun in different layers, against the whole forward: the same numbers, and nothing twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from osd.runtime.batch import DeviceTokens, PackedRows
+from osd.runtime.decoder import Forward
+from osd.runtime.fused import FusedDecoder
+from osd.runtime.model import SlotModel
+from osd.runtime.resumption import Begun, resume
+from tests.unit.runtime.rows import rows_of
+from tests.unit.runtime.test_layers import LAYERS, PARTS, TREES, equal, made
+
+COUNT = sum(len(ids) for _, _, ids in PARTS)
+
+
+def begun(model: SlotModel, rows: PackedRows, by_layer: dict[int, list[int]]) -> list[Begun]:
+    """Run some rows through the first layers, in their order: a draft's nodes come after those they hang on."""
+    found = []
+    for layer, numbers in by_layer.items():
+        if layer and numbers:
+            forward = model.forward(rows.select(torch.tensor(numbers)), torch.tensor([0]), range(layer))
+            assert forward.states is not None
+            found.append(Begun(layer, numbers, forward.states, forward.hidden))
+    return found
+
+
+def counted(model: SlotModel) -> Counter[tuple[int, int, int]]:
+    """How often each layer runs from now on for each token, by its slot and place."""
+    runs: Counter[tuple[int, int, int]] = Counter()
+    forward = model.forward
+
+    def counting(rows: PackedRows, wanted: Any, layers: range | None = None, states: Any = None) -> Forward:
+        for layer in range(LAYERS) if layers is None else layers:
+            runs.update((layer, slot, store) for slot, store in zip(rows.slots.tolist(), rows.stores.tolist()))  # noqa: B905
+        return forward(rows, wanted, layers, states)
+
+    model.forward = counting  # type: ignore[method-assign]
+    return runs
+
+
+@pytest.mark.parametrize("trees", [None, TREES], ids=["chains", "trees"])
+@pytest.mark.parametrize(("family", "bucketed"), [("llama", False), ("llama", True), ("gemma2", False)])
+def test_rows_that_have_begun_give_what_the_whole_forward_gives(
+    family: str, bucketed: bool, trees: dict[int, list[int]] | None
+) -> None:
+    whole, cut = made(family, bucketed), made(family, bucketed)
+    rows, wanted = rows_of(PARTS, trees), torch.tensor([9, 2, 5])
+    goal = whole.forward(rows, wanted)
+    runs = counted(cut)
+    # In a tree the rows of slot 0 are nodes; the first row of a sequence comes before all others of it.
+    first = {1: [9, 0, 1], 2: [6]} if trees is None else {1: [6, 7], 2: [9]}
+    found = resume(cut, rows, wanted, begun(cut, rows, first))
+    assert len(runs) == LAYERS * len(rows.token_ids)
+    assert set(runs.values()) == {1}
+    exact = isinstance(cut.decoder, FusedDecoder)  # the same bits for a row whatever its neighbours
+    equal(found.logits, goal.logits, exact)
+    equal(found.hidden, goal.hidden, exact)
+    assert found.states is None
+    for slot, start, ids in PARTS:
+        for mine, theirs in ((cut.cache.keys, whole.cache.keys), (cut.cache.values, whole.cache.values)):
+            equal(mine[:, slot, :, : start + len(ids)], theirs[:, slot, :, : start + len(ids)], exact)
+
+
+def test_where_every_row_has_begun_only_the_rest_runs() -> None:
+    whole, cut = made("llama", False), made("llama", False)
+    rows, wanted = rows_of(PARTS), torch.tensor([3])
+    early = begun(cut, rows, {2: list(range(COUNT))})
+    runs = counted(cut)
+    found = resume(cut, rows, wanted, early)
+    assert {layer for layer, _, _ in runs} == {2}
+    equal(found.logits, whole.forward(rows, wanted).logits, True)
+
+
+def test_where_no_row_has_begun_it_is_one_whole_forward() -> None:
+    whole, cut = made("llama", False), made("llama", False)
+    rows, wanted = rows_of(PARTS), torch.tensor([3])
+    runs = counted(cut)
+    equal(resume(cut, rows, wanted, []).logits, whole.forward(rows, wanted).logits, True)
+    assert set(runs.values()) == {1}
+
+
+def test_states_of_another_row_would_show() -> None:
+    whole, cut = made("llama", False), made("llama", False)
+    rows, wanted = rows_of(PARTS), torch.tensor([0, 6, 9])
+    (one,) = begun(cut, rows, {1: [0, 6, 9]})
+    swapped = Begun(one.layer, [6, 0, 9], one.states, one.hidden)
+    assert not torch.allclose(resume(cut, rows, wanted, [swapped]).logits, whole.forward(rows, wanted).logits)
+
+
+def test_rows_whose_tokens_the_host_has_not_read_stay_unread_when_some_are_chosen() -> None:
+    rows = rows_of([(0, 0, [1, 2, 3, 4])])
+    drafted = torch.tensor([[7, 8]])
+    unread = DeviceTokens.of(4, [(drafted, [(1, 2)])])
+    chosen = PackedRows(rows.token_ids, rows.positions, rows.slots, rows.stores, rows.visible, unread=unread)
+    assert chosen.select(torch.tensor([0, 2, 3])).settled().token_ids.tolist() == [1, 8, 4]
