@@ -13,14 +13,14 @@ from benchmarks.adaptation.record import RecordingSetup, record
 from benchmarks.adaptation.recording import Asked, Recording, RecordingError
 from osd import drafters
 from osd.capture.trace import Trace
-from osd.config import Settings, drafter_of
+from osd.config import TRAINED_SETTINGS, Settings, drafter_of
 from osd.drafters.acceptance_head import suited
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
 from osd.target.model import load_config
 from osd.traffic.prompt import Prompt
 
-KINDS = ("eagle", "language_model")
+KINDS = tuple(TRAINED_SETTINGS)
 """The drafters that learn."""
 
 
@@ -59,14 +59,16 @@ class Experiment:
     report: Callable[[str], None] = lambda step: None
 
     @classmethod
-    def of(cls, settings: Settings, size: Size, report: Callable[[str], None] = lambda step: None) -> Experiment:
-        """Set up an experiment.
+    def of(
+        cls, settings: Settings, size: Size, kind: str, report: Callable[[str], None] = lambda step: None
+    ) -> Experiment:
+        """Set up an experiment with drafters of a ``kind``, and of those that read no hidden states.
 
         Raises:
             osd.target.load.TargetError: the target cannot be had.
             osd.drafters.DrafterError: it is too small to be tapped.
         """
-        return cls(settings, RecordingSetup.of(settings, size.tokens), size, report)
+        return cls(settings, RecordingSetup.of(settings, size.tokens, kind), size, report)
 
     def stream(self, name: str, prompts: Sequence[Prompt]) -> Stream:
         """Record a stream, as far as that was not done before.

@@ -14,7 +14,7 @@ from benchmarks.adaptation.recording import Asked, Recording, RecordingError, Ta
 from benchmarks.pair import encode
 from osd import drafters
 from osd.capture.trace import Trace
-from osd.config import ChainSettings, EagleSettings, Settings
+from osd.config import ChainSettings, EagleSettings, Settings, drafter_of
 from osd.drafters.base import Drafter
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
@@ -33,7 +33,7 @@ _CHUNK = 256  # prompt tokens of a round: nobody waits for the others' next toke
 class RecordingSetup:
     """A target that can be recorded, its tokenizer, and what its recordings keep.
 
-    ``reader`` is a drafter of the kind that reads hidden states: what it reads is captured, and it never drafts.
+    ``reader`` is a drafter that reads hidden states: what it reads is captured, and it never drafts.
     """
 
     settings: Settings
@@ -43,15 +43,17 @@ class RecordingSetup:
     take: Take
 
     @classmethod
-    def of(cls, settings: Settings, tokens: int) -> RecordingSetup:
-        """Find the target.
+    def of(cls, settings: Settings, tokens: int, kind: str) -> RecordingSetup:
+        """Find the target, and what drafters of a ``kind`` read: what ``eagle`` does where that is nothing.
 
         Raises:
             osd.target.load.TargetError: the target cannot be had.
             osd.drafters.DrafterError: it is too small to be tapped.
         """
         directory = target_directory(settings)
-        reader = drafters.initial(EagleSettings(), directory, settings.home_dir)
+        reader = drafters.initial(drafter_of(kind, settings.drafter), directory, settings.home_dir)
+        if not reader.needs.taps:
+            reader = drafters.initial(EagleSettings(), directory, settings.home_dir)
         take = Take(settings.target.source, settings.target.dtype, reader.needs.taps, tokens, settings.capture.top_k)
         return cls(settings, directory, load_tokenizer(directory), reader, take)
 

@@ -21,6 +21,11 @@ class _Drafter(Section):
         return True
 
     @property
+    def levels(self) -> int | None:
+        """Tokens of the longest path that it can draft, None without end."""
+        return None
+
+    @property
     def distilled(self) -> Any:
         """The settings of what versions hold."""
         return self
@@ -31,6 +36,19 @@ class EagleSettings(_Drafter):
 
     kind: Literal["eagle"] = "eagle"
     vocabulary: int = Field(default=8192, ge=16, description="most frequent target ids that it may draft")
+
+
+class MedusaSettings(_Drafter):
+    """Heads that look further ahead from the target's last hidden state."""
+
+    kind: Literal["medusa"] = "medusa"
+    heads: int = Field(default=4, ge=1, le=8, description="tokens that it looks ahead, each by a head of its own")
+    vocabulary: int = Field(default=8192, ge=16, description="most frequent target ids that it may draft")
+
+    @property
+    def levels(self) -> int:
+        """See ``EagleSettings``: one for each head."""
+        return self.heads
 
 
 class LanguageModelSettings(_Drafter):
@@ -62,7 +80,7 @@ class RecallDrafterSettings(_Drafter):
     recall: RecallSettings = RecallSettings()
 
 
-TRAINED_SETTINGS = by_kind((EagleSettings, LanguageModelSettings))
+TRAINED_SETTINGS = by_kind((EagleSettings, LanguageModelSettings, MedusaSettings))
 
 
 class MixedSettings(_Drafter):
@@ -71,7 +89,9 @@ class MixedSettings(_Drafter):
     mixes: ClassVar[bool] = True
     kind: Literal["mixed"] = "mixed"
     trained: Annotated[
-        EagleSettings | LanguageModelSettings, Field(discriminator="kind"), of_kind(TRAINED_SETTINGS, "eagle")
+        EagleSettings | LanguageModelSettings | MedusaSettings,
+        Field(discriminator="kind"),
+        of_kind(TRAINED_SETTINGS, "eagle"),
     ] = EagleSettings()
     recall: RecallSettings = RecallSettings()
 
@@ -93,7 +113,9 @@ class NoDrafterSettings(_Drafter):
     kind: Literal["none"] = "none"
 
 
-_Kinds = EagleSettings | LanguageModelSettings | RecallDrafterSettings | MixedSettings | NoDrafterSettings
+_Kinds = (
+    EagleSettings | LanguageModelSettings | MedusaSettings | RecallDrafterSettings | MixedSettings | NoDrafterSettings
+)
 
 DRAFTER_SETTINGS = by_kind(get_args(_Kinds))
 """The settings of each drafter, by kind."""

@@ -10,11 +10,17 @@ from osd.drafters.acceptance_head import WithAcceptanceHead, has_head, suited, w
 from osd.drafters.base import Drafter, DrafterError, Kind
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.medusa.drafter import Medusa
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.trainable import Trainable
 
-DRAFTERS: dict[str, Kind] = {"eagle": Eagle, "language_model": LanguageModel, "recall": Recall}
+DRAFTERS: dict[str, Kind] = {
+    "eagle": Eagle,
+    "language_model": LanguageModel,
+    "medusa": Medusa,
+    "recall": Recall,
+}
 
 __all__ = ["DRAFTERS", "Drafter", "DrafterError", "Trainable", "from_config", "initial", "served", "trainable"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def text_config(model: nn.Module) -> Any:
@@ -22,6 +23,12 @@ def ends_of(model: nn.Module) -> tuple[Any, Any]:
     return cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
 
 
+def end_weights(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """The weights of embedding and head, each [vocabulary, hidden], in bfloat16: what drafters share with a target."""
+    embedding, head = ends_of(model)
+    return embedding.weight.detach().to(torch.bfloat16), head.weight.detach().to(torch.bfloat16)
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder layers.
 
@@ -34,3 +41,17 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         if isinstance(layers, nn.ModuleList):
             return layers
     raise NotImplementedError(f"{type(model).__name__}: cannot find its decoder layers")
+
+
+def final_norm(model: nn.Module) -> nn.Module:
+    """The norm between the last decoder layer and the head.
+
+    Raises:
+        NotImplementedError: it is where no known model has it.
+    """
+    decoder = decoder_of(model)
+    for name in ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f"):
+        norm = getattr(decoder, name, None)
+        if isinstance(norm, nn.Module):
+            return norm
+    raise NotImplementedError(f"{type(model).__name__}: cannot find the norm before its head")

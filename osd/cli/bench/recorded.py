@@ -21,7 +21,7 @@ Streams = Annotated[
     list[Path], typer.Option("--stream", help="JSON lines of prompts; may be given again.", metavar="FILE")
 ]
 Kinds = Annotated[
-    list[str] | None, typer.Option("--drafter", help="eagle or language_model; both by default.", metavar="KIND")
+    list[str] | None, typer.Option("--drafter", help="eagle, language_model or medusa; all by default.", metavar="KIND")
 ]
 Records = Annotated[int, typer.Option(min=16, help="Of each stream, that arrive in order.")]
 Unseen = Annotated[int, typer.Option(min=8, help="Further records of each stream, only measured on.")]
@@ -37,9 +37,9 @@ Markdown = Annotated[Path | None, typer.Option(help="Write the tables here, as M
 
 @contextmanager
 def open_experiment(
-    settings: Settings, files: Sequence[Path], records: int, unseen: int, tokens: int, minutes: float
+    settings: Settings, files: Sequence[Path], kind: str, records: int, unseen: int, tokens: int, minutes: float
 ) -> Generator[tuple[Experiment, list[Stream]]]:
-    """An experiment with its streams recorded, or the end of the command."""
+    """An experiment with drafters of a ``kind`` and its streams recorded, or the end of the command."""
     from benchmarks.adaptation.experiment import Experiment, Size
     from benchmarks.adaptation.recording import RecordingError
     from osd.drafters import DrafterError
@@ -57,7 +57,7 @@ def open_experiment(
         try:
             with loading():
                 prompts = {file.stem: read(file) for file in files}
-                experiment = Experiment.of(settings, Size(records, unseen, tokens, minutes=minutes), say)
+                experiment = Experiment.of(settings, Size(records, unseen, tokens, minutes=minutes), kind, say)
             streams = [experiment.stream(name, some) for name, some in prompts.items()]
             several_cores(settings.engine.threads)
             yield experiment, streams

@@ -16,27 +16,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafters.base import DrafterError, Needs, check
+from osd.drafters.base import DrafterError, Needs
 from osd.drafters.eagle import initial
 from osd.drafters.eagle.session import EagleSession
-from osd.drafters.eagle.shape import EagleShape, check_maps, rotate
+from osd.drafters.eagle.shape import EagleShape, rotate
 from osd.drafters.session import Runtime
-from osd.drafters.trainable import Batch, Trainable
+from osd.drafters.trainable import Batch
+from osd.drafters.vocabulary import VocabularyDrafter
+from osd.runtime.causal_lm import end_weights
 from osd.target.model import load_model
 
 _VARIANT = ("tap_norm", "residual_norm", "output_norm")
 
 
-class Eagle(Trainable):
+class Eagle(VocabularyDrafter):
     """One decoder layer over fused hidden states; the target's embedding is shared, not stored."""
 
     kind: ClassVar[str] = "eagle"
-    t2d: Tensor
-    d2t: Tensor
 
     def __init__(self, shape: EagleShape, embedding: Tensor, target_head: Tensor) -> None:
         """Make the module with the target's own ``embedding`` and ``target_head``, both [target vocabulary, hidden]."""
-        super().__init__()
+        super().__init__(shape.vocabulary, shape.target_vocabulary)
         if embedding.shape != (shape.target_vocabulary, shape.hidden):
             raise DrafterError(f"the target's embedding is {list(embedding.shape)}, the drafter is for another target")
         self.shape = shape
@@ -55,8 +55,6 @@ class Eagle(Trainable):
         self.down_proj = nn.Linear(shape.intermediate, h, bias=False)
         self.norm = nn.RMSNorm(h, shape.eps)
         self.head = nn.Linear(h, shape.vocabulary, bias=False).requires_grad_(False)  # the target's own rows
-        self.register_buffer("t2d", torch.zeros(shape.target_vocabulary, dtype=torch.bool))
-        self.register_buffer("d2t", torch.zeros(shape.vocabulary, dtype=torch.int64))
         self.embedding, self.target_head = embedding, target_head
         self._embeddings: dict[torch.device, Tensor] = {}
 
@@ -73,7 +71,7 @@ class Eagle(Trainable):
             DrafterError: the target is too small for three taps.
         """
         shape = initial.shape_for(target, vocabulary)
-        drafter = cls(shape, *initial.ends(target))
+        drafter = cls(shape, *end_weights(target))
         drafter.set_vocabulary(torch.arange(shape.vocabulary))
         initial.fill(dict(drafter.named_parameters()), shape, target)
         return drafter
@@ -84,37 +82,25 @@ class Eagle(Trainable):
         target = load_model(target_dir, "auto", "cpu")
         fields = {name: value for name, value in config.items() if name != "kind"}
         fields["taps"] = tuple(fields["taps"])
-        return cls(EagleShape(**fields), *initial.ends(target))
+        return cls(EagleShape(**fields), *end_weights(target))
 
     @property
     def needs(self) -> Needs:
         """See ``Drafter.needs``."""
         return Needs(taps=self.shape.taps)
 
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """Draft only the target ids ``ids`` [vocabulary], ascending."""
-        self.t2d.zero_()
-        self.t2d[ids] = True
-        self.d2t.copy_(ids - torch.arange(len(ids)))
-
     def adapt_vocabulary(self, counts: Tensor) -> None:
-        """Draft the most frequent ids, by their ``counts`` [target vocabulary]; among equals the lower ones.
+        """See ``VocabularyDrafter.adapt_vocabulary``.
 
         New ids start from the target's rows of the head. A row that is there stays: elsewhere heads are trained too.
         """
-        ids = torch.sort(counts.float(), descending=True, stable=True).indices[: self.shape.vocabulary].sort().values
-        before = self.draft_ids
+        ids = self.most_frequent(counts)
         with torch.no_grad():
             rows = self.target_head[ids].to(self.head.weight.dtype)
             kept = self.t2d[ids]
-            rows[kept] = self.head.weight[torch.searchsorted(before, ids[kept])]
+            rows[kept] = self.head.weight[torch.searchsorted(self.draft_ids, ids[kept])]
             self.head.weight.copy_(rows)
         self.set_vocabulary(ids)
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """[vocabulary] the target id of each draft id: ``d2t`` holds the differences, as EAGLE-3's files do."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def config(self) -> dict[str, Any]:
         """See ``Drafter.config``."""
@@ -127,15 +113,6 @@ class Eagle(Trainable):
     def state_width(self) -> int:
         """See ``Trainable.state_width``."""
         return self.shape.hidden
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """See ``Drafter.load_weights``; the two vocabulary maps must agree.
-
-        Raises:
-            DrafterError: a tensor is wrong, or the maps contradict each other.
-        """
-        check_maps(check(weights, self.weights()))
-        super().load_weights(weights)
 
     def features(self, hidden: Tensor) -> Tensor:
         """Fuse tapped hidden states [..., taps * hidden] into features [..., hidden]."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from osd.drafters.base import DrafterError
 from osd.drafters.eagle.shape import EagleShape
-from osd.runtime.causal_lm import ends_of, text_config
+from osd.runtime.causal_lm import end_weights, text_config
 from osd.runtime.taps import tapped
 
 
@@ -38,12 +38,6 @@ def shape_for(target: nn.Module, vocabulary: int) -> EagleShape:
     )
 
 
-def ends(target: nn.Module) -> tuple[Tensor, Tensor]:
-    """The weights of a target's embedding and head, each [vocabulary, hidden] bfloat16."""
-    embedding, head = ends_of(target)
-    return embedding.weight.detach().to(torch.bfloat16), head.weight.detach().to(torch.bfloat16)
-
-
 @torch.no_grad()
 def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module) -> None:
     """Fill the parameters of a new drafter, which drafts the lowest ids, from the target.
@@ -52,7 +46,7 @@ def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module)
     last one where the shapes agree, starts on the numbers that it knows.
     """
     state = target.state_dict()
-    weights["head.weight"].copy_(ends(target)[1][: shape.vocabulary])
+    weights["head.weight"].copy_(end_weights(target)[1][: shape.vocabulary])
     weights["fuse.weight"].mul_(0.1)
     weights["fuse.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
     weights["tap_norm"][-1] *= _size_of_hidden(target, shape.taps[-1])

@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import check
 from osd.drafters.eagle.native import NativeEagle
-from osd.drafters.eagle.shape import EagleShape, check_maps, rotate
+from osd.drafters.eagle.shape import EagleShape, rotate
 from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
+from osd.drafters.vocabulary import check_maps, draft_ids
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, laid_out, padded
 from osd.runtime.device import aside, copied
@@ -191,7 +192,7 @@ class EagleSession(AutoregressiveSession):
         for name in ("embedding_norm", "feature_norm", "mlp_norm", "norm"):
             tensors[name] = w[f"{name}.weight"].float()
         tensors["tap_norm"] = w["tap_norm"].float()
-        tensors["draft_ids"] = w["d2t"] + torch.arange(len(w["d2t"]), device=self.device)
+        tensors["draft_ids"] = draft_ids(w["d2t"])
         return tensors
 
     def graph_step(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:

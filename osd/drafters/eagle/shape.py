@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osd.drafters.base import DrafterError
-
 
 @dataclass(frozen=True)
 class EagleShape:
@@ -61,16 +59,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to [..., heads, dim]; the two halves of dim are the planes' axes."""
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat([-b, a], -1) * sin
-
-
-def check_maps(weights: dict[str, Tensor]) -> None:
-    """Check that ``d2t`` and ``t2d`` describe the same ascending vocabulary.
-
-    Raises:
-        DrafterError: they do not.
-    """
-    if "d2t" not in weights or "t2d" not in weights:
-        return
-    ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
-    if not torch.equal(ids, weights["t2d"].nonzero().squeeze(-1)):
-        raise DrafterError("tensors 'd2t' and 't2d' do not describe the same draft vocabulary")

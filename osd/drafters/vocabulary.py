@@ -1,0 +1,73 @@
+"""Draft vocabularies: trained drafters that may draft the most frequent target ids only.
+
+A version holds its vocabulary as EAGLE-3's files do (Li et al., NeurIPS 2025): ``t2d`` [target vocabulary] bool says
+which target ids may be drafted, and ``d2t`` [vocabulary] int64 what to add to a draft id for its target id. q is 0 for
+every other id, so that each verification rule stays lossless.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from osd.drafters.base import DrafterError, check
+from osd.drafters.trainable import Trainable
+
+
+class VocabularyDrafter(Trainable):
+    """A trained drafter that may draft ``vocabulary`` target ids."""
+
+    t2d: Tensor
+    d2t: Tensor
+
+    def __init__(self, vocabulary: int, target_vocabulary: int) -> None:
+        """Make the maps; ``set_vocabulary`` fills them."""
+        super().__init__()
+        self.register_buffer("t2d", torch.zeros(target_vocabulary, dtype=torch.bool))
+        self.register_buffer("d2t", torch.zeros(vocabulary, dtype=torch.int64))
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[vocabulary] the target id of each draft id."""
+        return draft_ids(self.d2t)
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Draft only the target ids ``ids`` [vocabulary], ascending."""
+        self.t2d.zero_()
+        self.t2d[ids] = True
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+
+    def adapt_vocabulary(self, counts: Tensor) -> None:
+        """See ``Trainable.adapt_vocabulary``: draft the most frequent ids."""
+        self.set_vocabulary(self.most_frequent(counts))
+
+    def most_frequent(self, counts: Tensor) -> Tensor:
+        """[vocabulary] ids by their ``counts`` [target vocabulary], ascending; among equals the lower ones."""
+        order = torch.sort(counts.float(), descending=True, stable=True).indices
+        return order[: len(self.d2t)].sort().values
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """See ``Drafter.load_weights``; the two vocabulary maps must agree.
+
+        Raises:
+            DrafterError: a tensor is wrong, or the maps contradict each other.
+        """
+        check_maps(check(weights, self.weights()))
+        super().load_weights(weights)
+
+
+def draft_ids(d2t: Tensor) -> Tensor:
+    """[vocabulary] the target id of each draft id."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def check_maps(weights: dict[str, Tensor]) -> None:
+    """Check that ``d2t`` and ``t2d`` describe the same ascending vocabulary.
+
+    Raises:
+        DrafterError: they do not.
+    """
+    if "d2t" not in weights or "t2d" not in weights:
+        return
+    if not torch.equal(draft_ids(weights["d2t"]), weights["t2d"].nonzero().squeeze(-1)):
+        raise DrafterError("tensors 'd2t' and 't2d' do not describe the same draft vocabulary")
