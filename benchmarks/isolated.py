@@ -118,6 +118,10 @@ class _Timed:
     def support(self) -> Tensor | None:
         return self._session.support
 
+    @property
+    def levels(self) -> int | None:
+        return self._session.levels
+
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         begun = time.perf_counter()
         logits = self._session.expand(self._slots, builder, rows, nodes)

@@ -61,6 +61,11 @@ class Live:
         """[draft vocabulary] target ids, None for the whole vocabulary."""
         return self._pair.session.support
 
+    @property
+    def levels(self) -> int | None:
+        """Tokens of the longest path that it drafts, None without end."""
+        return self._pair.session.levels
+
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``osd.speculation.growth.Expander``; a session can be asked about a root only once a round."""
         session = self._pair.session

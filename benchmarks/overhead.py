@@ -57,6 +57,7 @@ class _Models:
         rank = noise.argsort(-1).argsort(-1) + 1.0
         self._draft = -_PEAK * rank.log()
         self._target = self._draft + _DISAGREEMENT * torch.randn(_STATES, vocabulary, generator=generator)
+        self.levels: int | None = None
         self.seconds, self.calls = 0.0, 0
         self._acceptance = torch.empty(0)
 

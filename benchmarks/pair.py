@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from osd import drafters
-from osd.config import Settings, drafter_of
+from osd.config import TRAINED_SETTINGS, Settings, drafter_of
 from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
 from osd.drafters.base import Drafter
 from osd.drafters.language_model.drafter import LanguageModel
@@ -26,7 +26,7 @@ from osd.traffic.prompt import Prompt
 from serving.replica import make_engine
 from serving.rollout_follower import Start
 
-DRAFTS = ("skip_layers", "language_model", "eagle", "kangaroo", "registry")
+DRAFTS = ("skip_layers", *TRAINED_SETTINGS, "registry")
 """What may draft: the target without some middle layers, which is often right untrained (Zhang et al., "Draft &
 Verify", ACL 2024); a fresh drafter of a kind; or the newest version of the configured domain."""
 

@@ -90,6 +90,7 @@ class _Recorded:
     """A drafter that says q [B, V]; see ``osd.speculation.growth.Expander``."""
 
     support: Tensor | None = None
+    levels: int | None = None
 
     def __init__(self, q: Tensor) -> None:
         self._logits, self._asked = q.log(), 0

@@ -14,7 +14,7 @@ from benchmarks.adaptation.record import RecordingSetup, record
 from benchmarks.adaptation.recording import Asked, Recording, RecordingError
 from osd import drafters
 from osd.capture.trace import Array, Trace
-from osd.config import Settings, drafter_of
+from osd.config import TRAINED_SETTINGS, DrafterSettings, Settings, drafter_of
 from osd.drafters.acceptance_head import suited
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
@@ -22,7 +22,7 @@ from osd.runtime.model import SlotModel
 from osd.target.model import load_config, load_model
 from osd.traffic.prompt import Prompt
 
-KINDS = ("eagle", "kangaroo", "language_model")
+KINDS = tuple(TRAINED_SETTINGS)
 """The drafters that learn."""
 
 
@@ -65,16 +65,16 @@ class Experiment:
         cls,
         settings: Settings,
         size: Size,
+        readers: Sequence[DrafterSettings],
         report: Callable[[str], None] = lambda step: None,
-        taps: tuple[int, ...] | None = None,
     ) -> Experiment:
-        """Set up an experiment on text with the states of the layers ``taps``, by default those that EAGLE reads.
+        """Set up an experiment with drafters of ``readers``, and of others that read no more than these.
 
         Raises:
             osd.target.load.TargetError: the target cannot be had.
             osd.drafters.DrafterError: it is too small to be tapped.
         """
-        return cls(settings, RecordingSetup.of(settings, size.tokens, taps), size, report)
+        return cls(settings, RecordingSetup.of(settings, size.tokens, readers), size, report)
 
     def stream(self, name: str, prompts: Sequence[Prompt]) -> Stream:
         """Record a stream, as far as that was not done before.

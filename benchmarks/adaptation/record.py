@@ -15,7 +15,7 @@ from benchmarks.adaptation.recording import Asked, Recording, RecordingError, Ta
 from benchmarks.pair import encode
 from osd import drafters
 from osd.capture.trace import Trace
-from osd.config import ChainSettings, EagleSettings, Settings
+from osd.config import ChainSettings, DrafterSettings, EagleSettings, Settings
 from osd.drafters.base import Drafter, Needs
 from osd.drafters.session import Runtime, Session
 from osd.engine.engine import Engine
@@ -57,6 +57,12 @@ class _Idle(Session):
     """A session without sequences."""
 
 
+def _taps(settings: Settings, readers: Sequence[DrafterSettings], directory: Path) -> tuple[int, ...]:
+    """The layers that drafters of ``readers`` read together, in ascending order."""
+    each = [drafters.initial(one, directory, settings.home_dir).needs.taps for one in readers]
+    return tuple(sorted({tap for taps in each for tap in taps}))
+
+
 @dataclass(frozen=True)
 class RecordingSetup:
     """A target that can be recorded, its tokenizer, and what its recordings keep.
@@ -71,16 +77,15 @@ class RecordingSetup:
     take: Take
 
     @classmethod
-    def of(cls, settings: Settings, tokens: int, taps: tuple[int, ...] | None = None) -> RecordingSetup:
-        """Find the target, and capture its layers ``taps``, by default those that EAGLE reads.
+    def of(cls, settings: Settings, tokens: int, readers: Sequence[DrafterSettings]) -> RecordingSetup:
+        """Find the target, and capture what drafters of ``readers`` read, or what EAGLE does where that is nothing.
 
         Raises:
             osd.target.load.TargetError: the target cannot be had.
             osd.drafters.DrafterError: it is too small to be tapped.
         """
         directory = target_directory(settings)
-        if taps is None:
-            taps = drafters.initial(EagleSettings(), directory, settings.home_dir).needs.taps
+        taps = _taps(settings, readers, directory) or _taps(settings, [EagleSettings()], directory)
         take = Take(settings.target.source, settings.target.dtype, taps, tokens, settings.capture.top_k)
         return cls(settings, directory, load_tokenizer(directory), Reader(taps), take)
 

@@ -21,6 +21,11 @@ class _Drafter(Section):
         return True
 
     @property
+    def levels(self) -> int | None:
+        """Tokens of the longest path that it can draft, None without end."""
+        return None
+
+    @property
     def distilled(self) -> Any:
         """The settings of what versions hold."""
         return self
@@ -44,6 +49,19 @@ class KangarooSettings(_Drafter):
     exit_layer: int | None = Field(
         default=None, ge=1, description="target layers that draft, else one more than a sixth of them"
     )
+
+
+class MedusaSettings(_Drafter):
+    """Heads that look further ahead from the target's last hidden state."""
+
+    kind: Literal["medusa"] = "medusa"
+    heads: int = Field(default=4, ge=1, le=8, description="tokens that it looks ahead, each by a head of its own")
+    vocabulary: Vocabulary = 8192
+
+    @property
+    def levels(self) -> int:
+        """See ``EagleSettings``: one for each head."""
+        return self.heads
 
 
 class LanguageModelSettings(_Drafter):
@@ -75,7 +93,7 @@ class RecallDrafterSettings(_Drafter):
     recall: RecallSettings = RecallSettings()
 
 
-_Trained = EagleSettings | KangarooSettings | LanguageModelSettings
+_Trained = EagleSettings | KangarooSettings | LanguageModelSettings | MedusaSettings
 
 TRAINED_SETTINGS = by_kind(get_args(_Trained))
 

@@ -34,6 +34,11 @@ class _Growth(Section):
         return 3
 
     @property
+    def longest(self) -> tuple[str, int] | None:
+        """The setting that says how many tokens the longest path has, and the number; None where none says it."""
+        return None
+
+    @property
     def largest(self) -> int:
         """Tokens of the largest draft: what planning it would say, at once."""
         raise NotImplementedError
@@ -43,6 +48,11 @@ class _DeepGrowth(_Growth):
     """Growth that ends at a depth."""
 
     depth: Depth = 3
+
+    @property
+    def longest(self) -> tuple[str, int]:
+        """The setting that says how many tokens the longest path has, and the number: the depth."""
+        return "depth", self.depth
 
     @property
     def largest(self) -> int:
@@ -151,6 +161,11 @@ class SparseTreeSettings(_BudgetGrowth):
         fail_fast=True,
         description="how often the candidate of each rank is right, by depth, until traffic has told",
     )
+
+    @property
+    def longest(self) -> tuple[str, int]:
+        """The setting that says how many tokens the longest path has, and the number: the depths of the table."""
+        return "ranks", len(self.ranks)
 
     @property
     def largest(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from osd.config.base import LISTED, Section
@@ -153,6 +153,21 @@ class Settings(Section):
     redis: RedisSettings = RedisSettings()
     trainer: TrainerSettings = TrainerSettings()
     serving: ServingSettings = ServingSettings()
+
+    @field_validator("growth")
+    @classmethod
+    def _within_levels(cls, growth: GrowthSettings, info: ValidationInfo) -> GrowthSettings:
+        drafter: DrafterSettings | None = info.data.get("drafter")
+        levels = drafter.levels if drafter is not None else None
+        if levels is not None and growth.longest is not None and growth.longest[1] > levels:
+            key, depth = growth.longest
+            context = {"key": key, "depth": depth, "kind": drafter and drafter.kind, "levels": levels}
+            raise PydanticCustomError(
+                "too_deep",
+                "has paths of {depth} tokens by growth.{key}, and a {kind} drafter has drafter.heads {levels} for them",
+                context,
+            )
+        return growth
 
     @property
     def drafts(self) -> bool:

@@ -11,6 +11,7 @@ from osd.drafters.base import Drafter, DrafterError, Kind
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.medusa.drafter import Medusa
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.trainable import Trainable
@@ -19,6 +20,7 @@ DRAFTERS: dict[str, Kind] = {
     "eagle": Eagle,
     "kangaroo": Kangaroo,
     "language_model": LanguageModel,
+    "medusa": Medusa,
     "recall": Recall,
 }
 

@@ -93,6 +93,11 @@ class WithAcceptanceHead(Trainable):
         """See ``Trainable.state_width``."""
         return self.drafter.state_width
 
+    @property
+    def levels(self) -> int | None:
+        """See ``Trainable.levels``."""
+        return self.drafter.levels
+
     def trained(self) -> dict[str, Tensor]:
         """See ``Trainable.trained``; the head has a loss of its own."""
         return self.drafter.trained()

@@ -25,6 +25,10 @@ class AutoregressiveSession(Session, ABC):
     source: str
     """What its nodes are called in traces and counts."""
 
+    levels: int | None = None
+    """Tokens of the longest path that it drafts: all of their distributions come of one call, and asking for more of
+    them is a look. None where there is no end, and each level is a call of its own."""
+
     @property
     @abstractmethod
     def support(self) -> Tensor | None:
@@ -41,9 +45,10 @@ class AutoregressiveSession(Session, ABC):
         """See ``Session.propose``."""
         floor = growth.stops_below
         if floor is not None and asked.penalties is None and asked.greedy:
-            chains = self.chains(asked.slots, asked.limits, floor)
+            limits = [limit if self.levels is None else min(limit, self.levels) for limit in asked.limits]
+            chains = self.chains(asked.slots, limits, floor)
             if chains is not None:
-                return Proposal.of_chains(chains, asked.limits, self.source, self.support)
+                return Proposal.of_chains(chains, limits, self.source, self.support)
         expansion, limits = _Expansion(self, asked), torch.tensor(asked.limits, device=asked.device)
         if asked.worth is None:
             draft = growth.grow(expansion, asked.sampling, noise, limits)
@@ -87,7 +92,7 @@ class WrappedSession(AutoregressiveSession):
 
     def __init__(self, session: AutoregressiveSession) -> None:
         self._session = session
-        self.source = session.source
+        self.source, self.levels = session.source, session.levels
 
     @property
     def support(self) -> Tensor | None:
@@ -145,6 +150,11 @@ class _Expansion:
         """[draft vocabulary] target ids, None for the whole vocabulary."""
         return self._session.support
 
+    @property
+    def levels(self) -> int | None:
+        """See ``osd.speculation.growth.Expander``."""
+        return self._session.levels
+
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """One forward of the drafter; see ``osd.speculation.growth.Expander``."""
         asked = self._asked
@@ -153,7 +163,7 @@ class _Expansion:
         if asked.worth is not None:
             missed = sum(asked.missed[row] for row in rows.tolist()) if self._first else 0
             took = between(begun, mark(asked.device))
-            asked.worth.costs.observe_proposal(self._kind, len(rows), 1, took, missed)
+            asked.worth.costs.observe_proposal(self._kind(self._first), len(rows), 1, took, missed)
             self._first = False
         if self.logits is None:
             shape = (len(asked.slots), 1 + max(asked.limits), logits.shape[-1])
@@ -163,19 +173,20 @@ class _Expansion:
             return logits
         return asked.penalties.adjust(logits, rows, nodes, builder.tokens, builder.parents, self.support)
 
-    @property
-    def _kind(self) -> str:
-        """By which the costs of single calls are known."""
-        return f"one call of {self._session.source}"
+    def _kind(self, first: bool) -> str:
+        """By which the costs of single calls are known: all alike, but where the first one has said everything."""
+        what = "one call of" if first or self._session.levels is None else "another look at"
+        return f"{what} {self._session.source}"
 
     def seconds(self, rows: Sequence[int], first: bool) -> float:
         """See ``Bill.call``; what is read once is shared by all rounds to come."""
         asked = self._asked
         assert asked.worth is not None  # noqa: S101  nobody else asks
         costs = asked.worth.costs
-        seconds = costs.proposal(self._kind, len(rows), 1)
+        kind = self._kind(first)
+        seconds = costs.proposal(kind, len(rows), 1)
         if first:
-            seconds += sum(costs.reading(self._kind, asked.missed[row]) / max(asked.left[row] / 3, 1) for row in rows)
+            seconds += sum(costs.reading(kind, asked.missed[row]) / max(asked.left[row] / 3, 1) for row in rows)
         return seconds
 
     def acceptance(self) -> Tensor:

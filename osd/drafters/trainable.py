@@ -75,18 +75,25 @@ class Trainable(Drafter, nn.Module):
         """Width of its states, 0 where it gives none."""
         return 0
 
+    @property
+    def levels(self) -> int | None:
+        """Tokens ahead that it predicts at most, each by weights of its own; None for as many as it is unrolled."""
+        return None
+
     def trained(self) -> dict[str, Tensor]:
         """What the loss trains, by name."""
         return {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
         """What the distiller minimises; a drafter that wants gradients through the frozen target was made with it."""
-        levels = self.unroll(batch, objective.depth, objective.drafted(batch))
+        levels = self.unroll(batch, self.levels or objective.depth, objective.drafted(batch))
         return objective.loss(batch, levels, self.draft_ids)
 
     @abstractmethod
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """Logits [N, draft vocabulary] for each of ``depth`` steps on its own outputs, as a draft would run.
+
+        There are no more of them than its ``levels``.
 
         ``drafted`` [B, L] are the tokens that later steps read as the draft before ``place``; one that differs from the
         batch's is context for no other position. None for the batch's own.

@@ -91,7 +91,7 @@ class HeadTraining:
         mixed = torch.rand(batch.positions, generator=generator).to(tested.device) < _MIXED
         true = batch.token_ids[batch.sequence, batch.place]
         fed = torch.where(mixed, true, batch.drafted)
-        depth = drafted_depths(batch).clamp(max=max(1, self._settings.unroll - 1))  # [N]
+        depth = drafted_depths(batch).clamp(max=max(1, (self._drafter.levels or self._settings.unroll) - 1))  # [N]
         known = tested & (batch.place > depth)
         if not known.any():
             return None

@@ -27,6 +27,7 @@ from osd.cli.bench.recorded import (
     open_experiment,
 )
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.config import drafter_of
 
 
 def adapt(
@@ -59,10 +60,12 @@ def adapt(
     from benchmarks.adaptation.tables import adapt_plot, adapt_tables
 
     tables, plots, figures = [], [], []
-    with open_experiment(settings, stream, records, unseen, tokens, minutes) as (experiment, streams):
-        for one in streams:
-            for kind in kinds:
-                recipe = experiment.recipe(passes, interval, 0)
+    for kind in kinds:
+        with open_experiment(
+            settings, stream, [drafter_of(kind, settings.drafter)], records, unseen, tokens, minutes
+        ) as (experiment, streams):
+            recipe = experiment.recipe(passes, interval, 0)
+            for one in streams:
                 found = [run(experiment, one, kind, replace(recipe, seed=seed), most, say) for seed in range(seeds)]
                 tables += adapt_tables(found, 100)
                 plots.append(adapt_plot(found[0]))
@@ -99,8 +102,11 @@ def shift(
     from benchmarks.adaptation.tables import shift_plot, shift_tables
 
     tables, plots, figures = [], [], []
-    with open_experiment(settings, stream, records, 0, tokens, minutes) as (experiment, streams):
-        for kind in kinds:
+    for kind in kinds:
+        with open_experiment(settings, stream, [drafter_of(kind, settings.drafter)], records, 0, tokens, minutes) as (
+            experiment,
+            streams,
+        ):
             recipe = experiment.recipe(passes, interval, 0)
             found = [
                 run(experiment, streams, kind, replace(recipe, seed=seed), share, most, say) for seed in range(seeds)
@@ -122,7 +128,7 @@ def ablate(
             metavar="NAME",
         ),
     ] = None,
-    drafter: Annotated[str, typer.Option(help="eagle, kangaroo or language_model.", metavar="KIND")] = "eagle",
+    drafter: Annotated[str, typer.Option(help="eagle, kangaroo, language_model or medusa.", metavar="KIND")] = "eagle",
     records: Records = 120,
     unseen: Unseen = 40,
     tokens: Tokens = 48,
@@ -150,7 +156,8 @@ def ablate(
         if name not in names:
             fail("--ablation domains needs --stream at least twice")
     tables, plots, figures = [], [], {}
-    with open_experiment(settings, stream, records, unseen, tokens, minutes) as (experiment, streams):
+    readers = [drafter_of(drafter, settings.drafter)]
+    with open_experiment(settings, stream, readers, records, unseen, tokens, minutes) as (experiment, streams):
         recipe = experiment.recipe(passes, interval, 0)
         for name in ablation or names:
             if name == "domains":
@@ -170,7 +177,7 @@ def ablate(
 
 def poison(
     stream: Streams,
-    drafter: Annotated[str, typer.Option(help="eagle, kangaroo or language_model.", metavar="KIND")] = "eagle",
+    drafter: Annotated[str, typer.Option(help="eagle, kangaroo, language_model or medusa.", metavar="KIND")] = "eagle",
     share: Annotated[float, typer.Option(min=0.01, max=0.9, help="Of all traffic, that is random text.")] = 0.3,
     records: Records = 200,
     unseen: Unseen = 40,
@@ -195,7 +202,8 @@ def poison(
     from benchmarks.adaptation.served import served
     from benchmarks.adaptation.tables import corrupted_table, poison_table, served_table
 
-    with open_experiment(settings, stream, records, unseen, tokens, minutes) as (experiment, streams):
+    readers = [drafter_of(drafter, settings.drafter)]
+    with open_experiment(settings, stream, readers, records, unseen, tokens, minutes) as (experiment, streams):
         recipe = experiment.recipe(passes, interval, 0)
         wanted = bench.beside(records, share)
         poisoned = experiment.recorded(bench.POISON, experiment.asked(bench.POISON, bench.prompts(wanted), wanted))

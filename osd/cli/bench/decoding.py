@@ -179,11 +179,12 @@ def lossless(
     draft: Annotated[
         list[str],
         typer.Option(
-            help="recall, mixed (recall with a fresh eagle), eagle, kangaroo, language_model, skip_layers or registry; "
+            help="recall, mixed (recall with a fresh eagle), eagle, kangaroo, language_model, medusa, skip_layers or "
+            "registry; "
             "may be given again.",
             metavar="KIND",
         ),
-    ] = ["recall", "mixed", "eagle", "language_model"],  # noqa: B006 - likewise
+    ] = ["recall", "mixed", "eagle", "language_model", "medusa"],  # noqa: B006 - likewise
     count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 200,
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Of each answer at most.")] = 16,
     json_file: Json = None,

@@ -23,6 +23,7 @@ from osd.cli.bench.recorded import (
     open_experiment,
 )
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.config import KangarooSettings
 
 
 def exits(
@@ -65,8 +66,8 @@ def exits(
             check_exit(number, count, "--layer")
     except DrafterError as error:
         fail(error)
-    taps = tuple(number - 1 for number in layers)
-    with open_experiment(settings, stream, records, unseen, tokens, minutes, taps) as (experiment, streams):
+    readers = [KangarooSettings(exit_layer=number) for number in layers]
+    with open_experiment(settings, stream, readers, records, unseen, tokens, minutes) as (experiment, streams):
         recipe = experiment.recipe(passes, interval, 0)
         found = sweep(experiment, streams[0], layers, recipe, most, turns, say)
     about = {"target": settings.target.source, "trainer": settings.trainer.model_dump(), "passes": passes}

@@ -34,7 +34,7 @@ def net(
     arrivals: Annotated[
         Path, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; it is stretched to the load.", metavar="FILE")
     ],
-    drafter: Annotated[str, typer.Option(help="eagle or language_model.", metavar="KIND")] = "eagle",
+    drafter: Annotated[str, typer.Option(help="eagle, language_model or medusa.", metavar="KIND")] = "eagle",
     load: Annotated[
         float, typer.Option(min=0.05, max=1, help="Of what the service with the first drafter can take.")
     ] = 0.6,
@@ -81,7 +81,10 @@ def net(
         check_port(settings.serving.host, settings.serving.port)
     except (TrafficError, *START_ERRORS) as error:
         fail(error)
-    with open_experiment(settings, [before], records, _CAPTURE_PROMPTS, tokens, minutes) as (experiment, (known,)):
+    opened = open_experiment(
+        settings, [before], [drafter_of(drafter, settings.drafter)], records, _CAPTURE_PROMPTS, tokens, minutes
+    )
+    with opened as (experiment, (known,)):
         first = experiment.fresh(drafter)
         say(f"distilling on {len(known.arriving)} records of {known.name}")
         work = distill(first, known.arriving, experiment.recipe(passes, 8, 0), most)

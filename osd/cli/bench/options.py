@@ -22,7 +22,7 @@ Draft = Annotated[
     str,
     typer.Option(
         help="skip_layers: the target without some middle layers; registry: the newest version of the domain; "
-        "language_model, eagle or kangaroo: a fresh one, as the settings say.",
+        "eagle, kangaroo, language_model or medusa: a fresh one, as the settings say.",
         metavar="KIND",
     ),
 ]

@@ -15,13 +15,14 @@ from osd.cli.common import fail, stop_signals
 if TYPE_CHECKING:
     from benchmarks.adaptation.experiment import Experiment, Stream
     from benchmarks.adaptation.report import Plot, Table
-    from osd.config import Settings
+    from osd.config import DrafterSettings, Settings
 
 Streams = Annotated[
     list[Path], typer.Option("--stream", help="JSON lines of prompts; may be given again.", metavar="FILE")
 ]
 Kinds = Annotated[
-    list[str] | None, typer.Option("--drafter", help="eagle, kangaroo or language_model; all by default.", metavar="KIND")
+    list[str] | None,
+    typer.Option("--drafter", help="eagle, kangaroo, language_model or medusa; all by default.", metavar="KIND"),
 ]
 Records = Annotated[int, typer.Option(min=16, help="Of each stream, that arrive in order.")]
 Unseen = Annotated[int, typer.Option(min=8, help="Further records of each stream, only measured on.")]
@@ -39,13 +40,13 @@ Markdown = Annotated[Path | None, typer.Option(help="Write the tables here, as M
 def open_experiment(
     settings: Settings,
     files: Sequence[Path],
+    readers: Sequence[DrafterSettings],
     records: int,
     unseen: int,
     tokens: int,
     minutes: float,
-    taps: tuple[int, ...] | None = None,
 ) -> Generator[tuple[Experiment, list[Stream]]]:
-    """An experiment with its streams recorded, the layers ``taps`` or those that EAGLE reads, or the command's end."""
+    """An experiment with drafters of ``readers`` and its streams recorded, or the end of the command."""
     from benchmarks.adaptation.experiment import Experiment, Size
     from benchmarks.adaptation.recording import RecordingError
     from osd.drafters import DrafterError
@@ -63,7 +64,7 @@ def open_experiment(
         try:
             with loading():
                 prompts = {file.stem: read(file) for file in files}
-                experiment = Experiment.of(settings, Size(records, unseen, tokens, minutes=minutes), say, taps)
+                experiment = Experiment.of(settings, Size(records, unseen, tokens, minutes=minutes), readers, say)
             streams = [experiment.stream(name, some) for name, some in prompts.items()]
             several_cores(settings.engine.threads)
             yield experiment, streams

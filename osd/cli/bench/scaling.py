@@ -11,7 +11,7 @@ import typer
 from osd.cli.bench.options import say
 from osd.cli.bench.recorded import Interval, Minutes, Passes, Records, Tokens, Unseen, open_experiment
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.config import ChainSettings
+from osd.config import ChainSettings, LanguageModelSettings
 
 
 def scaling(
@@ -77,7 +77,8 @@ def scaling(
     )
     if any(point.run != run for point in found):
         fail(f"--points: {points} holds points of other settings; name another file")
-    with open_experiment(settings, [stream], records, unseen, tokens, minutes) as (experiment, (recorded,)):
+    opened = open_experiment(settings, [stream], [LanguageModelSettings()], records, unseen, tokens, minutes)
+    with opened as (experiment, (recorded,)):
         deepest = load_config(experiment.setup.directory).num_hidden_layers
         for count in layers or ():
             if count > deepest:

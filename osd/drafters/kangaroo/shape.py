@@ -59,4 +59,6 @@ def check_exit(exit_layer: int, layers: int, name: str) -> None:
         DrafterError: it has none.
     """
     if not 1 <= exit_layer < layers:
-        raise DrafterError(f"{name} is {exit_layer}, but must be from 1 to {layers - 1}: the target has {layers} layers")
+        raise DrafterError(
+            f"{name} is {exit_layer}, but must be from 1 to {layers - 1}: the target has {layers} layers"
+        )

@@ -41,6 +41,11 @@ class Expander(Protocol):
         """[Vd] target ids of the draft vocabulary, None when it is the whole vocabulary."""
         ...
 
+    @property
+    def levels(self) -> int | None:
+        """Tokens of the longest path that it can draft, None without end; deeper nodes must not be asked about."""
+        ...
+
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """One forward of the drafter.
 
@@ -137,6 +142,11 @@ class Growth(ABC):
             limits: [B] int64, the nodes that each sequence may have at most; 0 drafts nothing.
         """
         ...
+
+
+def deepest(expand: Expander, depth: int) -> int:
+    """The tokens of the longest path where a policy would draft ``depth``."""
+    return depth if expand.levels is None else min(depth, expand.levels)
 
 
 def expanded(

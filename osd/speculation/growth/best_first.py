@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.top import top
-from osd.speculation.growth.base import Expander
+from osd.speculation.growth.base import Expander, deepest
 from osd.speculation.growth.chance_table import CountingGrowth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -71,7 +71,7 @@ class BestFirst(CountingGrowth):
         drawn = sampling.temperature > 0
         pool: list[_Candidate] = []
         frontier = [(row, ROOT, 1.0) for row, most in enumerate(room) if most > 0]
-        for depth in range(_DEPTH):
+        for depth in range(deepest(expand, _DEPTH)):
             frontier = self._worth_asking(frontier, depth, drawn, pool, bill)
             if not frontier:
                 break

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from osd.speculation.growth.base import Expander, expanded
+from osd.speculation.growth.base import Expander, deepest, expanded
 from osd.speculation.growth.chance_table import ChanceTable, CountingGrowth
 from osd.speculation.growth.sibling_sampler import SiblingSampler
 from osd.speculation.noise import Noise
@@ -49,7 +49,7 @@ class DynamicTree(CountingGrowth):
         limits = limits.clamp(max=self.max_nodes)
         builder = TreeBuilder(len(limits), int(limits.max()), expand.support, limits.device)
         sampler = SiblingSampler(builder, Draw.WITHOUT_REPLACEMENT, sampling.temperature == 0)
-        settings = sampling.for_trees()
+        settings, levels = sampling.for_trees(), deepest(expand, builder.capacity)
 
         def opened(rows: Tensor, nodes: Tensor) -> Tensor:
             places = expanded(builder, expand, settings, rows, nodes)[0]
@@ -57,9 +57,9 @@ class DynamicTree(CountingGrowth):
             return places
 
         if self.threshold is not None:
-            _by_level(builder, sampler, opened, noise, limits, self.threshold)
+            _by_level(builder, sampler, opened, noise, limits, self.threshold, levels)
             return sampler.finish()
-        estimates = _by_chance(builder, sampler, opened, noise, limits, self.table, sampling.temperature > 0)
+        estimates = _by_chance(builder, sampler, opened, noise, limits, self.table, sampling.temperature > 0, levels)
         draft = sampler.finish()
         return replace(draft, estimates=estimates[:, : draft.tokens.shape[1]])
 
@@ -76,8 +76,11 @@ def _by_chance(
     limits: Tensor,
     table: ChanceTable,
     drawn: Tensor,
+    levels: int,
 ) -> Tensor:
     """Draw at the most promising place of each sequence, one token of every sequence at a time.
+
+    No path gets more than ``levels`` tokens.
 
     Returns:
         [B, capacity] the drafter's estimate of each node before it was drawn.
@@ -110,20 +113,29 @@ def _by_chance(
         estimates[rows, node] = left[rows, entry]
         reach[rows, node + 1] = value[rows, entry]
         depth[rows, node + 1] = depth[rows, entry] + 1
-        value[rows, node + 1] = value[rows, entry] * table.first(drawn[rows], depth[rows, node + 1])
+        first = table.first(drawn[rows], depth[rows, node + 1])
+        value[rows, node + 1] = (value[rows, entry] * first).masked_fill(depth[rows, node + 1] >= levels, 0.0)
         rank[rows, entry] += 1
         look(rows, entry)
     return estimates
 
 
 def _by_level(
-    builder: TreeBuilder, sampler: SiblingSampler, opened: Opener, noise: Noise, limits: Tensor, threshold: float
+    builder: TreeBuilder,
+    sampler: SiblingSampler,
+    opened: Opener,
+    noise: Noise,
+    limits: Tensor,
+    threshold: float,
+    levels: int,
 ) -> None:
-    """Draw all children that are worth the threshold, level by level."""
+    """Draw all children that are worth the threshold, level by level, at most so many ``levels``."""
     rows = (limits > 0).nonzero().squeeze(-1)
     nodes = torch.full_like(rows, ROOT)
     reach = torch.ones(len(rows), dtype=torch.float64, device=limits.device)
-    while len(rows):
+    for _ in range(levels):
+        if not len(rows):
+            break
         place, value = opened(rows, nodes), reach.clone()
         level: list[tuple[Tensor, Tensor, Tensor]] = []
         while True:

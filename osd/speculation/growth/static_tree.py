@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.speculation.growth.acceptance_table import AcceptanceTable
-from osd.speculation.growth.base import DraftOutcome, Expander, Growth, SecondsByShare, expanded
+from osd.speculation.growth.base import DraftOutcome, Expander, Growth, SecondsByShare, deepest, expanded
 from osd.speculation.growth.sibling_sampler import SiblingSampler
 from osd.speculation.growth.tree_shape import (
     best_shape,
@@ -139,7 +139,7 @@ class StaticTree(Growth):
         # [B, 1 + shape] the node that stands at each place of the shape, the root first; -2 for none
         standing = torch.full((len(limits), 1 + self.max_nodes), -2, device=device)
         standing[:, 0] = ROOT
-        for parents, children in self._levels:
+        for parents, children in self._levels[: deepest(expand, len(self._levels))]:
             # [K] places with children, [K, ranks] their children's places, -1 past the last
             above, below = torch.tensor(parents, device=device), torch.tensor(children, device=device)
             rows, which = ((standing[:, above + 1] > -2) & (below[:, 0] < limits[:, None])).nonzero(as_tuple=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from osd.speculation.growth.base import Expander, Growth, expanded
+from osd.speculation.growth.base import Expander, Growth, deepest, expanded
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder, repeats
@@ -45,7 +45,8 @@ class TopKTree(Growth):
         nodes = torch.full_like(rows, ROOT)
         score = torch.zeros(len(rows), dtype=torch.float64, device=device)
         pool: list[tuple[Tensor, ...]] = []  # what was not chosen: rows, parents, columns, places, scores
-        for level in range(self.depth):
+        depth = deepest(expand, self.depth)
+        for level in range(depth):
             if not len(rows):
                 break
             places, q, _ = expanded(builder, expand, settings, rows, nodes)
@@ -63,7 +64,7 @@ class TopKTree(Growth):
             pool.append(tuple(part[~chosen] for part in candidates))
             rows, parents, columns, places, score = (part[chosen] for part in candidates)
             nodes = builder.add(rows, parents, columns, places)
-            if level + 1 < self.depth:
+            if level + 1 < depth:
                 going = builder.sizes[rows] < limits[rows]
                 rows, nodes, score = rows[going], nodes[going], score[going]
         if pool:

@@ -127,7 +127,9 @@ WAYS = {
     "block": (GROWTHS["confidence"](eta=0.5, depth=2), "block", 3),
     "drawn tree": (GROWTHS["dynamic_tree"](budget=3), "siblings", 3),
     "siblings with replacement": (
-        GROWTHS["static_tree"](acceptance=[0.6, 0.3], budget=3, depth=2, draw="iid"), "siblings", 3,
+        GROWTHS["static_tree"](acceptance=[0.6, 0.3], budget=3, depth=2, draw="iid"),
+        "siblings",
+        3,
     ),
     "top k": (GROWTHS["top_k_tree"](budget=4, top_k=2, depth=2), "naive", 3),
     "best first": (GROWTHS["best_first"](budget=4), "naive", 3),

@@ -76,7 +76,9 @@ HOW: dict[str, dict[str, Any]] = {
     "bucketed": {"bucketed": True},
     "few slots": {"prefix_cache": False, "slots": 2},
 }
-WAYS = [("chain", how) for how in HOW] + [(growth, "plain") for growth in list(GROWTHS)[1:]] + [("top_k_tree", "bucketed")]
+WAYS = (
+    [("chain", how) for how in HOW] + [(growth, "plain") for growth in list(GROWTHS)[1:]] + [("top_k_tree", "bucketed")]
+)
 
 
 @pytest.mark.parametrize(("growth", "how"), WAYS)

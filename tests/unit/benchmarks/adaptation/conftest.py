@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from benchmarks.adaptation.experiment import Experiment, Size
-from osd.config import ChainSettings, EagleSettings, EngineSettings, Settings, TargetSettings, TrainerSettings
+from osd.config import (
+    ChainSettings,
+    EagleSettings,
+    EngineSettings,
+    Settings,
+    TargetSettings,
+    TrainerSettings,
+    drafter_of,
+)
 from osd.traffic.prompt import Prompt
 from tests.tiny import make_tiny
 
@@ -17,7 +25,7 @@ def made_up(count: int, name: str = "tiny", seed: int = 0) -> list[Prompt]:
     return [Prompt(f"{name}-{index}", name, (text,)) for index, text in enumerate(texts)]
 
 
-def small_experiment(home: Path) -> Experiment:
+def small_experiment(home: Path, kind: str = "eagle") -> Experiment:
     settings = Settings(
         home=home,
         target=TargetSettings(source=str(make_tiny(home / "tiny")), dtype="float32"),
@@ -26,7 +34,9 @@ def small_experiment(home: Path) -> Experiment:
         growth=ChainSettings(depth=3, governed=False),
         trainer=TrainerSettings(min_records=4, steps_per_candidate=20, held_out=0.2, learning_rate=3e-3, unroll=2),
     )
-    return Experiment.of(settings, Size(records=24, unseen=8, tokens=12, longest=120))
+    return Experiment.of(
+        settings, Size(records=24, unseen=8, tokens=12, longest=120), [drafter_of(kind, settings.drafter)]
+    )
 
 
 @pytest.fixture(scope="session")

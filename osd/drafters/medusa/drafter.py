@@ -1,0 +1,137 @@
+"""Medusa: heads that look further ahead from the state that the target's own head reads.
+
+Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", ICML 2024 (arXiv
+2401.10774). The state is the output of the target's last layer behind its final norm. After token t it gives the
+target's own next token, t + 1; head i predicts token t + 1 + i from the same state. A head is one residual block,
+x + SiLU(W x + b), under the target's own head, which stays frozen and has the rows of the draft vocabulary only: full
+heads would outweigh a small target. This is Medusa-1, the target stays as it is. New blocks are zero, so that every
+head begins as the target's own.
+
+No head reads a drafted token: q depends on the depth alone. Verification is lossless, as for any other drafter, where
+the paper has typical acceptance.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from osd.drafters.base import DrafterError, Needs
+from osd.drafters.medusa.session import MedusaSession
+from osd.drafters.session import Runtime
+from osd.drafters.trainable import Batch
+from osd.drafters.vocabulary import VocabularyDrafter
+from osd.runtime.causal_lm import decoder_layers, end_weights, final_norm
+from osd.target.model import load_model
+
+
+class Medusa(VocabularyDrafter):
+    """One residual block a head; the target's final norm and head are shared, not stored."""
+
+    kind: ClassVar[str] = "medusa"
+    rows: Tensor
+
+    def __init__(self, target: nn.Module, heads: int, vocabulary: int) -> None:
+        """Make the heads of ``target``, a causal language model of transformers, all of them its own head.
+
+        Raises:
+            DrafterError: its final norm cannot be found.
+        """
+        _, head = end_weights(target)
+        super().__init__(min(vocabulary, len(head)), len(head))
+        self._layers = len(decoder_layers(target))
+        try:
+            self.final_norm = deepcopy(final_norm(target)).float().requires_grad_(False)
+        except NotImplementedError as error:
+            raise DrafterError(str(error)) from None
+        hidden = head.shape[1]
+        self.weight = nn.Parameter(torch.zeros(heads, hidden, hidden))
+        self.bias = nn.Parameter(torch.zeros(heads, hidden))
+        self.target_head = head
+        self.register_buffer("rows", torch.empty(len(self.d2t), hidden), persistent=False)
+        self.set_vocabulary(torch.arange(len(self.d2t)))
+
+    @classmethod
+    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+        """See ``Kind.initial``: ``settings.heads``, which may draft ``settings.vocabulary`` target ids."""
+        return cls(load_model(target_dir, "auto", "cpu"), settings.heads, settings.vocabulary)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
+        """See ``Kind.from_config``."""
+        drafter = cls(load_model(target_dir, "auto", "cpu"), config["heads"], config["vocabulary"])
+        mine = drafter.config()
+        for name, value in config.items():
+            if name not in mine:
+                raise TypeError(f"{name} is unknown")
+            if value != mine[name]:
+                raise DrafterError(f"the drafter is for another target: its {name} is {value}, not {mine[name]}")
+        return drafter
+
+    @property
+    def needs(self) -> Needs:
+        """See ``Drafter.needs``: the output of the last layer."""
+        return Needs(taps=(self._layers - 1,))
+
+    @property
+    def levels(self) -> int:
+        """See ``Trainable.levels``: one for each head."""
+        return len(self.bias)
+
+    def config(self) -> dict[str, Any]:
+        """See ``Drafter.config``."""
+        vocabulary, (target_vocabulary, hidden) = len(self.d2t), self.target_head.shape
+        return {
+            "kind": self.kind,
+            "heads": self.levels,
+            "hidden": hidden,
+            "layers": self._layers,
+            "target_vocabulary": target_vocabulary,
+            "vocabulary": vocabulary,
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        """See ``Drafter.weights``: the blocks and the maps."""
+        return {name: value for name, value in super().weights().items() if not name.startswith("final_norm.")}
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """See ``VocabularyDrafter.set_vocabulary``."""
+        super().set_vocabulary(ids)
+        self._take_rows()
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """See ``Drafter.load_weights``."""
+        super().load_weights(weights)
+        self._take_rows()
+
+    def _take_rows(self) -> None:
+        self.rows.copy_(self.target_head[self.draft_ids.cpu()])
+
+    @property
+    def state_width(self) -> int:
+        """See ``Trainable.state_width``; a state is the output of the block that drafted the token."""
+        return self.bias.shape[1]
+
+    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``Trainable.unroll``; heads read no token."""
+        return [self._block(batch, head) @ self.rows.T for head in range(min(depth, self.levels))]
+
+    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
+        """See ``Trainable.drafted_states``."""
+        return [self._block(batch, head) for head in range(depth)]
+
+    def _block(self, batch: Batch, head: int) -> Tensor:
+        """[N, hidden] what the block of a head, counted from 0, says about ``place``."""
+        if batch.hidden is None:
+            raise DrafterError("medusa learns from hidden states, and the trace has none")
+        x = self.final_norm(batch.hidden[batch.sequence, (batch.place - 2 - head).clamp(min=0)])
+        return x + F.silu(F.linear(x, self.weight[head], self.bias[head]))
+
+    def session(self, runtime: Runtime) -> MedusaSession:
+        """See ``Drafter.session``."""
+        return MedusaSession(self.weights(), self.final_norm, self.target_head, runtime)
