@@ -202,7 +202,8 @@ class Gain:
     """What a way made of some of the stream; ``speedup`` is beside plain decoding of the same prompts.
 
     Speeds are those of so many ``waves``, all else of everything that was decoded. The ``ledger_error`` is by how much
-    the engine's busy time with what its ledger says was saved differs from that of plain decoding, in shares of that.
+    the engine's busy time with what its ledger says was saved differs from that of plain decoding, in shares of that;
+    None where several decode at once: they end one after another, which the ledger takes for fewer clients.
     """
 
     way: str
@@ -213,7 +214,7 @@ class Gain:
     tokens_per_forward: float
     drafted_per_round: float
     acceptance_rate: float
-    ledger_error: float
+    ledger_error: float | None
 
 
 def gains(waves: Sequence[Wave]) -> list[Gain]:
@@ -249,8 +250,10 @@ def gains(waves: Sequence[Wave]) -> list[Gain]:
     return found
 
 
-def _ledger_error(mine: dict[int, Wave], plain: dict[int, Wave]) -> float:
+def _ledger_error(mine: dict[int, Wave], plain: dict[int, Wave]) -> float | None:
     pairs = [(wave, plain[first]) for first, wave in mine.items() if first in plain]
+    if any(wave.requests > 1 for wave, _ in pairs):
+        return None
     said = sum(wave.busy_seconds + wave.saved_seconds for wave, _ in pairs)
     took = sum(other.busy_seconds for _, other in pairs)
     return said / took - 1

@@ -36,7 +36,8 @@ def _gains(title: str, found: Sequence[Gain]) -> Grid:
         up, speed = gain.speedup, gain.tokens_per_second.median
         cells = [str(gain.waves), up.text(), f"{up.lower:.2f} to {up.upper:.2f}", f"{speed:.1f}"]
         cells += [f"{gain.mean_acceptance_length:.2f}", f"{gain.tokens_per_forward:.2f}"]
-        cells += [f"{gain.drafted_per_round:.1f}", f"{gain.acceptance_rate:.2f}", f"{gain.ledger_error:+.3f}"]
+        off = "" if gain.ledger_error is None else f"{gain.ledger_error:+.3f}"
+        cells += [f"{gain.drafted_per_round:.1f}", f"{gain.acceptance_rate:.2f}", off]
         grid.add_row(gain.way, *cells)
     return grid
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ def test_a_ledger_is_off_by_what_it_says_beside_the_clock_on_the_same_prompts():
     mine = [wave(RECALL, first, 20.0, busy=1.0, saved=1.05) for first in range(3)]
     found = {gain.way: gain.ledger_error for gain in gains([*plain, *mine])}
     assert found == {PLAIN: 0.0, RECALL: pytest.approx(0.025)}
+    several = [replace(one, requests=4) for one in plain]
+    assert [gain.ledger_error for gain in gains(several)] == [None], "they end one after another"
 
 
 def test_quartiles_lie_within_what_was_measured():
