@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks import decode
@@ -62,8 +62,8 @@ def sweep(
     most: float,
     turns: int,
     report: Callable[[str], None] = lambda step: None,
-) -> list[Exit]:
-    """Measure each of ``layers``.
+) -> Iterator[Exit]:
+    """Measure one of ``layers`` after the other.
 
     Args:
         experiment: with the states of all these layers recorded.
@@ -77,14 +77,13 @@ def sweep(
     Raises:
         osd.drafters.DrafterError: a target has no layer behind one of these.
     """
-    found = []
     for layer in layers:
-        report(f"exit behind layer {layer}")
+        report(f"behind layer {layer}: learning {len(stream.arriving)} records")
         mine = leaving_behind(layer, experiment)
         drafter, frozen, online = _learnt(mine, stream, recipe, most)
+        report(f"behind layer {layer}: decoding plainly and with drafts")
         plain, step, speedup, length = _timed(mine, drafter, stream, turns)
-        found.append(Exit(layer, frozen, online, plain, step, speedup, length))
-    return found
+        yield Exit(layer, frozen, online, plain, step, speedup, length)
 
 
 def _learnt(experiment: Experiment, stream: Stream, recipe: Recipe, most: float) -> tuple[Trainable, Counts, Counts]:

@@ -21,7 +21,8 @@ Streams = Annotated[
     list[Path], typer.Option("--stream", help="JSON lines of prompts; may be given again.", metavar="FILE")
 ]
 Kinds = Annotated[
-    list[str] | None, typer.Option("--drafter", help="eagle, kangaroo or language_model; all by default.", metavar="KIND")
+    list[str] | None,
+    typer.Option("--drafter", help="eagle, kangaroo or language_model; all by default.", metavar="KIND"),
 ]
 Records = Annotated[int, typer.Option(min=16, help="Of each stream, that arrive in order.")]
 Unseen = Annotated[int, typer.Option(min=8, help="Further records of each stream, only measured on.")]

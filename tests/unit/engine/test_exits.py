@@ -59,7 +59,7 @@ class Rounds:
                 if parameter.dim() > 1:
                     parameter.normal_(0, 0.4)
         drafter = Kangaroo.from_target(copy.deepcopy(model), 2, EXIT)
-        drafter.set_vocabulary(torch.tensor([0, 2]))
+        drafter.adapt_vocabulary(torch.tensor([1, 0, 1]))
         model.set_attn_implementation(NAME)
         how: dict[str, Any] = {"slots": BATCH, "context": 16, "scratch": 10}
         self.target = SlotModel(model, taps=(EXIT - 1,), **how)
@@ -127,7 +127,9 @@ WAYS = {
     "block": (GROWTHS["confidence"](eta=0.5, depth=2), "block", 3),
     "drawn tree": (GROWTHS["dynamic_tree"](budget=3), "siblings", 3),
     "siblings with replacement": (
-        GROWTHS["static_tree"](acceptance=[0.6, 0.3], budget=3, depth=2, draw="iid"), "siblings", 3,
+        GROWTHS["static_tree"](acceptance=[0.6, 0.3], budget=3, depth=2, draw="iid"),
+        "siblings",
+        3,
     ),
     "top k": (GROWTHS["top_k_tree"](budget=4, top_k=2, depth=2), "naive", 3),
     "best first": (GROWTHS["best_first"](budget=4), "naive", 3),

@@ -1,4 +1,4 @@
-"""The target's own first layers draft, and verification goes on from them: the same text, and nothing computed twice."""
+"""The target's own first layers draft, and verification goes on from them: the same text, nothing computed twice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from osd.engine.request import SamplingParams
 from osd.registry.pointer import Rollout
 from osd.runtime.batch import PackedRows
 from osd.runtime.decoder import Forward
-from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
@@ -76,7 +75,7 @@ HOW: dict[str, dict[str, Any]] = {
     "bucketed": {"bucketed": True},
     "few slots": {"prefix_cache": False, "slots": 2},
 }
-WAYS = [("chain", how) for how in HOW] + [(growth, "plain") for growth in list(GROWTHS)[1:]] + [("top_k_tree", "bucketed")]
+WAYS = [*((growth, "plain") for growth in GROWTHS), ("chain", "few slots"), ("top_k_tree", "bucketed")]
 
 
 @pytest.mark.parametrize(("growth", "how"), WAYS)
@@ -118,7 +117,7 @@ def counting(client: Client) -> Iterator[Counter[tuple[int, int, int]]]:
     twice: list[tuple[int, int, int]] = []
     target.forward, loop._round = counted, checked  # type: ignore[method-assign]
     yield total
-    assert not twice
+    assert not twice, "layers ran twice"
 
 
 @pytest.mark.parametrize("growth", ["chain", "confidence", "top_k_tree", "dynamic_tree"])
@@ -151,9 +150,12 @@ def test_layers_that_ran_for_a_draft_would_be_seen_to_run_again(
     target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("osd.engine.round.begun_rows", lambda *args: None)
-    with running(target_dir, drafter=kangaroo(target_dir)) as client:
-        with pytest.raises(AssertionError, match="not"), counting(client):
-            ask(client, oracle)
+    with (
+        running(target_dir, drafter=kangaroo(target_dir)) as client,
+        pytest.raises(AssertionError, match="twice"),
+        counting(client),
+    ):
+        ask(client, oracle)
 
 
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
@@ -226,18 +228,6 @@ def test_beside_recall_its_rows_are_found_wherever_they_stand_in_the_tree(
     if growth != "governed":
         assert counts.by_source["kangaroo"].drafted > 0
         assert counts.by_source["recall"].accepted > 0
-
-
-def test_keys_that_stay_where_the_draft_had_them_would_change_the_text(
-    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moved: list[list[int]] = []
-    monkeypatch.setattr(KVCache, "move", lambda self, slot, source, places, layers: moved.append(source))
-    with running(target_dir, drafter=Mixed(kangaroo(target_dir)), growth=MIXED["best_first"]) as client:
-        with pytest.raises(AssertionError):
-            for name in ("first {}", "again {}", "third {}"):
-                ask(client, oracle, name, capture=True)
-    assert moved
 
 
 def test_prompts_that_begin_alike_are_read_once_for_it_too(target_dir: Path, oracle: Oracle) -> None:
@@ -332,7 +322,7 @@ def test_what_does_not_fit_is_refused_and_the_running_version_stays(target_dir: 
         handle = client.engine.drafters("general")
         with pytest.raises(DrafterError, match=r"'q_proj.weight' has shape \[3, 3\] instead of \[64, 64\]"):
             handle.stage(2, broken)
-        with pytest.raises(DrafterError, match="tensor 'down_proj.weight' is unknown"):
+        with pytest.raises(DrafterError, match=r"tensor 'down_proj.weight' is unknown"):
             handle.stage(2, eagle.weights())
         with pytest.raises(DrafterError, match=r"this kangaroo drafter reads layers \[2\], the target gives \[0\]"):
             handle.stage(2, deeper.weights(), deeper)

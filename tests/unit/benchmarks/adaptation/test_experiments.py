@@ -156,7 +156,7 @@ def test_the_command_fails_when_a_corrupted_candidate_is_promoted(experiment, tm
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["adapt", "--drafter", "medusa"], "--drafter must be one of eagle, language_model, not medusa"),
+        (["adapt", "--drafter", "medusa"], "--drafter must be one of eagle, kangaroo, language_model, not medusa"),
         (["shift"], "--stream must be given at least twice"),
         (["ablate", "--ablation", "mood"], "--ablation must be one of divergence"),
         (["ablate", "--ablation", "domains"], "--ablation domains needs --stream at least twice"),
