@@ -87,7 +87,10 @@ def test_values_of_every_kind_are_read_from_text():
         ("growth.acceptance.0=2", ["growth.acceptance (--set) is not read by kind best_first"]),
         ("drafter.layers=2", ["drafter.layers (--set) is not read by kind mixed, which has trained, recall"]),
         ("drafter.trained.layers=2", ["drafter.trained.layers (--set) is not read by kind eagle, which has vocab"]),
-        ("drafter.trained.kind=none", ["drafter.trained.kind (--set) must be 'eagle' or 'language_model', not none"]),
+        (
+            "drafter.trained.kind=none",
+            ["drafter.trained.kind (--set) must be 'eagle', 'kangaroo' or 'language_model', not none"],
+        ),
         ("drafter.recall.megabytes=0", ["drafter.recall.megabytes", "at least 1"]),
         ("capture.piece=64", ["capture.piece (--set) is now called capture.segment"]),
         ("trainer.lines=code", ["trainer.lines (--set) is now called trainer.extra_domains"]),

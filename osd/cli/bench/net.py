@@ -34,7 +34,7 @@ def net(
     arrivals: Annotated[
         Path, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; it is stretched to the load.", metavar="FILE")
     ],
-    drafter: Annotated[str, typer.Option(help="eagle or language_model.", metavar="KIND")] = "eagle",
+    drafter: Annotated[str, typer.Option(help="eagle, kangaroo or language_model.", metavar="KIND")] = "eagle",
     load: Annotated[
         float, typer.Option(min=0.05, max=1, help="Of what the service with the first drafter can take.")
     ] = 0.6,
