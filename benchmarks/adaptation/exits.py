@@ -19,8 +19,6 @@ from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
-from osd.engine.request import SamplingParams
-from osd.metrics import SpeculationCounts
 from osd.runtime.model import SlotModel
 
 KIND = "kangaroo"
@@ -107,17 +105,8 @@ def _timed(
     settings, tokens = reading_anew(experiment.settings), experiment.size.tokens
     prompts = [tuple(trace.prompt_ids.numpy().tolist()) for trace in stream.unseen]
     engine = engine_with(settings, experiment.setup.directory, drafter)
-    policy, sampling = Policy.of(settings.growth, settings.verification), SamplingParams(temperature=0)
-    engine.start()
-    try:
-        waves = list(decode.decode(engine, prompts, turns, 1, tokens, sampling, policy, decode.Calls()))
-    finally:
-        engine.stop()
-    plain, drafted = ([wave for wave in waves if wave.way == way] for way in (decode.PLAIN, decode.SPECULATIVE))
-    speedup = Spread.of(
-        [mine.tokens_per_second / other.tokens_per_second for mine, other in zip(drafted, plain, strict=True)]
-    )
-    length = SpeculationCounts.sum(wave.counts for wave in drafted).mean_acceptance_length
+    policy = Policy.of(settings.growth, settings.verification)
+    speedup, length = decode.against_plain(engine, prompts, turns, tokens, policy)
     depth = policy.growth.max_nodes
     runtime = Runtime.serving(1, DRAFT_CONTEXT, depth + 1, engine.target.device, engine.target)
     session = autoregressive(drafter.session(runtime))
