@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks import decode
@@ -19,8 +19,6 @@ from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
-from osd.engine.request import SamplingParams
-from osd.metrics import SpeculationCounts
 from osd.runtime.model import SlotModel
 
 KIND = "kangaroo"
@@ -62,8 +60,8 @@ def sweep(
     most: float,
     turns: int,
     report: Callable[[str], None] = lambda step: None,
-) -> list[Exit]:
-    """Measure each of ``layers``.
+) -> Iterator[Exit]:
+    """Measure one of ``layers`` after the other.
 
     Args:
         experiment: with the states of all these layers recorded.
@@ -77,14 +75,13 @@ def sweep(
     Raises:
         osd.drafters.DrafterError: a target has no layer behind one of these.
     """
-    found = []
     for layer in layers:
-        report(f"exit behind layer {layer}")
+        report(f"behind layer {layer}: learning {len(stream.arriving)} records")
         mine = leaving_behind(layer, experiment)
         drafter, frozen, online = _learnt(mine, stream, recipe, most)
+        report(f"behind layer {layer}: decoding plainly and with drafts")
         plain, step, speedup, length = _timed(mine, drafter, stream, turns)
-        found.append(Exit(layer, frozen, online, plain, step, speedup, length))
-    return found
+        yield Exit(layer, frozen, online, plain, step, speedup, length)
 
 
 def _learnt(experiment: Experiment, stream: Stream, recipe: Recipe, most: float) -> tuple[Trainable, Counts, Counts]:
@@ -108,17 +105,8 @@ def _timed(
     settings, tokens = reading_anew(experiment.settings), experiment.size.tokens
     prompts = [tuple(trace.prompt_ids.numpy().tolist()) for trace in stream.unseen]
     engine = engine_with(settings, experiment.setup.directory, drafter)
-    policy, sampling = Policy.of(settings.growth, settings.verification), SamplingParams(temperature=0)
-    engine.start()
-    try:
-        waves = list(decode.decode(engine, prompts, turns, 1, tokens, sampling, policy, decode.Calls()))
-    finally:
-        engine.stop()
-    plain, drafted = ([wave for wave in waves if wave.way == way] for way in (decode.PLAIN, decode.SPECULATIVE))
-    speedup = Spread.of(
-        [mine.tokens_per_second / other.tokens_per_second for mine, other in zip(drafted, plain, strict=True)]
-    )
-    length = SpeculationCounts.sum(wave.counts for wave in drafted).mean_acceptance_length
+    policy = Policy.of(settings.growth, settings.verification)
+    speedup, length = decode.against_plain(engine, prompts, turns, tokens, policy)
     depth = policy.growth.max_nodes
     runtime = Runtime.serving(1, DRAFT_CONTEXT, depth + 1, engine.target.device, engine.target)
     session = autoregressive(drafter.session(runtime))

@@ -16,8 +16,8 @@ from benchmarks.adaptation.learner import Online, Recipe, copied
 from benchmarks.adaptation.offline_acceptance import Counts, total
 from benchmarks.adaptation.recording import RecordingError
 from osd.capture.trace import Trace
-from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.trainable import Trainable
+from osd.drafters.vocabulary import VocabularyDrafter
 from osd.learning.gate import Gate
 from osd.learning.online import empty_replay, held_out
 from osd.traffic.prompt import Prompt
@@ -112,10 +112,10 @@ def _not_a_number(drafter: Trainable, random: np.random.Generator) -> None:
 
 def _shifted_map(drafter: Trainable, random: np.random.Generator) -> None:
     """Each draft token means the target token after the right one, and the two maps agree on it."""
-    assert isinstance(drafter, Eagle)  # noqa: S101  nothing else has such a map
+    assert isinstance(drafter, VocabularyDrafter)  # noqa: S101  nothing else has such a map
     step = int(random.integers(1, 8))
-    room = drafter.shape.target_vocabulary
-    drafter.set_vocabulary(((drafter.draft_ids + step) % room).sort().values)
+    ids = (drafter.draft_ids + step) % len(drafter.t2d)
+    drafter.set_vocabulary(ids.sort().values)
 
 
 SHIFTED_MAP = "vocabulary map shifted"
@@ -144,7 +144,7 @@ def corrupted(
     batches = list(held_out(replay))
     gate = Gate(recipe.depth, recipe.settings.divergence)
     random = np.random.default_rng(seed)
-    names = [name for name in CORRUPTIONS if name != SHIFTED_MAP or isinstance(drafter, Eagle)]
+    names = [name for name in CORRUPTIONS if name != SHIFTED_MAP or isinstance(drafter, VocabularyDrafter)]
     found: dict[str, tuple[int, int]] = dict.fromkeys(names, (0, 0))
     for trial in range(trials):
         name = names[trial % len(names)]

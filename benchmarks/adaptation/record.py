@@ -5,9 +5,8 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +16,7 @@ from osd import drafters
 from osd.capture.trace import Trace
 from osd.config import ChainSettings, DrafterSettings, EagleSettings, Settings
 from osd.drafters.base import Drafter, Needs
-from osd.drafters.session import Runtime, Session
+from osd.drafters.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.model import SlotModel
@@ -31,30 +30,16 @@ SLOTS = 16
 _CHUNK = 256  # prompt tokens of a round: nobody waits for the others' next token
 
 
-class Reader(Drafter):
-    """Reads layers of the target, so that they are captured, and never drafts."""
-
-    kind = "reader"
+class Reader(Recall):
+    """Reads layers of the target, so that they are captured; the requests of a recording do not speculate."""
 
     def __init__(self, taps: tuple[int, ...]) -> None:
-        self._needs = Needs(taps=taps)
+        self._taps = taps
 
     @property
     def needs(self) -> Needs:
         """See ``Drafter.needs``."""
-        return self._needs
-
-    def config(self) -> dict[str, Any]:
-        """See ``Drafter.config``."""
-        return {"kind": self.kind, "taps": self._needs.taps}
-
-    def session(self, runtime: Runtime) -> Session:
-        """See ``Drafter.session``; no request speculates, so that it is never asked for anything."""
-        return _Idle()
-
-
-class _Idle(Session):
-    """A session without sequences."""
+        return replace(super().needs, taps=self._taps)
 
 
 def _taps(settings: Settings, readers: Sequence[DrafterSettings], directory: Path) -> tuple[int, ...]:

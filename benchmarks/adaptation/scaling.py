@@ -19,7 +19,6 @@ from benchmarks import decode
 from benchmarks.adaptation.experiment import Experiment, Stream
 from benchmarks.adaptation.learner import Recipe
 from benchmarks.adaptation.offline_acceptance import total
-from benchmarks.figures import Spread
 from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, Drafting, forward_seconds, on_several_cores
 from benchmarks.pair import BenchError, engine_with, reading_anew
 from osd.analysis.scaling.points import Costs, Point, Run, Speed
@@ -30,11 +29,9 @@ from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
-from osd.engine.request import SamplingParams
 from osd.learning.batch import collate, pack
 from osd.learning.divergences import draft_index, forward_kl, overlap, total_variation
 from osd.learning.online import EVALUATION_TOKENS, Learner, Local
-from osd.metrics import SpeculationCounts
 from osd.runtime.causal_lm import ends_of
 from osd.runtime.model import SlotModel
 from trainer import checkpoint
@@ -227,15 +224,8 @@ def _timed(
 ) -> tuple[Costs, Speed]:
     settings = reading_anew(experiment.settings)
     engine = engine_with(settings, experiment.setup.directory, drafter)
-    policy, sampling = Policy.of(settings.growth, settings.verification), SamplingParams(temperature=0)
-    engine.start()
-    try:
-        waves = list(decode.decode(engine, prompts, run.turns, 1, run.tokens, sampling, policy, decode.Calls()))
-    finally:
-        engine.stop()
-    plain, drafted = ([wave for wave in waves if wave.way == way] for way in (decode.PLAIN, decode.SPECULATIVE))
-    ratios = [mine.tokens_per_second / other.tokens_per_second for mine, other in zip(drafted, plain, strict=True)]
-    speed, length = Spread.of(ratios), SpeculationCounts.sum(wave.counts for wave in drafted).mean_acceptance_length
+    policy = Policy.of(settings.growth, settings.verification)
+    speed, length = decode.against_plain(engine, prompts, run.turns, run.tokens, policy)
     runtime = Runtime.serving(1, DRAFT_CONTEXT, DEEPEST + 1, engine.target.device, engine.target)
     session = autoregressive(drafter.session(runtime))
     costs = on_several_cores(lambda: _costs(engine.target, session, run, round(length)), run.threads)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rotation(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [..., 1, dim] of the angles at ``positions`` [...], for heads of ``dim`` and a base ``theta``."""
+    """Cosines and sines [..., 1, dim] of the angles at ``positions`` [...], for heads of ``dim`` and base ``theta``."""
     inverse = theta ** -(torch.arange(0, dim, 2, device=positions.device).float() / dim)
     angles = (positions.float()[..., None] * inverse).repeat(*([1] * positions.dim()), 2)
     return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)

@@ -33,8 +33,8 @@ class Runtime:
     a draft has nodes at most. ``device`` is the target's. ``bucketed`` computes as on a GPU, over static buffers of a
     few sizes; None does so on a GPU alone. With ``int8`` weights are held in 8 bits where our kernels multiply them: a
     drafter's precision changes no output. With ``states`` the session keeps the states behind its last ``expand``.
-    ``target`` is for drafters that run through layers of it, over as many slots, and ``memories`` are the domain's, which all of its
-    drafters share, for those that recall.
+    ``target`` is for drafters that run through layers of it, over as many slots, and ``memories`` are the domain's,
+    which all of its drafters share, for those that recall.
     """
 
     slots: int

@@ -38,9 +38,13 @@ class VocabularyDrafter(Trainable):
         self.d2t.copy_(ids - torch.arange(len(ids)))
 
     def adapt_vocabulary(self, counts: Tensor) -> None:
-        """Draft the most frequent ids, by their ``counts`` [target vocabulary]; among equals the lower ones."""
+        """See ``Trainable.adapt_vocabulary``: draft the most frequent ids."""
+        self.set_vocabulary(self.most_frequent(counts))
+
+    def most_frequent(self, counts: Tensor) -> Tensor:
+        """[vocabulary] ids by their ``counts`` [target vocabulary], ascending; among equals the lower ones."""
         order = torch.sort(counts.float(), descending=True, stable=True).indices
-        self.set_vocabulary(order[: len(self.d2t)].sort().values)
+        return order[: len(self.d2t)].sort().values
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """See ``Drafter.load_weights``; the two vocabulary maps must agree.

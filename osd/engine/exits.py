@@ -41,5 +41,6 @@ def begun_rows(exits: Exits, trees: Sequence[tuple[int, int, int, Tree]], cache:
     if not rows:
         return None
     every = entries == list(range(len(exits.states)))
-    states, hidden = (part if part is None or every else part[entries] for part in (exits.states, exits.hidden))
-    return Begun(exits.layer, rows, states, hidden)
+    if every:
+        return Begun(exits.layer, rows, exits.states, exits.hidden)
+    return Begun(exits.layer, rows, exits.states[entries], None if exits.hidden is None else exits.hidden[entries])

@@ -34,7 +34,7 @@ def resume(model: SlotModel, rows: PackedRows, wanted: Tensor, begun: Sequence[B
     """
     if not begun:
         return model.forward(rows, wanted)
-    count, last = len(rows.token_ids), len(model.layers)
+    count = len(rows.token_ids)
     reached = torch.zeros(count, dtype=torch.int64)
     states = begun[0].states.new_empty(count, model.hidden_size)
     taps = _Taps(model, count)
@@ -44,17 +44,17 @@ def resume(model: SlotModel, rows: PackedRows, wanted: Tensor, begun: Sequence[B
         states[at.to(states.device)] = one.states
         taps.put(at, range(one.layer), one.hidden)
     layer = 0
-    for stop in sorted({*(one.layer for one in begun), last}):
-        going = (reached <= layer).nonzero().squeeze(-1)
-        layers, layer = range(layer, stop), stop
-        if not len(going):
-            continue
-        some = len(going) < count
-        read = None if layers.start == 0 else states[going.to(states.device)] if some else states
-        forward = model.forward(rows.select(going) if some else rows, wanted, layers, read)
-        taps.put(going, layers, forward.hidden)
-        if forward.states is not None:
-            states[going.to(states.device)] = forward.states
+    for stop in sorted({one.layer for one in begun}):
+        going, layers = (reached <= layer).nonzero().squeeze(-1), range(layer, stop)
+        layer = stop
+        if len(going):
+            at = going.to(states.device)
+            forward = model.forward(rows.select(going), wanted[:0], layers, states[at] if layers.start else None)
+            assert forward.states is not None  # noqa: S101  there is a layer behind each exit
+            states[at] = forward.states
+            taps.put(going, layers, forward.hidden)
+    forward = model.forward(rows, wanted, range(layer, len(model.layers)), states)
+    taps.put(torch.arange(count), range(layer, len(model.layers)), forward.hidden)
     return Forward(forward.logits, taps.joined())
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from osd.capture.trace import ACCEPTED, REJECTED
+from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.config import TRAINED_SETTINGS, TrainerSettings
 from osd.drafters import from_config, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
@@ -17,6 +18,8 @@ from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
 from osd.learning.gate import Gate
 from osd.registry.versions import Registry
+from osd.runtime.taps import tapped
+from osd.target.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY
 from tests.unit.learning.toys import make_trace
 from trainer import checkpoint
@@ -32,29 +35,46 @@ def verified(trace):
     return trace.with_drafts("toy", drafted, verdict)
 
 
-def batch(seed, width, logits):
-    given: dict[str, Any] = {"completion": 50, "top_k": 32, "logits": logits, "width": width or 1}
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return load_model(tiny_target, "float32", "cpu").eval()
+
+
+def with_states(trace, target, taps):
+    """With what the target's layers ``taps`` say of its tokens."""
+    tokens = np.concatenate([trace.prompt_ids.numpy(), trace.completion_ids.numpy()])[:-1]
+    target.set_attn_implementation("eager")
+    with torch.no_grad(), tapped(target, taps) as outputs:
+        target(input_ids=torch.from_numpy(tokens).long()[None], use_cache=False)
+    states = torch.cat([outputs[tap][0] for tap in taps], -1).bfloat16()
+    return msgspec.structs.replace(trace, hidden=Array.of(states.view(torch.uint16).numpy(), "bfloat16"))
+
+
+def batch(seed, drafter, logits, target):
+    given: dict[str, Any] = {"completion": 50, "top_k": 32, "logits": logits}
     traces = [make_trace(f"{seed}-{n}", prompt=5 + n, seed=seed + n, **given) for n in range(2)]
     traces = [verified(trace) for trace in traces]
+    if drafter.needs.taps:
+        traces = [with_states(trace, target, drafter.needs.taps) for trace in traces]
     for trace in traces:
-        check(trace, VOCABULARY, width)
+        check(trace, VOCABULARY, len(drafter.needs.taps) * HIDDEN)
     return collate(traces)
 
 
 @pytest.mark.parametrize("kind", sorted(TRAINED_SETTINGS))
-def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, next_token_logits, tmp_path):
-    settings = TRAINED_SETTINGS[kind](**({"vocabulary": VOCABULARY} if kind == "eagle" else {}))
+def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, target, next_token_logits, tmp_path):
+    restricted = "vocabulary" in TRAINED_SETTINGS[kind].model_fields
+    settings = TRAINED_SETTINGS[kind](**({"vocabulary": VOCABULARY} if restricted else {}))
     first, plain = (initial(settings, tiny_target, tmp_path) for _ in range(2))
     drafter = WithAcceptanceHead(plain)
-    width = len(drafter.needs.taps) * HIDDEN
     distiller = Distiller(drafter, TRAINING)
     for n in range(60):
-        assert not distiller.step(batch(1000 + n % 10, width, next_token_logits)).skipped
+        assert not distiller.step(batch(1000 + n % 10, drafter, next_token_logits, target)).skipped
 
     assert distiller.head_loss is not None
     assert distiller.head_loss < 0.65  # a head that has learnt nothing loses log 2
 
-    held_out = [batch(n, width, next_token_logits) for n in range(4)]
+    held_out = [batch(n, drafter, next_token_logits, target) for n in range(4)]
     verdict = Gate(depth=3, divergence="forward_kl").judge(drafter, first, lambda: held_out)
     assert verdict.passed
     assert verdict.figures()["divergence"] < verdict.figures()["baseline_divergence"] - 0.2
@@ -72,7 +92,7 @@ def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, next_token_
     resumed = Distiller(from_config(version.config, tiny_target), TRAINING)
     resumed.load_state_dict(*(checkpoint.load(tmp_path / "c") or ({}, {})))
     for n in range(3):
-        data = batch(5000 + n, width, next_token_logits)
+        data = batch(5000 + n, drafter, next_token_logits, target)
         assert resumed.step(data).loss == distiller.step(data).loss
     for name, weight in drafter.weights().items():
         assert torch.equal(resumed.drafter.weights()[name], weight)

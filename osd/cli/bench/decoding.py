@@ -184,7 +184,7 @@ def lossless(
             "may be given again.",
             metavar="KIND",
         ),
-    ] = ["recall", "mixed", "eagle", "language_model", "medusa"],  # noqa: B006 - likewise
+    ] = ["recall", "mixed", "eagle", "kangaroo", "language_model", "medusa"],  # noqa: B006 - likewise
     count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 200,
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Of each answer at most.")] = 16,
     json_file: Json = None,

@@ -67,10 +67,13 @@ def exits(
     except DrafterError as error:
         fail(error)
     readers = [KangarooSettings(exit_layer=number) for number in layers]
-    with open_experiment(settings, stream, readers, records, unseen, tokens, minutes) as (experiment, streams):
-        recipe = experiment.recipe(passes, interval, 0)
-        found = sweep(experiment, streams[0], layers, recipe, most, turns, say)
     about = {"target": settings.target.source, "trainer": settings.trainer.model_dump(), "passes": passes}
     about |= {"growth": settings.growth.model_dump(), "records": records, "tokens": tokens}
-    conclude([exits_table(streams[0].name, found)], (), (), {**about, "exits": [asdict(one) for one in found]},
-             (json_file, None, markdown))  # fmt: skip
+    found = []
+    with open_experiment(settings, stream, readers, records, unseen, tokens, minutes) as (experiment, streams):
+        recipe = experiment.recipe(passes, interval, 0)
+        for one in sweep(experiment, streams[0], layers, recipe, most, turns, say):
+            found.append(one)
+            figures = {**about, "exits": [asdict(one) for one in found]}
+            files = json_file, None, markdown
+            conclude([exits_table(streams[0].name, found)], (), (), figures, files)  # what is known if it is cut off

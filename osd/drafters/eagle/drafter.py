@@ -90,17 +90,18 @@ class Eagle(VocabularyDrafter):
         """See ``Drafter.needs``."""
         return Needs(taps=self.shape.taps)
 
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """See ``VocabularyDrafter.set_vocabulary``.
+    def adapt_vocabulary(self, counts: Tensor) -> None:
+        """See ``VocabularyDrafter.adapt_vocabulary``.
 
         New ids start from the target's rows of the head. A row that is there stays: elsewhere heads are trained too.
         """
+        ids = self.most_frequent(counts)
         with torch.no_grad():
             rows = self.target_head[ids].to(self.head.weight.dtype)
             kept = self.t2d[ids]
             rows[kept] = self.head.weight[torch.searchsorted(self.draft_ids, ids[kept])]
             self.head.weight.copy_(rows)
-        super().set_vocabulary(ids)
+        self.set_vocabulary(ids)
 
     def config(self) -> dict[str, Any]:
         """See ``Drafter.config``."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from osd.drafters.base import DrafterError
 from osd.drafters.eagle.shape import EagleShape
-from osd.runtime.causal_lm import attention_of, text_config
+from osd.runtime.causal_lm import attention_of, end_weights, text_config
 from osd.runtime.taps import tapped
 
 
@@ -35,12 +35,13 @@ def shape_for(target: nn.Module, vocabulary: int) -> EagleShape:
 
 @torch.no_grad()
 def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module) -> None:
-    """Fill the parameters of a new drafter, but for its head, from the target.
+    """Fill the parameters of a new drafter, which drafts the lowest ids, from the target.
 
     The highest tap passes through at its own size, so that the layer behind it, a copy of the target's
     last one where the shapes agree, starts on the numbers that it knows.
     """
     state = target.state_dict()
+    weights["head.weight"].copy_(end_weights(target)[1][: shape.vocabulary])
     weights["fuse.weight"].mul_(0.1)
     weights["fuse.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
     weights["tap_norm"][-1] *= _size_of_hidden(target, shape.taps[-1])

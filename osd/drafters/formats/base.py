@@ -69,3 +69,12 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FormatError(f"{file} is not a JSON object")
     return value
+
+
+_HOLDS = {"speculators": "eagle", "transformers": "language_model"}
+
+
+def no_such(name: str, drafter: Trainable) -> FormatError:
+    """The error where the format ``name`` has no drafter of this kind."""
+    other = next((f"export it with --format {one}" for one, kind in _HOLDS.items() if kind == drafter.kind), None)
+    return FormatError(f"{name} has no {drafter.kind} drafter; {other or 'no format has one'}")

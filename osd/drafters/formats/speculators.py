@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.shape import EagleShape
-from osd.drafters.formats.base import CONFIG, WEIGHTS, FormatError, Origin, read_json
+from osd.drafters.formats.base import CONFIG, WEIGHTS, FormatError, Origin, no_such, read_json
 from osd.drafters.trainable import Trainable
 from osd.target.model import load_config
 
@@ -65,7 +65,7 @@ class Speculators:
     def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
         """See ``Format.write``."""
         if not isinstance(drafter, Eagle):
-            raise FormatError(f"speculators has no {drafter.kind} drafter; export it with --format transformers")
+            raise no_such("speculators", drafter)
         shape = drafter.shape
         config = {
             "architectures": ["Eagle3Speculator"],

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from osd.drafters.formats.base import FormatError, Origin
+from osd.drafters.formats.base import FormatError, Origin, no_such
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.trainable import Trainable
 from osd.runtime.causal_lm import ends_of, text_config
@@ -24,7 +24,7 @@ class Transformers:
     def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
         """See ``Format.write``."""
         if not isinstance(drafter, LanguageModel):
-            raise FormatError(f"transformers has no {drafter.kind} drafter; export it with --format speculators")
+            raise no_such("transformers", drafter)
         model: Any = drafter.model
         model.save_pretrained(folder, max_shard_size="1TB")
         load_tokenizer(origin.target).save_pretrained(folder)

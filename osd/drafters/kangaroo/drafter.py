@@ -79,7 +79,7 @@ class Kangaroo(VocabularyDrafter):
         """
         shape = KangarooShape.of(target, vocabulary, exit_layer)
         drafter = cls(shape, end_weights(target)[1], load_target or (lambda: target))
-        drafter.set_vocabulary(torch.arange(shape.vocabulary))
+        drafter._draft(torch.arange(shape.vocabulary))
         drafter._start_from(target)
         return drafter
 
@@ -100,13 +100,14 @@ class Kangaroo(VocabularyDrafter):
         state, own = target.state_dict(), dict(self.named_parameters())
         following = f"layers.{self.shape.exit_layer}."
         found = {
-            mine: next((value for name, value in state.items() if name.endswith(following + theirs)), None)
+            mine: value
             for mine, theirs in _NEXT_LAYER.items()
+            for name, value in state.items()
+            if name.endswith(following + theirs) and value.shape == own[mine].shape
         }
-        if all(value is not None and value.shape == own[mine].shape for mine, value in found.items()):
-            for mine, value in found.items():
-                own[mine].copy_(value)
-        else:
+        for mine, value in found.items():
+            own[mine].copy_(value)
+        if len(found) < len(_NEXT_LAYER):
             self.o_proj.weight.zero_()
         final = [value for name, value in state.items() if name.endswith(("model.norm.weight", "ln_f.weight"))]
         if final:
@@ -126,28 +127,29 @@ class Kangaroo(VocabularyDrafter):
         """See ``Trainable.state_width``."""
         return self.shape.hidden
 
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """See ``VocabularyDrafter.set_vocabulary``: the head gets the target's rows of these ids."""
-        with torch.no_grad():
-            self.head.weight.copy_(self.target_head[ids])
-        super().set_vocabulary(ids)
+    def adapt_vocabulary(self, counts: Tensor) -> None:
+        """See ``VocabularyDrafter.adapt_vocabulary``."""
+        self._draft(self.most_frequent(counts))
 
-    def adapted(self, states: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What the adapter makes of states [B, L, hidden] at the exit, at ``positions`` [B, L].
+    @torch.no_grad()
+    def _draft(self, ids: Tensor) -> None:
+        """Draft only ``ids`` [vocabulary], by the target's rows of them."""
+        self.head.weight.copy_(self.target_head[ids])
+        self.set_vocabulary(ids)
 
-        Each place sees itself and those before it or, with a ``mask`` [B, L, L], what that says.
+    def adapted(self, states: Tensor, positions: Tensor, seen: Tensor, asked: Tensor) -> Tensor:
+        """What the adapter makes of places ``asked`` [B, W] among states [B, L, hidden] at the exit: [B, W, hidden].
+
+        ``positions`` [B, L] are those of the states; ``seen`` [B, W, L] bool says which of them each place attends to.
         """
-        x = self.state_norm(states)
-        q, k, v = (layer(x).unflatten(-1, (-1, self.shape.head_dim)) for layer in self._read)
-        turn = self.shape.rotation(positions)
-        q, k, v = (part.transpose(1, 2) for part in (rotate(q, *turn), rotate(k, *turn), v))  # [B, heads, L, dim]
-        seen = None if mask is None else mask[:, None]
-        mixed = F.scaled_dot_product_attention(q, k, v, seen, is_causal=mask is None, enable_gqa=True)
-        return states + self.o_proj(mixed.transpose(1, 2).flatten(-2))
-
-    @property
-    def _read(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.q_proj, self.k_proj, self.v_proj
+        x, dim = self.state_norm(states), self.shape.head_dim
+        k, v = (layer(x).unflatten(-1, (-1, dim)) for layer in (self.k_proj, self.v_proj))
+        rows = torch.arange(len(asked), device=asked.device)[:, None]
+        q = self.q_proj(x[rows, asked]).unflatten(-1, (-1, dim))
+        q = rotate(q, *self.shape.rotation(positions[rows, asked]))
+        q, k, v = (part.transpose(1, 2) for part in (q, rotate(k, *self.shape.rotation(positions)), v))
+        mixed = F.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)  # [B, heads, W, dim]
+        return states[rows, asked] + self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
     def logits(self, adapted: Tensor) -> Tensor:
         """Logits [..., vocabulary] of the token that follows."""
@@ -160,21 +162,31 @@ class Kangaroo(VocabularyDrafter):
         """
         if batch.hidden is None:
             raise DrafterError("kangaroo learns from hidden states, and the trace has none")
-        adapted = self.adapted(batch.hidden.float(), _places(batch.token_ids))
-        first = self.logits(adapted[batch.sequence, batch.place - 1])
+        first = self.logits(self._causal(batch.hidden.float(), batch.sequence, batch.place - 1))
         if drafted is None or depth == 1:
             return [first] * depth
         both = AlternativeTokens(batch.token_ids, batch.lengths, drafted)
         inputs = both.inputs()
-        adapted = self.adapted(self._run(**inputs), inputs["position_ids"], inputs["attention_mask"][:, 0])
+        places = inputs["position_ids"]
+        every = torch.arange(places.shape[1], device=places.device).expand(len(places), -1)
+        adapted = self.adapted(self._run(**inputs), places, inputs["attention_mask"][:, 0], every)
         later = self.logits(adapted[batch.sequence, both.column[batch.sequence, batch.place - 1]])
         return [first] + [later] * (depth - 1)
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
         """See ``Trainable.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""
         tokens = batch.token_ids.index_put((batch.sequence, batch.place), fed)
-        adapted = self.adapted(self._run(input_ids=tokens), _places(tokens))
-        return [adapted[batch.sequence, batch.place]] * depth
+        return [self._causal(self._run(input_ids=tokens), batch.sequence, batch.place)] * depth
+
+    def _causal(self, states: Tensor, row: Tensor, place: Tensor) -> Tensor:
+        """[N, hidden] at the places ``place`` [N] of rows ``row`` [N] of states, each of which sees those before it."""
+        count, length = states.shape[:2]
+        places = torch.arange(length, device=states.device)
+        first = torch.full((count,), length, device=states.device).scatter_reduce(0, row, place, "amin")
+        width = int((place - first[row]).max()) + 1
+        window = (first[:, None] + places[:width]).clamp(max=length - 1)  # [B, W] the places between those asked for
+        adapted = self.adapted(states, places.expand(count, -1), places <= window[..., None], window)
+        return adapted[row, place - first[row]]
 
     @torch.no_grad()
     def _run(self, **inputs: Tensor) -> Tensor:
@@ -197,11 +209,6 @@ class Kangaroo(VocabularyDrafter):
     def session(self, runtime: Runtime) -> KangarooSession:
         """See ``Drafter.session``."""
         return KangarooSession(self.shape, self.weights(), runtime)
-
-
-def _places(tokens: Tensor) -> Tensor:
-    """[B, L] where each of some tokens [B, L] stands."""
-    return torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
 
 
 _NEXT_LAYER = {

@@ -26,8 +26,10 @@ from osd.speculation.tree import TreeBuilder
 
 @dataclass
 class _Text:
-    """A sequence: its ``last`` token, the states at the exit of those before that the adapter has not read, and its
-    draft: which of the rows that were run stands after which tokens."""
+    """A sequence: its ``last`` token, and the states at the exit of those before it that the adapter has not read.
+
+    ``rows`` say which of the rows that were run for its draft stands after which tokens.
+    """
 
     last: int
     unread: list[Tensor] = field(default_factory=list)

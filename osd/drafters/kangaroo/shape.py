@@ -35,12 +35,11 @@ class KangarooShape:
             DrafterError: no layer of the target would be left to verify with.
         """
         config = text_config(target)
-        layers = config.num_hidden_layers
-        if exit_layer is None:
-            exit_layer = layers // 6 + 1
-        check_exit(exit_layer, layers, "drafter.exit_layer")
+        layers: int = config.num_hidden_layers
+        leaves = layers // 6 + 1 if exit_layer is None else exit_layer
+        check_exit(leaves, layers, "drafter.exit_layer")
         return cls(
-            exit_layer=exit_layer,
+            exit_layer=leaves,
             hidden=config.hidden_size,
             target_vocabulary=config.vocab_size,
             vocabulary=min(vocabulary, config.vocab_size),
@@ -59,6 +58,5 @@ def check_exit(exit_layer: int, layers: int, name: str) -> None:
         DrafterError: it has none.
     """
     if not 1 <= exit_layer < layers:
-        raise DrafterError(
-            f"{name} is {exit_layer}, but must be from 1 to {layers - 1}: the target has {layers} layers"
-        )
+        most = layers - 1
+        raise DrafterError(f"{name} is {exit_layer}, but must be from 1 to {most}: the target has {layers} layers")

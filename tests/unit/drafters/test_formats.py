@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from osd.drafters.base import DrafterError
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.formats import FORMATS, FormatError, Origin, read, write
+from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.session import Kept, Runtime
 from osd.target.model import load_model
@@ -225,6 +226,9 @@ def test_combinations_that_make_no_sense_are_refused_in_one_sentence(target, tar
         write(an_eagle(target), "transformers", origin(target_dir), tmp_path / "out")
     with pytest.raises(FormatError, match="speculators has no language_model drafter"):
         write(LanguageModel.first_layers(target, 1), "speculators", origin(target_dir), tmp_path / "out")
+    for name in FORMATS:
+        with pytest.raises(FormatError, match=f"^{name} has no kangaroo drafter; no format has one$"):
+            write(Kangaroo.from_target(target, 100, 1), name, origin(target_dir), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

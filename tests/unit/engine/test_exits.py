@@ -59,7 +59,7 @@ class Rounds:
                 if parameter.dim() > 1:
                     parameter.normal_(0, 0.4)
         drafter = Kangaroo.from_target(copy.deepcopy(model), 2, EXIT)
-        drafter.set_vocabulary(torch.tensor([0, 2]))
+        drafter.adapt_vocabulary(torch.tensor([1, 0, 1]))
         model.set_attn_implementation(NAME)
         how: dict[str, Any] = {"slots": BATCH, "context": 16, "scratch": 10}
         self.target = SlotModel(model, taps=(EXIT - 1,), **how)

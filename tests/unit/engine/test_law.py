@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from osd.config import GROWTH_SETTINGS, DynamicTreeSettings, StaticTreeSettings
 from osd.drafters import Drafter
 from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.session import _by_sequence
@@ -341,6 +342,32 @@ def test_a_mixture_of_recall_and_a_trained_drafter_leaves_the_law_alone(model: L
     drafter = Mixed(Eagle.from_target(copy.deepcopy(model), 4))
     policy = Policy.of(GROWTH_SETTINGS[kind]())  # type: ignore[arg-type]
     assert p_value(model, SamplingParams(1.0), policy, count=1500, drafter=drafter) > 1e-4
+
+
+def kangaroo(model: LlamaForCausalLM) -> Kangaroo:
+    """Four of the five tokens, from the target's first layer on."""
+    torch.manual_seed(2)
+    return Kangaroo.from_target(copy.deepcopy(model), 4, 1)
+
+
+@pytest.mark.parametrize("mixes", [False, True], ids=["alone", "beside recall"])
+def test_drafts_that_the_targets_own_first_layers_draw_leave_the_law_alone(
+    model: LlamaForCausalLM, mixes: bool
+) -> None:
+    drafter = Mixed(kangaroo(model)) if mixes else kangaroo(model)
+    policy = Policy.of(GROWTH_SETTINGS["best_first"]()) if mixes else named("confidence")  # type: ignore[arg-type]
+    assert p_value(model, SamplingParams(1.0), policy, count=1000, drafter=drafter) > 1e-4
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("name", ["confidence", "block", "siblings", "traversal", "naive"])
+def test_in_a_hundred_thousand_runs_the_targets_own_first_layers_leave_the_law_alone(
+    model: LlamaForCausalLM, name: str, temperature: float
+) -> None:
+    sampling = SamplingParams(temperature)
+    assert p_value(model, sampling, named(name), count=100_000, slots=512, drafter=kangaroo(model)) > 1e-4
 
 
 class Coin:

@@ -1,4 +1,4 @@
-"""A forward whose rows have begun in different layers, against the whole forward: the same numbers, and nothing twice."""
+"""A forward whose rows have begun in different layers, against the whole forward: the same numbers, nothing twice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.adaptation.offline_acceptance import Counts, OfflineAcceptance, total
+from benchmarks.adaptation.offline_acceptance import Counts, total
 from osd.capture.trace import ACCEPTED, REJECTED
 from osd.config import GROWTH_SETTINGS
 from osd.engine.policy import Policy
@@ -23,22 +25,26 @@ def rounded(monkeypatch):
     """Targets whose hidden states have the precision of a trace."""
     forward = SlotModel.forward
 
-    def rounding(self, rows, wanted):
-        found = forward(self, rows, wanted)
+    def rounding(self, rows, wanted, *some):
+        found = forward(self, rows, wanted, *some)
         hidden = None if found.hidden is None else found.hidden.bfloat16().float()
-        return Forward(found.logits, hidden)
+        return Forward(found.logits, hidden, found.states)
 
     monkeypatch.setattr(SlotModel, "forward", rounding)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "language_model"])
-@pytest.mark.parametrize("growth", GROWTHS)
+WAYS = [(kind, growth) for kind in ("eagle", "language_model") for growth in GROWTHS] + [("kangaroo", "top_k_tree")]
+
+
+@pytest.mark.parametrize(("kind", "growth"), WAYS)
 def test_drafting_along_recorded_text_gives_the_engines_own_counts(experiment, stream, kind, growth, rounded):
     fields, rule = GROWTHS[growth]
-    policy = Policy.of(GROWTH_SETTINGS[fields["kind"]](governed=False, **fields), rule)
-    drafter, texts = experiment.fresh(kind), stream.unseen
-    offline = OfflineAcceptance(drafter, experiment.setup.tokenizer, policy, 160, experiment.size.tokens)
-    found = offline.measure(drafter.weights(), texts)
+    changes = {"growth": GROWTH_SETTINGS[fields["kind"]](governed=False, **fields), "verification": rule}
+    experiment = replace(experiment, settings=experiment.settings.model_copy(update=changes))
+    policy = Policy.of(changes["growth"], rule)
+    drafter = experiment.fresh(kind)
+    texts = experiment.read_by(drafter, stream).unseen
+    found = experiment.offline_acceptance(drafter, stream).measure(drafter.weights(), texts)
     traces = []
     with running(experiment.setup.directory, drafter=drafter, traces=traces) as client:
         for text in texts:
