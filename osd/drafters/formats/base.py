@@ -32,14 +32,13 @@ class Origin:
 
 
 class Format(Protocol):
-    """One way to store a drafter, as ``config.json`` and ``model.safetensors``."""
+    """One way to store drafters of a ``kind``, as ``config.json`` and a file of ``weights`` in safetensors."""
+
+    kind: str
+    weights: str
 
     def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
-        """Write both files, and what else the format has.
-
-        Raises:
-            FormatError: there is no such drafter in this format.
-        """
+        """Write a drafter of its kind: both files, and what else the format has."""
         ...
 
     def recognises(self, config: dict[str, Any]) -> bool:

@@ -62,10 +62,11 @@ _EMBEDDING = "embed_tokens.weight"
 class Speculators:
     """EAGLE-3 as one Llama layer."""
 
+    kind, weights = Eagle.kind, WEIGHTS
+
     def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
         """See ``Format.write``."""
-        if not isinstance(drafter, Eagle):
-            raise FormatError(f"speculators has no {drafter.kind} drafter; export it with --format transformers")
+        assert isinstance(drafter, Eagle)  # noqa: S101  nobody else calls this
         shape = drafter.shape
         config = {
             "architectures": ["Eagle3Speculator"],

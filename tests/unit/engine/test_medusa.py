@@ -12,6 +12,7 @@ from osd.capture.trace import Trace
 from osd.config import BestFirstSettings, StaticTreeSettings, TrainerSettings
 from osd.drafters import DrafterError, from_config
 from osd.drafters.medusa.drafter import Medusa
+from osd.drafters.mixed.drafter import Mixed
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.learning.batch import check, collate, pack
@@ -98,6 +99,20 @@ def test_a_domain_changes_from_eagle_to_medusa_and_back_while_requests_run(
     for trace in found:
         assert trace.hidden is not None
         assert trace.hidden.shape[1] == (HIDDEN if trace.drafter_version == 2 else 3 * HIDDEN)
+
+
+@pytest.mark.parametrize("bucketed", [False, True], ids=["kernels", "bucketed"])
+def test_beside_recall_both_draft_and_the_output_is_that_of_transformers(
+    target_dir: Path, oracle: Oracle, bucketed: bool
+) -> None:
+    growth = BestFirstSettings(governed=False)
+    with running(target_dir, drafter=Mixed(fresh(target_dir)), growth=growth, bucketed=bucketed) as client:
+        for name in ("first", "again"):
+            client.submit(name, [5, 9, 7], 24, ignore_eos=True, capture=True)
+            assert client.wait()[name].tokens == oracle.greedy([5, 9, 7], 24)
+        sources = client.engine.counters().speculation().by_source
+    assert sources["medusa"].accepted > 0
+    assert sources["recall"].accepted > 0
 
 
 def test_what_is_not_this_drafters_is_refused_and_the_running_version_stays(

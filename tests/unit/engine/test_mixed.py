@@ -22,7 +22,7 @@ def mixed(kind: str, directory: Path) -> Mixed:
     return Mixed(trained)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "language_model", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "language_model"])
 @pytest.mark.parametrize(
     "growth",
     [BestFirstSettings(), BestFirstSettings(governed=False), ChainSettings()],
