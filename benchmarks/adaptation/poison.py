@@ -97,9 +97,9 @@ def poison(
 def _permuted(drafter: Trainable, random: np.random.Generator) -> None:
     """The rows of every weight matrix in another order."""
     for _, weight in sorted(drafter.weights().items()):
-        if weight.dim() == 2:
+        if weight.dim() >= 2:
             with torch.no_grad():
-                weight.copy_(weight[torch.from_numpy(random.permutation(len(weight)))])
+                weight.copy_(weight[..., torch.from_numpy(random.permutation(weight.shape[-2])), :])
 
 
 def _not_a_number(drafter: Trainable, random: np.random.Generator) -> None:
@@ -112,7 +112,7 @@ def _not_a_number(drafter: Trainable, random: np.random.Generator) -> None:
 
 def _shifted_map(drafter: Trainable, random: np.random.Generator) -> None:
     """Each draft token means the target token after the right one, and the two maps agree on it."""
-    assert isinstance(drafter, Eagle)  # noqa: S101  nothing else has such a map
+    assert isinstance(drafter, Eagle)  # noqa: S101  nobody else has a head that does not follow its map
     step = int(random.integers(1, 8))
     room = drafter.shape.target_vocabulary
     drafter.set_vocabulary(((drafter.draft_ids + step) % room).sort().values)
