@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from osd import drafters
 from osd.capture.stream import TraceWriter
 from osd.config import Settings
 from osd.engine.engine import Engine
@@ -198,10 +199,11 @@ def make_engine(
     """Load the target from ``directory`` and put an engine around it; ``start`` None decodes plainly."""
     one_core()
     model = load_model(directory, settings.target.dtype, settings.target.device)
-    taps = start.drafter.needs.taps if start else ()
+    layers = len(decoder_layers(model))
+    taps = drafters.taps_beside(start.drafter, layers) if start else ()
     if start and not taps and settings.engine.domains > 1:
         # What no drafter reads, the router does.
-        taps = (len(decoder_layers(model)) // 2,)
+        taps = (layers // 2,)
     target = SlotModel(
         model,
         weights=settings.target.weights,

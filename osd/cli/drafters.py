@@ -27,6 +27,7 @@ class FormatName(StrEnum):
 
     speculators = "speculators"
     transformers = "transformers"
+    medusa = "medusa"
 
 
 @app.command("list")
@@ -101,12 +102,12 @@ def unpin(config: ConfigFile = None, overrides: Overrides = None) -> None:
 @app.command("export")
 def export_version(
     version: Annotated[int, typer.Argument(min=1, help="The version of the configured domain.")],
-    format: Annotated[FormatName, typer.Option(help="speculators for eagle, transformers for a language_model.")],
+    format: Annotated[FormatName, typer.Option(help="speculators (eagle), transformers (language_model) or medusa.")],
     out: Annotated[Path, typer.Option(help="A directory that is not there yet.", metavar="DIR")],
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Write a version so that vLLM (vllm serve DIR) or transformers can load it."""
+    """Write a version so that vLLM (vllm serve DIR), transformers or other users of Medusa's heads can load it."""
     settings = settings_of(config, overrides)
     from osd import drafters
     from osd.drafters import formats
@@ -130,7 +131,7 @@ def export_version(
 
 @app.command("import")
 def import_drafter(
-    directory: Annotated[Path, typer.Argument(help="Holds config.json and model.safetensors.", metavar="DIR")],
+    directory: Annotated[Path, typer.Argument(help="Holds config.json and weights in safetensors.", metavar="DIR")],
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

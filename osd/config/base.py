@@ -44,17 +44,18 @@ def of_kind(kinds: Mapping[str, type[Any]], default: str) -> BeforeValidator:
         if not isinstance(kind, str) or kind not in kinds:
             *most, last = map(repr, kinds)
             expected = {"expected": f"{', '.join(most)} or {last}"}
-            raise _refused(InitErrorDetails(type="literal_error", loc=("kind",), input=kind, ctx=expected))
+            raise refused(InitErrorDetails(type="literal_error", loc=("kind",), input=kind, ctx=expected))
         keys = [name for name in kinds[kind].model_fields if name != "kind"]
         for name, value in given.items():
             if name != "kind" and name not in keys:
                 context = {"kind": kind, "keys": ", ".join(keys) or "no other key"}
                 error = PydanticCustomError("not_of_kind", "is not read by kind {kind}, which has {keys}", context)
-                raise _refused(InitErrorDetails(type=error, loc=(str(name),), input=value))
+                raise refused(InitErrorDetails(type=error, loc=(str(name),), input=value))
         return kinds[kind].model_validate(given)
 
     return BeforeValidator(chosen)
 
 
-def _refused(error: InitErrorDetails) -> ValidationError:
+def refused(error: InitErrorDetails) -> ValidationError:
+    """What a validator of a section raises about one of its keys."""
     return ValidationError.from_exception_data("settings", [error])

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from osd.config.base import LISTED, Section
+from osd.config.base import LISTED, Section, refused
 from osd.config.domains import FULL_DOMAIN
 from osd.config.drafter import DrafterSettings, MixedSettings, RecallSettings
 from osd.config.growth import BestFirstSettings, GrowthSettings
@@ -161,12 +161,9 @@ class Settings(Section):
         levels = drafter.levels if drafter is not None else None
         if levels is not None and growth.longest is not None and growth.longest[1] > levels:
             key, depth = growth.longest
-            context = {"key": key, "depth": depth, "kind": drafter and drafter.kind, "levels": levels}
-            raise PydanticCustomError(
-                "too_deep",
-                "has paths of {depth} tokens by growth.{key}, and a {kind} drafter has drafter.heads {levels} for them",
-                context,
-            )
+            message = "must go at most drafter.heads {levels} tokens deep"
+            error = PydanticCustomError("too_deep", message, {"levels": levels})
+            raise refused(InitErrorDetails(type=error, loc=(key,), input=depth))
         return growth
 
     @property

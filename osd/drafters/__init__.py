@@ -24,7 +24,17 @@ DRAFTERS: dict[str, Kind] = {
     "recall": Recall,
 }
 
-__all__ = ["DRAFTERS", "Drafter", "DrafterError", "Trainable", "from_config", "initial", "served", "trainable"]
+__all__ = [
+    "DRAFTERS",
+    "Drafter",
+    "DrafterError",
+    "Trainable",
+    "from_config",
+    "initial",
+    "served",
+    "taps_beside",
+    "trainable",
+]
 
 
 def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Drafter:
@@ -43,6 +53,16 @@ def served(drafter: Drafter, settings: Settings) -> Drafter:
     """The drafter as it serves: with an acceptance head where growth asks for one, and beside recall where it mixes."""
     drafter = suited(drafter, settings.growth)
     return Mixed(drafter) if settings.drafter.mixes else drafter
+
+
+def taps_beside(drafter: Drafter, layers: int) -> tuple[int, ...]:
+    """The layers to tap of a target with so many, for a drafter and those that may take its place in service.
+
+    Its own come first. Where it reads none, nothing else is tapped: that would cost memory for nothing.
+    """
+    own = drafter.needs.taps
+    usual = (tap for kind in DRAFTERS.values() for tap in kind.usual_taps(layers)) if own else ()
+    return own + tuple(sorted(set(usual) - set(own)))
 
 
 def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:

@@ -48,6 +48,11 @@ class Drafter(ABC):
     def config(self) -> dict[str, Any]:
         """What ``config.json`` of a version says: all that is needed to build the same drafter."""
 
+    @staticmethod
+    def usual_taps(layers: int) -> tuple[int, ...]:
+        """See ``Kind.usual_taps``."""
+        return ()
+
     @abstractmethod
     def session(self, runtime: Runtime) -> Session:
         """Start drafting with the weights as they are now."""
@@ -67,6 +72,11 @@ class Drafter(ABC):
 
 class Kind(Protocol):
     """How drafters of one kind are made; ``osd.drafters.DRAFTERS`` lists them."""
+
+    @staticmethod
+    def usual_taps(layers: int) -> tuple[int, ...]:
+        """What first versions read of a target with so many layers, see ``Needs.taps``."""
+        ...
 
     def initial(self, settings: Any, target_dir: Path, home: Path) -> Drafter:
         """Make the drafter that a domain starts with.

@@ -34,7 +34,7 @@ class ActiveDrafter:
 
     session: Session
     make: Drafter
-    columns: Tensor | None
+    columns: slice | Tensor | None
     domain: str
     version: int
     users: int = 0
@@ -130,7 +130,7 @@ class _Maker:
                 session.load(staged)
         return ActiveDrafter(session, drafter, columns, domain, version)
 
-    def _columns(self, drafter: Drafter) -> Tensor | None:
+    def _columns(self, drafter: Drafter) -> slice | Tensor | None:
         """Of the target's tapped states those that a drafter reads, None for all of them."""
         layers, given = range(len(self._target.layers)), self._target.taps
         read = tuple(layers[tap] for tap in drafter.needs.taps)
@@ -139,6 +139,8 @@ class _Maker:
         if not set(read) <= set(given):
             raise DrafterError(f"this {drafter.kind} drafter reads layers {list(read)}, the target gives {list(given)}")
         size = self._target.hidden_size
+        if read == given[: len(read)]:
+            return slice(len(read) * size)  # a view, where the target's own drafter comes first
         parts = [torch.arange(given.index(tap) * size, (given.index(tap) + 1) * size) for tap in read]
         return torch.cat(parts).to(self._target.device)
 

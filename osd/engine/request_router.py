@@ -17,15 +17,16 @@ from osd.runtime.model import SlotModel
 class RequestRouter:
     """Gives a sequence its drafter once its prompt has been read, and the router its measurements; on one thread.
 
-    The prompt's embedding is the mean of the hidden states of one tapped layer, the middle one, over its tokens. The
-    first token is left out: whatever the text, attention makes its state far larger than all others. Each tenant has
-    a router of its own.
+    The prompt's embedding is the mean of the hidden states of one tapped layer, the one nearest to the middle, over its
+    tokens. The first token is left out: whatever the text, attention makes its state far larger than all others. Each
+    tenant has a router of its own.
     """
 
     def __init__(self, pool: DrafterPool, target: SlotModel) -> None:
         """Route among the domains of ``pool`` by the states of ``target``, which has taps."""
         self._pool, self.routers = pool, {"": Router(pool.domain)}
-        start = len(target.taps) // 2 * target.hidden_size
+        middle = min(range(len(target.taps)), key=lambda at: abs(target.taps[at] - len(target.layers) // 2))
+        start = middle * target.hidden_size
         self._layer = slice(start, start + target.hidden_size)
 
     def open(self, tenant: str) -> bool:

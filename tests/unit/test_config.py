@@ -94,6 +94,7 @@ def test_values_of_every_kind_are_read_from_text():
         ("drafter.recall.megabytes=0", ["drafter.recall.megabytes", "at least 1"]),
         ("capture.piece=64", ["capture.piece (--set) is now called capture.segment"]),
         ("trainer.lines=code", ["trainer.lines (--set) is now called trainer.extra_domains"]),
+        ("drafter.heads=2", ["drafter.heads (--set) is not read by kind mixed"]),
         ("engine.slotz=3", ["engine.slotz", "not a setting", "engine.slots?"]),
         ("home.x=3", ["home"]),
         ("engine.slots", ["--set", "key=value"]),
@@ -104,6 +105,21 @@ def test_a_refused_value_is_one_line_with_key_limit_and_source(override, parts):
     message = refusal(None, [override], {})
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("growth", "key"),
+    [
+        (["growth.kind=chain", "growth.depth=5"], "growth.depth (--set)"),
+        (["growth.kind=sparse_tree"], "growth.ranks (the defaults)"),
+    ],
+)
+def test_growth_that_goes_deeper_than_a_drafter_has_heads_is_refused(growth, key):
+    message = refusal(None, ["drafter.kind=medusa", *growth], {})
+    assert message == f"{key} must go at most drafter.heads 4 tokens deep, not 5"
+    assert load_settings(None, ["drafter.kind=medusa", "drafter.heads=5", *growth], {}).growth.longest[1] == 5
+    beside_recall = load_settings(None, ["drafter.trained.kind=medusa", *growth], {})  # which goes on alone
+    assert beside_recall.growth.longest[1] == 5
 
 
 def test_a_kind_that_is_not_named_is_the_default_one_in_every_source(tmp_path):

@@ -24,7 +24,7 @@ from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch
 from osd.drafters.vocabulary import VocabularyDrafter
-from osd.runtime.causal_lm import end_weights
+from osd.runtime.causal_lm import end_weights, text_config
 from osd.target.model import load_model
 
 _VARIANT = ("tap_norm", "residual_norm", "output_norm")
@@ -71,7 +71,7 @@ class Eagle(VocabularyDrafter):
         Raises:
             DrafterError: the target is too small for three taps.
         """
-        shape = initial.shape_for(target, vocabulary)
+        shape = initial.shape_for(target, vocabulary, cls.usual_taps(text_config(target).num_hidden_layers))
         drafter = cls(shape, *end_weights(target))
         drafter.set_vocabulary(torch.arange(shape.vocabulary))
         initial.fill(dict(drafter.named_parameters()), shape, target)
@@ -84,6 +84,11 @@ class Eagle(VocabularyDrafter):
         fields = {name: value for name, value in config.items() if name != "kind"}
         fields["taps"] = tuple(fields["taps"])
         return cls(EagleShape(**fields), *end_weights(target))
+
+    @staticmethod
+    def usual_taps(layers: int) -> tuple[int, ...]:
+        """See ``Kind.usual_taps``; a target of fewer than 3 layers has none."""
+        return (layers // 6, layers // 2, layers - 2) if layers >= 3 else ()
 
     @property
     def needs(self) -> Needs:

@@ -13,22 +13,22 @@ from osd.runtime.causal_lm import attention_of, end_weights, text_config
 from osd.runtime.taps import tapped
 
 
-def shape_for(target: nn.Module, vocabulary: int) -> EagleShape:
-    """The shape of the drafter that a target starts with, which may draft ``vocabulary`` target ids.
+def shape_for(target: nn.Module, vocabulary: int, taps: tuple[int, ...]) -> EagleShape:
+    """The shape of the drafter that a target starts with, which reads ``taps`` and may draft ``vocabulary`` target ids.
 
     Raises:
         DrafterError: the target is too small for three taps.
     """
     config = text_config(target)
-    layers = config.num_hidden_layers
-    if layers < 3:
+    if not taps:
+        layers = config.num_hidden_layers
         raise DrafterError(f"drafter.kind eagle needs a target of at least 3 layers, this one has {layers}")
     return EagleShape(
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
         target_vocabulary=config.vocab_size,
         vocabulary=min(vocabulary, config.vocab_size),
-        taps=(layers // 6, layers // 2, layers - 2),
+        taps=taps,
         **attention_of(target),
     )
 

@@ -10,11 +10,16 @@ import shutil
 from pathlib import Path
 
 from osd.drafters.formats.base import CONFIG, PROVENANCE, WEIGHTS, Format, FormatError, Origin, read_json
+from osd.drafters.formats.medusa import MedusaHeads
 from osd.drafters.formats.speculators import Speculators
 from osd.drafters.formats.transformers import Transformers
 from osd.drafters.trainable import Trainable
 
-FORMATS: dict[str, Format] = {"speculators": Speculators(), "transformers": Transformers()}
+FORMATS: dict[str, Format] = {
+    "speculators": Speculators(),
+    "transformers": Transformers(),
+    "medusa": MedusaHeads(),
+}
 """What ``osd drafters export --format`` may name; the first that recognises a directory reads it."""
 
 __all__ = ["FORMATS", "FormatError", "Origin", "read", "write"]
@@ -27,14 +32,22 @@ def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
         FormatError: the format has no such drafter, or the directory is there and not empty.
         OSError: the disk does not take it.
     """
+    chosen = FORMATS[name]
+    if chosen.kind != drafter.kind:
+        others = [f"export it with --format {other}" for other, one in FORMATS.items() if one.kind == drafter.kind]
+        raise FormatError(f"{name} has no {drafter.kind} drafter; {others[0] if others else 'no format has one'}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FormatError(f"{folder} is there already and not empty")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     temporary.mkdir()
     try:
-        FORMATS[name].write(drafter, origin, temporary)
-        provenance = {"domain": origin.domain, "version": origin.version, "sha256": _hash(temporary / WEIGHTS)}
+        chosen.write(drafter, origin, temporary)
+        provenance = {
+            "domain": origin.domain,
+            "version": origin.version,
+            "sha256": _hash(temporary / chosen.weights),
+        }
         (temporary / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
         os.replace(temporary, folder)  # onto an empty directory or nothing
     except BaseException:
@@ -51,17 +64,23 @@ def read(folder: Path, target: Path) -> tuple[str, Trainable]:
         FormatError: no format recognises it, it is damaged, or we have no such drafter.
         osd.drafters.base.DrafterError: a weight is missing, unknown, of a wrong shape or not finite.
     """
-    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+    if not (folder / CONFIG).is_file():
         raise FormatError(f"{folder} must hold {CONFIG} and {WEIGHTS}")
-    if (folder / PROVENANCE).is_file():
-        expected = read_json(folder / PROVENANCE).get("sha256")
-        if expected != _hash(folder / WEIGHTS):
-            raise FormatError(f"{folder / WEIGHTS} does not match the sha256 of {PROVENANCE}")
     config = read_json(folder / CONFIG)
     for name, one in FORMATS.items():
         if one.recognises(config):
+            _check_whole(folder, one.weights)
             return name, one.read(folder, config, target)
     raise FormatError(f"{folder / CONFIG} is of none of the formats {', '.join(FORMATS)}")
+
+
+def _check_whole(folder: Path, weights: str) -> None:
+    if not (folder / weights).is_file():
+        raise FormatError(f"{folder} must hold {CONFIG} and {weights}")
+    if (folder / PROVENANCE).is_file():
+        expected = read_json(folder / PROVENANCE).get("sha256")
+        if expected != _hash(folder / weights):
+            raise FormatError(f"{folder / weights} does not match the sha256 of {PROVENANCE}")
 
 
 def _hash(file: Path) -> str:

@@ -32,14 +32,13 @@ class Origin:
 
 
 class Format(Protocol):
-    """One way to store a drafter, as ``config.json`` and ``model.safetensors``."""
+    """One way to store drafters of a ``kind``, as ``config.json`` and a file of ``weights`` in safetensors."""
+
+    kind: str
+    weights: str
 
     def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
-        """Write both files, and what else the format has.
-
-        Raises:
-            FormatError: there is no such drafter in this format.
-        """
+        """Write a drafter of its kind: both files, and what else the format has."""
         ...
 
     def recognises(self, config: dict[str, Any]) -> bool:
@@ -69,12 +68,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FormatError(f"{file} is not a JSON object")
     return value
-
-
-_HOLDS = {"speculators": "eagle", "transformers": "language_model"}
-
-
-def no_such(name: str, drafter: Trainable) -> FormatError:
-    """The error where the format ``name`` has no drafter of this kind."""
-    other = next((f"export it with --format {one}" for one, kind in _HOLDS.items() if kind == drafter.kind), None)
-    return FormatError(f"{name} has no {drafter.kind} drafter; {other or 'no format has one'}")

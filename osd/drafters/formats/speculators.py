@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.shape import EagleShape
-from osd.drafters.formats.base import CONFIG, WEIGHTS, FormatError, Origin, no_such, read_json
+from osd.drafters.formats.base import CONFIG, WEIGHTS, FormatError, Origin, read_json
 from osd.drafters.trainable import Trainable
 from osd.target.model import load_config
 
@@ -62,10 +62,11 @@ _EMBEDDING = "embed_tokens.weight"
 class Speculators:
     """EAGLE-3 as one Llama layer."""
 
+    kind, weights = Eagle.kind, WEIGHTS
+
     def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
         """See ``Format.write``."""
-        if not isinstance(drafter, Eagle):
-            raise no_such("speculators", drafter)
+        assert isinstance(drafter, Eagle)  # noqa: S101  nobody else calls this
         shape = drafter.shape
         config = {
             "architectures": ["Eagle3Speculator"],

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from osd.drafters.formats.base import FormatError, Origin, no_such
+from osd.drafters.formats.base import WEIGHTS, FormatError, Origin
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.trainable import Trainable
 from osd.runtime.causal_lm import ends_of, text_config
@@ -21,10 +21,11 @@ from osd.target.model import load_model
 class Transformers:
     """A whole model with the target's tokenizer beside it; the embedding is written even where it is the target's."""
 
+    kind, weights = LanguageModel.kind, WEIGHTS
+
     def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
         """See ``Format.write``."""
-        if not isinstance(drafter, LanguageModel):
-            raise no_such("transformers", drafter)
+        assert isinstance(drafter, LanguageModel)  # noqa: S101  nobody else calls this
         model: Any = drafter.model
         model.save_pretrained(folder, max_shard_size="1TB")
         load_tokenizer(origin.target).save_pretrained(folder)

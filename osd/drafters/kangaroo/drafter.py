@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from osd.drafters.alternative_tokens import AlternativeTokens
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.kangaroo.session import KangarooSession
-from osd.drafters.kangaroo.shape import KangarooShape, check_exit
+from osd.drafters.kangaroo.shape import KangarooShape, check_exit, usual_exit
 from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch
@@ -112,6 +112,11 @@ class Kangaroo(VocabularyDrafter):
         final = [value for name, value in state.items() if name.endswith(("model.norm.weight", "ln_f.weight"))]
         if final:
             self.norm.weight.copy_(final[0])
+
+    @staticmethod
+    def usual_taps(layers: int) -> tuple[int, ...]:
+        """See ``Kind.usual_taps``: the output of the last layer that drafts."""
+        return (usual_exit(layers) - 1,)
 
     @property
     def needs(self) -> Needs:

@@ -36,7 +36,7 @@ class KangarooShape:
         """
         config = text_config(target)
         layers: int = config.num_hidden_layers
-        leaves = layers // 6 + 1 if exit_layer is None else exit_layer
+        leaves = usual_exit(layers) if exit_layer is None else exit_layer
         check_exit(leaves, layers, "drafter.exit_layer")
         return cls(
             exit_layer=leaves,
@@ -49,6 +49,11 @@ class KangarooShape:
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [..., 1, head_dim] of the rotary embedding at ``positions`` [...]."""
         return rotation(positions, self.head_dim, self.rope_theta)
+
+
+def usual_exit(layers: int) -> int:
+    """How many of so many ``layers`` draft where nobody says it: up to the first one that EAGLE reads."""
+    return layers // 6 + 1
 
 
 def check_exit(exit_layer: int, layers: int, name: str) -> None:

@@ -73,10 +73,15 @@ class Medusa(VocabularyDrafter):
                 raise DrafterError(f"the drafter is for another target: its {name} is {value}, not {mine[name]}")
         return drafter
 
+    @staticmethod
+    def usual_taps(layers: int) -> tuple[int, ...]:
+        """See ``Kind.usual_taps``: the output of the last layer."""
+        return (layers - 1,)
+
     @property
     def needs(self) -> Needs:
-        """See ``Drafter.needs``: the output of the last layer."""
-        return Needs(taps=(self._layers - 1,))
+        """See ``Drafter.needs``."""
+        return Needs(taps=self.usual_taps(self._layers))
 
     @property
     def levels(self) -> int:

@@ -18,6 +18,7 @@ from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.formats import FORMATS, FormatError, Origin, read, write
 from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.medusa.drafter import Medusa
 from osd.drafters.session import Kept, Runtime
 from osd.target.model import load_model
 from tests.tiny import HIDDEN, VOCABULARY
@@ -226,10 +227,82 @@ def test_combinations_that_make_no_sense_are_refused_in_one_sentence(target, tar
         write(an_eagle(target), "transformers", origin(target_dir), tmp_path / "out")
     with pytest.raises(FormatError, match="speculators has no language_model drafter"):
         write(LanguageModel.first_layers(target, 1), "speculators", origin(target_dir), tmp_path / "out")
+    with pytest.raises(FormatError, match="speculators has no medusa drafter; export it with --format medusa"):
+        write(Medusa(target, 2, 100), "speculators", origin(target_dir), tmp_path / "out")
     for name in FORMATS:
         with pytest.raises(FormatError, match=f"^{name} has no kangaroo drafter; no format has one$"):
             write(Kangaroo.from_target(target, 100, 1), name, origin(target_dir), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def some_heads(target):
+    torch.manual_seed(2)
+    drafter = Medusa(target, 3, 100)
+    for parameter in drafter.trained().values():
+        parameter.data.normal_(0, 0.2)
+    drafter.adapt_vocabulary(torch.rand(VOCABULARY))
+    return drafter
+
+
+def test_heads_are_written_as_medusas_own_code_names_them_and_come_back_the_same(target, target_dir, tmp_path):
+    drafter, out = some_heads(target), tmp_path / "out"
+    write(drafter, "medusa", origin(target_dir), out)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
+    tensors = load_file(out / "medusa_lm_head.safetensors")
+    for head in range(3):  # a block of nn.Sequential(ResBlock, output head), and the target's own output head
+        x = torch.randn(5, 64)
+        block = torch.nn.functional.linear(x, tensors[f"{head}.0.linear.weight"], tensors[f"{head}.0.linear.bias"])
+        ours = torch.nn.functional.linear(x, drafter.weight[head], drafter.bias[head])
+        assert torch.equal(block, ours.detach())
+    name, back = read(out, target_dir)
+    assert (name, back.config()) == ("medusa", drafter.config())
+    for name, tensor in back.weights().items():
+        assert torch.equal(tensor, drafter.weights()[name])
+
+
+def trained_elsewhere(target, folder, change=lambda tensors: None, **config):
+    """Heads as Medusa's code saves them: no maps, and the output heads that it began with."""
+    folder.mkdir()
+    head = target.get_output_embeddings().weight.detach()
+    tensors = {f"{i}.0.linear.weight": torch.full((64, 64), float(i)) for i in range(2)}
+    tensors |= {f"{i}.0.linear.bias": torch.ones(64) for i in range(2)}
+    tensors |= {f"{i}.1.weight": head.clone() for i in range(2)}
+    change(tensors)
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1} | config))
+    return folder
+
+
+def test_heads_that_were_trained_elsewhere_are_read_under_the_targets_own_head(target, target_dir, tmp_path):
+    name, drafter = read(trained_elsewhere(target, tmp_path / "in"), target_dir)
+    assert name == "medusa"
+    assert drafter.levels == 2
+    assert drafter.draft_ids.tolist() == list(range(VOCABULARY))
+    assert drafter.weights()["weight"][1].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (lambda t: t["1.1.weight"].add_(1), {}, "1.1.weight is not the target's head, under which our heads stay"),
+        (lambda t: t.pop("1.0.linear.bias"), {}, "1.0.linear.bias is missing"),
+        (lambda t: t.update({"1.0.linear.weight": torch.ones(8, 8)}), {}, r"1.0.linear.weight has shape \[8, 8\]"),
+        (lambda t: t.update({"2.0.linear.weight": torch.ones(8, 8)}), {}, "'2.0.linear.weight' is unknown"),
+        (lambda t: None, {"medusa_num_layers": 2}, "medusa_num_layers must be 1, not 2"),
+        (lambda t: None, {"medusa_num_heads": 0}, "medusa_num_heads must be at least 1, not 0"),
+    ],
+)
+def test_heads_that_are_not_ours_are_refused_by_name(target, target_dir, tmp_path, change, config, message):
+    with pytest.raises((FormatError, DrafterError), match=message):
+        read(trained_elsewhere(target, tmp_path / "in", change, **config), target_dir)
+
+
+def test_heads_in_a_pickle_are_not_read(target, target_dir, tmp_path):
+    folder = trained_elsewhere(target, tmp_path / "in")
+    (folder / "medusa_lm_head.safetensors").rename(folder / "medusa_lm_head.pt")
+    with pytest.raises(FormatError, match=r"must hold config.json and medusa_lm_head.safetensors"):
+        read(folder, target_dir)
 
 
 def test_nothing_is_written_over(target, target_dir, tmp_path):

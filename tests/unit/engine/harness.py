@@ -21,16 +21,18 @@ from osd.config import (
     GrowthSettings,
     KangarooSettings,
     LanguageModelSettings,
+    MedusaSettings,
     RecallDrafterSettings,
     RecallSettings,
     Settings,
     TargetSettings,
     TrainerSettings,
 )
-from osd.drafters import Drafter, Trainable, initial
+from osd.drafters import Drafter, Trainable, initial, taps_beside
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
+from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from tests.tiny import tokenizer
@@ -114,6 +116,7 @@ def make_drafter(kind: str, directory: Path) -> Trainable | None:
         "eagle": EagleSettings(vocabulary=200),
         "kangaroo": KangarooSettings(vocabulary=200, exit_layer=1),
         "language_model": LanguageModelSettings(layers=2),
+        "medusa": MedusaSettings(vocabulary=200),
     }
     return initial(settings[kind], directory, directory)
 
@@ -139,12 +142,13 @@ def running(
     if drafter is not None and (bucketed or not int8):
         make, forced = drafter.session, {"bucketed": True} if bucketed else {"int8": False}
         drafter.session = lambda runtime: make(replace(runtime, **forced))  # type: ignore[method-assign]
+    model = load_model(directory, "float32", "cpu")
     target = SlotModel(
-        load_model(directory, "float32", "cpu"),
+        model,
         slots=chosen.engine.slots,
         context=chosen.engine.context,
         scratch=chosen.engine.max_draft + 1 + (drafter.needs.riders if drafter else 0) + riders,
-        taps=(drafter.needs.taps if drafter else ()) or taps,
+        taps=(taps_beside(drafter, len(decoder_layers(model))) if drafter else ()) or taps,
         bucketed=bucketed,
     )
     engine = Engine(target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append)

@@ -26,6 +26,7 @@ from osd.config import GROWTH_SETTINGS, DynamicTreeSettings, StaticTreeSettings
 from osd.drafters import Drafter
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.kangaroo.drafter import Kangaroo
+from osd.drafters.medusa.drafter import Medusa
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.session import _by_sequence
@@ -233,6 +234,31 @@ def named(name: str) -> Policy:
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_policy_changes_the_law_of_the_output(model: LlamaForCausalLM, name: str) -> None:
     assert p_value(model, SamplingParams(1.0), named(name), count=2500) > 1e-4
+
+
+def heads(model: LlamaForCausalLM) -> Medusa:
+    """Medusa with heads that differ from each other and from the target's."""
+    torch.manual_seed(5)
+    drafter = Medusa(copy.deepcopy(model), 3, 4)
+    for parameter in drafter.trained().values():
+        parameter.data.normal_(0, 0.1)
+    return drafter
+
+
+@pytest.mark.parametrize("name", ["block", "traversal"])
+def test_heads_that_read_no_drafted_token_leave_the_law_alone(model: LlamaForCausalLM, name: str) -> None:
+    assert p_value(model, SamplingParams(1.0), named(name), count=1000, drafter=heads(model)) > 1e-4
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("name", POLICIES)
+def test_in_a_hundred_thousand_runs_heads_leave_the_law_alone(
+    model: LlamaForCausalLM, name: str, temperature: float
+) -> None:
+    drafter = heads(model)
+    assert p_value(model, SamplingParams(temperature), named(name), count=100_000, slots=512, drafter=drafter) > 1e-4
 
 
 @pytest.mark.soak

@@ -37,7 +37,7 @@ def policy(kind: str, rule: str) -> Policy:
     return Policy.of(GROWTH_SETTINGS[kind](**EVERY[kind][0]), rule)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "language_model"])
+@pytest.mark.parametrize("drafter", ["eagle", "language_model", "medusa"])
 def test_greedy_output_is_that_of_transformers_for_every_growth_and_rule_side_by_side(
     target_dir: Path, oracle: Oracle, drafter: str
 ) -> None:
