@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from osd.drafters.recall.memory import KEPT, Contents, Found, Heard, Memory, Sampled, Sought, Text
+from osd.recall.memory import KEPT, Contents, Found, Heard, Memory, Sampled, Sought, Text
 from osd.runtime.native import kernels, quick_kernels
 
 
@@ -32,7 +32,7 @@ class _Asked(ctypes.Structure):
 
 
 class NativeText:
-    """See ``osd.drafters.recall.memory.Text``."""
+    """See ``osd.recall.memory.Text``."""
 
     def __init__(self, room: int) -> None:
         """Have room for so many tokens.
@@ -57,7 +57,7 @@ class NativeText:
 
 
 class NativeMemory:
-    """See ``osd.drafters.recall.memory.Memory``."""
+    """See ``osd.recall.memory.Memory``."""
 
     def __init__(self, entries: int) -> None:
         """Have room for so many entries.
@@ -179,6 +179,6 @@ def _asked(sought: Sequence[Sought]) -> ctypes.Array[_Asked]:
 
 
 class NativeBackend:
-    """See ``osd.drafters.recall.memory.Backend``."""
+    """See ``osd.recall.memory.Backend``."""
 
     memory, text, drafting = NativeMemory, NativeText, NativeDrafting

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from osd.drafters.recall.memory import COPY, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sampled, Sought, Text
+from osd.recall.memory import COPY, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sampled, Sought, Text
 from osd.speculation.noise import Noise, Purpose
 
 _WAYS, _TAIL, _COPIED, _STEPS, _MEMORY, _CHILDREN, _OWN = 8, 16, ORDERS + 1, 16, 32, 4, 1 << 14
@@ -90,7 +90,7 @@ class _Table:
 
 
 class PlainText:
-    """See ``osd.drafters.recall.memory.Text``."""
+    """See ``osd.recall.memory.Text``."""
 
     def __init__(self, room: int) -> None:
         """Have room for so many tokens."""
@@ -179,7 +179,7 @@ def _logistic(x: float) -> float:
 
 
 class PlainMemory:
-    """See ``osd.drafters.recall.memory.Memory``."""
+    """See ``osd.recall.memory.Memory``."""
 
     def __init__(self, entries: int) -> None:
         """Have room for so many entries."""
@@ -503,6 +503,6 @@ def _append(found: Found, owner: int, parent: int, token: int, level: int, chanc
 
 
 class PlainBackend:
-    """See ``osd.drafters.recall.memory.Backend``."""
+    """See ``osd.recall.memory.Backend``."""
 
     memory, text, drafting = PlainMemory, PlainText, PlainDrafting
