@@ -15,7 +15,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraint
 .venv/.installed: pyproject.toml constraints.txt $(wildcard osd/runtime/native/*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "osd needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(PIP) -e .
+	$(PIP) -e '.[serve]'
 	touch $@
 
 .venv/.developed: .venv/.installed

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 ORDERS = 4
@@ -74,6 +76,10 @@ class Text(Protocol):
 
     def append(self, tokens: Sequence[int], certain: bool) -> None:
         """Append tokens; ``certain`` ones count as what the target says where they stand."""
+        ...
+
+    def equals(self, tokens: NDArray[np.int32]) -> bool:
+        """Whether these are all of its tokens; ``tokens`` [n] lie one beside the other."""
         ...
 
 

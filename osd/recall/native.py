@@ -8,7 +8,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from osd.recall.memory import KEPT, Contents, Found, Heard, Memory, Sampled, Sought, Text
 from osd.runtime.native import kernels, quick_kernels
@@ -54,6 +56,10 @@ class NativeText:
         """See ``Text.append``."""
         values = array("q", tokens)
         self._library.osd_text_append(self.address, values.buffer_info()[0], len(values), certain)
+
+    def equals(self, tokens: NDArray[np.int32]) -> bool:
+        """See ``Text.equals``."""
+        return bool(self._library.osd_text_is(self.address, tokens.ctypes.data, len(tokens)))
 
 
 class NativeMemory:

@@ -12,6 +12,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from osd.recall.memory import COPY, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sampled, Sought, Text
 from osd.speculation.noise import Noise, Purpose
@@ -111,6 +112,10 @@ class PlainText:
             self.tokens.append(token)
             if len(self.tokens) >= _COPIED:
                 self._ends.setdefault(self._end(self.tail()), []).append(len(self.tokens))
+
+    def equals(self, tokens: NDArray[np.int32]) -> bool:
+        """See ``Text.equals``."""
+        return self.tokens == tokens.tolist()
 
     def tail(self) -> list[int]:
         """The last tokens, from the last one back."""

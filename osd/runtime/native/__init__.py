@@ -45,6 +45,7 @@ _QUICK: dict[str, tuple[list[type], type]] = {
     "osd_text_free": ([_POINTER], _NONE),
     "osd_text_clear": ([_POINTER], _NONE),
     "osd_text_append": ([_POINTER] * 2 + [_INT64, _INT], _NONE),
+    "osd_text_is": ([_POINTER] * 2 + [_INT64], _INT),
 }
 """What takes microseconds: it keeps the interpreter's lock, which another thread would take for longer."""
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")

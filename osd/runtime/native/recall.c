@@ -462,6 +462,11 @@ void osd_text_clear(Text *text) {
   memset(text->table.places, 0, (size_t)text->table.sets * WAYS * sizeof(Place));
 }
 
+/* Whether these tokens are all of a text. */
+int osd_text_is(const Text *text, const int32_t *tokens, int64_t count) {
+  return text->length == count && !memcmp(text->tokens, tokens, (size_t)count * sizeof(int32_t));
+}
+
 /* The last tokens of a text, from the last one back; -1 before its beginning. */
 static void tail_of(const Text *text, int32_t *tail) {
   for (int i = 0; i < TAIL; i++) tail[i] = i < text->length ? text->tokens[text->length - 1 - i] : -1;
