@@ -160,6 +160,14 @@ class Memory(Protocol):
         """
         ...
 
+    def hear(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
+        """Learn ``tokens`` of which nothing is known but that the target said them after ``text``, and append them.
+
+        Each counts as all that the target said there. Where drafts could have been made behind this text (``drafted``),
+        it is counted how right they would be: at any temperature as often as what is most probable came.
+        """
+        ...
+
     def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
         """Up to ``most`` tokens that may follow ``text``, from the most probable on, and their probabilities."""
         ...

@@ -90,6 +90,10 @@ class NativeMemory:
             ids, p, _scale(temperature), reader is not None, reader or 0, now,
         )  # fmt: skip
 
+    def hear(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
+        """See ``Memory.hear``."""
+        self._quick.osd_recall_hear(self.address, _address(text), tokens.ctypes.data, len(tokens), drafted, now)
+
     def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
         """See ``Memory.says``."""
         ids, q = array("q", [0] * most), array("f", [0.0] * most)

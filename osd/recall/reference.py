@@ -215,6 +215,17 @@ class PlainMemory:
                 self._table.learn(tail, said, reader, now)
             text.table.learn(tail, said, 0, len(text.tokens))
 
+    def hear(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
+        """See ``Memory.hear``."""
+        text = cast(PlainText, text)
+        for depth, token in enumerate(tokens.tolist()):
+            tail, said = text.tail(), [(token, 1.0)]
+            if drafted:
+                self._calibrate(self._mix(text, tail, None, said), token, depth, 0.0, said)
+            self._table.learn(tail, said, 0, now)
+            text.table.learn(tail, said, 0, len(text.tokens))
+            text.append([token], certain=False)
+
     def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
         """See ``Memory.says``."""
         text = cast(PlainText, text)

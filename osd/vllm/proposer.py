@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from osd.recall.backends import ENTRY_BYTES, backend
 from osd.recall.memory import ORDERS, Sought
 from osd.runtime.native import quick_kernels
-from osd.vllm.learning import learn
 from osd.vllm.readers import LEAST_ROOM, Readers, least_bytes
 from osd.vllm.settings import MEGABYTES, REDIS_URL, SettingsError, VllmSettings
 
@@ -107,7 +106,7 @@ class RecallProposer:
             reader = self._readers.of(place, row, before, len(sampled))
             if self._sharing is not None:
                 self._sharing.say(reader.number, row[max(before - ORDERS, 0) : before].tolist(), sampled)
-            learn(self._memory, reader.text, sampled, self._now, drafted=True)
+            self._memory.hear(reader.text, row[before:length], drafted=True, now=self._now)
             reader.end = length
             limit = min(self._limit, self._length - length - 1)
             if limit > 0:

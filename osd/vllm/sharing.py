@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from redis.exceptions import RedisError
 
 from osd.recall.memory import Backend, Memory
 from osd.redis_client import Backoff, connect
 from osd.vllm.fragments import LONGEST, Fragment, decoded, encoded
-from osd.vllm.learning import learn
 from osd.vllm.settings import REDIS_URL, SettingsError
 
 log = logging.getLogger(__name__)
@@ -130,8 +130,9 @@ class Sharing:
         for fragment in decoded(data, self._vocabulary):
             self._text.clear()
             self._text.append(fragment.context, certain=False)
-            for place in range(0, len(fragment.tokens), _STEP):
-                learn(self._memory, self._text, fragment.tokens[place : place + _STEP], now, drafted=False)
+            tokens = np.array(fragment.tokens, np.int32)
+            for place in range(0, len(tokens), _STEP):
+                self._memory.hear(self._text, tokens[place : place + _STEP], drafted=False, now=now)
                 time.sleep(_REST)  # whoever proposes waits for the interpreter's lock no longer than for one step
 
 

@@ -548,6 +548,30 @@ void osd_recall_learn(Recall *recall, Text *text, int64_t count, const int64_t *
   free(depths);
 }
 
+/* Learn tokens that are all that the target said, one after the other behind a text, and append them. With `drafted` it is
+ * counted how right a draft would have been. */
+void osd_recall_hear(Recall *recall, Text *text, const int32_t *tokens, int64_t count, int drafted, uint32_t now) {
+  const float sure = 1;
+  Mixture m;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t token = tokens[i];
+    const Said said = {&token, &sure, 1};
+    int32_t tail[TAIL];
+    uint64_t hashes[ORDERS];
+    tail_of(text, tail);
+    const int orders = hashes_of(tail, hashes);
+    pthread_mutex_lock(&recall->lock);
+    if (drafted) {
+      mix(recall, text, tail, &said, NULL, &m);
+      calibrate(recall->weights, &m, tokens[i], (int)i, 0, &said);
+    }
+    learn_table(&recall->table, hashes, orders, &said, 0, now);
+    pthread_mutex_unlock(&recall->lock);
+    learn_table(&text->table, hashes, orders, &said, 0, (uint32_t)text->length);
+    osd_text_append(text, &token, 1, 0);
+  }
+}
+
 typedef struct {
   float worth;
   int32_t sequence, parent, token, level;
