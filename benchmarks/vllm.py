@@ -21,16 +21,17 @@ from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts
 
-PLAIN, NGRAMS, RECALL = "vllm", "vllm-ngram", "vllm with recall"
+PLAIN, RECALL = "vllm", "vllm with recall"
 OURS = "osd, the same chains"
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {},
-    NGRAMS: {"method": "ngram", "prompt_lookup_max": 3},
     RECALL: {"method": "custom_class", "model": "osd.vllm.RecallProposer"},
 }
 """What each says to ``--speculative-config``, beside the number of tokens."""
 ABREAST = 8
-"""Requests of the stream that vLLM decodes together."""
+"""Requests of the stream that are decoded together."""
+_GREEDY = SamplingParams(temperature=0)
+_SHORTEST = 8  # tokens of an answer that is measured
 
 
 @dataclass(frozen=True)
@@ -72,26 +73,37 @@ class Answered:
         return Row(way, self.version, median(rates), median(ratios), self.drafted, self.accepted, rounds, same)
 
 
-def served(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[Asked]:
-    """The stream, answered one request after the other by our engine, which remembers it."""
+def served(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, report: Callable[[str], None] = lambda step: None
+) -> list[Asked]:
+    """The stream, answered by our engine, which remembers it."""
     found = []
-    for number, prompt in enumerate(prompts):
-        _, (answer,) = decode(engine, [Request(f"served-{number}", prompt, tokens, SamplingParams(temperature=0))])
-        found.append(Asked(prompt, len(answer)))
+    for first in range(0, len(prompts), ABREAST):
+        report(f"{OURS}: {first} of {len(prompts)} requests of the stream")
+        requests = [
+            Request(f"served-{number}", prompt, tokens, _GREEDY)
+            for number, prompt in enumerate(prompts[first : first + ABREAST], first)
+        ]
+        _, answers = decode(engine, requests)
+        found += [Asked(one.prompt_ids, len(answer)) for one, answer in zip(requests, answers, strict=True)]
     return found
 
 
-def ours(engine: Engine, asked: Sequence[Asked]) -> Answered:
-    """Our engine on the unseen prompts; it goes on learning from them, as vLLM does."""
-    answers, seconds, counts = [], [], SpeculationCounts()
-    for number, one in enumerate(asked):
-        request = Request(f"unseen-{number}", one.prompt, one.answer, SamplingParams(temperature=0), ignore_eos=True)
+def ours(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> tuple[list[Asked], Answered]:
+    """Our engine on the unseen prompts, one at a time, of which those with very short answers are left out.
+
+    It goes on learning, as vLLM does.
+    """
+    asked, answers, seconds, counts = [], [], [], SpeculationCounts()
+    for number, prompt in enumerate(prompts):
         begun = time.perf_counter()
-        (answer,) = answers_of(engine, [request]).values()
-        seconds.append(time.perf_counter() - begun)
-        answers.append(answer.tokens)
-        counts.add(answer.counts)
-    return Answered(f"osd {osd.__version__}", answers, seconds, counts.drafted, counts.accepted)
+        (answer,) = answers_of(engine, [Request(f"unseen-{number}", prompt, tokens, _GREEDY)]).values()
+        if len(answer.tokens) >= _SHORTEST:
+            seconds.append(time.perf_counter() - begun)
+            asked.append(Asked(prompt, len(answer.tokens)))
+            answers.append(answer.tokens)
+            counts.add(answer.counts)
+    return asked, Answered(f"osd {osd.__version__}", answers, seconds, counts.drafted, counts.accepted)
 
 
 def theirs(

@@ -20,7 +20,7 @@ def vllm(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Compare vLLM with recall to vLLM alone, with n-grams, and to our engine that drafts the same chains of three.
+    """Compare vLLM with recall to vLLM alone, and to our engine that drafts the same chains of three.
 
     vLLM is installed in an environment of its own under the home directory, where it is missing, and runs in one
     process at a time. Everything is greedy, in float32, where the answers must be those of vLLM alone, token by token:
@@ -37,7 +37,6 @@ def vllm(
     from benchmarks.machine import Machine
     from benchmarks.pair import engine_with
     from benchmarks.peers.environments import PeerError
-    from benchmarks.peers.measure import answered
     from benchmarks.peers.roster import LOOKUP, Models
     from osd.drafters.recall.drafter import Recall
     from osd.target.load import target_directory
@@ -57,12 +56,10 @@ def vllm(
     threads = settings.engine.threads or os.cpu_count() or 1
     models = Models(directory, "float32", context, threads, bench.ABREAST, None, directory, None)
     with running(engine):
-        say(f"serving {after} prompts")
-        served = bench.served(engine, short[:after], tokens)
-        asked = answered(engine, short[after : after + prompts], tokens)
+        served = bench.served(engine, short[:after], tokens, say)
+        asked, mine = bench.ours(engine, short[after : after + prompts], tokens)
         if not asked:
             fail(f"--prompts: none of {prompts} answers is long enough to be measured")
-        mine = bench.ours(engine, asked)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             found = bench.rows(mine, bench.theirs(models, settings.home_dir, Path(scratch), served, asked, say))
