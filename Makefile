@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install develop demo bench test soak faults quality browser
+.PHONY: help install develop demo bench test soak faults vllm quality browser
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -15,7 +15,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraint
 .venv/.installed: pyproject.toml constraints.txt $(wildcard osd/runtime/native/*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "osd needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(PIP) -e .
+	$(PIP) -e '.[serve]'
 	touch $@
 
 .venv/.developed: .venv/.installed
@@ -50,6 +50,9 @@ soak: develop ## Run the tests that take long: laws of the output over a hundred
 
 faults: develop ## Kill, cut, fill and flush what the service needs, and print what is promised and what came of it
 	$(BIN)/python -m pytest -m fault $(ARGS)
+
+vllm: install ## Run recall inside real vLLM processes and compare every answer; ARGS="--stream FILE --after 200"
+	$(BIN)/osd bench vllm $(ARGS)
 
 quality: develop ## Run every check that is not a test of behaviour
 	$(BIN)/ruff check .

@@ -11,9 +11,9 @@ from osd.drafters.base import Drafter
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.mixed.session import MixedSession
 from osd.drafters.recall.drafter import Recall
-from osd.drafters.recall.memory import COPY, Found, Sampled, Sought
 from osd.drafters.recall.session import RecallSession
 from osd.drafters.session import Asked, Kept, Runtime, Tree
+from osd.recall.memory import COPY, Found, Sampled, Sought
 from osd.speculation.growth import Growth
 from osd.speculation.tree import ROOT
 

@@ -20,13 +20,13 @@ from benchmarks.streams import Arrivals, answers_of, decoding_rate, settled, upd
 from osd.config import ConfidenceSettings, Settings
 from osd.drafters.base import Drafter
 from osd.drafters.recall.drafter import Recall
-from osd.drafters.recall.memories import ENTRY_BYTES
-from osd.drafters.recall.memory import KEPT, Backend, Heard, Memory, Sought, mark_of
 from osd.engine.counters import EngineCounters
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts
+from osd.recall.backends import ENTRY_BYTES
+from osd.recall.memory import KEPT, Backend, Heard, Memory, Sought, mark_of
 
 PLAIN, RECALL, LOOKUP, DRAFTER, MIXED = "plain", "recall", "lookup", "drafter", "mixed"
 STREAM, UNSEEN = "stream", "unseen"

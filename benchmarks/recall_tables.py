@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 from benchmarks.nodes import BINS, Calibration, Tally
 from benchmarks.recall import MIXED, STREAM, UNSEEN, Block, Found, Gain
 from benchmarks.report import columns
-from osd.drafters.recall.memories import ENTRY_BYTES
+from osd.recall.backends import ENTRY_BYTES
 
 
 def tables(found: Found) -> RenderableType:

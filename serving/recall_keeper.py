@@ -13,8 +13,8 @@ from osd.capture.purge import Member, PurgeFollower, Purges, Removed
 from osd.capture.retention import belongs, oldest_allowed
 from osd.config import Settings
 from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.memory import Memory, mark_of
 from osd.drafters.recall.snapshot import SnapshotError, Snapshots
+from osd.recall.memory import Memory, mark_of
 from osd.runtime.device import one_core
 from osd.target.identity import Identity, identify
 from serving.recall_listener import RecallListener

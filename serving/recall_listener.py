@@ -11,10 +11,10 @@ from osd.capture.retention import belongs, oldest_allowed
 from osd.capture.tail import TraceTail
 from osd.capture.trace import Trace, TraceError
 from osd.config import Settings, in_tenant, tenant_of
-from osd.drafters.recall.memories import backend
-from osd.drafters.recall.memory import Memory
 from osd.drafters.recall.rehearsal import rehearse
 from osd.learning.batch import check, length
+from osd.recall.backends import backend
+from osd.recall.memory import Memory
 
 logger = logging.getLogger(__name__)
 

@@ -57,12 +57,20 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self._end()
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int]) -> tuple[float, list[list[int]]]:
         """Seconds as the worker measured them, and the tokens after each prompt."""
-        self._signal(signal.SIGCONT)
-        answer = self._ask({"prompts": [list(prompt) for prompt in prompts], "tokens": tokens}, DECODE_SECONDS)
-        self._signal(signal.SIGSTOP)
+        answer = self._answer({"prompts": [list(prompt) for prompt in prompts], "tokens": tokens})
         return float(answer["seconds"]), answer["ids"]
+
+    def counts(self) -> dict[str, int]:
+        """What a worker that counts has drafted since its start."""
+        return self._answer({"counts": True})
+
+    def _answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        self._signal(signal.SIGCONT)
+        answer = self._ask(question, DECODE_SECONDS)
+        self._signal(signal.SIGSTOP)
+        return answer
 
     def _signal(self, number: signal.Signals) -> None:
         """Reach the worker and what it has started; it may have ended."""

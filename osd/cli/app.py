@@ -39,8 +39,3 @@ def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     pass
-
-
-def main() -> None:
-    """Entry point of the console script."""
-    app()

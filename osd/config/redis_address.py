@@ -7,12 +7,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from osd.config.base import ConfigError
 from osd.config.secrets import secret
 from osd.config.settings import Settings
-
-CA, PREFIX = "ssl_ca_certs", "prefix"
-"""Fields of the URL's query: a file of certificates, as redis-py has it, and what every key begins with."""
-
-SENTINEL = "redis+sentinel", "rediss+sentinel"
-"""Schemes of URLs that name sentinels: ``redis+sentinel://host:port,host:port/service/db``."""
+from osd.redis_urls import CA, PREFIX
 
 
 def with_redis_address(settings: Settings) -> Settings:

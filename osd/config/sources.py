@@ -18,6 +18,7 @@ from osd.config.settings import Settings
 
 RENAMED = {"capture.piece": "capture.segment", "trainer.lines": "trainer.extra_domains"}
 """What settings are called today, by the names that they had."""
+_OTHERS = "OSD_VLLM_"  # read by ``osd.vllm`` in other processes
 
 
 def load_settings(
@@ -72,7 +73,7 @@ def _leaves(path: tuple[str, ...], value: Any, source: str) -> Iterator[_Given]:
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
     for name in sorted(environ):
-        if name.startswith("OSD_"):
+        if name.startswith("OSD_") and not name.startswith(_OTHERS):
             path = tuple(name.removeprefix("OSD_").lower().split("__"))
             yield path, _scalar(environ[name]), f"the environment variable {name}"
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from osd.capture.trace import Trace
 from osd.config import RecallSettings
 from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.memory import KEPT, mark_of
 from osd.drafters.recall.rehearsal import rehearse
 from osd.learning.batch import DistillBatch, length
+from osd.recall.memory import KEPT, mark_of
 
 
 class Recalled:

@@ -16,8 +16,8 @@ import torch
 from osd.capture.server import RedisServer
 from osd.config import LanguageModelSettings
 from osd.drafters import formats, initial
-from osd.drafters.recall.memories import backend
 from osd.drafters.recall.snapshot import Snapshots
+from osd.recall.backends import backend
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from osd.target.identity import Identity

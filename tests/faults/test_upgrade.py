@@ -15,11 +15,11 @@ import torch
 
 from osd.capture.server import RedisServer
 from osd.capture.trace import FIELD, Trace, encode
-from osd.drafters.recall.memories import backend
 from osd.drafters.recall.snapshot import SnapshotError, Snapshots
 from osd.learning.distiller import Distiller
 from osd.learning.gate import Gate
 from osd.learning.online import Learner, Local, empty_replay
+from osd.recall.backends import backend
 from osd.registry.ledger import Ledger
 from osd.registry.pointer import Rollout
 from osd.target.identity import Identity

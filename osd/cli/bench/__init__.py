@@ -14,10 +14,11 @@ from osd.cli.bench.recall import recall
 from osd.cli.bench.rules import growth, rules
 from osd.cli.bench.scaling import scaling
 from osd.cli.bench.serve import serve, start
+from osd.cli.bench.vllm import vllm
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 for command in (
-    *(forward, decode, recall, serve, start, peers, rules, growth, lossless, overhead, governor, plain, weights),
+    *(forward, decode, recall, serve, start, peers, vllm, rules, growth, lossless, overhead, governor, plain, weights),
     *(adapt, shift, ablate, exits, scaling, poison, net),
 ):
     app.command()(command)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from osd.drafters.mixed.consulting import Consulting
-from osd.drafters.recall.memory import KEPT, Found, Other
 from osd.drafters.recall.session import RecallSession
 from osd.drafters.session import NOBODY, Asked, Exits, Kept, Origin, Proposal, Session, Tree
+from osd.recall.memory import KEPT, Found, Other
 from osd.runtime.device import between, mark
 from osd.runtime.top import top
 from osd.speculation.growth import Growth

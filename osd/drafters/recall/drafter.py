@@ -12,7 +12,7 @@ from osd.drafters.session import Runtime
 
 
 class Recall(Drafter):
-    """Drafts what the target said after the same last tokens; see ``osd.drafters.recall.memory``."""
+    """Drafts what the target said after the same last tokens; see ``osd.recall.memory``."""
 
     kind: ClassVar[str] = "recall"
 

@@ -8,21 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from osd.config import RecallSettings
-from osd.drafters.recall.memory import Backend, Memory
-from osd.drafters.recall.native import NativeBackend
-from osd.drafters.recall.reference import PlainBackend
-from osd.runtime.native import quick_kernels
+from osd.recall.backends import ENTRY_BYTES, backend
+from osd.recall.memory import Memory
 
 log = logging.getLogger(__name__)
 
-ENTRY_BYTES = 64
 _CLIENTS = 16
 _LEAST = 1024
-
-
-def backend() -> Backend:
-    """The kernels, or Python where they cannot run."""
-    return PlainBackend() if quick_kernels() is None else NativeBackend()
 
 
 class Memories:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from osd.capture.trace import Trace
-from osd.drafters.recall.memory import Heard, Memory, Text, mark_of
+from osd.recall.memory import Heard, Memory, Text, mark_of
 
 _TOKENS = 32
 

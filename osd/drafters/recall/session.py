@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.memory import KEPT, SOURCES, Found, Heard, Memory, Sampled, Sought, Text, mark_of
 from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Session, TargetRows, Tree
+from osd.recall.memory import KEPT, SOURCES, Found, Heard, Memory, Sampled, Sought, Text, mark_of
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from osd import files
 from osd.config import check_domain
-from osd.drafters.recall.memories import backend
-from osd.drafters.recall.memory import Contents, Memory, mark_of
+from osd.recall.backends import backend
+from osd.recall.memory import Contents, Memory, mark_of
 from osd.target.identity import Identity
 
 log = logging.getLogger(__name__)

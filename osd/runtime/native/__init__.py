@@ -38,6 +38,7 @@ _QUICK: dict[str, tuple[list[type], type]] = {
         [_POINTER] * 2 + [_INT64] + [_POINTER] * 4 + [_INT64] + [_POINTER] * 3 + [_FLOAT, _INT] + [_UINT32] * 2,
         _NONE,
     ),
+    "osd_recall_hear": ([_POINTER] * 3 + [_INT64, _INT, _UINT32], _NONE),
     "osd_recall_draft": ([_POINTER, _INT64, _INT64, _FLOAT, _INT] + [_POINTER] * 5, _INT64),
     "osd_recall_draw": ([_POINTER, _INT64, _INT64, _FLOAT] + [_POINTER] * 8, _INT64),
     "osd_recall_query": ([_POINTER] * 2 + [_INT64] + [_POINTER] * 2, _INT64),
@@ -45,6 +46,7 @@ _QUICK: dict[str, tuple[list[type], type]] = {
     "osd_text_free": ([_POINTER], _NONE),
     "osd_text_clear": ([_POINTER], _NONE),
     "osd_text_append": ([_POINTER] * 2 + [_INT64, _INT], _NONE),
+    "osd_text_is": ([_POINTER] * 2 + [_INT64], _INT),
 }
 """What takes microseconds: it keeps the interpreter's lock, which another thread would take for longer."""
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")

@@ -462,6 +462,11 @@ void osd_text_clear(Text *text) {
   memset(text->table.places, 0, (size_t)text->table.sets * WAYS * sizeof(Place));
 }
 
+/* Whether these tokens are all of a text. */
+int osd_text_is(const Text *text, const int32_t *tokens, int64_t count) {
+  return text->length == count && !memcmp(text->tokens, tokens, (size_t)count * sizeof(int32_t));
+}
+
 /* The last tokens of a text, from the last one back; -1 before its beginning. */
 static void tail_of(const Text *text, int32_t *tail) {
   for (int i = 0; i < TAIL; i++) tail[i] = i < text->length ? text->tokens[text->length - 1 - i] : -1;
@@ -541,6 +546,30 @@ void osd_recall_learn(Recall *recall, Text *text, int64_t count, const int64_t *
   }
   free(tails);
   free(depths);
+}
+
+/* Learn tokens that are all that the target said, one after the other behind a text, and append them. With `drafted` it is
+ * counted how right a draft would have been. */
+void osd_recall_hear(Recall *recall, Text *text, const int32_t *tokens, int64_t count, int drafted, uint32_t now) {
+  const float sure = 1;
+  Mixture m;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t token = tokens[i];
+    const Said said = {&token, &sure, 1};
+    int32_t tail[TAIL];
+    uint64_t hashes[ORDERS];
+    tail_of(text, tail);
+    const int orders = hashes_of(tail, hashes);
+    pthread_mutex_lock(&recall->lock);
+    if (drafted) {
+      mix(recall, text, tail, &said, NULL, &m);
+      calibrate(recall->weights, &m, tokens[i], (int)i, 0, &said);
+    }
+    learn_table(&recall->table, hashes, orders, &said, 0, now);
+    pthread_mutex_unlock(&recall->lock);
+    learn_table(&text->table, hashes, orders, &said, 0, (uint32_t)text->length);
+    osd_text_append(text, &token, 1, 0);
+  }
 }
 
 typedef struct {

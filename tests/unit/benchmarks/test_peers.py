@@ -44,6 +44,8 @@ class Fake:
             raise MemoryError("too large")
         time.sleep(0.05)
         return [[prompt[0]] * (tokens - (self._wrong == "short")) for prompt in prompts]
+    def counts(self):
+        return {{"drafted": 7}}
 worker.serve(Fake)
 """
 
@@ -86,6 +88,7 @@ def test_a_peer_runs_only_while_it_is_asked(fake: list[str]):
             while process.status() != psutil.STATUS_STOPPED:  # a signal takes a moment
                 time.sleep(0.01)
             assert worker.decode([(3,)], 4)[1] == [[3] * 4]
+        assert worker.counts() == {"drafted": 7}
     assert not process.is_running()
 
 

@@ -16,12 +16,12 @@ from benchmarks.pair import BenchError
 from benchmarks.recall import LOOKUP, PLAIN, RECALL, STREAM, UNSEEN, Plan, Setup, Wave, curve, gains, serve, timed
 from osd.cli.app import app
 from osd.config import BestFirstSettings, EngineSettings, Settings, TargetSettings
-from osd.drafters.recall.memory import Backend, Found
-from osd.drafters.recall.native import NativeBackend
-from osd.drafters.recall.reference import PlainBackend
 from osd.drafters.session import Tree
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
+from osd.recall.memory import Backend, Found
+from osd.recall.native import NativeBackend
+from osd.recall.reference import PlainBackend
 from osd.runtime.native import quick_kernels
 from osd.speculation.tree import ROOT
 from tests.unit.engine.harness import prompts

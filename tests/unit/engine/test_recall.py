@@ -11,9 +11,9 @@ import torch
 from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, GrowthSettings, TopKTreeSettings
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.memories import Memories
-from osd.drafters.recall.memory import Heard
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
+from osd.recall.memory import Heard
 from tests.unit.engine.harness import Client, Oracle, Result, make_drafter, prompts, running
 
 LENGTHS = (1, 5, 40, 16, 3)

@@ -8,10 +8,10 @@ import torch
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.config import TrainerSettings
-from osd.drafters.recall.reference import PlainBackend
 from osd.drafters.recall.snapshot import Snapshots
 from osd.learning.batch import collate
 from osd.learning.gate import Gate
+from osd.recall.reference import PlainBackend
 from osd.registry.events import Events
 from osd.registry.lease import Lease
 from osd.registry.pointer import Rollout

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from osd.capture.trace import Array
-from osd.drafters.recall.memory import Backend, mark_of
-from osd.drafters.recall.native import NativeBackend
-from osd.drafters.recall.reference import PlainBackend
 from osd.drafters.recall.rehearsal import rehearse
+from osd.recall.memory import Backend, mark_of
+from osd.recall.native import NativeBackend
+from osd.recall.reference import PlainBackend
 from osd.runtime.native import quick_kernels
 from tests.traces import small_trace
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from osd.drafters.recall.memories import backend
-from osd.drafters.recall.memory import Heard, Memory, mark_of
 from osd.drafters.recall.snapshot import SnapshotError, Snapshots
+from osd.recall.backends import backend
+from osd.recall.memory import Heard, Memory, mark_of
 from osd.target.identity import Identity, identify
 
 TARGET = Identity("somewhere/target", "a" * 64, "b" * 64)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 ORDERS = 4
@@ -74,6 +76,10 @@ class Text(Protocol):
 
     def append(self, tokens: Sequence[int], certain: bool) -> None:
         """Append tokens; ``certain`` ones count as what the target says where they stand."""
+        ...
+
+    def equals(self, tokens: NDArray[np.int32]) -> bool:
+        """Whether these are all of its tokens; ``tokens`` [n] lie one beside the other."""
         ...
 
 
@@ -151,6 +157,14 @@ class Memory(Protocol):
             temperature: of the request, 0 for greedy.
             reader: the mark of the request, see ``mark_of``; None for one that must not be remembered.
             now: seconds of the epoch.
+        """
+        ...
+
+    def hear(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
+        """Learn ``tokens`` of which nothing is known but that the target said them after ``text``, and append them.
+
+        Each counts as all that the target said there. Where drafts could have been made behind this text (``drafted``),
+        it is counted how right they would be: at any temperature as often as what is most probable came.
         """
         ...
 

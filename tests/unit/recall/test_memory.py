@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.drafters.recall.memory import Backend, Found, Heard, Memory, Other, Sought, Text, mark_of
-from osd.drafters.recall.native import NativeBackend
-from osd.drafters.recall.reference import PlainBackend
+from osd.recall.memory import Backend, Found, Heard, Memory, Other, Sought, Text, mark_of
+from osd.recall.native import NativeBackend
+from osd.recall.reference import PlainBackend
 from osd.runtime.native import quick_kernels
 
 needs_kernels = pytest.mark.skipif(quick_kernels() is None, reason="the kernels were not built, or this CPU lacks AVX2")

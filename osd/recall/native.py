@@ -8,9 +8,11 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from osd.drafters.recall.memory import KEPT, Contents, Found, Heard, Memory, Sampled, Sought, Text
+from osd.recall.memory import KEPT, Contents, Found, Heard, Memory, Sampled, Sought, Text
 from osd.runtime.native import kernels, quick_kernels
 
 
@@ -32,7 +34,7 @@ class _Asked(ctypes.Structure):
 
 
 class NativeText:
-    """See ``osd.drafters.recall.memory.Text``."""
+    """See ``osd.recall.memory.Text``."""
 
     def __init__(self, room: int) -> None:
         """Have room for so many tokens.
@@ -55,9 +57,13 @@ class NativeText:
         values = array("q", tokens)
         self._library.osd_text_append(self.address, values.buffer_info()[0], len(values), certain)
 
+    def equals(self, tokens: NDArray[np.int32]) -> bool:
+        """See ``Text.equals``."""
+        return bool(self._library.osd_text_is(self.address, tokens.ctypes.data, len(tokens)))
+
 
 class NativeMemory:
-    """See ``osd.drafters.recall.memory.Memory``."""
+    """See ``osd.recall.memory.Memory``."""
 
     def __init__(self, entries: int) -> None:
         """Have room for so many entries.
@@ -83,6 +89,10 @@ class NativeMemory:
             heard.ids.data_ptr(), heard.logp.data_ptr(), heard.ids.shape[1], following.buffer_info()[0],
             ids, p, _scale(temperature), reader is not None, reader or 0, now,
         )  # fmt: skip
+
+    def hear(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
+        """See ``Memory.hear``."""
+        self._quick.osd_recall_hear(self.address, _address(text), tokens.ctypes.data, len(tokens), drafted, now)
 
     def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
         """See ``Memory.says``."""
@@ -179,6 +189,6 @@ def _asked(sought: Sequence[Sought]) -> ctypes.Array[_Asked]:
 
 
 class NativeBackend:
-    """See ``osd.drafters.recall.memory.Backend``."""
+    """See ``osd.recall.memory.Backend``."""
 
     memory, text, drafting = NativeMemory, NativeText, NativeDrafting

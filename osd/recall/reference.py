@@ -12,8 +12,9 @@ from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from osd.drafters.recall.memory import COPY, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sampled, Sought, Text
+from osd.recall.memory import COPY, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sampled, Sought, Text
 from osd.speculation.noise import Noise, Purpose
 
 _WAYS, _TAIL, _COPIED, _STEPS, _MEMORY, _CHILDREN, _OWN = 8, 16, ORDERS + 1, 16, 32, 4, 1 << 14
@@ -90,7 +91,7 @@ class _Table:
 
 
 class PlainText:
-    """See ``osd.drafters.recall.memory.Text``."""
+    """See ``osd.recall.memory.Text``."""
 
     def __init__(self, room: int) -> None:
         """Have room for so many tokens."""
@@ -111,6 +112,10 @@ class PlainText:
             self.tokens.append(token)
             if len(self.tokens) >= _COPIED:
                 self._ends.setdefault(self._end(self.tail()), []).append(len(self.tokens))
+
+    def equals(self, tokens: NDArray[np.int32]) -> bool:
+        """See ``Text.equals``."""
+        return self.tokens == tokens.tolist()
 
     def tail(self) -> list[int]:
         """The last tokens, from the last one back."""
@@ -179,7 +184,7 @@ def _logistic(x: float) -> float:
 
 
 class PlainMemory:
-    """See ``osd.drafters.recall.memory.Memory``."""
+    """See ``osd.recall.memory.Memory``."""
 
     def __init__(self, entries: int) -> None:
         """Have room for so many entries."""
@@ -209,6 +214,17 @@ class PlainMemory:
             if reader is not None:
                 self._table.learn(tail, said, reader, now)
             text.table.learn(tail, said, 0, len(text.tokens))
+
+    def hear(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
+        """See ``Memory.hear``."""
+        text = cast(PlainText, text)
+        for depth, token in enumerate(tokens.tolist()):
+            tail, said = text.tail(), [(token, 1.0)]
+            if drafted:
+                self._calibrate(self._mix(text, tail, None, said), token, depth, 0.0, said)
+            self._table.learn(tail, said, 0, now)
+            text.table.learn(tail, said, 0, len(text.tokens))
+            text.append([token], certain=False)
 
     def says(self, text: Text, most: int) -> tuple[list[int], list[float]]:
         """See ``Memory.says``."""
@@ -503,6 +519,6 @@ def _append(found: Found, owner: int, parent: int, token: int, level: int, chanc
 
 
 class PlainBackend:
-    """See ``osd.drafters.recall.memory.Backend``."""
+    """See ``osd.recall.memory.Backend``."""
 
     memory, text, drafting = PlainMemory, PlainText, PlainDrafting

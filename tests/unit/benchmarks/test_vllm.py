@@ -1,0 +1,57 @@
+"""What is measured of recall inside vLLM, with workers that only pretend to be it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import vllm as bench
+from benchmarks.peers import environments
+from benchmarks.peers.measure import Asked
+from benchmarks.peers.roster import Models
+
+FAKE = """
+import os, sys
+sys.path.insert(0, {folder!r})
+import worker
+class Fake:
+    def __init__(self, target, dtype, context, streams, speculative, counted):
+        import osd
+        assert not any(os.path.exists(os.path.join(path, "serving")) for path in os.environ["PYTHONPATH"].split(":"))
+        self.version, self._how, self._counts = "vllm 0", speculative or {{}}, [0, 0]
+    def decode(self, prompts, tokens):
+        for prompt in prompts:
+            self._counts[0] += 30 if self._how else 0
+            self._counts[1] += 6 if self._how.get("method") == "custom_class" else 0
+        lengths = tokens if isinstance(tokens, list) else [tokens] * len(prompts)
+        wrong = self._how and prompts[0][0] == 7
+        return [[prompt[0] + bool(wrong)] * length for prompt, length in zip(prompts, lengths)]
+    def counts(self):
+        return dict(zip(("drafted", "accepted"), self._counts))
+worker.serve(Fake)
+"""
+
+
+def test_each_way_answers_the_same_prompts_and_recall_the_stream_before(tmp_path: Path, monkeypatch):
+    script, scratch, steps = tmp_path / "fake.py", tmp_path / "scratch", []
+    script.write_text(FAKE.format(folder=str(Path(environments.__file__).parent)))
+    scratch.mkdir()
+    monkeypatch.setattr(bench, "command", lambda python, name: [sys.executable, "-u", str(script)])
+    monkeypatch.setattr(environments.Environment, "python", lambda *given: Path(sys.executable))
+    monkeypatch.setattr(bench, "vllm_variables", lambda models, prefix: {})
+    models = Models(tmp_path, "float32", 64, 1, bench.ABREAST, None, tmp_path, None)
+    asked = [Asked((1, 2), 10), Asked((7,), 12)]
+    found = bench.theirs(models, tmp_path, scratch, [Asked((3,), 5)] * 20, asked, steps.append)
+    assert [len(way.answers) for way in found.values()] == [2, 2]
+    assert sum("20 requests of the stream" in step for step in steps) == 1
+    ours = bench.Answered("osd", [[1] * 10, [7] * 12], [1.0, 1.0], 40, 8)
+    plain, recall, mine = bench.rows(ours, found)
+    assert (plain.same, recall.same, mine.same) == (2, 1, 2)
+    assert (plain.drafted, recall.drafted, recall.accepted) == (0, 60, 12), "not of the stream"
+    assert plain.of_plain == 1
+    assert plain.accepted_per_round == 0
+    assert recall.accepted_per_round == 12 / (9 + 11 - 12)
+    assert bench.share_of_ours([plain, recall, mine]) == pytest.approx((12 / 8) / (8 / 12))
+    assert bench.table([plain, recall, mine], 2).row_count == 3

@@ -1,0 +1,180 @@
+"""Recall inside vLLM: what is drafted, of which settings, and in how much time."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from osd.runtime.native import quick_kernels
+from osd.vllm import RecallProposer
+from osd.vllm.settings import SettingsError, VllmSettings
+from tests.unit.vllm.batch import VOCABULARY, Batch, config
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch):
+    for name in ("OSD_VLLM_MEGABYTES", "OSD_REDIS_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(VOCABULARY, size=count).tolist()
+
+
+def test_what_one_request_was_answered_is_drafted_for_the_next():
+    batch = Batch(RecallProposer(config()))
+    answer = tokens(40, 1)
+    first, second = batch.run([7, *tokens(9, 2)], answer), batch.run([8, *tokens(9, 2)], answer)
+    assert first < 0.1
+    assert second > 2.5, "of three tokens"
+
+
+def test_an_answer_that_repeats_its_prompt_is_copied():
+    batch = Batch(RecallProposer(config()))
+    prompt = tokens(60, 1)
+    assert batch.run([*prompt, 5, 6], [*prompt[:6], *prompt[6:]]) > 2.3
+
+
+def test_every_row_gets_a_list_of_at_most_so_many_tokens_and_those_that_are_read_an_empty_one():
+    proposer = RecallProposer(config(k=2))
+    proposer.load_model(object())
+    batch = Batch(proposer)
+    batch.run(tokens(9, 2), tokens(40, 3))
+    for number in range(3):
+        batch.add([number, *tokens(9, 2)], tokens(40, 3))
+    for _ in range(12):
+        batch.step(reading=(1,))
+        assert [len(draft) for draft in batch.drafts] == [len(batch.drafts[0]), 0, len(batch.drafts[2])]
+        assert max(map(len, batch.drafts)) <= 2
+    assert batch.accepted > 0
+    assert all(type(token) is int for draft in batch.drafts for token in draft)
+
+
+def test_a_text_goes_with_its_request_when_rows_move():
+    """Each answer repeats its own prompt: with the text of another request none of it could be drafted."""
+    batch = Batch(RecallProposer(config()))
+    prompts = [tokens(80, seed) for seed in range(4)]
+    for prompt in prompts:
+        batch.add([*prompt, 3], prompt)
+    for _ in range(8):
+        batch.step()
+    batch.end(0)
+    batch.accepted = batch.rounds = 0
+    batch.step()
+    batch.swap(0, 2)
+    while len(batch.answers) > 1:
+        batch.step()
+        for row in reversed(range(len(batch.answers))):
+            if not batch.answers[row]:
+                batch.end(row)
+        batch.drafts = batch.drafts[: len(batch.answers)]
+    assert batch.accepted / batch.rounds > 2.5
+
+
+def test_steps_without_a_proposal_lose_nothing_but_themselves():
+    batch = Batch(RecallProposer(config()))
+    answer = tokens(60, 1)
+    batch.run(tokens(10, 2), answer)
+    batch.add(tokens(10, 2), answer)
+    for number in range(9):
+        batch.step(propose=number not in (3, 4))
+    batch.accepted = batch.rounds = 0
+    for _ in range(4):
+        batch.step()
+    assert batch.accepted / batch.rounds > 2.5
+
+
+def test_no_draft_is_longer_than_the_model_can_read():
+    proposer = RecallProposer(config(length=64))
+    batch = Batch(proposer, length=64)
+    answer = tokens(53, 1)
+    batch.run(tokens(10, 2), answer)
+    batch.add(tokens(10, 2), answer)
+    while batch.lengths[0] < 63:
+        batch.step()
+        assert batch.lengths[0] + len(batch.drafts[0]) <= 63
+
+
+def test_ids_that_stand_for_images_are_not_drafted():
+    batch = Batch(RecallProposer(config()))
+    image = [*tokens(8, 1), VOCABULARY, VOCABULARY]
+    batch.add([*image, *image[:6]], [*image[6:8], 1, 2, 3])
+    for _ in range(3):
+        batch.step()
+        assert all(token < VOCABULARY for token in batch.drafts[0])
+    assert batch.accepted
+
+
+def test_only_the_process_that_is_asked_remembers():
+    proposer = RecallProposer(config(rank=1, processes=2))
+    batch = Batch(proposer)
+    answer = tokens(30, 1)
+    assert batch.run([1], answer) == batch.run([1], answer) == 0
+    batch = Batch(RecallProposer(config(rank=2, processes=2)))
+    batch.run([1], answer)
+    assert batch.run([1], answer) > 2
+
+
+@pytest.mark.parametrize("k", [0, -1, 65])
+def test_a_number_of_tokens_that_cannot_be_is_refused(k):
+    with pytest.raises(SettingsError, match=rf"^num_speculative_tokens must be from 1 to 64, not {k}$"):
+        RecallProposer(config(k=k))
+
+
+@pytest.mark.parametrize("given", ["7", "1000001", "many", "-5", "1.5", "", "²"])
+def test_megabytes_beyond_the_limits_are_refused(monkeypatch, given):
+    monkeypatch.setenv("OSD_VLLM_MEGABYTES", given)
+    with pytest.raises(SettingsError, match=r"^OSD_VLLM_MEGABYTES must be a whole number from 8 to 1000000, not '"):
+        RecallProposer(config())
+
+
+def test_a_setting_that_nobody_knows_is_refused(monkeypatch):
+    monkeypatch.setenv("OSD_VLLM_MEGABYTE", "64")
+    with pytest.raises(SettingsError, match=r"^OSD_VLLM_MEGABYTE is no setting of osd\.vllm, which knows OSD_VLLM_"):
+        RecallProposer(config())
+
+
+def test_megabytes_that_the_requests_would_not_fit_into_are_refused_with_those_that_they_need(monkeypatch):
+    monkeypatch.setenv("OSD_VLLM_MEGABYTES", "8")
+    refused = r"^OSD_VLLM_MEGABYTES must be at least (\d+) for max_num_seqs 256, not 8$"
+    with pytest.raises(SettingsError, match=refused) as error:
+        RecallProposer(config(rows=256))
+    monkeypatch.setenv("OSD_VLLM_MEGABYTES", str(error.value).split()[5])
+    RecallProposer(config(rows=256))
+
+
+@pytest.mark.parametrize("url", ["redis:/hush", "http://hush:6379", "hush"])
+def test_what_is_no_url_of_redis_is_refused_and_not_repeated(monkeypatch, url):
+    monkeypatch.setenv("OSD_REDIS_URL", url)
+    with pytest.raises(SettingsError, match=r"^OSD_REDIS_URL is no URL of Redis, expected redis://") as refused:
+        RecallProposer(config())
+    assert "hush" not in str(refused.value)
+
+
+def test_settings_are_those_of_the_environment():
+    assert VllmSettings.from_environment({}) == VllmSettings(512, None)
+    given = {"OSD_VLLM_MEGABYTES": "64", "OSD_REDIS_URL": "redis://h", "OSD_HOME": "/h", "OSD_VLLMX": "1"}
+    assert VllmSettings.from_environment(given) == VllmSettings(64, "redis://h")
+
+
+@pytest.mark.skipif(quick_kernels() is None, reason="the kernels were not built, or this CPU lacks AVX2")
+def test_a_proposal_takes_microseconds():
+    """About 25 on two cores of an AMD EPYC; a machine that is busy gets ten times as much."""
+    rows, steps = 32, 40
+    batch = Batch(RecallProposer(config(rows=rows)), rows)
+    for number in range(rows):
+        batch.add(tokens(100, number), tokens(4 * steps + 4, number % 4))
+    batch.step()
+    spent = []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        batch.step()
+        spent.append(time.perf_counter() - begun)
+    assert sorted(spent)[steps // 2] / rows < 500e-6
+
+
+def test_a_batch_of_no_rows_is_none():
+    empty = np.zeros((4, 512), np.int32)
+    assert RecallProposer(config()).propose([], empty[:, 0], empty, slot_mappings={}) == []
