@@ -96,14 +96,19 @@ class Counted(WrappedSession):
         self._calls = calls
 
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """One forward."""
-        self._calls.made += 1
+        """One forward; none where that of the root has said everything."""
+        self._calls.made += self.levels is None or bool((nodes < 0).any())
         return super().expand(slots, builder, rows, nodes)
 
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """As many forwards as the longest of the drafts has tokens; on a GPU, as it may have."""
+        """As many forwards as the longest of the drafts has tokens; on a GPU, as it may have.
+
+        One where that says everything.
+        """
         chains = super().chains(slots, limits, floor)
-        if chains is not None:
+        if chains is not None and self.levels is not None:
+            self._calls.made += 1
+        elif chains is not None:
             self._calls.made += int(chains.sizes.max()) if chains.settled else chains.drafted.shape[1]
         return chains
 
@@ -203,12 +208,14 @@ def model(engine: Engine, session: AutoregressiveSession, streams: int, waves: S
     rows = 1 + round(counts.drafted / counts.rounds)
     length = round(counts.mean_acceptance_length)
     forwards = max(1, round(steps))
-    drafting = Drafting(session, engine.target, streams)
+    levels = forwards if session.levels is None else min(session.levels, max(1, rows - 1))
+    assert engine.pool is not None  # noqa: S101  something was drafted
+    drafting = Drafting(session, engine.pool.own.needs, engine.target, streams)
     plains, step, verify = [], [], []
     for turn in range(turns + 1):
         plain = forward_seconds(engine.target, streams, 1)
         many = forward_seconds(engine.target, streams, rows)
-        seconds = drafting.seconds(forwards, length)
+        seconds = drafting.seconds(levels, length)
         if turn:
             plains.append(plain)
             step.append(seconds / forwards / plain)

@@ -158,7 +158,7 @@ def measure(
         counts: of tokens, ascending, from 1.
     """
     linears = Linears(target)
-    drafting = None if session is None else Drafting(session, target, 1)
+    drafting = None if drafter is None or session is None else Drafting(session, drafter.needs, target, 1)
     speed, first, later = [], [], []
     whole: dict[int, list[float]] = {count: [] for count in counts}
     alone: dict[int, list[float]] = {count: [] for count in counts}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.autoregressive import AutoregressiveSession
+from osd.drafters.base import Needs
 from osd.drafters.session import Kept
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder
@@ -139,10 +140,10 @@ class _Timed:
 class Drafting:
     """A session whose sequences, of ``COMMITTED`` tokens at first, are drafted for again and again."""
 
-    def __init__(self, session: AutoregressiveSession, target: SlotModel, batch: int) -> None:
+    def __init__(self, session: AutoregressiveSession, needs: Needs, target: SlotModel, batch: int) -> None:
         """Use slots 0 to ``batch`` - 1 of ``session``, of ``DRAFT_CONTEXT`` tokens; hidden states are made up."""
-        self._session, self._batch, self._hidden_size = session, batch, len(target.taps) * target.hidden_size
-        self._taps, self._vocabulary, self._device = bool(target.taps), target.vocab_size, target.device
+        self._session, self._batch, self._hidden_size = session, batch, len(needs.taps) * target.hidden_size
+        self._taps, self._vocabulary, self._device = bool(needs.taps), target.vocab_size, target.device
         self._generator = torch.Generator().manual_seed(0)
         self._length = DRAFT_CONTEXT
 

@@ -25,6 +25,7 @@ from osd.analysis.scaling.points import Costs, Point, Run, Speed
 from osd.capture.trace import Trace
 from osd.config import LanguageModelSettings
 from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
+from osd.drafters.base import Needs
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Trainable
@@ -228,12 +229,12 @@ def _timed(
     speed, length = decode.against_plain(engine, prompts, run.turns, run.tokens, policy)
     runtime = Runtime.serving(1, DRAFT_CONTEXT, DEEPEST + 1, engine.target.device, engine.target)
     session = autoregressive(drafter.session(runtime))
-    costs = on_several_cores(lambda: _costs(engine.target, session, run, round(length)), run.threads)
+    costs = on_several_cores(lambda: _costs(engine.target, session, drafter.needs, run, round(length)), run.threads)
     return costs, Speed(speed.median, speed.least, speed.most, length)
 
 
-def _costs(target: SlotModel, session: AutoregressiveSession, run: Run, committed: int) -> Costs:
-    drafting = Drafting(session, target, 1)
+def _costs(target: SlotModel, session: AutoregressiveSession, needs: Needs, run: Run, committed: int) -> Costs:
+    drafting = Drafting(session, needs, target, 1)
     plains: list[float] = []
     steps: list[float] = []
     verify: list[list[float]] = []

@@ -55,6 +55,8 @@ def forward(
         taps, weights = drafter.needs.taps, settings.target.weights
         target = SlotModel(model, slots=1, context=CONTEXT, scratch=COUNTS[-1], taps=taps, weights=weights)
         session = autoregressive(drafter.session(Runtime.serving(1, DRAFT_CONTEXT, STEPS + 1, target.device, target)))
+        if session.levels is not None:
+            fail(f"--draft {draft} drafts all its tokens in one call: there is no further step to time")
         found = on_several_cores(lambda: measure(target, drafter, session, turns, say), settings.engine.threads)
     show(table(found))
     write(json_file, {"target": settings.target.source, "draft": name, "turns": turns, **asdict(found)})

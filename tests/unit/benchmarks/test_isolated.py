@@ -59,7 +59,7 @@ def test_a_forward_and_a_draft_are_timed_apart(tiny_target: Path):
     target = target_on(tiny_target, drafter.needs.taps)
     assert forward_seconds(target, 2, 3) > 0
     assert target.cache.length == [0, 0]
-    drafting = Drafting(autoregressive(drafter.session(Runtime(2, DRAFT_CONTEXT, 5))), target, 2)
+    drafting = Drafting(autoregressive(drafter.session(Runtime(2, DRAFT_CONTEXT, 5))), drafter.needs, target, 2)
     assert all(drafting.seconds(4, 100) > 0 for _ in range(9))  # begins anew when the slots are full
     drafting.close()
 
