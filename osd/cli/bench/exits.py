@@ -65,7 +65,7 @@ def exits(
             check_exit(number, count, "--layer")
     except DrafterError as error:
         fail(error)
-    taps = tuple(number - 1 for number in layers)
+    taps = tuple(sorted(number - 1 for number in layers))
     about = {"target": settings.target.source, "trainer": settings.trainer.model_dump(), "passes": passes}
     about |= {"growth": settings.growth.model_dump(), "records": records, "tokens": tokens}
     found = []
