@@ -88,8 +88,10 @@ class KangarooSession(AutoregressiveSession):
         """See ``Session.commit``."""
         assert kept.hidden is not None  # noqa: S101  the engine taps the layer that this drafter names
         text = self._texts[slot]
-        text.last = kept.tokens[-1]
+        text.last, text.rows = kept.tokens[-1], {}
         text.unread.append(kept.hidden)
+        if not any(other.rows for other in self._texts.values()):  # no draft is under way
+            self._forwards, self._offsets = [], []
 
     def close(self, slot: int) -> None:
         """See ``Session.close``."""
