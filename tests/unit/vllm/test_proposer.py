@@ -89,8 +89,8 @@ def test_steps_without_a_proposal_lose_nothing_but_themselves():
 def test_no_draft_is_longer_than_the_model_can_read():
     proposer = RecallProposer(config(length=64))
     batch = Batch(proposer, length=64)
-    answer = tokens(53, 1)
-    batch.run(tokens(10, 2), answer)
+    answer = tokens(60, 1)
+    batch.run(tokens(2, 2), answer)
     batch.add(tokens(10, 2), answer)
     while batch.lengths[0] < 63:
         batch.step()

@@ -71,6 +71,15 @@ def test_equal_texts_are_requests_of_their_own(rows):
     assert len(rows.readers) == 3
 
 
+def test_a_request_that_is_where_another_one_was_is_not_taken_for_it(rows):
+    rows.put(0, [5, 6, 102])
+    rows.put(1, [5, 6])
+    assert rows.call([0, 1]) == [1, 2]
+    rows.ids[[0, 1]] = rows.ids[[1, 0]]
+    rows.lengths[:2] = rows.lengths[1::-1]
+    assert rows.call([0, 1]) == [2, 1], "the first now has the text that the second had before this call"
+
+
 def test_where_all_places_are_taken_the_request_that_was_not_seen_for_longest_has_ended(rows):
     rows.call()
     rows.call([0, 2])
