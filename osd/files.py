@@ -103,11 +103,13 @@ def directory(folder: Path, first: str) -> Generator[tuple[Path, BinaryIO]]:
 def clear_directories(folder: Path, first: str) -> None:
     """The same for what ``directory`` left; what one is filling stays."""
     for left in folder.glob(".*/"):
+        with contextlib.suppress(OSError):
+            left.rmdir()  # where somebody is about to fill it, he begins again
         try:
             with open(left / first, "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left, ignore_errors=True)
-        except FileNotFoundError:
+        except FileNotFoundError:  # gone, or cleared by half
             shutil.rmtree(left, ignore_errors=True)
         except OSError:
             continue

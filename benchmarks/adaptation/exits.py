@@ -16,6 +16,7 @@ from benchmarks.isolated import DRAFT_CONTEXT, Drafting, forward_seconds, on_sev
 from benchmarks.pair import engine_with, reading_anew
 from osd.config import KangarooSettings, drafter_of
 from osd.drafters.autoregressive import AutoregressiveSession, autoregressive
+from osd.drafters.base import Needs
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
@@ -110,13 +111,15 @@ def _timed(
     depth = policy.growth.max_nodes
     runtime = Runtime.serving(1, DRAFT_CONTEXT, depth + 1, engine.target.device, engine.target)
     session = autoregressive(drafter.session(runtime))
-    plains, steps = on_several_cores(lambda: _seconds(engine.target, session, depth), settings.engine.threads)
+    plains, steps = on_several_cores(
+        lambda: _seconds(engine.target, session, drafter.needs, depth), settings.engine.threads
+    )
     return plains, steps, speedup, length
 
 
-def _seconds(target: SlotModel, session: AutoregressiveSession, depth: int) -> tuple[Spread, Spread]:
+def _seconds(target: SlotModel, session: AutoregressiveSession, needs: Needs, depth: int) -> tuple[Spread, Spread]:
     """Of a plain forward, and of a step of drafts of ``depth`` tokens, taking turns; the first turn warms up."""
-    drafting = Drafting(session, target, 1)
+    drafting = Drafting(session, needs, target, 1)
     pairs = [(forward_seconds(target, 1, 1), drafting.seconds(depth, 2) / depth) for _ in range(_TURNS + 1)][1:]
     drafting.close()
     plains, steps = zip(*pairs, strict=True)

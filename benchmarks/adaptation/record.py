@@ -43,9 +43,9 @@ class Reader(Recall):
 
 
 def _taps(settings: Settings, readers: Sequence[DrafterSettings], directory: Path) -> tuple[int, ...]:
-    """The layers that drafters of ``readers`` read together, in ascending order."""
-    each = [drafters.initial(one, directory, settings.home_dir).needs.taps for one in readers]
-    return tuple(sorted({tap for taps in each for tap in taps}))
+    """The layers that drafters of ``readers`` read together: those of the first of them, and what others read more."""
+    first, *others = [drafters.initial(one, directory, settings.home_dir).needs.taps for one in readers]
+    return first + tuple(sorted({tap for taps in others for tap in taps} - set(first)))
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ def test_versions_are_swapped_in_and_back_in_the_middle_of_a_request(target_dir:
 
 
 def test_what_does_not_fit_is_refused_and_the_running_version_stays(target_dir: Path, goals: Goals) -> None:
-    running_one, deeper, eagle = kangaroo(target_dir), kangaroo(target_dir, 3), make_drafter("eagle", target_dir)
+    running_one, deeper, eagle = kangaroo(target_dir), kangaroo(target_dir, 2), make_drafter("eagle", target_dir)
     assert eagle is not None
     broken = {**running_one.weights(), "q_proj.weight": torch.zeros(3, 3)}
     with running(target_dir, drafter=running_one) as client:
@@ -321,9 +321,9 @@ def test_what_does_not_fit_is_refused_and_the_running_version_stays(target_dir: 
             handle.stage(2, broken)
         with pytest.raises(DrafterError, match=r"tensor 'down_proj.weight' is unknown"):
             handle.stage(2, eagle.weights())
-        with pytest.raises(DrafterError, match=r"this kangaroo drafter reads layers \[2\], the target gives \[0\]"):
+        with pytest.raises(
+            DrafterError, match=r"this kangaroo drafter reads layers \[1\], the target gives \[0, 2, 3\]"
+        ):
             handle.stage(2, deeper.weights(), deeper)
-        with pytest.raises(DrafterError, match=r"this eagle drafter reads layers \[0, 2, 2\], the target gives \[0\]"):
-            handle.stage(2, eagle.weights(), eagle)
         ask(client, goals)
         assert client.engine.drafter_version == 1
