@@ -21,7 +21,7 @@ from osd.analysis.tokenizer.fit import (
 from osd.analysis.tokenizer.languages import SCRIPTS, SPEAKERS
 from osd.analysis.tokenizer.passages import Passage
 from osd.analysis.tokenizer.structure import Structure, structures_of
-from osd.analysis.tokenizer.vocabulary import Vocabulary
+from osd.target.vocabulary import Vocabulary
 
 _SMALL_SCRIPT, _SMALL_LANGUAGE = 0.01, 0.02
 """Shares that a row must surpass somewhere to stand for itself; the others are put together."""

@@ -9,7 +9,7 @@ import pytest
 from osd.analysis.tokenizer.findings import Setting, conclusions, figures, findings, tables
 from osd.analysis.tokenizer.page import page
 from osd.analysis.tokenizer.passages import Passage
-from osd.analysis.tokenizer.vocabulary import Vocabulary
+from osd.target.vocabulary import Vocabulary
 from tests.unit.analysis.tokenizers_of import byte_level
 
 LETTERS = [chr(97 + number) for number in range(26)]
