@@ -25,6 +25,10 @@ _SPACE = "\u2581"
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+LEAST_SHARE = 0.1
+"""Of the smaller of two vocabularies so much must be in the other one too, for a model with that to draft by it."""
+
+
 class VocabularyError(ValueError):
     """A tokenizer's vocabulary cannot be read; the message is one line that says why."""
 

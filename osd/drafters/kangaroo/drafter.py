@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafters.alternative_tokens import AlternativeTokens
+from osd.drafters.alternative_tokens import AlternativeTokens, Reading
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.kangaroo.session import KangarooSession
 from osd.drafters.kangaroo.shape import KangarooShape, check_exit
@@ -164,7 +164,8 @@ class Kangaroo(VocabularyDrafter):
         first = self.logits(adapted[batch.sequence, batch.place - 1])
         if drafted is None or depth == 1:
             return [first] * depth
-        both = AlternativeTokens(batch.token_ids, batch.lengths, drafted)
+        text, others = (Reading.same(ids, batch.lengths) for ids in (batch.token_ids, drafted))
+        both = AlternativeTokens(text, others, batch.token_ids != drafted)
         inputs = both.inputs()
         adapted = self.adapted(self._run(**inputs), inputs["position_ids"], inputs["attention_mask"][:, 0])
         later = self.logits(adapted[batch.sequence, both.column[batch.sequence, batch.place - 1]])
