@@ -50,7 +50,8 @@ class LanguageModel(Trainable):
                 raise DrafterError("drafter.revision is of drafter.source, which is not set")
             return cls.first_layers(target, settings.layers)
         directory = resolve(settings.source, home, revision=settings.revision)
-        model = load_model(directory, "float32", "cpu")
+        model: Any = load_model(directory, "float32", "cpu")
+        model.set_attn_implementation("sdpa")  # it is trained as well
         return cls(model, shared=False, translation=translation_of(model, directory, target, target_dir))
 
     @classmethod
