@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from osd.capture.trace import ACCEPTED, NOT_DRAFTED
+from osd.capture.trace import NOT_DRAFTED, REJECTED
 from osd.config import LanguageModelSettings, TrainerSettings
 from osd.drafters import DrafterError, from_config, initial
 from osd.drafters.formats import Origin, read, write
@@ -22,6 +22,7 @@ from osd.drafters.session import Kept, Runtime
 from osd.learning.batch import DistillBatch
 from osd.learning.distiller import Distiller
 from osd.learning.evaluation import evaluate
+from osd.learning.targets import OwnSamples
 from osd.target.vocabulary import Vocabulary
 from tests.unit.analysis.tokenizers_of import byte_level, sentencepiece
 from tests.unit.drafters.other_tokens import END, LONG, OF_TARGET, SHARED, SPELLED, make_pair
@@ -151,6 +152,20 @@ def test_serving_training_and_transformers_see_the_same_text(drafter: LanguageMo
             goal = said(drafter, spelled(tokens[row, : 9 + step]))
             torch.testing.assert_close(trained[row], goal, rtol=1e-4, atol=1e-4)
             assert float((got[step][row] - goal).norm() / goal.norm()) < 0.03  # the session computes in bfloat16
+
+
+def test_greedy_chains_of_one_call_go_on_with_its_own_ids(drafter: LanguageModel) -> None:
+    tokens, goal = texts(1)[0], []
+    session = rounded(drafter).session(Runtime(2, 80, 6, bucketed=True))
+    session.open(1, int(tokens[0]))
+    session.commit(1, Kept(tokens[1:].tolist()))
+    chains = session.chains([1], [4], 0.0)
+    text = spelled(tokens)
+    for _ in range(4):
+        goal.append(sorted(SHARED)[int(said(drafter, text).argmax())])
+        text += SPELLED[goal[-1]]
+    assert chains is not None
+    assert chains.tokens == [goal]
 
 
 def test_right_padding_of_shorter_sequences_changes_nothing(drafter: LanguageModel) -> None:
@@ -334,16 +349,25 @@ def test_it_learns_what_the_target_says_of_the_tokens_that_both_have(
         assert torch.equal(drafter.weights()[name], value)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def batch_of(target: Any, tokens: Tensor) -> DistillBatch:
-    """The eight most probable tokens at every place behind the first four, none of them drafted."""
-    logp = target(input_ids=tokens).logits[:, 3:-1].float().log_softmax(-1)
-    best = logp.flatten(0, 1).topk(8)
+    """The most probable tokens at every place behind the first four; at place 8 the drafter's own was rejected."""
     count, length = tokens.shape
     places = torch.arange(4, length).repeat(count)
-    drafted = torch.full((len(places),), -1)
+    drafted = tokens.clone()
+    drafted[:, 8] = OF_TARGET.index(LONG[0])
+    true, own = (_kept(target, text) for text in (tokens, drafted))
+    behind = places == 9
+    mixed = [torch.where(behind.view(-1, *[1] * (a.dim() - 1)), b, a) for a, b in zip(true, own, strict=True)]
+    since = torch.where(places >= 9, places - 9, 1_000_000)
     return DistillBatch(
-        tokens.clone(), torch.full((count,), length), None, torch.arange(count).repeat_interleave(length - 4), places,
-        best.indices, best.values, torch.log1p(-best.values.exp().sum(-1).clamp(max=1 - 1e-6)), drafted,
-        torch.where(drafted < 0, NOT_DRAFTED, ACCEPTED),
+        tokens, torch.full((count,), length), None, torch.arange(count).repeat_interleave(length - 4), places,
+        *true, torch.where(places == 8, drafted[0, 8], -1), torch.where(places == 8, REJECTED, NOT_DRAFTED),
+        OwnSamples(drafted, *mixed, since),
     )  # fmt: skip
+
+
+def _kept(target: Any, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and log-probabilities [N, 8] of the target, and the log-mass of the rest [N]."""
+    best = target(input_ids=tokens).logits[:, 3:-1].float().log_softmax(-1).flatten(0, 1).topk(8)
+    return best.indices, best.values, torch.log1p(-best.values.exp().sum(-1).clamp(max=1 - 1e-6))
