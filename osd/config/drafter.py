@@ -65,11 +65,11 @@ class MedusaSettings(_Drafter):
 
 
 class LanguageModelSettings(_Drafter):
-    """A smaller language model with the target's vocabulary."""
+    """A smaller language model."""
 
     kind: Literal["language_model"] = "language_model"
     layers: int = Field(default=2, ge=1, description="target layers that it keeps where it has no source")
-    source: str | None = Field(default=None, description="model that it starts from")
+    source: str | None = Field(default=None, description="model that it starts from, of any tokenizer")
     revision: str | None = Field(default=None, description="branch, tag or commit of a source from a hub")
 
     @property

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from osd.speculation.tree import repeats
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The target's tokens as a model reads them, each as one or more of its own.
+
+    ``token_ids`` [B, M] are the model's, of which ``lengths`` [B] count; ``ends`` [B, L] how many of them stand for the
+    target's tokens up to each, that one among them.
+    """
+
+    token_ids: Tensor
+    lengths: Tensor
+    ends: Tensor
+
+    @classmethod
+    def same(cls, token_ids: Tensor, lengths: Tensor) -> Self:
+        """By a model with the target's own tokens ``token_ids`` [B, L]."""
+        places = torch.arange(1, token_ids.shape[1] + 1, device=token_ids.device)
+        return cls(token_ids, lengths, places.expand_as(token_ids))
+
+    @property
+    def starts(self) -> Tensor:
+        """[B, L] where the model's tokens for each of the target's begin."""
+        return pad(self.ends, (1, 0))[:, :-1]
 
 
 class AlternativeTokens:
@@ -15,23 +42,30 @@ class AlternativeTokens:
     ``column`` [B, L] is where the hidden state after the other token of each place is, or after the same one.
     """
 
-    def __init__(self, token_ids: Tensor, lengths: Tensor, others: Tensor) -> None:
-        """Put ``others`` [B, L] beside ``token_ids`` [B, L] wherever they differ; ``lengths`` [B] of them count."""
-        count, length = token_ids.shape
-        places = torch.arange(length, device=token_ids.device)
-        row, place = (token_ids != others).nonzero(as_tuple=True)
-        at = length + repeats(row)
+    def __init__(self, text: Reading, others: Reading, different: Tensor) -> None:
+        """Put what ``others`` has beside ``text`` wherever they are ``different`` [B, L]."""
+        count, length = text.token_ids.shape
+        places = torch.arange(length, device=text.token_ids.device)
+        row, place = different.nonzero(as_tuple=True)
+        first = others.starts[row, place]
+        each = others.ends[row, place] - first
+        of = torch.arange(len(row), device=row.device).repeat_interleave(each)
+        step, owner = repeats(of), row[of]
+        at = length + repeats(owner)
         width = int(at.max()) + 1 if len(at) else length
-        self.column = places.expand(count, -1).clone()
-        self.column[row, place] = at
-        self._ids = pad(token_ids, (0, width - length))
-        self._ids[row, at] = others[row, place]
+        self.column = text.ends - 1
+        self.column[row, place] = at[each.cumsum(0) - 1]
+        self._ids = pad(text.token_ids, (0, width - length))
+        self._ids[owner, at] = others.token_ids[owner, first[of] + step]
+        begin = text.starts[row, place][of]
         self._places = pad(places, (0, width - length)).repeat(count, 1)
-        self._places[row, at] = place
-        self._mask = torch.eye(width, dtype=torch.bool, device=token_ids.device).repeat(count, 1, 1)
-        real = places < lengths[:, None]
+        self._places[owner, at] = begin + step
+        self._mask = torch.eye(width, dtype=torch.bool, device=places.device).repeat(count, 1, 1)
+        real = places < text.lengths[:, None]
         self._mask[:, :length, :length] |= (places <= places[:, None]) & real[:, None]
-        self._mask[row, at, :length] = places < place[:, None]
+        columns = torch.arange(width, device=places.device)
+        own = (columns >= (at - step)[:, None]) & (columns <= at[:, None])
+        self._mask[owner, at] = own | (columns < begin[:, None])
 
     def inputs(self) -> dict[str, Tensor]:
         """What the decoder is called with."""

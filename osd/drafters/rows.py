@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +20,10 @@ class TreeRows:
     and sees the committed places, its ancestors and itself. ``parents`` are those of each tree's nodes.
     """
 
-    def __init__(self, builder: TreeBuilder, cache: KVCache) -> None:
+    def __init__(self, builder: TreeBuilder, cache: KVCache, own_ids: np.ndarray | None = None) -> None:
+        """Rows of a model for whose tokens the target's are ``own_ids`` [target vocabulary], None for the same."""
         self.parents: list[list[int]] = builder.parents.tolist()
-        self._cache, self._tokens = cache, builder.tokens.tolist()
+        self._cache, self._tokens, self._own_ids = cache, builder.tokens.tolist(), own_ids
         self._rows = RowBuilder()
         self._paths: list[list[int]] = [[] for _ in self.parents]
         self._last: list[int] = []
@@ -41,7 +43,9 @@ class TreeRows:
         """Append a node of ``tree``."""
         known = self._paths[tree]
         known += paths(self.parents[tree][len(known) : node + 1], known)
-        self._last.append(self._rows.node(slot, self._cache.length[slot], node, self._tokens[tree][node], known[node]))
+        token = self._tokens[tree][node]
+        token = token if self._own_ids is None else int(self._own_ids[token])
+        self._last.append(self._rows.node(slot, self._cache.length[slot], node, token, known[node]))
 
     @property
     def last(self) -> Tensor:

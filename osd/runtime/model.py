@@ -46,7 +46,7 @@ class SlotModel:
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.context = context
-        self.eos_ids = _eos_ids(model)
+        self.eos_ids = eos_ids(model)
         embedding, _ = ends_of(model)
         self.device, self.dtype = embedding.weight.device, embedding.weight.dtype
         self.layers = decoder_layers(model)
@@ -131,7 +131,8 @@ def _let_go_of_file(model: nn.Module) -> None:
         tensor.data = tensor.data.clone()
 
 
-def _eos_ids(model: nn.Module) -> frozenset[int]:
+def eos_ids(model: nn.Module) -> frozenset[int]:
+    """The ids that end a text."""
     every = (getattr(config, "eos_token_id", None) for config in (model.generation_config, model.config))
     eos: Any = next((found for found in every if found), None)
     return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])

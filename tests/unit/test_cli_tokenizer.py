@@ -45,7 +45,7 @@ def test_tables_figures_and_page_say_the_same(target, prompts, tmp_path):
     result = analyze(tmp_path, target, other.parent, "--prompts", prompts, "--json", figures, "--html", page)
     assert result.exit_code == 0, result.output
     assert "code, one" in result.stdout
-    assert "two cannot draft for it as it is: 0 of 98 ids" in result.stdout
+    assert "two can draft what both have: 2 of the target's 98 tokens" in result.stdout
     assert "it is 8192 now" in result.stdout
     read = json.loads(figures.read_text())
     assert read["setting"] == {"name": "drafter.trained.vocabulary", "ids": 8192}

@@ -9,7 +9,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from osd.analysis.tokenizer.vocabulary import BYTES
+from osd.target.vocabulary import BYTES
 
 CATEGORIES: Mapping[str, str] = MappingProxyType(
     {

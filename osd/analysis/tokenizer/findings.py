@@ -21,7 +21,7 @@ from osd.analysis.tokenizer.fit import (
 from osd.analysis.tokenizer.languages import SCRIPTS, SPEAKERS
 from osd.analysis.tokenizer.passages import Passage
 from osd.analysis.tokenizer.structure import Structure, structures_of
-from osd.analysis.tokenizer.vocabulary import Vocabulary
+from osd.target.vocabulary import LEAST_SHARE, Vocabulary
 
 _SMALL_SCRIPT, _SMALL_LANGUAGE = 0.01, 0.02
 """Shares that a row must surpass somewhere to stand for itself; the others are put together."""
@@ -108,11 +108,14 @@ def conclusions(found: Findings, setting: Setting | None) -> list[str]:
     target = found.structures[0]
     said: list[str] = []
     for one in found.overlaps:
-        alike = one.same_ids == target.tokens
-        verdict = "has the target's ids, and can draft for it" if alike else "cannot draft for it as it is"
-        of_traffic = "" if one.traffic_same_ids is None else f", which are {one.traffic_same_ids:.2%} of the traffic"
-        same = f"{one.same_ids} of {target.tokens} ids mean the same{of_traffic}"
-        said.append(f"{one.label} {verdict}: {same}.")
+        of_traffic = "" if one.traffic_tokens is None else f", which are {one.traffic_tokens:.2%} of the traffic"
+        both = f"{one.tokens} of the target's {target.tokens} tokens{of_traffic}"
+        if one.same_ids == target.tokens:
+            said.append(f"{one.label} has the target's ids, and can draft all of them.")
+        elif max(one.of_target, one.of_draft) < LEAST_SHARE:
+            said.append(f"{one.label} cannot draft for the target: it has only {both}.")
+        else:
+            said.append(f"{one.label} can draft what both have: {both}.")
     if found.coverage is not None:
         said.append(_suggestion(found.coverage, setting))
     return said

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from osd.analysis.tokenizer.passages import Passage
-from osd.analysis.tokenizer.vocabulary import Vocabulary
+from osd.target.vocabulary import Vocabulary
 
 SMALLEST = 256
 """Ids of the smallest draft vocabulary that is looked at."""

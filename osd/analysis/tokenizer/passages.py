@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from osd.analysis.tokenizer.vocabulary import Vocabulary
 from osd.capture.trace import Trace
+from osd.target.vocabulary import Vocabulary
 from osd.traffic.prompt import Prompt
 
 

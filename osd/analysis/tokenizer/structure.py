@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from osd.analysis.tokenizer.categories import CATEGORIES, Kind, classify
 from osd.analysis.tokenizer.languages import SCRIPTS, alphabets, languages_of
-from osd.analysis.tokenizer.vocabulary import Vocabulary
+from osd.target.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)

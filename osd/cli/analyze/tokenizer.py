@@ -14,8 +14,8 @@ from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
 if TYPE_CHECKING:
     from osd.analysis.tokenizer.findings import Setting, Table
     from osd.analysis.tokenizer.passages import Passage
-    from osd.analysis.tokenizer.vocabulary import Vocabulary
     from osd.config import Settings
+    from osd.target.vocabulary import Vocabulary
 
 
 def tokenizer(
@@ -51,8 +51,8 @@ def tokenizer(
     check_output(json_file, html=html)
     from osd.analysis.tokenizer import findings, source
     from osd.analysis.tokenizer.page import page
-    from osd.analysis.tokenizer.vocabulary import VocabularyError
     from osd.files import replace
+    from osd.target.vocabulary import VocabularyError
 
     try:
         vocabularies = [

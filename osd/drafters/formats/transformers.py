@@ -12,14 +12,19 @@ from transformers import AutoModelForCausalLM
 
 from osd.drafters.formats.base import WEIGHTS, FormatError, Origin
 from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.language_model.translation import translation_of
 from osd.drafters.trainable import Trainable
-from osd.runtime.causal_lm import ends_of, text_config
+from osd.runtime.causal_lm import ends_of
 from osd.target.load import load_tokenizer
 from osd.target.model import load_model
 
 
 class Transformers:
-    """A whole model with the target's tokenizer beside it; the embedding is written even where it is the target's."""
+    """A whole model; the embedding is written even where it is the target's.
+
+    Where its tokens are the target's, the tokenizer is written too. One with a translation is written as it is: its own
+    tokenizer is that of the model that it began as, and no version has that.
+    """
 
     kind, weights = LanguageModel.kind, WEIGHTS
 
@@ -28,14 +33,19 @@ class Transformers:
         assert isinstance(drafter, LanguageModel)  # noqa: S101  nobody else calls this
         model: Any = drafter.model
         model.save_pretrained(folder, max_shard_size="1TB")
-        load_tokenizer(origin.target).save_pretrained(folder)
+        if drafter.translation is None:
+            load_tokenizer(origin.target).save_pretrained(folder)
 
     def recognises(self, config: dict[str, Any]) -> bool:
         """See ``Format.recognises``."""
         return "model_type" in config and "speculators_model_type" not in config
 
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
-        """See ``Format.read``; an embedding and head that equal the target's are shared with it, and stay frozen."""
+        """See ``Format.read``; an embedding and head that equal the target's are shared with it, and stay frozen.
+
+        Raises:
+            osd.drafters.base.DrafterError: its tokenizer is not the target's, and they share too few tokens.
+        """
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa",
@@ -48,10 +58,8 @@ class Transformers:
         for name, keys in wrong.items():
             raise FormatError(f"{folder}: {name.replace('_keys', '')} weight {min(map(str, keys))}")
         of_target = load_model(target, "float32", "cpu")
-        mine, theirs = text_config(model).vocab_size, text_config(of_target).vocab_size
-        if mine != theirs:
-            raise FormatError(f"{folder} has {mine} tokens, but the target has {theirs}; they must be the same")
-        return LanguageModel(model, shared=_same_ends(model, of_target))
+        translation = translation_of(model, folder, of_target, target)
+        return LanguageModel(model, translation is None and _same_ends(model, of_target), translation)
 
 
 def _same_ends(one: nn.Module, other: nn.Module) -> bool:

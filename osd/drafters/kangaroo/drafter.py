@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.drafters.alternative_tokens import AlternativeTokens
+from osd.drafters.alternative_tokens import AlternativeTokens, Reading
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.kangaroo.session import KangarooSession
 from osd.drafters.kangaroo.shape import KangarooShape, check_exit, usual_exit
@@ -170,7 +170,8 @@ class Kangaroo(VocabularyDrafter):
         first = self.logits(self._causal(batch.hidden.float(), batch.sequence, batch.place - 1))
         if drafted is None or depth == 1:
             return [first] * depth
-        both = AlternativeTokens(batch.token_ids, batch.lengths, drafted)
+        text, others = (Reading.same(ids, batch.lengths) for ids in (batch.token_ids, drafted))
+        both = AlternativeTokens(text, others, batch.token_ids != drafted)
         inputs = both.inputs()
         places = inputs["position_ids"]
         every = torch.arange(places.shape[1], device=places.device).expand(len(places), -1)

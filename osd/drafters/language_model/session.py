@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from osd.drafters.autoregressive import AutoregressiveSession
-from osd.drafters.base import check
+from osd.drafters.base import DrafterError, check
 from osd.drafters.graph_chains import GraphChains, NewTokens
+from osd.drafters.language_model.reader import Reader
+from osd.drafters.language_model.translation import Translation, check_translation, named, split
 from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
 from osd.runtime.batch import PackedRows
+from osd.runtime.causal_lm import text_config
 from osd.runtime.decoder import recordable
 from osd.runtime.device import aside
 from osd.runtime.model import SlotModel
@@ -26,6 +30,10 @@ class LanguageModelSession(AutoregressiveSession):
     """A small language model over KV slots; see ``osd.drafters.session.Session``.
 
     On a GPU, or where ``Runtime.bucketed`` says so, greedy chains are one CUDA graph.
+
+    With a ``translation`` the model reads a sequence in tokens of its own, which may be more than the target has: it
+    has as many places as that, or as it has positions, and where they are full the older half is dropped and the rest
+    read again from the first place on.
     """
 
     source = "language_model"
@@ -36,13 +44,19 @@ class LanguageModelSession(AutoregressiveSession):
         weights: dict[str, Tensor],
         names: dict[str, list[str]],
         runtime: Runtime,
+        translation: Translation | None = None,
     ) -> None:
-        """Draft with a copy of ``model``; ``weights`` are a version's, and ``names`` all those of each in the model."""
+        """Draft with a copy of ``model``; ``weights`` are a version's, and ``names`` all those of each in the model.
+
+        Raises:
+            DrafterError: with a translation, the model has too few positions for any text beside a draft.
+        """
         self._expected, self._names = weights, names
+        self._reader = None if translation is None else Reader(translation, runtime.device)
         self.model = SlotModel(
             deepcopy(model).to(runtime.device, _DTYPE),
             slots=runtime.slots,
-            context=runtime.context,
+            context=runtime.context if translation is None else _context(model, runtime),
             scratch=runtime.scratch,
             taps=(-1,) if runtime.states else (),
             weights="int8" if runtime.int8 and not runtime.bucketed else "full",
@@ -52,40 +66,53 @@ class LanguageModelSession(AutoregressiveSession):
         self._graphs: GraphChains | None = None
         if self.model.bucketed is not None:
             plays = recordable(self.model.config)
-            self._graphs = GraphChains(self.graph_step, self.model.cache, runtime.scratch, None, plays)
+            self._graphs = GraphChains(self.graph_step, self.model.cache, runtime.scratch, self.support, plays)
         self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
-        self.pending: dict[int, list[int]] = {}
+        self._texts: dict[int, list[int]] = {}  # the model's own tokens; those behind the cache's length are unread
 
     @property
-    def support(self) -> None:
-        """See ``AutoregressiveSession.support``; the whole vocabulary."""
+    def support(self) -> Tensor | None:
+        """See ``AutoregressiveSession.support``; with a translation the tokens that both vocabularies have."""
+        return None if self._reader is None else self._reader.support
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
         self.model.cache.length[slot] = 0
-        self.pending[slot] = [token]
+        self._texts[slot] = []
+        self._append(slot, [token])
 
     def commit(self, slot: int, kept: Kept) -> None:  # it reads tokens only
         """See ``Session.commit``."""
-        self.pending[slot].extend(kept.tokens)
+        self._append(slot, kept.tokens)
 
     def close(self, slot: int) -> None:
         """See ``Session.close``."""
-        self.pending.pop(slot, None)
+        self._texts.pop(slot, None)
+
+    def _append(self, slot: int, tokens: list[int]) -> None:
+        self._texts[slot] += tokens if self._reader is None else self._reader.own(tokens)
+
+    def _unread(self, slot: int) -> list[int]:
+        """What the model has not read of a slot, from the place of the cache's length on."""
+        text, context = self._texts[slot], self.model.context
+        if len(text) > context:
+            del text[: len(text) - (context + 1) // 2]
+            self.model.cache.length[slot] = 0
+        return text[self.model.cache.length[slot] :]
 
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``AutoregressiveSession.expand``."""
-        packed = TreeRows(builder, self.model.cache)
+        reader = self._reader
+        packed = TreeRows(builder, self.model.cache, None if reader is None else reader.host_ids)
         for row, node in zip(rows.tolist(), nodes.tolist(), strict=True):
             slot = slots[row]
             if node < 0:
-                packed.commit(slot, self.pending[slot])
-                self.pending[slot] = []
+                packed.commit(slot, self._unread(slot))
             else:
                 packed.node(slot, row, node)
         forward = self.model.forward(packed.rows(), packed.last)
         self._states = forward.logits if forward.hidden is None else forward.hidden[packed.last]
-        return forward.logits
+        return forward.logits if reader is None else forward.logits[:, reader.columns]
 
     @torch.inference_mode()
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
@@ -95,27 +122,47 @@ class LanguageModelSession(AutoregressiveSession):
         places: list[tuple[int, int, int]] = []
         tokens: list[int] = []
         for slot, limit in zip(slots, limits, strict=True):
-            new = self.pending[slot] if limit else []
+            new = self._unread(slot) if limit else []
             places.append((slot, self.model.cache.length[slot], len(new)))
             tokens += new
-            if limit:
-                self.model.cache.length[slot] += len(new)
-                self.pending[slot] = []
+            self.model.cache.length[slot] += len(new)
         return self._graphs.chains(NewTokens(places, tokens, None), limits, floor)
 
     def graph_step(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
         """See ``osd.drafters.graph_chains.Step``; it reads tokens only."""
+        reader = self._reader
+        if reader is not None and not first:  # what the last step drew are ids of the target
+            rows = replace(rows, token_ids=reader.own_ids[rows.token_ids])
         logits = self.model.compute(rows, wanted).logits
+        logits = logits if reader is None else logits[:, reader.columns]
         return logits, logits
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
-        weights = check(weights, self._expected)
+        weights, translation = split(check(weights, self._expected))
+        if translation:
+            check_translation(translation, self.model.vocab_size)
         # Where the linear layers have a layout of their own, a tied weight is there twice.
         aliases = {alias: weights[name] for name, every in self._names.items() for alias in every}
         with aside(self.model.device):
-            return {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
+            staged = {alias: self.model.stage(alias, value) for alias, value in aliases.items()}
+        return staged | named(translation)
 
     def load(self, staged: dict[str, Tensor]) -> None:
         """See ``Session.load``."""
+        staged, translation = split(staged)
         self.model.load(staged)
+        if self._reader is not None:
+            self._reader.load(translation)
+
+
+def _context(model: nn.Module, runtime: Runtime) -> int:
+    """Tokens of its own that a model with a translation reads of a sequence at most."""
+    positions = getattr(text_config(model), "max_position_embeddings", None)
+    if positions is None:
+        return runtime.context
+    if positions <= runtime.scratch:
+        raise DrafterError(
+            f"drafter.source has {positions} positions, must be more than the {runtime.scratch} of a draft"
+        )
+    return min(runtime.context, positions - runtime.scratch)

@@ -9,7 +9,7 @@ import pytest
 from osd.analysis.tokenizer.findings import Setting, conclusions, figures, findings, tables
 from osd.analysis.tokenizer.page import page
 from osd.analysis.tokenizer.passages import Passage
-from osd.analysis.tokenizer.vocabulary import Vocabulary
+from osd.target.vocabulary import Vocabulary
 from tests.unit.analysis.tokenizers_of import byte_level
 
 LETTERS = [chr(97 + number) for number in range(26)]
@@ -57,12 +57,10 @@ def test_shares_of_scripts_and_languages_sum_to_a_whole(target, draft):
 def test_what_to_do_is_said_with_the_setting_of_the_service(target, draft):
     found = findings([target, draft], passages(target), "somewhere")
     fits, suggestion = conclusions(found, Setting("drafter.vocabulary", 8192))
-    assert fits == (
-        "<draft> cannot draft for it as it is: 26 of 30 ids mean the same, which are 87.50% of the traffic."
-    )
+    assert fits == ("<draft> can draft what both have: 26 of the target's 30 tokens, which are 87.50% of the traffic.")
     assert suggestion.startswith("No smaller vocabulary than the whole one covers 99% of held-out tokens; it is 8192")
     same, _ = conclusions(findings([target, target], passages(target), "somewhere"), None)
-    assert same.startswith("target has the target's ids, and can draft for it: 30 of 30")
+    assert same == "target has the target's ids, and can draft all of them."
 
 
 def test_a_smaller_vocabulary_is_suggested_by_the_name_of_the_setting():

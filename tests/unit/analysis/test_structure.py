@@ -4,7 +4,7 @@ import pytest
 
 from osd.analysis.tokenizer.languages import SCRIPTS, SPEAKERS, alphabets, languages_of
 from osd.analysis.tokenizer.structure import structures_of
-from osd.analysis.tokenizer.vocabulary import Vocabulary
+from osd.target.vocabulary import Vocabulary
 from tests.unit.analysis.tokenizers_of import byte_level, sentencepiece
 
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from osd.analysis.tokenizer.source import read
-from osd.analysis.tokenizer.vocabulary import BYTES, Vocabulary, VocabularyError
+from osd.target.vocabulary import BYTES, Vocabulary, VocabularyError
 from tests.tiny import make_tiny
 from tests.unit.analysis.tokenizers_of import byte_level, saved, sentencepiece
 

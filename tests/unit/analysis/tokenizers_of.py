@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from osd.analysis.tokenizer.vocabulary import BYTES, Vocabulary
+from osd.target.vocabulary import BYTES, Vocabulary
 
 _WRITTEN = {byte: character for character, byte in BYTES.items()}
 

@@ -16,7 +16,7 @@ from osd.drafters import DrafterError, from_config, initial
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.session import Kept, Runtime
 from osd.target.model import load_model
-from tests.tiny import make_tiny, tokenizer
+from tests.tiny import make_tiny
 from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
 
 LENGTH = 30
@@ -174,13 +174,6 @@ def test_all_layers_of_the_target_are_the_target(target_dir: Path) -> None:
 def test_more_layers_than_the_target_has_are_refused(target_dir: Path) -> None:
     with pytest.raises(DrafterError, match=r"drafter.layers is 5, but the target has 4 layers"):
         initial(LanguageModelSettings(layers=5), target_dir, target_dir)
-
-
-def test_a_source_of_another_vocabulary_is_refused(target_dir: Path, tmp_path: Path) -> None:
-    own("llama", vocabulary=300).model.save_pretrained(tmp_path)  # type: ignore[operator]
-    tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(DrafterError, match=r"drafter\.source has 300 tokens, but the target has 259"):
-        initial(LanguageModelSettings(source=str(tmp_path)), target_dir, tmp_path / "home")
 
 
 def test_a_revision_without_a_source_is_refused(target_dir: Path) -> None:

@@ -49,6 +49,7 @@ from osd.speculation.verification import VERIFICATIONS
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
 from osd.speculation.verification.draws import Drawing, LastDrawn, follow_draws
+from tests.unit.drafters.other_tokens import translated
 from tests.unit.engine.harness import settings
 from tests.unit.engine.toys import Lookup, Rider, Skip
 from tests.unit.speculation.test_penalties import written_out
@@ -270,6 +271,17 @@ def test_in_a_hundred_thousand_runs_no_policy_changes_the_law(
     model: LlamaForCausalLM, name: str, temperature: float, top_p: float
 ) -> None:
     assert p_value(model, SamplingParams(temperature, top_p=top_p), named(name), count=100_000, slots=512) > 1e-4
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["block", "siblings", "traversal", "naive"])
+def test_in_a_hundred_thousand_runs_a_drafter_of_other_tokens_leaves_the_law_alone(
+    model: LlamaForCausalLM, name: str
+) -> None:
+    """It has six tokens of its own, and four of the target's five; the last one it spells with two."""
+    drafter = translated(model, [[1], [2], [3], [4], [0, 5]], {0, 1, 2, 3}, 6, noise=0.1)
+    assert p_value(model, SamplingParams(1.0), named(name), count=100_000, slots=512, drafter=drafter) > 1e-4
 
 
 class Whim:

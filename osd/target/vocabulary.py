@@ -7,17 +7,26 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 
+from osd.target.load import TargetError, load_gguf_tokenizer, load_tokenizer
+
 Token: TypeAlias = tuple[bytes, bool]
 """What a token stands for, and whether it is one of the added ones, which no text is split into by merges."""
 
+_FILE = "tokenizer.json"
+_OTHERS = ("*.model", "vocab.*", "merges.txt")
 _KINDS = ("BPE", "Unigram")
 _SPACE = "\u2581"
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+LEAST_SHARE = 0.1
+"""Of the smaller of two vocabularies so much must be in the other one too, for a model with that to draft by it."""
 
 
 class VocabularyError(ValueError):
@@ -28,13 +37,30 @@ class VocabularyError(ValueError):
 class Vocabulary:
     """The tokens of one tokenizer by their ids, under the name ``label``.
 
-    ``byte_ids`` are those that SentencePiece has for the single bytes of what no other token can write.
+    ``byte_ids`` are those that SentencePiece has for the single bytes of what no other token can write, ``special``
+    those that stand for no text, such as the end of one, and ``unknown`` is what the tokenizer puts for what it cannot
+    write, None where it has no such id. ``byte_level`` tokens have a character for each byte.
     """
 
     label: str
     tokenizer: Tokenizer
     tokens: Mapping[int, Token]
     byte_ids: frozenset[int]
+    special: frozenset[int]
+    unknown: int | None
+    byte_level: bool
+
+    @classmethod
+    def read(cls, path: Path, label: str, source: str) -> Vocabulary:
+        """Read the tokenizer of a directory, a GGUF file or a ``tokenizer.json``, which errors call ``source``.
+
+        Raises:
+            VocabularyError: there is none that can be read.
+        """
+        tokenizer = _from_model(path, source) if path.is_dir() or path.suffix == ".gguf" else _from_file(path)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls.of(label, tokenizer)
 
     @classmethod
     def of(cls, label: str, tokenizer: Tokenizer) -> Vocabulary:
@@ -57,7 +83,9 @@ class Vocabulary:
         if not tokens:
             raise VocabularyError(f"the tokenizer of {label} has no token")
         single = () if byte_level else (id for piece, id in ids.items() if _FALLBACK.fullmatch(piece))
-        return cls(label, tokenizer, tokens, frozenset(single))
+        special = frozenset(added["id"] for added in described["added_tokens"] if added["special"])
+        unknown = model.get("unk_id") if isinstance(pieces, list) else ids.get(model.get("unk_token"))
+        return cls(label, tokenizer, tokens, frozenset(single), special, unknown, byte_level)
 
     @cached_property
     def distinct(self) -> frozenset[Token]:
@@ -68,6 +96,28 @@ class Vocabulary:
     def size(self) -> int:
         """One more than the largest id."""
         return max(self.tokens) + 1
+
+    def spell(self, data: bytes) -> list[int]:
+        """The ids that the tokenizer writes ``data`` with, in the middle of a text; none where it cannot."""
+        if self.byte_level:
+            written = "".join(_CHARACTERS[byte] for byte in data)
+        else:
+            try:
+                written = data.decode().replace(" ", _SPACE)
+            except UnicodeDecodeError:  # a part of a character
+                return [self._of_byte[byte] for byte in data] if self._of_byte.keys() >= set(data) else []
+        try:
+            return [token.id for token in self._model.tokenize(written)]
+        except Exception:  # the library raises no other, where a character is unknown and there is no token for that
+            return []
+
+    @cached_property
+    def _model(self) -> Any:
+        return self.tokenizer.model
+
+    @cached_property
+    def _of_byte(self) -> dict[int, int]:
+        return {self.tokens[id][0][0]: id for id in self.byte_ids}
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, without those that begin or end it."""
@@ -106,6 +156,8 @@ def _bytes_of_characters() -> dict[str, int]:
 BYTES = _bytes_of_characters()
 """The byte-level alphabet."""
 
+_CHARACTERS = {byte: character for character, byte in BYTES.items()}
+
 
 def _from_characters(piece: str) -> bytes:
     """A byte-level token; one with a character that is not in the alphabet was put there as text."""
@@ -119,3 +171,37 @@ def _from_piece(piece: str) -> bytes:
     """A SentencePiece token: a block stands for a space, ``<0x0A>`` for a byte."""
     fallback = _FALLBACK.fullmatch(piece)
     return bytes([int(fallback[1], 16)]) if fallback else piece.replace(_SPACE, " ").encode()
+
+
+def _from_file(path: Path) -> Tokenizer:
+    try:
+        data = path.read_bytes()
+        described = json.loads(data)
+    except OSError as error:
+        raise VocabularyError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # JSON, or the UTF-8 that it must be
+        raise VocabularyError(f"{path} is not JSON: {error}") from None
+    if not (isinstance(described, dict) and isinstance(described.get("model"), dict) and "vocab" in described["model"]):
+        raise VocabularyError(f"{path} is no {_FILE}: it has no model.vocab")
+    try:
+        return Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises no other
+        raise VocabularyError(f"{path} is no {_FILE} that can be read: {error}") from None
+
+
+def _from_model(path: Path, source: str) -> Tokenizer:
+    """The tokenizer of a directory or a GGUF file, which transformers reads where there is no ``tokenizer.json``."""
+    if (path / _FILE).is_file():
+        return _from_file(path / _FILE)
+    if path.is_dir() and not any(file for pattern in _OTHERS for file in path.glob(pattern)):
+        raise VocabularyError(f"{source} holds no {_FILE}, and no other file of a tokenizer")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # what it tries in vain is told by its error
+    try:
+        found: Any = load_gguf_tokenizer(path) if path.suffix == ".gguf" else load_tokenizer(path)
+    except TargetError as error:
+        raise VocabularyError(str(error).removeprefix("target.source: ")) from None
+    if not hasattr(found, "backend_tokenizer"):
+        raise VocabularyError(f"{source} holds a tokenizer that cannot be written as {_FILE}")
+    return found.backend_tokenizer
