@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,11 @@ from osd.speculation.tree import TreeBuilder
 
 @dataclass
 class _Text:
-    """A sequence: the ``tokens`` and target ``states`` that were committed and not read, the recurrent ``memory``
-    [layers, hidden] after those that were, and what was made of the last k of them [k or fewer, hidden]."""
+    """A sequence.
+
+    ``memory`` [layers, hidden] is the recurrent state after the pairs that were read, ``tail`` [k or fewer, hidden] what
+    was made of the last of them; ``tokens`` and target ``states`` were committed since.
+    """
 
     memory: Tensor
     tail: Tensor
@@ -41,8 +45,10 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Said:
-    """A block: the ``features`` [k, hidden] of its places, the ``logits`` [k, draft vocabulary] read from them, and the
-    recurrent ``memory`` [layers, hidden] after the pairs that it was made of."""
+    """A block: the ``features`` [k, hidden] of its places, and the ``logits`` [k, draft vocabulary] read from them.
+
+    ``memory`` [layers, hidden] is the recurrent state after the pairs that it was made of.
+    """
 
     features: Tensor
     logits: Tensor
@@ -94,9 +100,7 @@ class FalconSession(AutoregressiveSession):
         """[draft vocabulary] target ids."""
         return self._vector["draft_ids"]
 
-    def open(
-        self, slot: int, token: int, origin: Origin = NOBODY
-    ) -> None:  # it is silent before the first hidden state
+    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:  # silent before the first hidden state
         """See ``Session.open``."""
         self.cache.length[slot] = 0
         hidden = self._shape.hidden
@@ -175,7 +179,7 @@ class FalconSession(AutoregressiveSession):
         for slot in slots:
             alike[len(self._texts[slot].tokens)].append(slot)
         found: dict[tuple[int, Node], Tensor] = {}
-        for count, group in alike.items():
+        for group in alike.values():
             texts = [self._texts[slot] for slot in group]
             tokens = torch.tensor([text.tokens for text in texts], dtype=torch.int64, device=self._device)
             hidden = torch.stack([torch.cat(text.states) for text in texts]).float()
@@ -185,9 +189,7 @@ class FalconSession(AutoregressiveSession):
                 text.tokens, text.states = [], []
         return found
 
-    def _paired(
-        self, packed: BlockRows, ends: Sequence[tuple[int, int, Node]]
-    ) -> dict[tuple[int, Node], Tensor]:
+    def _paired(self, packed: BlockRows, ends: Sequence[tuple[int, int, Node]]) -> dict[tuple[int, Node], Tensor]:
         """What it makes of the pairs of the blocks that end with nodes: [k, layers, hidden] by slot and node."""
         if not ends:
             return {}
@@ -201,8 +203,10 @@ class FalconSession(AutoregressiveSession):
         """See ``osd.drafters.falcon.recurrence.recur``; of pairs of tokens [n, M] and features [n, M, hidden]."""
         embedded = self._norm(self._embedding[tokens].float(), "embedding_norm")
         x = torch.cat([embedded, self._norm(features, "feature_norm")], -1)
-        layers = [lambda x, n=number: self._linear[f"recurrent.{n}"](x) + self._vector[f"bias.{n}"] for number in range(LAYERS)]
-        return recur(x, before, layers)
+        return recur(x, before, [partial(self._gates, number) for number in range(LAYERS)])
+
+    def _gates(self, number: int, x: Tensor) -> Tensor:
+        return self._linear[f"recurrent.{number}"](x) + self._vector[f"bias.{number}"]
 
     def _step(self, x: Tensor, rows: PackedRows, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Features [M, hidden] and logits [M, draft vocabulary] at rows ``wanted`` [M] of states [R, hidden]."""

@@ -61,9 +61,7 @@ def close(got: Tensor, goal: Tensor, within: float = 1e-5) -> None:
     assert float((got.detach() - goal).norm() / goal.norm()) < within
 
 
-def drafting(
-    falcon: Falcon, slots: Sequence[int], reads: Falcon | None = None, **runtime: bool
-) -> FalconSession:
+def drafting(falcon: Falcon, slots: Sequence[int], reads: Falcon | None = None, **runtime: bool) -> FalconSession:
     """A session with a few rounds behind it, in ``slots``, of tokens that ``reads`` may draft, or the drafter."""
     tokens, hidden = sequences(reads or falcon, len(slots))
     session = falcon.session(Runtime(5, LENGTH, 16, **runtime))
@@ -136,8 +134,7 @@ def test_a_draft_of_n_tokens_is_n_by_k_calls(
 def test_what_follows_a_token_in_a_block_does_not_depend_on_it(make: Callable[[int], Falcon], block: int) -> None:
     falcon = make(block)
     one, other = (
-        expand_chain(drafting(falcon, [0]), [0], falcon.draft_ids[torch.full((1, block), column)])
-        for column in (3, 90)
+        expand_chain(drafting(falcon, [0]), [0], falcon.draft_ids[torch.full((1, block), column)]) for column in (3, 90)
     )
     for level in range(block):
         assert torch.equal(one[level], other[level])
@@ -154,9 +151,8 @@ def test_drafted_tokens_that_training_names_are_read_behind_their_block_and_by_n
     true, own = (falcon.unroll(at_places(tokens, hidden, places), 4, one) for one in (None, drafted))
     changed = [[place for (_, place), a, b in zip(places, x, y, strict=True) if not torch.allclose(a, b, atol=1e-4)]
                for x, y in zip(true, own, strict=True)]  # fmt: skip
-    # Token 11 is the second of a block before place 12 and its third token, the first or second before 12 and 13.
-    assert changed == [[], [], [12, 13], [12, 13]] or changed[:2] == [[], []]
-    assert 12 in changed[2]
+    # A draft of a third token reads the two before its place, and one of a fourth those two and three places before it.
+    assert changed == [[], [], [12, 13], [13, 14]]
 
 
 @torch.no_grad()
@@ -212,8 +208,8 @@ def test_the_share_of_glances_falls_to_nothing() -> None:
 def test_what_is_shown_is_token_and_feature_of_the_answer_and_nothing_else(falcon: Falcon) -> None:
     """The first pair of a block becomes the one that its first token is in; other blocks stay as they are."""
     tokens, hidden = sequences(falcon, 1)
-    batch = at_places(tokens, hidden, [(0, place) for place in range(8, 20)])
-    text = falcon._text(batch, 2)
+    places = [(0, place) for place in range(8, 20)]
+    text = falcon._text(at_places(tokens, hidden, places), 2)
     shown = torch.zeros_like(text.anchors)
     shown[0, 4] = 1
     plain, glancing = (falcon._blocks(text, 1, None, one)[0] for one in (None, shown))
@@ -229,15 +225,13 @@ def test_what_is_shown_is_token_and_feature_of_the_answer_and_nothing_else(falco
         else:
             other_tokens[0, anchor + 2 :] = 7
             other_hidden[0, anchor + 1 :] += 1
-        other = falcon._blocks(falcon._text(at_places(other_tokens, other_hidden, [(0, p) for p in range(8, 20)]), 2), 1, None, shown)  # fmt: skip
+        other = falcon._blocks(falcon._text(at_places(other_tokens, other_hidden, places), 2), 1, None, shown)
         assert torch.allclose(other[0][0, 4], glancing[0, 4], atol=1e-5) == (change == "later")
 
 
 def test_answers_that_were_shown_are_not_learnt(falcon: Falcon, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each first token is shown, only second ones are left, and nothing after such a block."""
-    monkeypatch.setattr(
-        "osd.drafters.falcon.drafter.glances", lambda wrong, usable, ratio, step: usable.long()
-    )
+    monkeypatch.setattr("osd.drafters.falcon.drafter.glances", lambda wrong, usable, ratio, step: usable.long())
     batch, asked = trace_batch(), []
     falcon.set_vocabulary(torch.arange(VOCABULARY))
     objective = Objective.of(TrainerSettings(), 0)
@@ -249,7 +243,7 @@ def test_answers_that_were_shown_are_not_learnt(falcon: Falcon, monkeypatch: pyt
 
     monkeypatch.setattr(Objective, "mean", mean)
     falcon.loss(batch, objective)
-    off = {depth: left_out for depth, left_out in asked}
+    off = dict(asked)
     inner = (batch.place > 8) & (batch.place < 17)  # what whole blocks are there for
     assert off[0][inner].all()
     assert not off[1].any()
