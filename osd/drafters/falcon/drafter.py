@@ -1,10 +1,10 @@
 """Falcon: a drafter that says the next k tokens in one call.
 
 Gao et al., "Falcon: Faster and Parallel Inference of Large Language Models through Enhanced Semi-Autoregressive
-Drafting and Custom-Designed Decoding Tree", AAAI 2025 (arXiv 2412.12639). Pair i joins the output h_i of the target's last layer
-with token i + 1. A recurrent part and one decoder layer make of the k pairs of a block the features h of the k places
-that follow, and the target's own final norm and head read tokens from these. The layer's mask is relaxed: causal over
-blocks, full inside each.
+Drafting and Custom-Designed Decoding Tree", AAAI 2025 (arXiv 2412.12639). Pair i joins the output h_i of the target's
+last layer with token i + 1. A recurrent part and one decoder layer make of the k pairs of a block the features h of the
+k places that follow, and the target's own final norm and head read tokens from these. The layer's mask is relaxed:
+causal over blocks, full inside each.
 
 Nothing inside a block reads a token of it: q of its second token is the same whatever the first one is. The pairs of
 the next block are the features that the last one gave and the tokens that were drawn from them.

@@ -33,8 +33,8 @@ from osd.speculation.tree import TreeBuilder
 class _Text:
     """A sequence.
 
-    ``memory`` [layers, hidden] is the recurrent state after the pairs that were read, ``tail`` [k or fewer, hidden] what
-    was made of the last of them; ``tokens`` and target ``states`` were committed since.
+    ``memory`` [layers, hidden] is the recurrent state after the pairs that were read, ``tail`` [k or fewer, hidden]
+    what was made of the last of them; ``tokens`` and target ``states`` were committed since.
     """
 
     memory: Tensor
