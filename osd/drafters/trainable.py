@@ -60,7 +60,7 @@ class Objective(Protocol):
         ...
 
     def mean(self, batch: Batch, depth: int, values: Tensor, left_out: Tensor | None = None) -> Tensor:
-        """What ``values`` [N] of one step add to the loss, of the positions that exist there and are not ``left_out``."""
+        """What ``values`` [N] of one step add to the loss, of those that exist there and are not ``left_out``."""
         ...
 
     def surprise(self, batch: Batch, logits: Tensor, draft_ids: Tensor | None) -> Tensor:
