@@ -123,6 +123,10 @@ class _Timed:
     def levels(self) -> int | None:
         return self._session.levels
 
+    @property
+    def block(self) -> int:
+        return self._session.block
+
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         begun = time.perf_counter()
         logits = self._session.expand(self._slots, builder, rows, nodes)

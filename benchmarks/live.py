@@ -66,6 +66,11 @@ class Live:
         """Tokens of the longest path that it drafts, None without end."""
         return self._pair.session.levels
 
+    @property
+    def block(self) -> int:
+        """Tokens of a path that come of one call."""
+        return self._pair.session.block
+
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``osd.speculation.growth.Expander``; a session can be asked about a root only once a round."""
         session = self._pair.session

@@ -58,6 +58,7 @@ class _Models:
         self._draft = -_PEAK * rank.log()
         self._target = self._draft + _DISAGREEMENT * torch.randn(_STATES, vocabulary, generator=generator)
         self.levels: int | None = None
+        self.block = 1
         self.seconds, self.calls = 0.0, 0
         self._acceptance = torch.empty(0)
 

@@ -91,6 +91,7 @@ class _Recorded:
 
     support: Tensor | None = None
     levels: int | None = None
+    block = 1
 
     def __init__(self, q: Tensor) -> None:
         self._logits, self._asked = q.log(), 0

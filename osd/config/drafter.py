@@ -41,6 +41,14 @@ class EagleSettings(_Drafter):
     vocabulary: Vocabulary = 8192
 
 
+class FalconSettings(_Drafter):
+    """One layer on the target's hidden states that says several tokens in one call."""
+
+    kind: Literal["falcon"] = "falcon"
+    block: int = Field(default=2, ge=2, le=4, description="tokens of one call")
+    vocabulary: Vocabulary = 8192
+
+
 class KangarooSettings(_Drafter):
     """The target's own first layers, and an attention behind them."""
 
@@ -93,7 +101,7 @@ class RecallDrafterSettings(_Drafter):
     recall: RecallSettings = RecallSettings()
 
 
-_Trained = EagleSettings | KangarooSettings | LanguageModelSettings | MedusaSettings
+_Trained = EagleSettings | FalconSettings | KangarooSettings | LanguageModelSettings | MedusaSettings
 
 TRAINED_SETTINGS = by_kind(get_args(_Trained))
 

@@ -27,7 +27,10 @@ class AutoregressiveSession(Session, ABC):
 
     levels: int | None = None
     """Tokens of the longest path that it drafts: all of their distributions come of one call, and asking for more of
-    them is a look. None where there is no end, and each level is a call of its own."""
+    them is a look. None where there is no end."""
+
+    block: int = 1
+    """Tokens of a path that come of one call where there is no end: a call for every so many levels."""
 
     @property
     @abstractmethod
@@ -92,7 +95,7 @@ class WrappedSession(AutoregressiveSession):
 
     def __init__(self, session: AutoregressiveSession) -> None:
         self._session = session
-        self.source, self.levels = session.source, session.levels
+        self.source, self.levels, self.block = session.source, session.levels, session.block
 
     @property
     def support(self) -> Tensor | None:
@@ -155,6 +158,11 @@ class _Expansion:
         """See ``osd.speculation.growth.Expander``."""
         return self._session.levels
 
+    @property
+    def block(self) -> int:
+        """See ``osd.speculation.growth.Expander``."""
+        return self._session.block
+
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """One forward of the drafter; see ``osd.speculation.growth.Expander``."""
         asked = self._asked
@@ -163,7 +171,9 @@ class _Expansion:
         if asked.worth is not None:
             missed = sum(asked.missed[row] for row in rows.tolist()) if self._first else 0
             took = between(begun, mark(asked.device))
-            asked.worth.costs.observe_proposal(self._kind(self._first), len(rows), 1, took, missed)
+            depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)]).tolist()
+            kind = next((self._kind(depth) for depth in depths if self._is_call(depth)), self._kind(depths[0]))
+            asked.worth.costs.observe_proposal(kind, len(rows), 1, took, missed)
             self._first = False
         if self.logits is None:
             shape = (len(asked.slots), 1 + max(asked.limits), logits.shape[-1])
@@ -173,19 +183,22 @@ class _Expansion:
             return logits
         return asked.penalties.adjust(logits, rows, nodes, builder.tokens, builder.parents, self.support)
 
-    def _kind(self, first: bool) -> str:
-        """By which the costs of single calls are known: all alike, but where the first one has said everything."""
-        what = "one call of" if first or self._session.levels is None else "another look at"
-        return f"{what} {self._session.source}"
+    def _is_call(self, depth: int) -> bool:
+        """Whether nodes of a depth are not answered from what was said about nodes above them."""
+        return depth % self._session.block == 0 if self._session.levels is None else depth == 0
 
-    def seconds(self, rows: Sequence[int], first: bool) -> float:
+    def _kind(self, depth: int) -> str:
+        """By which the costs of asking about nodes of a depth are known."""
+        return f"{'one call of' if self._is_call(depth) else 'another look at'} {self._session.source}"
+
+    def seconds(self, rows: Sequence[int], depth: int) -> float:
         """See ``Bill.call``; what is read once is shared by all rounds to come."""
         asked = self._asked
         assert asked.worth is not None  # noqa: S101  nobody else asks
         costs = asked.worth.costs
-        kind = self._kind(first)
+        kind = self._kind(depth)
         seconds = costs.proposal(kind, len(rows), 1)
-        if first:
+        if not depth:
             seconds += sum(costs.reading(kind, asked.missed[row]) / max(asked.left[row] / 3, 1) for row in rows)
         return seconds
 

@@ -49,8 +49,22 @@ class Objective(Protocol):
         """[B, L] the tokens that later steps read, None for the batch's own."""
         ...
 
-    def loss(self, batch: Batch, levels: Sequence[Tensor], draft_ids: Tensor | None) -> Loss:
-        """The loss of the logits [N, draft vocabulary] of all unrolled steps."""
+    def loss(
+        self,
+        batch: Batch,
+        levels: Sequence[Tensor],
+        draft_ids: Tensor | None,
+        left_out: Sequence[Tensor] | None = None,
+    ) -> Loss:
+        """The loss of the logits [N, draft vocabulary] of all unrolled steps; see ``mean`` for ``left_out``."""
+        ...
+
+    def mean(self, batch: Batch, depth: int, values: Tensor, left_out: Tensor | None = None) -> Tensor:
+        """What ``values`` [N] of one step add to the loss, of those that exist there and are not ``left_out``."""
+        ...
+
+    def surprise(self, batch: Batch, logits: Tensor, draft_ids: Tensor | None) -> Tensor:
+        """[N] minus the log-probability of the target's most probable token, where it can be drafted."""
         ...
 
 

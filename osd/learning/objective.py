@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from osd.capture.trace import REJECTED
 from osd.config import TrainerSettings
@@ -52,27 +53,57 @@ class Objective:
         samples = self._samples(batch)
         return None if samples is None else samples.token_ids
 
-    def loss(self, batch: Batch, levels: Sequence[Tensor], draft_ids: Tensor | None) -> Loss:
-        """The loss of the logits [N, draft vocabulary] of all unrolled steps."""
+    def loss(
+        self,
+        batch: Batch,
+        levels: Sequence[Tensor],
+        draft_ids: Tensor | None,
+        left_out: Sequence[Tensor] | None = None,
+    ) -> Loss:
+        """The loss of the logits [N, draft vocabulary] of all unrolled steps; see ``mean`` for ``left_out``."""
         batch = cast(DistillBatch, batch)
         weights, samples = weigh(batch, self.settings), self._samples(batch)
         divergence, index = divergence_of(self.settings), draft_index(draft_ids)
         loss = torch.zeros((), device=batch.target_logp.device)
         values, before = loss, None
         for depth, logits in enumerate(levels):
-            rows = batch.rows_at(depth) & (weights > 0)
-            kept: DistillBatch | OwnSamples = batch
-            if samples is not None and depth:
-                rows, kept = rows & samples.rows_at(depth), samples
-            if not rows.any():
-                break
+            off = None if left_out is None else left_out[depth]
+            if not self._rows(batch, depth, off).any():
+                continue
             # A drafter that reads no hidden states predicts the same at every depth.
             if logits is not before:
+                kept: DistillBatch | OwnSamples = batch if samples is None or not depth else samples
                 events = overlap(logits, kept.target_ids, kept.target_logp, kept.target_tail, index)
                 values, before = divergence(events), logits
-            share = weights[rows] / weights[rows].mean()
-            loss = loss + _DECAY**depth * (values[rows] * share).mean()
+            loss = loss + self.mean(batch, depth, values, off)
         return Loss(loss, int(weights.count_nonzero()))
+
+    def mean(self, batch: Batch, depth: int, values: Tensor, left_out: Tensor | None = None) -> Tensor:
+        """0.8^depth times the weighted mean of ``values`` [N] of one step, over the positions that exist there.
+
+        Those ``left_out`` [N] do not count. A constant 0 where none is left.
+        """
+        batch = cast(DistillBatch, batch)
+        rows = self._rows(batch, depth, left_out)
+        if not rows.any():
+            return torch.zeros((), device=values.device)
+        weights = weigh(batch, self.settings)[rows]
+        return _DECAY**depth * (values[rows] * weights / weights.mean()).mean()
+
+    def surprise(self, batch: Batch, logits: Tensor, draft_ids: Tensor | None) -> Tensor:
+        """[N] minus the log-probability of the target's most probable token; 0 where it cannot be drafted."""
+        batch, index = cast(DistillBatch, batch), draft_index(draft_ids)
+        best = batch.target_ids.gather(1, batch.target_logp.argmax(-1, keepdim=True)).squeeze(-1)
+        if index is not None:
+            best = torch.where(best < len(index), index[best.clamp(max=len(index) - 1)], -1)
+        return cross_entropy(logits, best, ignore_index=-1, reduction="none")
+
+    def _rows(self, batch: DistillBatch, depth: int, left_out: Tensor | None) -> Tensor:
+        """[N] the positions that count at one step."""
+        rows, samples = batch.rows_at(depth) & (weigh(batch, self.settings) > 0), self._samples(batch)
+        if samples is not None and depth:
+            rows = rows & samples.rows_at(depth)
+        return rows if left_out is None else rows & ~left_out
 
     def _samples(self, batch: Batch) -> OwnSamples | None:
         return cast(DistillBatch, batch).own if self.own else None

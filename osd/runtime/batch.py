@@ -118,14 +118,17 @@ class RowBuilder:
         """Rows so far."""
         return len(self._tokens)
 
-    def tokens(self, slot: int, start: int, tokens: Sequence[int]) -> int:
-        """Append tokens that follow one another from place ``start`` on, and return the row of the first."""
+    def tokens(self, slot: int, start: int, tokens: Sequence[int], seen: int | None = None) -> int:
+        """Append tokens that follow one another from place ``start`` on, and return the row of the first.
+
+        Each sees what comes before it and itself, or all places before ``seen``.
+        """
         row, end = len(self._tokens), start + len(tokens)
         self._tokens += tokens
         self._slots += [slot] * len(tokens)
         self._positions += range(start, end)
         self._stores += range(start, end)
-        self._visible += range(start + 1, end + 1)
+        self._visible += range(start + 1, end + 1) if seen is None else [seen] * len(tokens)
         return row
 
     def draft(self, slot: int, start: int, tokens: Sequence[int], parents: Sequence[int]) -> int:
@@ -140,17 +143,20 @@ class RowBuilder:
             self.node(slot, start, node, tokens[node], path)
         return row
 
-    def node(self, slot: int, start: int, node: int, token: int, path: int) -> int:
-        """Append one node of a draft, whose ``path`` is as in ``paths``, and return its row."""
-        row, store = len(self._tokens), start + node
-        depth = path.bit_count()
-        if depth <= node:
-            self._masked.append((row, start, path))
+    def node(self, slot: int, start: int, node: int, token: int, path: int, sees: int | None = None) -> int:
+        """Append one node of a draft, whose ``path`` is as in ``paths``, and return its row.
+
+        It sees its path, or the nodes whose bits are in ``sees``.
+        """
+        row, sees = len(self._tokens), path if sees is None else sees
+        alone = sees & (sees + 1) == 0  # they are the first nodes, and no others
+        if not alone:
+            self._masked.append((row, start, sees))
         self._tokens.append(token)
         self._slots.append(slot)
-        self._stores.append(store)
-        self._positions.append(start + depth - 1)
-        self._visible.append(start if depth <= node else store + 1)
+        self._stores.append(start + node)
+        self._positions.append(start + path.bit_count() - 1)
+        self._visible.append(start + sees.bit_length() if alone else start)
         return row
 
     def build(self, unread: DeviceTokens | None = None) -> PackedRows:

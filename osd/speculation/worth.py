@@ -14,11 +14,11 @@ from osd.speculation.cost_model import CostModel
 class Bill:
     """What drafts have to bring, and ``call``, the seconds of asking a drafter about nodes of some sequences.
 
-    The first call of a round, for which it is given True, also reads what the drafter has missed.
+    It is given their depth: asking about roots, of depth 0, also reads what the drafter has missed.
     """
 
     worth: Worth
-    call: Callable[[Sequence[int], bool], float]
+    call: Callable[[Sequence[int], int], float]
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,10 @@ def test_values_of_every_kind_are_read_from_text():
         ("drafter.trained.layers=2", ["drafter.trained.layers (--set) is not read by kind eagle, which has vocab"]),
         (
             "drafter.trained.kind=none",
-            ["drafter.trained.kind (--set) must be 'eagle', 'kangaroo', 'language_model' or 'medusa', not none"],
+            [
+                "drafter.trained.kind (--set) must be 'eagle', 'falcon', 'kangaroo', 'language_model' or 'medusa', ",
+                "not none",
+            ],
         ),
         ("drafter.recall.megabytes=0", ["drafter.recall.megabytes", "at least 1"]),
         ("capture.piece=64", ["capture.piece (--set) is now called capture.segment"]),

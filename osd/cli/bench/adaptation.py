@@ -128,7 +128,9 @@ def ablate(
             metavar="NAME",
         ),
     ] = None,
-    drafter: Annotated[str, typer.Option(help="eagle, kangaroo, language_model or medusa.", metavar="KIND")] = "eagle",
+    drafter: Annotated[
+        str, typer.Option(help="eagle, falcon, kangaroo, language_model or medusa.", metavar="KIND")
+    ] = "eagle",
     records: Records = 120,
     unseen: Unseen = 40,
     tokens: Tokens = 48,
@@ -177,7 +179,9 @@ def ablate(
 
 def poison(
     stream: Streams,
-    drafter: Annotated[str, typer.Option(help="eagle, kangaroo, language_model or medusa.", metavar="KIND")] = "eagle",
+    drafter: Annotated[
+        str, typer.Option(help="eagle, falcon, kangaroo, language_model or medusa.", metavar="KIND")
+    ] = "eagle",
     share: Annotated[float, typer.Option(min=0.01, max=0.9, help="Of all traffic, that is random text.")] = 0.3,
     records: Records = 200,
     unseen: Unseen = 40,

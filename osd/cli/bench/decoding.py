@@ -179,12 +179,11 @@ def lossless(
     draft: Annotated[
         list[str],
         typer.Option(
-            help="recall, mixed (recall with a fresh eagle), eagle, kangaroo, language_model, medusa, skip_layers or "
-            "registry; "
-            "may be given again.",
+            help="recall, mixed (recall with a fresh eagle), eagle, falcon, kangaroo, language_model, medusa, "
+            "skip_layers or registry; may be given again.",
             metavar="KIND",
         ),
-    ] = ["recall", "mixed", "eagle", "kangaroo", "language_model", "medusa"],  # noqa: B006 - likewise
+    ] = ["recall", "mixed", "eagle", "falcon", "kangaroo", "language_model", "medusa"],  # noqa: B006 - likewise
     count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 200,
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Of each answer at most.")] = 16,
     json_file: Json = None,

@@ -34,7 +34,9 @@ def net(
     arrivals: Annotated[
         Path, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; it is stretched to the load.", metavar="FILE")
     ],
-    drafter: Annotated[str, typer.Option(help="eagle, kangaroo, language_model or medusa.", metavar="KIND")] = "eagle",
+    drafter: Annotated[
+        str, typer.Option(help="eagle, falcon, kangaroo, language_model or medusa.", metavar="KIND")
+    ] = "eagle",
     load: Annotated[
         float, typer.Option(min=0.05, max=1, help="Of what the service with the first drafter can take.")
     ] = 0.6,

@@ -22,7 +22,9 @@ Streams = Annotated[
 ]
 Kinds = Annotated[
     list[str] | None,
-    typer.Option("--drafter", help="eagle, kangaroo, language_model or medusa; all by default.", metavar="KIND"),
+    typer.Option(
+        "--drafter", help="eagle, falcon, kangaroo, language_model or medusa; all by default.", metavar="KIND"
+    ),
 ]
 Records = Annotated[int, typer.Option(min=16, help="Of each stream, that arrive in order.")]
 Unseen = Annotated[int, typer.Option(min=8, help="Further records of each stream, only measured on.")]

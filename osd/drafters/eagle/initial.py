@@ -44,7 +44,7 @@ def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module)
     weights["head.weight"].copy_(end_weights(target)[1][: shape.vocabulary])
     weights["fuse.weight"].mul_(0.1)
     weights["fuse.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
-    weights["tap_norm"][-1] *= _size_of_hidden(target, shape.taps[-1])
+    weights["tap_norm"][-1] *= size_of_hidden(target, shape.taps[-1])
     last = f"layers.{text_config(target).num_hidden_layers - 1}."
     for mine, theirs in LAST_LAYER.items():
         found = [value for name, value in state.items() if name.endswith(last + theirs)]
@@ -72,7 +72,7 @@ LAST_LAYER = {
 }
 
 
-def _size_of_hidden(target: nn.Module, tap: int) -> float:
+def size_of_hidden(target: nn.Module, tap: int) -> float:
     """The median root mean square of the output of layer ``tap``, over some frequent tokens."""
     model: Any = target
     vocabulary: int = text_config(model).vocab_size

@@ -13,7 +13,6 @@ the paper has typical acceptance.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -24,17 +23,16 @@ from torch.nn import functional as F
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.medusa.session import MedusaSession
 from osd.drafters.session import Runtime
+from osd.drafters.target_head import TargetHeadDrafter
 from osd.drafters.trainable import Batch
-from osd.drafters.vocabulary import VocabularyDrafter
-from osd.runtime.causal_lm import decoder_layers, end_weights, final_norm
+from osd.runtime.causal_lm import decoder_layers
 from osd.target.model import load_model
 
 
-class Medusa(VocabularyDrafter):
+class Medusa(TargetHeadDrafter):
     """One residual block a head; the target's final norm and head are shared, not stored."""
 
     kind: ClassVar[str] = "medusa"
-    rows: Tensor
 
     def __init__(self, target: nn.Module, heads: int, vocabulary: int) -> None:
         """Make the heads of ``target``, a causal language model of transformers, all of them its own head.
@@ -42,19 +40,11 @@ class Medusa(VocabularyDrafter):
         Raises:
             DrafterError: its final norm cannot be found.
         """
-        _, head = end_weights(target)
-        super().__init__(min(vocabulary, len(head)), len(head))
+        super().__init__(target, vocabulary)
         self._layers = len(decoder_layers(target))
-        try:
-            self.final_norm = deepcopy(final_norm(target)).float().requires_grad_(False)
-        except NotImplementedError as error:
-            raise DrafterError(str(error)) from None
-        hidden = head.shape[1]
+        hidden = self.target_head.shape[1]
         self.weight = nn.Parameter(torch.zeros(heads, hidden, hidden))
         self.bias = nn.Parameter(torch.zeros(heads, hidden))
-        self.target_head = head
-        self.register_buffer("rows", torch.empty(len(self.d2t), hidden), persistent=False)
-        self.set_vocabulary(torch.arange(len(self.d2t)))
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
@@ -65,18 +55,8 @@ class Medusa(VocabularyDrafter):
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``."""
         drafter = cls(load_model(target_dir, "auto", "cpu"), config["heads"], config["vocabulary"])
-        mine = drafter.config()
-        for name, value in config.items():
-            if name not in mine:
-                raise TypeError(f"{name} is unknown")
-            if value != mine[name]:
-                raise DrafterError(f"the drafter is for another target: its {name} is {value}, not {mine[name]}")
+        drafter.check_config(config)
         return drafter
-
-    @staticmethod
-    def usual_taps(layers: int) -> tuple[int, ...]:
-        """See ``Kind.usual_taps``: the output of the last layer."""
-        return (layers - 1,)
 
     @property
     def needs(self) -> Needs:
@@ -100,23 +80,6 @@ class Medusa(VocabularyDrafter):
             "vocabulary": vocabulary,
         }
 
-    def weights(self) -> dict[str, Tensor]:
-        """See ``Drafter.weights``: the blocks and the maps."""
-        return {name: value for name, value in super().weights().items() if not name.startswith("final_norm.")}
-
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """See ``VocabularyDrafter.set_vocabulary``."""
-        super().set_vocabulary(ids)
-        self._take_rows()
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """See ``Drafter.load_weights``."""
-        super().load_weights(weights)
-        self._take_rows()
-
-    def _take_rows(self) -> None:
-        self.rows.copy_(self.target_head[self.draft_ids.cpu()])
-
     @property
     def state_width(self) -> int:
         """See ``Trainable.state_width``; a state is the output of the block that drafted the token."""
@@ -124,7 +87,7 @@ class Medusa(VocabularyDrafter):
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """See ``Trainable.unroll``; heads read no token."""
-        return [self._block(batch, head) @ self.rows.T for head in range(min(depth, self.levels))]
+        return [self.said(self._block(batch, head)) for head in range(min(depth, self.levels))]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
         """See ``Trainable.drafted_states``."""

@@ -46,6 +46,11 @@ class Expander(Protocol):
         """Tokens of the longest path that it can draft, None without end; deeper nodes must not be asked about."""
         ...
 
+    @property
+    def block(self) -> int:
+        """Tokens of a path that come of one call: chains end where they cost another."""
+        ...
+
     def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """One forward of the drafter.
 

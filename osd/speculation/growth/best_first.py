@@ -108,7 +108,7 @@ class BestFirst(CountingGrowth):
         gain, best, asked = 0.0, 0.0, 0
         for count, (chance, _) in enumerate(expected, 1):
             gain += max(0.0, chance - price)
-            value = gain - speed * bill.call([one[0] for _, one in expected[:count]], depth == 0)
+            value = gain - speed * bill.call([one[0] for _, one in expected[:count]], depth)
             if value > best:
                 best, asked = value, count
         return [one for _, one in expected[:asked]]

@@ -87,7 +87,8 @@ class Chain(Growth):
 class Confidence(Chain):
     """Stop after the first token whose own probability, at temperature 1, is below ``eta``; that token is kept.
 
-    Dropping it would bias the output; stopping after it does not. The second exit of Kangaroo (Liu et al., NeurIPS
+    Dropping it would bias the output; stopping after it does not. Where several tokens come of one call, the chain goes
+    on to the last of them. The second exit of Kangaroo (Liu et al., NeurIPS
     2024) and the dynamic lookahead of transformers (Mamou et al., 2024, arXiv 2405.04304).
     """
 
@@ -101,7 +102,13 @@ class Confidence(Chain):
         self.eta = self.stops_below = eta
 
     def _watch(self, expand: Expander, limits: Tensor) -> GoesOn:
-        return lambda level, rows, drawn: drawn.probability() >= self.eta
+        sure = torch.ones(len(limits), dtype=torch.bool, device=limits.device)
+
+        def goes_on(level: int, rows: Tensor, drawn: Drawn) -> Tensor:
+            sure[rows] &= drawn.probability() >= self.eta
+            return sure[rows] if level % expand.block == 0 else torch.ones_like(rows, dtype=torch.bool)
+
+        return goes_on
 
 
 class Heuristic(Chain):

@@ -98,6 +98,7 @@ class Toy:
     support: Tensor | None = None
     roots: Tensor | None = None  # [B] history codes that sequences stand on, the empty history when None
     levels: int | None = None  # tokens of the longest path that may be drafted
+    block: int = 1  # tokens of a path that come of one call
     judged: list[Tensor] = field(default_factory=list)  # codes of the nodes that were asked about last
 
     @classmethod

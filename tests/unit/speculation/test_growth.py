@@ -21,7 +21,7 @@ class Counting:
     """A toy drafter that notes what it was asked, and checks that it is asked only what it can know."""
 
     def __init__(self, toy: Toy) -> None:
-        self.toy, self.support, self.levels, self.calls = toy, toy.support, toy.levels, 0
+        self.toy, self.support, self.levels, self.block, self.calls = toy, toy.support, toy.levels, toy.block, 0
         self.asked: set[tuple[int, int]] = set()
 
     def __call__(self, builder: TreeBuilder, rows: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Falcon: several tokens of a draft from one call; the module that trains, and the session that drafts."""

@@ -1,0 +1,76 @@
+"""Drafters under the target's own final norm and head, which stay frozen and are not stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from osd.drafters.base import DrafterError
+from osd.drafters.vocabulary import VocabularyDrafter
+from osd.runtime.causal_lm import end_weights, final_norm
+
+
+class TargetHeadDrafter(VocabularyDrafter):
+    """A drafter whose states the target's final norm and the rows of its head for the draft vocabulary read."""
+
+    rows: Tensor
+
+    def __init__(self, target: nn.Module, vocabulary: int) -> None:
+        """Share norm and head of ``target``, a causal language model of transformers; draft its first ids.
+
+        Raises:
+            DrafterError: the final norm cannot be found.
+        """
+        embedding, head = end_weights(target)
+        super().__init__(min(vocabulary, len(head)), len(head))
+        try:
+            self.final_norm = deepcopy(final_norm(target)).float().requires_grad_(False)
+        except NotImplementedError as error:
+            raise DrafterError(str(error)) from None
+        self.embedding, self.target_head = embedding, head
+        self.register_buffer("rows", torch.empty(len(self.d2t), head.shape[1]), persistent=False)
+        self.set_vocabulary(torch.arange(len(self.d2t)))
+
+    @staticmethod
+    def usual_taps(layers: int) -> tuple[int, ...]:
+        """See ``Kind.usual_taps``: the output of the last layer, which the final norm reads."""
+        return (layers - 1,)
+
+    def said(self, states: Tensor) -> Tensor:
+        """Logits [..., vocabulary] of states [..., hidden] behind the final norm."""
+        return states @ self.rows.T
+
+    def check_config(self, config: Mapping[str, Any]) -> None:
+        """Check that a version's configuration says what this drafter's own does.
+
+        Raises:
+            DrafterError: it is of another target.
+            TypeError: it says something else.
+        """
+        mine = self.config()
+        for name, value in config.items():
+            if name not in mine:
+                raise TypeError(f"{name} is unknown")
+            if value != mine[name]:
+                raise DrafterError(f"the drafter is for another target: its {name} is {value}, not {mine[name]}")
+
+    def weights(self) -> dict[str, Tensor]:
+        """See ``Drafter.weights``: without the norm."""
+        return {name: value for name, value in super().weights().items() if not name.startswith("final_norm.")}
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """See ``VocabularyDrafter.set_vocabulary``."""
+        super().set_vocabulary(ids)
+        self._take_rows()
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """See ``Drafter.load_weights``."""
+        super().load_weights(weights)
+        self._take_rows()
+
+    def _take_rows(self) -> None:
+        self.rows.copy_(self.target_head[self.draft_ids.cpu()])
