@@ -245,8 +245,6 @@ def test_what_does_not_fit_is_refused_and_the_running_version_stays(target_dir: 
             handle.stage(2, broken)
         with pytest.raises(DrafterError, match=r"tensor 'attention_norm\.weight' is missing"):
             handle.stage(2, eagle.weights())
-        with pytest.raises(DrafterError, match=r"this eagle drafter reads layers \[0, 2, 2\], the target gives \[3\]"):
-            handle.stage(2, eagle.weights(), eagle)
         ask(client, oracle)
         assert client.engine.drafter_version == 1
 
