@@ -39,7 +39,9 @@ SPELLED = [
 
 def near(target: Any, spelled: list[list[int]], shared: set[int], vocabulary: int, noise: float = 0.0) -> nn.Module:
     """The target's own layers with ``vocabulary`` tokens, of which the shared ones are as the target has them."""
-    config = type(target.config)(**{**target.config.to_dict(), "vocab_size": vocabulary} | dict.fromkeys(_IDS))
+    config = type(target.config)(
+        **{**target.config.to_dict(), "vocab_size": vocabulary, "max_position_embeddings": 1024} | dict.fromkeys(_IDS)
+    )
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     state = target.state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -37,12 +38,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"), noise=0.05)
 
 
-@pytest.fixture
-def drafter(pair: tuple[Path, Path]) -> LanguageModel:
+@pytest.fixture(scope="module")
+def made(pair: tuple[Path, Path]) -> LanguageModel:
     target_dir, source = pair
     made = initial(LanguageModelSettings(source=str(source)), target_dir, target_dir)
     assert isinstance(made, LanguageModel)
     return made
+
+
+@pytest.fixture
+def drafter(made: LanguageModel) -> LanguageModel:
+    return copy.deepcopy(made)
 
 
 def rounded(drafter: LanguageModel) -> LanguageModel:
