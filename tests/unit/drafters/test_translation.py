@@ -335,17 +335,16 @@ def test_transformers_gets_the_model_as_it_is_and_it_comes_back_with_its_tokeniz
     assert torch.equal(back.weights()["translation.pieces"], drafter.weights()["translation.pieces"])
 
 
-@pytest.mark.parametrize("samples", ["teacher", "student"])
 def test_it_learns_what_the_target_says_of_the_tokens_that_both_have(
-    drafter: LanguageModel, pair: tuple[Path, Path], samples: Any
+    drafter: LanguageModel, pair: tuple[Path, Path]
 ) -> None:
     target = AutoModelForCausalLM.from_pretrained(pair[0])
-    settings = TrainerSettings(learning_rate=2e-3, update_tokens=1, samples=samples)
+    settings = TrainerSettings(learning_rate=2e-3, update_tokens=1, samples="student")
     learner = Distiller(drafter, settings)
     batch = batch_of(target, texts(6, 16))
     before = evaluate(drafter, [batch], 2, "forward_kl")
     translation = {name: value.clone() for name, value in drafter.weights().items() if "translation" in name}
-    steps = [learner.step(batch) for _ in range(30)]
+    steps = [learner.step(batch) for _ in range(25)]
     after = evaluate(drafter, [batch], 2, "forward_kl")
     print(before.summary(), after.summary())
     assert learner.skipped == 0
