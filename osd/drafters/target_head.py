@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from osd.drafters.base import DrafterError
-from osd.drafters.vocabulary import VocabularyDrafter
+from osd.drafters.draft_vocabulary import VocabularyDrafter
 from osd.runtime.causal_lm import end_weights, final_norm
 
 

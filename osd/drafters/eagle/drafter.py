@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafters.base import DrafterError, Needs
+from osd.drafters.draft_vocabulary import VocabularyDrafter
 from osd.drafters.eagle import initial
 from osd.drafters.eagle.session import EagleSession
 from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch
-from osd.drafters.vocabulary import VocabularyDrafter
 from osd.runtime.causal_lm import end_weights, text_config
 from osd.target.model import load_model
 

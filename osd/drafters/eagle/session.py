@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import check
+from osd.drafters.draft_vocabulary import check_maps, draft_ids
 from osd.drafters.eagle.native import NativeEagle
 from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rotary import rotate
 from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
-from osd.drafters.vocabulary import check_maps, draft_ids
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, laid_out, padded
 from osd.runtime.device import aside, copied

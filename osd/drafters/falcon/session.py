@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import check
+from osd.drafters.draft_vocabulary import check_maps, draft_ids
 from osd.drafters.falcon.blocks import BlockRows, Node
 from osd.drafters.falcon.recurrence import LAYERS, recur
 from osd.drafters.falcon.shape import FalconShape
 from osd.drafters.rotary import rotate
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
-from osd.drafters.vocabulary import check_maps, draft_ids
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, laid_out, padded
 from osd.runtime.device import aside, copied

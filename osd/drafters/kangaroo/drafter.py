@@ -20,12 +20,12 @@ from torch.nn import functional as F
 
 from osd.drafters.alternative_tokens import AlternativeTokens, Reading
 from osd.drafters.base import DrafterError, Needs
+from osd.drafters.draft_vocabulary import VocabularyDrafter
 from osd.drafters.kangaroo.session import KangarooSession
 from osd.drafters.kangaroo.shape import KangarooShape, check_exit, usual_exit
 from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch
-from osd.drafters.vocabulary import VocabularyDrafter
 from osd.runtime.causal_lm import decoder_layers, decoder_of, end_weights, text_config
 from osd.runtime.taps import tapped
 from osd.target.model import load_model

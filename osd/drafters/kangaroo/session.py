@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import DrafterError, check
+from osd.drafters.draft_vocabulary import check_maps, draft_ids
 from osd.drafters.kangaroo.shape import KangarooShape
 from osd.drafters.rotary import rotate
 from osd.drafters.session import NOBODY, Chains, Exits, Kept, Origin, Runtime
-from osd.drafters.vocabulary import check_maps, draft_ids
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, RowBuilder, laid_out, padded, paths
 from osd.runtime.decoder import Forward

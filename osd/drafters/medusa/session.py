@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import check
+from osd.drafters.draft_vocabulary import check_maps, draft_ids
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
-from osd.drafters.vocabulary import check_maps, draft_ids
 from osd.runtime.device import aside, copied, sent
 from osd.runtime.linear import PackedLinear, PlainLinear, fused_dtype, make_linear
 from osd.runtime.memory import recycled
