@@ -81,7 +81,7 @@ def served(
     for first in range(0, len(prompts), ABREAST):
         report(f"{OURS}: {first} of {len(prompts)} requests of the stream")
         requests = [
-            Request(f"served-{number}", prompt, tokens, _GREEDY)
+            Request(f"served-{number}", prompt, tokens, _GREEDY, capture=True)
             for number, prompt in enumerate(prompts[first : first + ABREAST], first)
         ]
         _, answers = decode(engine, requests)
@@ -97,7 +97,7 @@ def ours(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> tup
     asked, answers, seconds, counts = [], [], [], SpeculationCounts()
     for number, prompt in enumerate(prompts):
         begun = time.perf_counter()
-        (answer,) = answers_of(engine, [Request(f"unseen-{number}", prompt, tokens, _GREEDY)]).values()
+        (answer,) = answers_of(engine, [Request(f"unseen-{number}", prompt, tokens, _GREEDY, capture=True)]).values()
         if len(answer.tokens) >= _SHORTEST:
             seconds.append(time.perf_counter() - begun)
             asked.append(Asked(prompt, len(answer.tokens)))

@@ -40,7 +40,6 @@ def begun_rows(exits: Exits, trees: Sequence[tuple[int, int, int, Tree]], cache:
             cache.move(slot, [place + source[offset] for offset in moved], [place + offset for offset in moved], layers)
     if not rows:
         return None
-    every = entries == list(range(len(exits.states)))
-    if every:
+    if entries == list(range(len(exits.states))):
         return Begun(exits.layer, rows, exits.states, exits.hidden)
     return Begun(exits.layer, rows, exits.states[entries], None if exits.hidden is None else exits.hidden[entries])

@@ -118,6 +118,11 @@ def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
     events.close()
 
 
+@pytest.mark.soak
+@pytest.mark.fault(
+    "one of several training workers is killed",
+    "training goes on from the checkpoint, and what was not acknowledged is read again",
+)
 @pytest.mark.timeout(300)
 def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
     ray_cluster, settings, redis_url, redis_client, send, eventually

@@ -18,7 +18,7 @@ from tests.pointers import put
 from tests.unit.learning.toys import Toy, make_trace
 from trainer import checkpoint
 
-RECORDS, POINTS = 40, 9
+RECORDS, POINTS = 40, 4
 
 
 def prepare(url, home):

@@ -68,22 +68,22 @@ def test_where_nobody_knows_what_serves_nothing_is_removed(registry):
 
 def test_a_year_of_versions_takes_no_more_room_and_no_more_time_than_a_week(registry):
     sizes, seconds = [], []
-    for number in range(1, 1001):
+    for number in range(1, 401):
         publish(registry, number - 1 or None, **{REQUESTS: [fingerprint(str(number))]})
         point(registry, number)
         prune(registry, 20)
-        if number in (400, 700, 1000):
+        if number in (40, 340, 400):
             sizes.append(sum(path.stat().st_size for path in registry.root.rglob("*") if path.is_file()))
             began = time.perf_counter()
             for _ in range(5):
                 assert len(registry.list("general")) == 21
             seconds.append(time.perf_counter() - began)
-    assert max(sizes) < 1.05 * min(sizes)
-    assert max(seconds) < 10 * min(seconds)  # 50 times as many versions were published
-    assert registry.numbers("general") == [*range(980, 1001)]
+    assert sizes[2] < 1.05 * sizes[1]  # as many removed ones are remembered as ever will be
+    assert max(seconds) < 5 * min(seconds)  # ten times as many versions were published
+    assert registry.numbers("general") == [*range(380, 401)]
     removed = registry.removed("general")
-    assert [one.number for one in removed] == [*range(680, 980)]
-    assert removed[-1].manifest["parent"] == 978
+    assert [one.number for one in removed] == [*range(80, 380)]
+    assert removed[-1].manifest["parent"] == 378
     assert len(removed) == history.MOST
 
 

@@ -11,6 +11,9 @@ from benchmarks import vllm as bench
 from benchmarks.peers import environments
 from benchmarks.peers.measure import Asked
 from benchmarks.peers.roster import Models
+from osd.config import ChainSettings
+from osd.drafters.recall.drafter import Recall
+from tests.unit.engine.harness import prompts, running
 
 FAKE = """
 import os, sys
@@ -55,3 +58,18 @@ def test_each_way_answers_the_same_prompts_and_recall_the_stream_before(tmp_path
     assert recall.accepted_per_round == 12 / (9 + 11 - 12)
     assert bench.share_of_ours([plain, recall, mine]) == pytest.approx((12 / 8) / (8 / 12))
     assert bench.table([plain, recall, mine], 2).row_count == 3
+
+
+def test_our_engine_remembers_the_stream_and_goes_on_learning(tiny_target: Path):
+    stream = prompts([5, 9, 7])
+    with running(tiny_target, drafter=Recall(), growth=ChainSettings(depth=3, governed=False)) as client:
+        pool = client.engine.pool
+        assert pool is not None
+        memory = pool.memories("general").of("")
+        served = bench.served(client.engine, stream, 12)
+        assert [one.prompt for one in served] == stream
+        after = memory.used()
+        assert after > 0
+        asked, mine = bench.ours(client.engine, prompts([6]), 12)
+        assert len(asked) == len(mine.answers) == 1
+        assert memory.used() > after
