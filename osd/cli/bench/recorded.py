@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from osd.cli.bench.options import check_output, loading, say, write
+from osd.cli.bench.options import TRAINED, check_output, loading, say, write
 from osd.cli.common import fail, stop_signals
 
 if TYPE_CHECKING:
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 Streams = Annotated[
     list[Path], typer.Option("--stream", help="JSON lines of prompts; may be given again.", metavar="FILE")
 ]
-Kinds = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--drafter", help="eagle, falcon, kangaroo, language_model or medusa; all by default.", metavar="KIND"
-    ),
-]
+Kind = Annotated[str, typer.Option("--drafter", help=f"{TRAINED}.", metavar="KIND")]
+Kinds = Annotated[list[str] | None, typer.Option("--drafter", help=f"{TRAINED}; all by default.", metavar="KIND")]
 Records = Annotated[int, typer.Option(min=16, help="Of each stream, that arrive in order.")]
 Unseen = Annotated[int, typer.Option(min=8, help="Further records of each stream, only measured on.")]
 Tokens = Annotated[int, typer.Option(min=8, help="Of each completion at most.")]

@@ -210,6 +210,22 @@ def test_a_version_that_cannot_be_used_is_refused_counted_and_told(settings, reg
     assert watcher.rejected == 1
 
 
+def test_a_version_with_an_impossible_number_of_heads_is_refused_in_one_sentence_and_what_runs_stays(
+    settings, registry, tiny_target, caplog
+):
+    eagle = drafters.initial(EagleSettings(vocabulary=64), tiny_target, tiny_target)
+    number = registry.publish(settings.domain, eagle.weights(), {**eagle.config(), "heads": 3}, {})
+    engine, events, rollouts = ScriptedEngine(), ScriptedEvents(), ScriptedPointer(at(number))
+    versions = Versions(settings, registry, rollouts, events, DrafterCache(eagle, settings, tiny_target))
+    watcher = VersionWatcher(versions, engine, Start(eagle, 1))
+    watcher.start()
+    watcher.close()
+    assert engine.drafter_version == 1
+    assert events.events == [("rejected", number)]
+    (said,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert said.endswith("is refused, what runs stays: heads is 3, but must be a multiple of kv_heads, which is 2")
+
+
 def test_after_a_refusal_the_next_version_is_followed(settings, registry):
     engine, events = ScriptedEngine(), ScriptedEvents(gone=True)
     watcher = watch(settings, registry, engine, events, at(2), at(3))
