@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from osd.config import DrafterSettings, Settings
 
 Streams = Annotated[
-    list[Path], typer.Option("--stream", help="JSON lines of prompts; may be given again.", metavar="FILE")
+    list[Path],
+    typer.Option(
+        "--stream", help="JSON lines of prompts, or unittest, stdlib or pydoc; may be given again.", metavar="FILE"
+    ),
 ]
 Kind = Annotated[str, typer.Option("--drafter", help=f"{TRAINED}.", metavar="KIND")]
 Kinds = Annotated[list[str] | None, typer.Option("--drafter", help=f"{TRAINED}; all by default.", metavar="KIND")]
@@ -49,7 +52,7 @@ def open_experiment(
     from benchmarks.adaptation.recording import RecordingError
     from osd.drafters import DrafterError
     from osd.runtime.device import several_cores
-    from osd.traffic.file import read
+    from osd.traffic import load
 
     if settings.trainer.samples != "teacher":
         fail(
@@ -61,7 +64,7 @@ def open_experiment(
     with stop_signals():
         try:
             with loading():
-                prompts = {file.stem: read(file) for file in files}
+                prompts = {file.stem: load(str(file)) for file in files}
                 experiment = Experiment.of(settings, Size(records, unseen, tokens, minutes=minutes), readers, say)
             streams = [experiment.stream(name, some) for name, some in prompts.items()]
             several_cores(settings.engine.threads)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.adaptation import kinds
+from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, adapt
+from benchmarks.adaptation.kinds import depths_of
+from benchmarks.adaptation.offline_acceptance import Counts, Drafted, total
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED
+from osd.config import TRAINED_SETTINGS
+from tests.unit.benchmarks.adaptation.test_experiments import command, streams_of
+
+SIZE = ("--records", 16, "--unseen", 8, "--tokens", 12, "--passes", 1, "--most", 1, "--depth", 3)
+
+
+def compare(experiment, tmp_path, *more):
+    (stream,) = streams_of(tmp_path, "tiny")
+    return command(experiment, tmp_path, "drafters", "--stream", stream, *SIZE, *more)
+
+
+def test_a_depth_counts_from_the_last_token_that_no_draft_brought():
+    yes, no, none = ACCEPTED, REJECTED, NOT_DRAFTED
+    one = np.array([none, yes, yes, none, yes, no, no, yes], np.int8)
+    two = np.array([yes, yes, yes], np.int8)
+    found = [Drafted("eagle", Counts(), np.zeros(len(verdict), np.int32), verdict) for verdict in (one, two)]
+    assert depths_of(found) == [(5, 4), (3, 2), (1, 1)]
+
+
+def test_every_kind_that_is_trained_learns_in_three_ways_and_decodes_alone_and_beside_recall(experiment, tmp_path):
+    files = [tmp_path / name for name in ("a.json", "a.svg", "a.md")]
+    result = compare(experiment, tmp_path, "--turns", 2, "--json", files[0], "--plot", files[1], "--markdown", files[2])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(files[0].read_text())
+    assert [(one["kind"], one["way"]) for one in figures["learnt"]] == [
+        (kind, way) for kind in TRAINED_SETTINGS for way in (FROZEN, OFFLINE, ONLINE)
+    ]
+    for one in figures["learnt"]:
+        unseen = one["unseen"]
+        assert 0 < one["parameters"] * 2 <= one["bytes"], "of at least 16 bits each"
+        assert sum(tested for tested, _ in one["depths"]) == unseen["tested"] > 0
+        assert sum(accepted for _, accepted in one["depths"]) == unseen["accepted"]
+        assert one["work"]["cpu_seconds"] > 0
+        assert len(one["spent"]) == len(one["arriving"]) == 16
+        assert one["spent"] == sorted(one["spent"])
+    assert list(figures["timed"]) == list(TRAINED_SETTINGS)
+    for ways in figures["timed"].values():
+        assert len({(way["learnt"], way["with_recall"], way["temperature"]) for way in ways}) == len(ways) == 14
+        for way in ways:
+            assert way["tokens"] >= 1
+            assert way["rows"] >= way["tokens"]
+            assert way["speedup"]["least"] > 0
+            if way["learnt"] is None:
+                assert way["calls"] == 0
+    lines = [line for line in result.stdout.splitlines() if line.startswith(tuple(TRAINED_SETTINGS))]
+    assert len(lines) == len(TRAINED_SETTINGS) * (3 + 2 * 6)
+    assert max(map(len, lines)) <= 100
+    assert files[1].read_text().count("<polyline") == len(TRAINED_SETTINGS)
+    assert "| online | yes | " in files[2].read_text()
+
+
+def test_what_was_learnt_and_timed_is_taken_from_the_home_directory(experiment, tmp_path, monkeypatch):
+    asked, files = ("--drafter", "medusa", "--turns", 1), [tmp_path / "a.json", tmp_path / "b.json"]
+    learn, cut = kinds.Lessons.learn, []
+
+    def cut_off(lessons, way):
+        if way == ONLINE and not cut:
+            cut.append(way)
+            raise KeyboardInterrupt
+        return learn(lessons, way)
+
+    size = ("--passes", 2)  # no other test's
+    monkeypatch.setattr(kinds.Lessons, "learn", cut_off)
+    assert compare(experiment, tmp_path, *asked, *size).exit_code == 130
+    known = [("records", []), ("ways", [])]
+    ways = known[1][1]
+    monkeypatch.setattr(kinds.Lessons, "learn", lambda lessons, way: ways.append(way) or learn(lessons, way))
+    assert compare(experiment, tmp_path, *asked, *size, "--json", files[0]).exit_code == 0
+    assert ways == [ONLINE], "the others were kept"
+    again = compare(experiment, tmp_path, *asked, *size, "--json", files[1])
+    assert again.exit_code == 0
+    assert ways == [ONLINE]
+    assert files[0].read_text() == files[1].read_text()
+
+
+def test_what_is_kept_is_what_the_lessons_gave(experiment, stream):
+    recipe = experiment.recipe(passes=1, interval=8, seed=0)
+    reports = {one.way: one for one in kinds.learn(experiment, stream, "medusa", recipe, 1)}
+    direct = adapt(experiment, stream, "medusa", recipe, 1)
+    for way, one in reports.items():
+        assert one.arriving == direct.arriving[way]
+        assert one.unseen == total(direct.unseen[way])
+    drafter = experiment.fresh("medusa")
+    shelf = kinds.Shelf(experiment, stream, "medusa", recipe, 1)
+    shelf.load(OFFLINE, drafter)
+    offline = experiment.offline_acceptance(drafter, stream)
+    found = offline.measure(drafter.weights(), experiment.read_by(drafter, stream).unseen)
+    assert total([drafted.counts for drafted in found]) == reports[OFFLINE].unseen
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--turns", 9], "osd: --turns must be at most --unseen 8, not 9"),
+        (["--drafter", "oracle"], "osd: --drafter must be one of"),
+        (["--json", "nowhere/a.json"], "osd: --json: cannot write nowhere/a.json"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(experiment, tmp_path, more, message):
+    result = compare(experiment, tmp_path, *more)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
