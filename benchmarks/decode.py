@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from rich.table import Table as Grid
 from torch import Tensor
 
@@ -100,12 +101,13 @@ class Counted(WrappedSession):
         self._calls = calls
 
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """One forward; none where that of the root has said everything."""
-        self._calls.made += self.levels is None or bool((nodes < 0).any())
+        """One forward; none where that of the root, or of the block that the nodes are in, has said everything."""
+        depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)])
+        self._calls.made += bool(((depths == 0) if self.levels is not None else (depths % self.block == 0)).any())
         return super().expand(slots, builder, rows, nodes)
 
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """As many forwards as the longest of the drafts has tokens; on a GPU, as it may have.
+        """As many forwards as the longest of the drafts has blocks; on a GPU, as it may have.
 
         One where that says everything.
         """
@@ -113,7 +115,8 @@ class Counted(WrappedSession):
         if chains is not None and self.levels is not None:
             self._calls.made += 1
         elif chains is not None:
-            self._calls.made += int(chains.sizes.max()) if chains.settled else chains.drafted.shape[1]
+            deepest = int(chains.sizes.max()) if chains.settled else chains.drafted.shape[1]
+            self._calls.made += -(-deepest // self.block)
         return chains
 
 

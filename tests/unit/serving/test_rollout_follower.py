@@ -173,7 +173,7 @@ class OneDrafter:
         return None
 
 
-def watch(settings, registry, engine, events, *rollouts, refused=frozenset()):
+def watch(settings, registry, engine, events, *rollouts, refused=frozenset(), cache=None):
     done = threading.Event()
 
     class Pointer(ScriptedPointer):
@@ -185,7 +185,7 @@ def watch(settings, registry, engine, events, *rollouts, refused=frozenset()):
             done.set()
             stop.wait()
 
-    versions = Versions(settings, registry, Pointer(*rollouts), events, OneDrafter())
+    versions = Versions(settings, registry, Pointer(*rollouts), events, cache or OneDrafter())
     watcher = VersionWatcher(versions, engine, Start(None, 1, set(refused)))
     watcher.start()
     assert done.wait(10)
@@ -215,11 +215,8 @@ def test_a_version_with_an_impossible_number_of_heads_is_refused_in_one_sentence
 ):
     eagle = drafters.initial(EagleSettings(vocabulary=64), tiny_target, tiny_target)
     number = registry.publish(settings.domain, eagle.weights(), {**eagle.config(), "heads": 3}, {})
-    engine, events, rollouts = ScriptedEngine(), ScriptedEvents(), ScriptedPointer(at(number))
-    versions = Versions(settings, registry, rollouts, events, DrafterCache(eagle, settings, tiny_target))
-    watcher = VersionWatcher(versions, engine, Start(eagle, 1))
-    watcher.start()
-    watcher.close()
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    watch(settings, registry, engine, events, at(number), cache=DrafterCache(eagle, settings, tiny_target))
     assert engine.drafter_version == 1
     assert events.events == [("rejected", number)]
     (said,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
