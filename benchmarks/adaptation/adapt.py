@@ -51,7 +51,7 @@ class Adapted:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainedDrafter:
     """What a drafter learnt in one of the ``WAYS``.
 
     ``arriving`` are the counts of each record, ``unseen`` what it drafts along those that nobody trained on, with its
@@ -66,7 +66,7 @@ class Lesson:
     spent: list[float]
 
 
-class Lessons:
+class StreamTraining:
     """A kind of drafter that learns one stream in several ways, each time from the same weights."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Lessons:
         most: float,
         report: Callable[[str], None] = lambda step: None,
     ) -> None:
-        """Prepare the lessons.
+        """Take a new drafter.
 
         Args:
             experiment: where drafters come from.
@@ -93,12 +93,12 @@ class Lessons:
         self._offline = experiment.offline_acceptance(self.drafter, stream)
         self._recipe, self._most, self._report, self._name = recipe, most, report, f"{stream.name}, {kind}"
 
-    def learn(self, way: str) -> Lesson:
-        """Learn in one of the ``WAYS``; the drafter has what it learnt until the next lesson."""
+    def learn(self, way: str) -> TrainedDrafter:
+        """Learn in one of the ``WAYS``; the drafter has what it learnt until it learns again."""
         self.drafter.load_weights(self._start)
         return self._online() if way == ONLINE else self._beforehand(way)
 
-    def _beforehand(self, way: str) -> Lesson:
+    def _beforehand(self, way: str) -> TrainedDrafter:
         stream, drafter = self._stream, self.drafter
         taught = first(stream, TENTH) if way == FROZEN else stream.arriving
         self._report(f"{self._name}: distilling {way} on {len(taught)} records")
@@ -106,9 +106,9 @@ class Lessons:
         found = self._offline.measure(drafter.weights(), [*stream.arriving, *stream.unseen])
         arrived = len(stream.arriving)
         counts, spent = [one.counts for one in found[:arrived]], [work.cpu_seconds] * arrived
-        return Lesson(copied(drafter), work, counts, found[arrived:], spent)
+        return TrainedDrafter(copied(drafter), work, counts, found[arrived:], spent)
 
-    def _online(self) -> Lesson:
+    def _online(self) -> TrainedDrafter:
         online, stream, spent = Online(self.drafter, self._recipe, self._offline), self._stream, list[float]()
         before = 0.0
 
@@ -122,7 +122,7 @@ class Lessons:
         counts = online.serve(stream.arriving, tell)
         self.drafter.load_weights(online.in_service)
         unseen = self._offline.measure(online.in_service, stream.unseen)
-        return Lesson(copied(self.drafter), online.work, counts, unseen, spent)
+        return TrainedDrafter(copied(self.drafter), online.work, counts, unseen, spent)
 
 
 def adapt(
@@ -133,9 +133,9 @@ def adapt(
     most: float,
     report: Callable[[str], None] = lambda step: None,
 ) -> Adapted:
-    """Measure the three ways on a stream; the arguments are those of ``Lessons``."""
-    lessons = Lessons(experiment, stream, kind, recipe, most, report)
-    found = {way: lessons.learn(way) for way in WAYS}
+    """Measure the three ways on a stream; the arguments are those of ``StreamTraining``."""
+    training = StreamTraining(experiment, stream, kind, recipe, most, report)
+    found = {way: training.learn(way) for way in WAYS}
     arriving = {way: one.arriving for way, one in found.items()}
     unseen = {way: [drafted.counts for drafted in one.unseen] for way, one in found.items()}
     return Adapted(stream.name, kind, recipe.seed, arriving, unseen, {way: one.work for way, one in found.items()})

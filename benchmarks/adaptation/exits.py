@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks import decode
-from benchmarks.adaptation.adapt import FROZEN, ONLINE, Lessons
+from benchmarks.adaptation.adapt import FROZEN, ONLINE, StreamTraining
 from benchmarks.adaptation.experiment import Experiment, Stream
 from benchmarks.adaptation.learner import Recipe
 from benchmarks.adaptation.offline_acceptance import Counts, total
@@ -79,10 +79,10 @@ def sweep(
     for layer in layers:
         report(f"behind layer {layer}: learning {len(stream.arriving)} records")
         mine = leaving_behind(layer, experiment)
-        lessons = Lessons(mine, stream, KIND, recipe, most)
-        frozen, online = (total([one.counts for one in lessons.learn(way).unseen]) for way in (FROZEN, ONLINE))
+        training = StreamTraining(mine, stream, KIND, recipe, most)
+        frozen, online = (total([one.counts for one in training.learn(way).unseen]) for way in (FROZEN, ONLINE))
         report(f"behind layer {layer}: decoding plainly and with drafts")
-        plain, step, speedup, length = _timed(mine, lessons.drafter, stream, turns)
+        plain, step, speedup, length = _timed(mine, training.drafter, stream, turns)
         yield Exit(layer, frozen, online, plain, step, speedup, length)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import recall
-from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, Lesson, Lessons
+from benchmarks.adaptation.adapt import WAYS, StreamTraining, TrainedDrafter
 from benchmarks.adaptation.experiment import Experiment, Stream
 from benchmarks.adaptation.learner import Recipe, Work
 from benchmarks.adaptation.offline_acceptance import Counts, Drafted, total
@@ -30,17 +30,14 @@ from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.registry.versions import Registry, VersionError
 
-LEARNT = (FROZEN, OFFLINE, ONLINE)
-"""What a kind learns, in this order."""
-
 TEMPERATURES = (0.0, 1.0)
 
 _TOGETHER = 8  # sequences, while the stream is served to what recalls
-_TIMES = "times.json"
+_DECODED = "decoded.json"
 
 
 @dataclass(frozen=True)
-class Report:
+class Learnt:
     """What one kind of drafter learnt in one way.
 
     ``arriving`` are the counts of each record, for which it drafted after ``spent`` CPU seconds of training; ``unseen``
@@ -60,7 +57,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Timed:
+class Decoded:
     """What a drafter made of decoding, ``with_recall`` or alone; no ``learnt`` way is recall without a drafter.
 
     ``speedup`` is over plain decoding of the same prompts, turn by turn. A forward of the target gives a sequence
@@ -95,15 +92,15 @@ def depths_of(found: Sequence[Drafted]) -> list[tuple[int, int]]:
     return [(tested, accepted) for tested, accepted in counts]
 
 
-class Shelf:
+class ResultStore:
     """What a kind learnt and how it decoded, kept under the home directory: what is there is not made again.
 
     What it learnt is a version in a registry, the figures in its manifest. Other settings, records or drafters have
-    another shelf.
+    another store.
     """
 
     def __init__(self, experiment: Experiment, stream: Stream, kind: str, recipe: Recipe, most: float) -> None:
-        """The shelf of ``kind``, after lessons with these arguments."""
+        """The store of ``kind``, after training with these arguments."""
         chosen = drafter_of(kind, experiment.settings.drafter)
         facts = [
             *(experiment.setup.take.target, experiment.setup.take.dtype, experiment.size.tokens, stream.name),
@@ -114,24 +111,24 @@ class Shelf:
         key = hashlib.blake2b(json.dumps(facts).encode(), digest_size=6).hexdigest()
         self._registry = Registry(experiment.settings.home_dir / "learnt" / f"{stream.name}-{kind}-{key}")
 
-    def report(self, way: str) -> Report | None:
+    def learnt(self, way: str) -> Learnt | None:
         """What was learnt in one way, None where it was not."""
         number = self._newest(way)
         return None if number is None else self._read(way, number)
 
-    def keep(self, way: str, kind: str, drafter: Trainable, lesson: Lesson) -> Report:
+    def keep(self, way: str, kind: str, drafter: Trainable, trained: TrainedDrafter) -> Learnt:
         """Keep what ``drafter`` has just learnt."""
         figures = {
             "kind": kind,
             "way": way,
-            "work": asdict(lesson.work),
-            "arriving": [asdict(counts) for counts in lesson.arriving],
-            "spent": lesson.spent,
-            "unseen": asdict(total([one.counts for one in lesson.unseen])),
-            "depths": depths_of(lesson.unseen),
+            "work": asdict(trained.work),
+            "arriving": [asdict(counts) for counts in trained.arriving],
+            "spent": trained.spent,
+            "unseen": asdict(total([one.counts for one in trained.unseen])),
+            "depths": depths_of(trained.unseen),
             "parameters": sum(weight.numel() for weight in drafter.trained().values()),
         }
-        number = self._registry.publish(way, lesson.weights, drafter.config(), {"learnt": figures})
+        number = self._registry.publish(way, trained.weights, drafter.config(), {"learnt": figures})
         return self._read(way, number)
 
     def load(self, way: str, drafter: Trainable) -> None:
@@ -145,15 +142,15 @@ class Shelf:
             raise VersionError(f"{self._registry.root} has no drafter that learnt {way}")
         drafter.load_weights(self._registry.load(way, number).weights)
 
-    def times(self, about: dict[str, Any]) -> list[Timed]:
+    def decoded(self, about: dict[str, Any]) -> list[Decoded]:
         """How it decoded where all that ``about`` says was the same; empty where it did not."""
-        path = self._registry.root / _TIMES
+        path = self._registry.root / _DECODED
         found = msgspec.json.decode(path.read_bytes()) if path.is_file() else []
-        return next((msgspec.convert(one["ways"], list[Timed]) for one in found if one["about"] == about), [])
+        return next((msgspec.convert(one["ways"], list[Decoded]) for one in found if one["about"] == about), [])
 
-    def keep_times(self, about: dict[str, Any], ways: Sequence[Timed]) -> None:
+    def keep_decoded(self, about: dict[str, Any], ways: Sequence[Decoded]) -> None:
         """Keep how it decoded."""
-        path = self._registry.root / _TIMES
+        path = self._registry.root / _DECODED
         found = msgspec.json.decode(path.read_bytes()) if path.is_file() else []
         found.append({"about": about, "ways": [asdict(way) for way in ways]})
         files.replace(path, json.dumps(found, indent=1).encode())
@@ -161,10 +158,10 @@ class Shelf:
     def _newest(self, way: str) -> int | None:
         return max((info.number for info in self._registry.list(way) if not info.problem), default=None)
 
-    def _read(self, way: str, number: int) -> Report:
+    def _read(self, way: str, number: int) -> Learnt:
         (info,) = [info for info in self._registry.list(way) if info.number == number]
         size = sum(file.stat().st_size for file in info.path.iterdir())
-        return msgspec.convert({**info.manifest["learnt"], "bytes": size}, Report)
+        return msgspec.convert({**info.manifest["learnt"], "bytes": size}, Learnt)
 
 
 def learn(
@@ -174,16 +171,16 @@ def learn(
     recipe: Recipe,
     most: float,
     report: Callable[[str], None] = lambda step: None,
-    ways: Sequence[str] = LEARNT,
-) -> Iterator[Report]:
-    """Let a kind learn a stream in those ``ways`` in which it did not before; other arguments as for ``Lessons``."""
-    shelf = Shelf(experiment, stream, kind, recipe, most)
-    lessons: Lessons | None = None
+    ways: Sequence[str] = WAYS,
+) -> Iterator[Learnt]:
+    """Let a kind learn a stream in those ``ways`` in which it did not; further arguments: ``StreamTraining``."""
+    store = ResultStore(experiment, stream, kind, recipe, most)
+    training: StreamTraining | None = None
     for way in ways:
-        kept = shelf.report(way)
+        kept = store.learnt(way)
         if kept is None:
-            lessons = lessons or Lessons(experiment, stream, kind, recipe, most, report)
-            kept = shelf.keep(way, kind, lessons.drafter, lessons.learn(way))
+            training = training or StreamTraining(experiment, stream, kind, recipe, most, report)
+            kept = store.keep(way, kind, training.drafter, training.learn(way))
         yield kept
 
 
@@ -196,7 +193,7 @@ def decode(
     service: Settings,
     turns: int,
     report: Callable[[str], None] = lambda step: None,
-) -> list[Timed]:
+) -> list[Decoded]:
     """Decode unseen prompts with what a kind learnt, alone and beside recall, as a service of these settings does.
 
     All ways take turns on one prompt at a time, plain decoding among them, and another one begins each time. Tables
@@ -216,7 +213,7 @@ def decode(
         BenchError: the completions were too short to time.
         VersionError: what was learnt is damaged.
     """
-    shelf = Shelf(experiment, stream, kind, recipe, most)
+    store = ResultStore(experiment, stream, kind, recipe, most)
     about = {
         "machine": str(Machine.here()),
         "turns": turns,
@@ -226,14 +223,14 @@ def decode(
         "verification": service.verification,
         "recall": service.recall.model_dump(mode="json"),
     }
-    found = shelf.times(about)
+    found = store.decoded(about)
     if not found:
         drafters = {}
-        for way in LEARNT:
+        for way in WAYS:
             drafters[way] = experiment.fresh(kind)
-            shelf.load(way, drafters[way])
+            store.load(way, drafters[way])
         found = _timed(experiment, stream, drafters, service, turns, lambda step: report(f"{kind}: {step}"))
-        shelf.keep_times(about, found)
+        store.keep_decoded(about, found)
     return found
 
 
@@ -244,7 +241,7 @@ def _timed(
     service: Settings,
     turns: int,
     report: Callable[[str], None],
-) -> list[Timed]:
+) -> list[Decoded]:
     calls = Calls()
     for drafter in drafters.values():
         calls.count(drafter)
@@ -297,7 +294,7 @@ def _say(report: Callable[[str], None], temperature: float, step: str) -> None:
 
 def _concluded(
     waves: Sequence[tuple[recall.Wave, Calls]], places: dict[str, tuple[str | None, bool]], temperature: float
-) -> list[Timed]:
+) -> list[Decoded]:
     gains = {gain.way: gain for gain in recall.gains([wave for wave, _ in waves])}
     found = []
     for way, place in places.items():
@@ -306,7 +303,7 @@ def _concluded(
         forwards = max(sum(wave.forwards for wave, _ in mine), 1)
         gain = gains[way]
         found.append(
-            Timed(
+            Decoded(
                 *place,
                 temperature=temperature,
                 tokens_per_second=gain.tokens_per_second,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.adaptation.adapt import ONLINE
 from benchmarks.adaptation.curves import windows
-from benchmarks.adaptation.kinds import TEMPERATURES, Report, Timed
+from benchmarks.adaptation.kinds import TEMPERATURES, Decoded, Learnt
 from benchmarks.adaptation.report import Plot, Table
 from benchmarks.adaptation.tables import PLOT_WINDOW
 
@@ -14,7 +14,7 @@ _DEEPEST = 4
 """Depths that tables show."""
 
 
-def learnt_table(stream: str, unseen: int, found: Sequence[Report]) -> Table:
+def learnt_table(stream: str, unseen: int, found: Sequence[Learnt]) -> Table:
     """A row for what each kind learnt in each way."""
     depths = [f"at {depth}" for depth in range(1, _DEEPEST + 1)]
     columns = ("", "learnt", "all", *depths, "length", "10^6 trained", "MB", "CPU s")
@@ -34,7 +34,7 @@ def learnt_table(stream: str, unseen: int, found: Sequence[Report]) -> Table:
     return Table(f"{stream}: accepted / tested of chains on {unseen} unseen records, by depth", columns, rows)
 
 
-def times_tables(stream: str, found: Mapping[str, Sequence[Timed]]) -> list[Table]:
+def decoded_tables(stream: str, found: Mapping[str, Sequence[Decoded]]) -> list[Table]:
     """One for each temperature, with a row for each kind, what it learnt, and whether it has recall beside it."""
     depths = [f"{depth}+" for depth in range(1, _DEEPEST)]
     columns = ("", "learnt", "recall", "speed-up", "tokens", "rows", "calls", "length", *depths)
@@ -61,7 +61,7 @@ def times_tables(stream: str, found: Mapping[str, Sequence[Timed]]) -> list[Tabl
     return tables
 
 
-def kinds_plot(stream: str, found: Sequence[Report]) -> Plot:
+def kinds_plot(stream: str, found: Sequence[Learnt]) -> Plot:
     """What online drafters accepted as they learnt, and as dots what each way ended with on unseen records."""
     lines, dots = {}, {}
     for one in found:

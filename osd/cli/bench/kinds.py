@@ -61,30 +61,30 @@ def drafters(
         fail(f"--turns must be at most --unseen {unseen}, not {turns}")
     kinds = check_kinds(drafter)
     from benchmarks.adaptation import kinds as bench
-    from benchmarks.adaptation.kinds_tables import NOTES, kinds_plot, learnt_table, times_tables
+    from benchmarks.adaptation.kinds_tables import NOTES, decoded_tables, kinds_plot, learnt_table
     from benchmarks.pair import BenchError
     from osd.registry.versions import VersionError
 
     grown = settings.model_copy(update={"growth": ChainSettings(depth=depth, governed=False), "verification": None})
     # Of all kinds, so that one recording does for those of any command.
     readers = [drafter_of(kind, settings.drafter) for kind in TRAINED_SETTINGS]
-    reports, times = [], {}
+    learnt, decoded = [], {}
     with open_experiment(grown, [stream], readers, records, unseen, tokens, minutes) as (experiment, (recorded,)):
         recipe = experiment.recipe(passes, interval, 0)
         try:
             for kind in kinds:
-                reports += bench.learn(experiment, recorded, kind, recipe, most, say)
+                learnt += bench.learn(experiment, recorded, kind, recipe, most, say)
                 if turns:
-                    times[kind] = bench.decode(experiment, recorded, kind, recipe, most, settings, turns, say)
+                    decoded[kind] = bench.decode(experiment, recorded, kind, recipe, most, settings, turns, say)
         except (BenchError, VersionError) as error:
             fail(error)
-    tables = [learnt_table(stream.stem, unseen, reports)]
-    tables += times_tables(stream.stem, times) if turns else []
+    tables = [learnt_table(stream.stem, unseen, learnt)]
+    tables += decoded_tables(stream.stem, decoded) if turns else []
     about = {"target": settings.target.source, "trainer": settings.trainer.model_dump(), "passes": passes, "most": most}
     about |= {"records": records, "tokens": tokens, "depth": depth, "growth": settings.growth.model_dump()}
     figures = {
         **about,
-        "learnt": [asdict(one) for one in reports],
-        "timed": {kind: [asdict(one) for one in ways] for kind, ways in times.items()},
+        "learnt": [asdict(one) for one in learnt],
+        "decoded": {kind: [asdict(one) for one in ways] for kind, ways in decoded.items()},
     }
-    conclude(tables, [kinds_plot(stream.stem, reports)], NOTES, figures, (json_file, plot, markdown))
+    conclude(tables, [kinds_plot(stream.stem, learnt)], NOTES, figures, (json_file, plot, markdown))

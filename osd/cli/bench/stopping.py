@@ -55,7 +55,7 @@ def stopping(
         fail(f"--turns must be at most --unseen {unseen}, not {turns}")
     from benchmarks.adaptation import stopping as bench
     from benchmarks.adaptation.adapt import ONLINE
-    from benchmarks.adaptation.kinds import Shelf, learn
+    from benchmarks.adaptation.kinds import ResultStore, learn
     from benchmarks.pair import BenchError
     from osd.registry.versions import VersionError
 
@@ -69,7 +69,7 @@ def stopping(
             try:
                 (learnt,) = learn(experiment, one, drafter, recipe, passes, say, [ONLINE])
                 taught = experiment.fresh(drafter)
-                Shelf(experiment, one, drafter, recipe, passes).load(ONLINE, taught)
+                ResultStore(experiment, one, drafter, recipe, passes).load(ONLINE, taught)
                 found = bench.stopping(experiment, one, taught, depth, turns, say)
             except (BenchError, VersionError) as error:
                 fail(error)

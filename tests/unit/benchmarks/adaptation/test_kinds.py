@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.adaptation import kinds
-from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, adapt
+from benchmarks.adaptation.adapt import OFFLINE, ONLINE, WAYS, adapt
 from benchmarks.adaptation.kinds import depths_of
 from benchmarks.adaptation.offline_acceptance import Counts, Drafted, total
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED
@@ -35,7 +35,7 @@ def test_every_kind_that_is_trained_learns_in_three_ways_and_decodes_alone_and_b
     assert result.exit_code == 0, result.output
     figures = json.loads(files[0].read_text())
     assert [(one["kind"], one["way"]) for one in figures["learnt"]] == [
-        (kind, way) for kind in TRAINED_SETTINGS for way in (FROZEN, OFFLINE, ONLINE)
+        (kind, way) for kind in TRAINED_SETTINGS for way in WAYS
     ]
     for one in figures["learnt"]:
         unseen = one["unseen"]
@@ -45,8 +45,8 @@ def test_every_kind_that_is_trained_learns_in_three_ways_and_decodes_alone_and_b
         assert one["work"]["cpu_seconds"] > 0
         assert len(one["spent"]) == len(one["arriving"]) == 16
         assert one["spent"] == sorted(one["spent"])
-    assert list(figures["timed"]) == list(TRAINED_SETTINGS)
-    for ways in figures["timed"].values():
+    assert list(figures["decoded"]) == list(TRAINED_SETTINGS)
+    for ways in figures["decoded"].values():
         assert len({(way["learnt"], way["with_recall"], way["temperature"]) for way in ways}) == len(ways) == 14
         for way in ways:
             assert way["tokens"] >= 1
@@ -63,41 +63,40 @@ def test_every_kind_that_is_trained_learns_in_three_ways_and_decodes_alone_and_b
 
 def test_what_was_learnt_and_timed_is_taken_from_the_home_directory(experiment, tmp_path, monkeypatch):
     asked, files = ("--drafter", "medusa", "--turns", 1), [tmp_path / "a.json", tmp_path / "b.json"]
-    learn, cut = kinds.Lessons.learn, []
+    learn, cut = kinds.StreamTraining.learn, []
 
-    def cut_off(lessons, way):
+    def cut_off(training, way):
         if way == ONLINE and not cut:
             cut.append(way)
             raise KeyboardInterrupt
-        return learn(lessons, way)
+        return learn(training, way)
 
     size = ("--passes", 2)  # no other test's
-    monkeypatch.setattr(kinds.Lessons, "learn", cut_off)
+    monkeypatch.setattr(kinds.StreamTraining, "learn", cut_off)
     assert compare(experiment, tmp_path, *asked, *size).exit_code == 130
-    known = [("records", []), ("ways", [])]
-    ways = known[1][1]
-    monkeypatch.setattr(kinds.Lessons, "learn", lambda lessons, way: ways.append(way) or learn(lessons, way))
+    ways = []
+    monkeypatch.setattr(kinds.StreamTraining, "learn", lambda training, way: ways.append(way) or learn(training, way))
     assert compare(experiment, tmp_path, *asked, *size, "--json", files[0]).exit_code == 0
-    assert ways == [ONLINE], "the others were kept"
+    assert ways == [ONLINE, OFFLINE], "frozen was kept"
     again = compare(experiment, tmp_path, *asked, *size, "--json", files[1])
     assert again.exit_code == 0
-    assert ways == [ONLINE]
+    assert ways == [ONLINE, OFFLINE]
     assert files[0].read_text() == files[1].read_text()
 
 
-def test_what_is_kept_is_what_the_lessons_gave(experiment, stream):
+def test_what_is_kept_is_what_training_gave(experiment, stream):
     recipe = experiment.recipe(passes=1, interval=8, seed=0)
-    reports = {one.way: one for one in kinds.learn(experiment, stream, "medusa", recipe, 1)}
+    learnt = {one.way: one for one in kinds.learn(experiment, stream, "medusa", recipe, 1)}
     direct = adapt(experiment, stream, "medusa", recipe, 1)
-    for way, one in reports.items():
+    for way, one in learnt.items():
         assert one.arriving == direct.arriving[way]
         assert one.unseen == total(direct.unseen[way])
     drafter = experiment.fresh("medusa")
-    shelf = kinds.Shelf(experiment, stream, "medusa", recipe, 1)
-    shelf.load(OFFLINE, drafter)
+    store = kinds.ResultStore(experiment, stream, "medusa", recipe, 1)
+    store.load(OFFLINE, drafter)
     offline = experiment.offline_acceptance(drafter, stream)
     found = offline.measure(drafter.weights(), experiment.read_by(drafter, stream).unseen)
-    assert total([drafted.counts for drafted in found]) == reports[OFFLINE].unseen
+    assert total([drafted.counts for drafted in found]) == learnt[OFFLINE].unseen
 
 
 @pytest.mark.parametrize(
