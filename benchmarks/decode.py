@@ -160,7 +160,7 @@ class Calls:
             self.riders += sum(len(tree.rider_tokens) for tree in proposal.trees)
             return proposal
 
-        session.propose = counted  # type: ignore[method-assign]
+        session.propose = counted
         return session
 
 

@@ -23,6 +23,8 @@ from benchmarks.pair import engine_with
 from osd import files
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED
 from osd.config import Settings, drafter_of
+from osd.drafters.acceptance_head import suited
+from osd.drafters.base import Drafter
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.trainable import Trainable
@@ -131,7 +133,7 @@ class ResultStore:
         number = self._registry.publish(way, trained.weights, drafter.config(), {"learnt": figures})
         return self._read(way, number)
 
-    def load(self, way: str, drafter: Trainable) -> None:
+    def load(self, way: str, drafter: Drafter) -> None:
         """Give a drafter what was learnt in one way.
 
         Raises:
@@ -144,16 +146,16 @@ class ResultStore:
 
     def decoded(self, about: dict[str, Any]) -> list[Decoded]:
         """How it decoded where all that ``about`` says was the same; empty where it did not."""
-        path = self._registry.root / _DECODED
-        found = msgspec.json.decode(path.read_bytes()) if path.is_file() else []
-        return next((msgspec.convert(one["ways"], list[Decoded]) for one in found if one["about"] == about), [])
+        return next((msgspec.convert(ways, list[Decoded]) for said, ways in self._all_decoded() if said == about), [])
 
     def keep_decoded(self, about: dict[str, Any], ways: Sequence[Decoded]) -> None:
         """Keep how it decoded."""
+        found = [*self._all_decoded(), (about, [asdict(way) for way in ways])]
+        files.replace(self._registry.root / _DECODED, json.dumps(found, indent=1).encode())
+
+    def _all_decoded(self) -> list[tuple[dict[str, Any], list[Any]]]:
         path = self._registry.root / _DECODED
-        found = msgspec.json.decode(path.read_bytes()) if path.is_file() else []
-        found.append({"about": about, "ways": [asdict(way) for way in ways]})
-        files.replace(path, json.dumps(found, indent=1).encode())
+        return json.loads(path.read_bytes()) if path.is_file() else []
 
     def _newest(self, way: str) -> int | None:
         return max((info.number for info in self._registry.list(way) if not info.problem), default=None)
@@ -225,10 +227,9 @@ def decode(
     }
     found = store.decoded(about)
     if not found:
-        drafters = {}
-        for way in WAYS:
-            drafters[way] = experiment.fresh(kind)
-            store.load(way, drafters[way])
+        drafters = {way: suited(experiment.fresh(kind), service.growth) for way in WAYS}
+        for way, drafter in drafters.items():
+            store.load(way, drafter)
         found = _timed(experiment, stream, drafters, service, turns, lambda step: report(f"{kind}: {step}"))
         store.keep_decoded(about, found)
     return found
@@ -237,7 +238,7 @@ def decode(
 def _timed(
     experiment: Experiment,
     stream: Stream,
-    drafters: dict[str, Trainable],
+    drafters: dict[str, Drafter],
     service: Settings,
     turns: int,
     report: Callable[[str], None],
@@ -265,11 +266,11 @@ def _timed(
 
 
 def _setup(
-    experiment: Experiment, drafters: dict[str, Trainable], service: Settings
+    experiment: Experiment, drafters: dict[str, Drafter], service: Settings
 ) -> tuple[recall.Setup, dict[str, tuple[str | None, bool]]]:
     """An engine with a domain for each way to decode, and of each (what its drafter learnt, whether it recalls)."""
     places: dict[str, tuple[str | None, bool]] = {}
-    opened: list[tuple[str, Any]] = []
+    opened: list[tuple[str, Drafter]] = []
     for way, drafter in drafters.items():
         for name, mixed in ((way, False), (f"{way}-recall", True)):
             places[name] = way, mixed

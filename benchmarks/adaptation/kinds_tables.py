@@ -17,7 +17,7 @@ _DEEPEST = 4
 def learnt_table(stream: str, unseen: int, found: Sequence[Learnt]) -> Table:
     """A row for what each kind learnt in each way."""
     depths = [f"at {depth}" for depth in range(1, _DEEPEST + 1)]
-    columns = ("", "learnt", "all", *depths, "length", "10^6 trained", "MB", "CPU s")
+    columns = ("", "learnt", "all", *depths, "length", "params", "MB", "CPU s")
     rows = [
         (
             one.kind,
@@ -25,7 +25,7 @@ def learnt_table(stream: str, unseen: int, found: Sequence[Learnt]) -> Table:
             f"{one.unseen.agreement:.3f}",
             *_shares([accepted / tested for tested, accepted in one.depths]),
             f"{one.unseen.acceptance_length:.2f}",
-            f"{one.parameters / 1e6:.2f}",
+            f"{one.parameters / 1e6:.2f}M",
             f"{one.bytes / 1e6:.1f}",
             f"{one.work.cpu_seconds:.0f}",
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.adaptation import kinds
-from benchmarks.adaptation.adapt import OFFLINE, ONLINE, WAYS, adapt
+from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, WAYS, adapt
 from benchmarks.adaptation.kinds import depths_of
 from benchmarks.adaptation.offline_acceptance import Counts, Drafted, total
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED
@@ -29,9 +29,9 @@ def test_a_depth_counts_from_the_last_token_that_no_draft_brought():
     assert depths_of(found) == [(5, 4), (3, 2), (1, 1)]
 
 
-def test_every_kind_that_is_trained_learns_in_three_ways_and_decodes_alone_and_beside_recall(experiment, tmp_path):
+def test_every_kind_that_is_trained_learns_in_three_ways(experiment, tmp_path):
     files = [tmp_path / name for name in ("a.json", "a.svg", "a.md")]
-    result = compare(experiment, tmp_path, "--turns", 2, "--json", files[0], "--plot", files[1], "--markdown", files[2])
+    result = compare(experiment, tmp_path, "--turns", 0, "--json", files[0], "--plot", files[1], "--markdown", files[2])
     assert result.exit_code == 0, result.output
     figures = json.loads(files[0].read_text())
     assert [(one["kind"], one["way"]) for one in figures["learnt"]] == [
@@ -45,54 +45,55 @@ def test_every_kind_that_is_trained_learns_in_three_ways_and_decodes_alone_and_b
         assert one["work"]["cpu_seconds"] > 0
         assert len(one["spent"]) == len(one["arriving"]) == 16
         assert one["spent"] == sorted(one["spent"])
-    assert list(figures["decoded"]) == list(TRAINED_SETTINGS)
-    for ways in figures["decoded"].values():
-        assert len({(way["learnt"], way["with_recall"], way["temperature"]) for way in ways}) == len(ways) == 14
-        for way in ways:
-            assert way["tokens"] >= 1
-            assert way["rows"] >= way["tokens"]
-            assert way["speedup"]["least"] > 0
-            if way["learnt"] is None:
-                assert way["calls"] == 0
-    lines = [line for line in result.stdout.splitlines() if line.startswith(tuple(TRAINED_SETTINGS))]
-    assert len(lines) == len(TRAINED_SETTINGS) * (3 + 2 * 6)
+    lines = [line.rstrip() for line in result.stdout.splitlines() if line.startswith(tuple(TRAINED_SETTINGS))]
+    assert len(lines) == len(TRAINED_SETTINGS) * 3
     assert max(map(len, lines)) <= 100
     assert files[1].read_text().count("<polyline") == len(TRAINED_SETTINGS)
-    assert "| online | yes | " in files[2].read_text()
+    assert "| online | " in files[2].read_text()
 
 
-def test_what_was_learnt_and_timed_is_taken_from_the_home_directory(experiment, tmp_path, monkeypatch):
-    asked, files = ("--drafter", "medusa", "--turns", 1), [tmp_path / "a.json", tmp_path / "b.json"]
-    learn, cut = kinds.StreamTraining.learn, []
+def test_what_was_learnt_and_decoded_is_taken_from_the_home_directory(experiment, tmp_path, monkeypatch):
+    asked, files = ("--drafter", "kangaroo", "--passes", 2), [tmp_path / "a.json", tmp_path / "b.json"]
+    learn, cut, ways = kinds.StreamTraining.learn, [], []
 
     def cut_off(training, way):
         if way == ONLINE and not cut:
             cut.append(way)
             raise KeyboardInterrupt
+        ways.append(way)
         return learn(training, way)
 
-    size = ("--passes", 2)  # no other test's
     monkeypatch.setattr(kinds.StreamTraining, "learn", cut_off)
-    assert compare(experiment, tmp_path, *asked, *size).exit_code == 130
-    ways = []
-    monkeypatch.setattr(kinds.StreamTraining, "learn", lambda training, way: ways.append(way) or learn(training, way))
-    assert compare(experiment, tmp_path, *asked, *size, "--json", files[0]).exit_code == 0
-    assert ways == [ONLINE, OFFLINE], "frozen was kept"
-    again = compare(experiment, tmp_path, *asked, *size, "--json", files[1])
-    assert again.exit_code == 0
-    assert ways == [ONLINE, OFFLINE]
+    assert compare(experiment, tmp_path, *asked, "--turns", 2).exit_code == 130
+    result = compare(experiment, tmp_path, *asked, "--turns", 2, "--json", files[0])
+    assert result.exit_code == 0, result.output
+    assert ways == [FROZEN, ONLINE, OFFLINE], "frozen was kept"
+    monkeypatch.setattr(kinds, "engine_with", None)
+    assert compare(experiment, tmp_path, *asked, "--turns", 2, "--json", files[1]).exit_code == 0
+    assert ways == [FROZEN, ONLINE, OFFLINE]
     assert files[0].read_text() == files[1].read_text()
+    found = json.loads(files[0].read_text())["decoded"]["kangaroo"]
+    assert len({(way["learnt"], way["with_recall"], way["temperature"]) for way in found}) == len(found) == 14
+    for way in found:
+        assert way["tokens"] >= 1
+        assert way["rows"] >= way["tokens"] - 1e-9
+        assert way["speedup"]["least"] > 0
+        if way["learnt"] is None:
+            assert way["calls"] == 0
+    lines = [line.rstrip() for line in result.stdout.splitlines() if line.startswith("kangaroo ")]
+    assert len(lines) == 3 + 2 * 6
+    assert max(map(len, lines)) <= 100
 
 
 def test_what_is_kept_is_what_training_gave(experiment, stream):
     recipe = experiment.recipe(passes=1, interval=8, seed=0)
-    learnt = {one.way: one for one in kinds.learn(experiment, stream, "medusa", recipe, 1)}
-    direct = adapt(experiment, stream, "medusa", recipe, 1)
+    learnt = {one.way: one for one in kinds.learn(experiment, stream, "eagle", recipe, 1)}
+    direct = adapt(experiment, stream, "eagle", recipe, 1)
     for way, one in learnt.items():
         assert one.arriving == direct.arriving[way]
         assert one.unseen == total(direct.unseen[way])
-    drafter = experiment.fresh("medusa")
-    store = kinds.ResultStore(experiment, stream, "medusa", recipe, 1)
+    drafter = experiment.fresh("eagle")
+    store = kinds.ResultStore(experiment, stream, "eagle", recipe, 1)
     store.load(OFFLINE, drafter)
     offline = experiment.offline_acceptance(drafter, stream)
     found = offline.measure(drafter.weights(), experiment.read_by(drafter, stream).unseen)
@@ -103,8 +104,8 @@ def test_what_is_kept_is_what_training_gave(experiment, stream):
     ("more", "message"),
     [
         (["--turns", 9], "osd: --turns must be at most --unseen 8, not 9"),
-        (["--drafter", "oracle"], "osd: --drafter must be one of"),
-        (["--json", "nowhere/a.json"], "osd: --json: cannot write nowhere/a.json"),
+        (["--drafter", "oracle", "--turns", 0], "osd: --drafter must be one of"),
+        (["--json", "nowhere/a.json", "--turns", 0], "osd: --json: cannot write nowhere/a.json"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(experiment, tmp_path, more, message):
