@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from rich.table import Table as Grid
 from torch import Tensor
 
@@ -15,16 +16,20 @@ from benchmarks.isolated import Drafting, forward_seconds
 from benchmarks.pair import BenchError
 from benchmarks.report import columns
 from benchmarks.streams import Arrivals, decoding_rate, updates_of
-from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession
+from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession, autoregressive
 from osd.drafters.base import Drafter
-from osd.drafters.session import Chains
+from osd.drafters.session import Asked, Chains, Proposal, Session
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts
+from osd.speculation.growth import Growth
+from osd.speculation.noise import Noise
 from osd.speculation.tree import TreeBuilder
 
 PLAIN, SPECULATIVE = "plain", "speculative"
+
+Step = TypeVar("Step")
 
 
 @dataclass(frozen=True)
@@ -96,12 +101,13 @@ class Counted(WrappedSession):
         self._calls = calls
 
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """One forward; none where that of the root has said everything."""
-        self._calls.made += self.levels is None or bool((nodes < 0).any())
+        """One forward; none where that of the root, or of the block that the nodes are in, has said everything."""
+        depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)])
+        self._calls.made += bool(((depths == 0) if self.levels is not None else (depths % self.block == 0)).any())
         return super().expand(slots, builder, rows, nodes)
 
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
-        """As many forwards as the longest of the drafts has tokens; on a GPU, as it may have.
+        """As many forwards as the longest of the drafts has blocks; on a GPU, as it may have.
 
         One where that says everything.
         """
@@ -109,22 +115,53 @@ class Counted(WrappedSession):
         if chains is not None and self.levels is not None:
             self._calls.made += 1
         elif chains is not None:
-            self._calls.made += int(chains.sizes.max()) if chains.settled else chains.drafted.shape[1]
+            deepest = int(chains.sizes.max()) if chains.settled else chains.drafted.shape[1]
+            self._calls.made += -(-deepest // self.block)
         return chains
 
 
 @dataclass
 class Calls:
-    """Forwards that the sessions of a drafter have made."""
+    """Forwards that the sessions of a drafter have made, and rows that they sent along with the target's."""
 
     made: int = 0
+    riders: int = 0
 
     @classmethod
     def of(cls, drafter: Drafter) -> Calls:
         """Count those of all sessions that ``drafter`` opens from now on."""
-        calls, session = cls(), drafter.session
-        drafter.session = lambda *size: Counted(session(*size), calls)  # type: ignore[method-assign]
+        calls = cls()
+        calls.count(drafter)
         return calls
+
+    def count(self, drafter: Drafter) -> None:
+        """Count those of all sessions that ``drafter`` opens from now on, too.
+
+        One that rides in the target's own forward makes none.
+        """
+        session = drafter.session
+        if drafter.needs.riders:
+            drafter.session = lambda *size: self._watched(session(*size))  # type: ignore[method-assign]
+        else:
+            drafter.session = lambda *size: Counted(autoregressive(session(*size)), self)  # type: ignore[method-assign]
+
+    def during(self, steps: Iterable[Step]) -> Iterator[tuple[Step, Calls]]:
+        """Each of ``steps`` with what was made while it was waited for."""
+        made, riders = self.made, self.riders
+        for step in steps:
+            yield step, Calls(self.made - made, self.riders - riders)
+            made, riders = self.made, self.riders
+
+    def _watched(self, session: Session) -> Session:
+        propose = session.propose
+
+        def counted(asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+            proposal = propose(asked, growth, noise)
+            self.riders += sum(len(tree.rider_tokens) for tree in proposal.trees)
+            return proposal
+
+        session.propose = counted
+        return session
 
 
 def decode(

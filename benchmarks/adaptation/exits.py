@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks import decode
-from benchmarks.adaptation.adapt import TENTH
-from benchmarks.adaptation.experiment import Experiment, Stream, first
-from benchmarks.adaptation.learner import Online, Recipe, copied, distill
+from benchmarks.adaptation.adapt import FROZEN, ONLINE, StreamTraining
+from benchmarks.adaptation.experiment import Experiment, Stream
+from benchmarks.adaptation.learner import Recipe
 from benchmarks.adaptation.offline_acceptance import Counts, total
 from benchmarks.adaptation.report import Table
 from benchmarks.figures import Spread
@@ -79,24 +79,11 @@ def sweep(
     for layer in layers:
         report(f"behind layer {layer}: learning {len(stream.arriving)} records")
         mine = leaving_behind(layer, experiment)
-        drafter, frozen, online = _learnt(mine, stream, recipe, most)
+        training = StreamTraining(mine, stream, KIND, recipe, most)
+        frozen, online = (total([one.counts for one in training.learn(way).unseen]) for way in (FROZEN, ONLINE))
         report(f"behind layer {layer}: decoding plainly and with drafts")
-        plain, step, speedup, length = _timed(mine, drafter, stream, turns)
+        plain, step, speedup, length = _timed(mine, training.drafter, stream, turns)
         yield Exit(layer, frozen, online, plain, step, speedup, length)
-
-
-def _learnt(experiment: Experiment, stream: Stream, recipe: Recipe, most: float) -> tuple[Trainable, Counts, Counts]:
-    """The drafter that learnt the stream online, and the counts on unseen records: frozen, and its own."""
-    drafter = experiment.fresh(KIND)
-    start, stream = copied(drafter), experiment.read_by(drafter, stream)
-    offline = experiment.offline_acceptance(drafter, stream)
-    distill(drafter, first(stream, TENTH), recipe, most)
-    frozen = offline.measure(drafter.weights(), stream.unseen)
-    drafter.load_weights(start)
-    online = Online(drafter, recipe, offline)
-    online.serve(stream.arriving)
-    learnt = offline.measure(online.in_service, stream.unseen)
-    return online.served, total([one.counts for one in frozen]), total([one.counts for one in learnt])
 
 
 def _timed(

@@ -139,6 +139,10 @@ class WrappedSession(AutoregressiveSession):
         """See ``AutoregressiveSession.take_exits``."""
         return self._session.take_exits(slots)
 
+    def acceptance(self) -> Tensor:
+        """See ``AutoregressiveSession.acceptance``."""
+        return self._session.acceptance()
+
 
 class _Expansion:
     """A session as a growth policy sees it; keeps the raw logits of every node for the traces."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.base import DrafterError, check
+from osd.drafters.sizes import check_sizes
 from osd.drafters.trainable import Trainable
 
 
@@ -21,7 +22,14 @@ class VocabularyDrafter(Trainable):
     d2t: Tensor
 
     def __init__(self, vocabulary: int, target_vocabulary: int) -> None:
-        """Make the maps; ``set_vocabulary`` fills them."""
+        """Make the maps; ``set_vocabulary`` fills them.
+
+        Raises:
+            DrafterError: no target has so many ids.
+        """
+        check_sizes(vocabulary=vocabulary, target_vocabulary=target_vocabulary)
+        if vocabulary > target_vocabulary:
+            raise DrafterError(f"vocabulary is {vocabulary}, but must be at most {target_vocabulary}, the target's")
         super().__init__()
         self.register_buffer("t2d", torch.zeros(target_vocabulary, dtype=torch.bool))
         self.register_buffer("d2t", torch.zeros(vocabulary, dtype=torch.int64))

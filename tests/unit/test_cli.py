@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from deploy.running import announce, find, lock
 from osd.cli.app import app
+from osd.config import TRAINED_SETTINGS
 
 
 def osd(*arguments: str, home: Path | None = None) -> Result:
@@ -47,6 +48,12 @@ def test_help_imports_no_torch_and_answers_within_a_second():
 @pytest.mark.parametrize("command", [["up"], ["demo"], ["replay", "stdlib", "--rate", "1"], ["chat"]])
 def test_help_of_a_command_needs_nothing(command):
     assert osd(*command, "--help").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["forward", "decode", "lossless", "adapt", "ablate", "poison", "net"])
+def test_help_names_every_drafter_that_there_is(command):
+    words = " ".join(osd("bench", command, "--help").stdout.replace("│", " ").split())
+    assert [kind for kind in TRAINED_SETTINGS if kind not in words] == []
 
 
 @pytest.mark.parametrize(

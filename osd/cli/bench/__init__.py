@@ -8,17 +8,19 @@ from osd.cli.bench.adaptation import ablate, adapt, poison, shift
 from osd.cli.bench.costs import forward, overhead, weights
 from osd.cli.bench.decoding import decode, governor, lossless, plain
 from osd.cli.bench.exits import exits
+from osd.cli.bench.kinds import drafters
 from osd.cli.bench.net import net
 from osd.cli.bench.peers import peers
 from osd.cli.bench.recall import recall
 from osd.cli.bench.rules import growth, rules
 from osd.cli.bench.scaling import scaling
 from osd.cli.bench.serve import serve, start
+from osd.cli.bench.stopping import stopping
 from osd.cli.bench.vllm import vllm
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 for command in (
     *(forward, decode, recall, serve, start, peers, vllm, rules, growth, lossless, overhead, governor, plain, weights),
-    *(adapt, shift, ablate, exits, scaling, poison, net),
+    *(adapt, shift, ablate, drafters, exits, stopping, scaling, poison, net),
 ):
     app.command()(command)

@@ -10,6 +10,7 @@ import typer
 from osd.cli.bench.options import Json, Plot, say
 from osd.cli.bench.recorded import (
     Interval,
+    Kind,
     Kinds,
     Markdown,
     Minutes,
@@ -128,9 +129,7 @@ def ablate(
             metavar="NAME",
         ),
     ] = None,
-    drafter: Annotated[
-        str, typer.Option(help="eagle, falcon, kangaroo, language_model or medusa.", metavar="KIND")
-    ] = "eagle",
+    drafter: Kind = "eagle",
     records: Records = 120,
     unseen: Unseen = 40,
     tokens: Tokens = 48,
@@ -179,9 +178,7 @@ def ablate(
 
 def poison(
     stream: Streams,
-    drafter: Annotated[
-        str, typer.Option(help="eagle, falcon, kangaroo, language_model or medusa.", metavar="KIND")
-    ] = "eagle",
+    drafter: Kind = "eagle",
     share: Annotated[float, typer.Option(min=0.01, max=0.9, help="Of all traffic, that is random text.")] = 0.3,
     records: Records = 200,
     unseen: Unseen = 40,

@@ -25,7 +25,7 @@ from osd.cli.bench.options import (
     write,
 )
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.config import NoDrafterSettings
+from osd.config import TRAINED_SETTINGS, NoDrafterSettings
 
 _TURNS = 15
 """Of the isolated forwards."""
@@ -179,11 +179,11 @@ def lossless(
     draft: Annotated[
         list[str],
         typer.Option(
-            help="recall, mixed (recall with a fresh eagle), eagle, falcon, kangaroo, language_model, medusa, "
-            "skip_layers or registry; may be given again.",
+            help=f"recall, mixed (recall with a fresh eagle), {', '.join(TRAINED_SETTINGS)}, skip_layers or registry; "
+            "may be given again.",
             metavar="KIND",
         ),
-    ] = ["recall", "mixed", "eagle", "falcon", "kangaroo", "language_model", "medusa"],  # noqa: B006 - likewise
+    ] = ["recall", "mixed", *TRAINED_SETTINGS],  # noqa: B006 - likewise
     count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 200,
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Of each answer at most.")] = 16,
     json_file: Json = None,

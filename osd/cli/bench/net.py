@@ -10,6 +10,7 @@ import typer
 
 from osd.cli.bench.options import Json, Plot, say
 from osd.cli.bench.recorded import (
+    Kind,
     Markdown,
     Minutes,
     Most,
@@ -34,9 +35,7 @@ def net(
     arrivals: Annotated[
         Path, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; it is stretched to the load.", metavar="FILE")
     ],
-    drafter: Annotated[
-        str, typer.Option(help="eagle, falcon, kangaroo, language_model or medusa.", metavar="KIND")
-    ] = "eagle",
+    drafter: Kind = "eagle",
     load: Annotated[
         float, typer.Option(min=0.05, max=1, help="Of what the service with the first drafter can take.")
     ] = 0.6,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from osd.cli.common import fail, stop_signals
+from osd.config import TRAINED_SETTINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,11 +19,16 @@ if TYPE_CHECKING:
     from osd.engine.engine import Engine
     from osd.traffic.prompt import Prompt
 
+*_MOST, _LAST = TRAINED_SETTINGS
+
+TRAINED = f"{', '.join(_MOST)} or {_LAST}"
+"""The kinds of drafters that are trained, in words."""
+
 Draft = Annotated[
     str,
     typer.Option(
         help="skip_layers: the target without some middle layers; registry: the newest version of the domain; "
-        "eagle, falcon, kangaroo, language_model or medusa: a fresh one, as the settings say.",
+        f"{TRAINED}: a fresh one, as the settings say.",
         metavar="KIND",
     ),
 ]

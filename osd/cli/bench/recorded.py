@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from osd.cli.bench.options import check_output, loading, say, write
+from osd.cli.bench.options import TRAINED, check_output, loading, say, write
 from osd.cli.common import fail, stop_signals
 
 if TYPE_CHECKING:
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from osd.config import DrafterSettings, Settings
 
 Streams = Annotated[
-    list[Path], typer.Option("--stream", help="JSON lines of prompts; may be given again.", metavar="FILE")
-]
-Kinds = Annotated[
-    list[str] | None,
+    list[Path],
     typer.Option(
-        "--drafter", help="eagle, falcon, kangaroo, language_model or medusa; all by default.", metavar="KIND"
+        "--stream", help="JSON lines of prompts, or unittest, stdlib or pydoc; may be given again.", metavar="FILE"
     ),
 ]
+Kind = Annotated[str, typer.Option("--drafter", help=f"{TRAINED}.", metavar="KIND")]
+Kinds = Annotated[list[str] | None, typer.Option("--drafter", help=f"{TRAINED}; all by default.", metavar="KIND")]
 Records = Annotated[int, typer.Option(min=16, help="Of each stream, that arrive in order.")]
 Unseen = Annotated[int, typer.Option(min=8, help="Further records of each stream, only measured on.")]
 Tokens = Annotated[int, typer.Option(min=8, help="Of each completion at most.")]
@@ -53,7 +52,7 @@ def open_experiment(
     from benchmarks.adaptation.recording import RecordingError
     from osd.drafters import DrafterError
     from osd.runtime.device import several_cores
-    from osd.traffic.file import read
+    from osd.traffic import load
 
     if settings.trainer.samples != "teacher":
         fail(
@@ -65,7 +64,7 @@ def open_experiment(
     with stop_signals():
         try:
             with loading():
-                prompts = {file.stem: read(file) for file in files}
+                prompts = {file.stem: load(str(file)) for file in files}
                 experiment = Experiment.of(settings, Size(records, unseen, tokens, minutes=minutes), readers, say)
             streams = [experiment.stream(name, some) for name, some in prompts.items()]
             several_cores(settings.engine.threads)

@@ -37,9 +37,9 @@ class Eagle(VocabularyDrafter):
 
     def __init__(self, shape: EagleShape, embedding: Tensor, target_head: Tensor) -> None:
         """Make the module with the target's own ``embedding`` and ``target_head``, both [target vocabulary, hidden]."""
-        super().__init__(shape.vocabulary, shape.target_vocabulary)
         if embedding.shape != (shape.target_vocabulary, shape.hidden):
             raise DrafterError(f"the target's embedding is {list(embedding.shape)}, the drafter is for another target")
+        super().__init__(shape.vocabulary, shape.target_vocabulary)
         self.shape = shape
         h, wide = shape.hidden, shape.head_dim
         self.tap_norm = nn.Parameter(torch.ones(len(shape.taps), h))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from osd.drafters.rotary import rotation
+from osd.drafters.sizes import check_attention, check_sizes
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,15 @@ class EagleShape:
     tap_norm: Literal["each", "joint", "none"] = "each"
     residual_norm: bool = False
     output_norm: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what an attention needs.
+
+        Raises:
+            DrafterError: a size cannot be.
+        """
+        check_attention(self.heads, self.kv_heads, self.head_dim)
+        check_sizes(intermediate=self.intermediate)
 
     @property
     def ours(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Self
 from torch import Tensor, nn
 
 from osd.drafters.rotary import rotation
+from osd.drafters.sizes import check_attention, check_sizes
 from osd.runtime.causal_lm import attention_of, text_config
 
 
@@ -26,6 +27,15 @@ class FalconShape:
     vocabulary: int
     eps: float
     rope_theta: float
+
+    def __post_init__(self) -> None:
+        """Check what an attention needs.
+
+        Raises:
+            DrafterError: a size cannot be.
+        """
+        check_attention(self.heads, self.kv_heads, self.head_dim)
+        check_sizes(block=self.block)
 
     @classmethod
     def of(cls, target: nn.Module, block: int, vocabulary: int) -> Self:

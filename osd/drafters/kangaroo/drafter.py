@@ -47,9 +47,9 @@ class Kangaroo(VocabularyDrafter):
         Raises:
             DrafterError: the head is another target's.
         """
-        super().__init__(shape.vocabulary, shape.target_vocabulary)
         if target_head.shape != (shape.target_vocabulary, shape.hidden):
             raise DrafterError(f"the target's head is {list(target_head.shape)}, the drafter is for another target")
+        super().__init__(shape.vocabulary, shape.target_vocabulary)
         self.shape, self.target_head = shape, target_head
         h, wide = shape.hidden, shape.head_dim
         self.state_norm = nn.RMSNorm(h, shape.eps)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from osd.drafters.base import DrafterError
 from osd.drafters.rotary import rotation
+from osd.drafters.sizes import check_attention
 from osd.runtime.causal_lm import attention_of, text_config
 
 
@@ -24,6 +25,14 @@ class KangarooShape:
     vocabulary: int
     eps: float
     rope_theta: float
+
+    def __post_init__(self) -> None:
+        """Check what an attention needs.
+
+        Raises:
+            DrafterError: a size cannot be.
+        """
+        check_attention(self.heads, self.kv_heads, self.head_dim)
 
     @classmethod
     def of(cls, target: nn.Module, vocabulary: int, exit_layer: int | None) -> KangarooShape:

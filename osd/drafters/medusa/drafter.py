@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.medusa.session import MedusaSession
 from osd.drafters.session import Runtime
+from osd.drafters.sizes import check_sizes
 from osd.drafters.target_head import TargetHeadDrafter
 from osd.drafters.trainable import Batch
 from osd.runtime.causal_lm import decoder_layers
@@ -38,8 +39,9 @@ class Medusa(TargetHeadDrafter):
         """Make the heads of ``target``, a causal language model of transformers, all of them its own head.
 
         Raises:
-            DrafterError: its final norm cannot be found.
+            DrafterError: its final norm cannot be found, or there is no head.
         """
+        check_sizes(heads=heads)
         super().__init__(target, vocabulary)
         self._layers = len(decoder_layers(target))
         hidden = self.target_head.shape[1]

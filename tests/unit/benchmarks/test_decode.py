@@ -1,21 +1,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks.decode import PLAIN, SPECULATIVE, Model, Wave, conclude
+from benchmarks.decode import PLAIN, SPECULATIVE, Calls, Counted, Model, Wave, conclude
 from benchmarks.figures import Spread
 from benchmarks.synthetic import Synthetic, forced, longest_path
 from osd.cli.app import app
 from osd.config import GROWTH_SETTINGS, ChainSettings
+from osd.drafters.autoregressive import AutoregressiveSession
+from osd.drafters.session import NOBODY, Asked, Chains, Kept, Origin
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
-from osd.speculation.tree import ROOT
+from osd.speculation.growth.chain import Chain
+from osd.speculation.noise import Noise
+from osd.speculation.tree import ROOT, TreeBuilder
 from tests.unit.engine.harness import prompts, running
 
 
@@ -68,6 +74,58 @@ def test_the_engine_accepts_what_it_is_forced_to(tiny_target: Path, temperature:
     assert all(c.rounds > 0 and c.histogram[0] == 0 for c in counts), "the longest path of every draft is kept"
     if growth["kind"] == "chain":  # the last draft of a request may be cut off by its end
         assert all(c.mean_acceptance_length > 2 and c.acceptance_rate > 0.9 for c in counts)
+
+
+class Blocks(AutoregressiveSession):
+    """Says ``block`` tokens of a path in one call, any of four; its tokens are accepted with probability 0.9."""
+
+    source, support, block = "blocks", None, 2
+
+    def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        return torch.zeros(len(rows), 4)
+
+    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains:
+        sizes = torch.tensor(limits)
+        drafted = torch.zeros(len(limits), max(limits), dtype=torch.int64)
+        return Chains(drafted, sizes, torch.zeros(*drafted.shape, 4))
+
+    def acceptance(self) -> Tensor:
+        return torch.tensor([0.9])
+
+    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None: ...
+
+    def commit(self, slot: int, kept: Kept) -> None: ...
+
+    def close(self, slot: int) -> None: ...
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
+
+    def load(self, staged: dict[str, Tensor]) -> None: ...
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("depth", "made"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
+def test_a_call_that_says_several_tokens_is_counted_once(temperature: float, depth: int, made: int):
+    calls, index = Calls(), torch.zeros(2, dtype=torch.int64)
+    session, asked = Counted(Blocks(), calls), Asked([0, 1], [depth, 1], [SamplingParams(temperature=temperature)] * 2)
+    session.propose(asked, Chain(depth), Noise(torch.arange(2), index, index))
+    assert calls.made == made
+
+
+def test_a_session_that_counts_judges_tokens_as_the_one_that_it_counts_for():
+    assert Counted(Blocks(), Calls()).acceptance().tolist() == Blocks().acceptance().tolist()
+
+
+def test_what_was_made_during_a_step_is_given_with_it():
+    calls = Calls(made=5)
+
+    def steps():
+        for made in (2, 0, 3):
+            calls.made += made
+            yield made
+
+    assert [(step, during.made) for step, during in calls.during(steps())] == [(2, 2), (0, 0), (3, 3)]
 
 
 def test_forced_acceptance_cannot_be_asked_for_by_name():

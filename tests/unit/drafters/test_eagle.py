@@ -261,6 +261,15 @@ def test_a_version_that_does_not_fit_is_refused_by_name(eagle: Eagle, name: str)
     ({"kind": "oracle"}, "drafter kind 'oracle' is not one of eagle, falcon, kangaroo, language_model, medusa, recall"),
     ({"surprise": 1}, "does not describe a eagle drafter.*surprise"),
     ({"target_vocabulary": 260}, r"the target's embedding is \[259, 64\]"),
+    ({"hidden": 63}, r"the target's embedding is \[259, 64\]"),
+    ({"heads": 0}, "heads is 0, but must be a whole number of at least 1"),
+    ({"heads": 3}, "heads is 3, but must be a multiple of kv_heads, which is 2"),
+    ({"heads": "4"}, "heads is '4', but must be a whole number of at least 1"),
+    ({"kv_heads": -2}, "kv_heads is -2, but must be a whole number of at least 1"),
+    ({"head_dim": 15}, "head_dim is 15, but must be even"),
+    ({"intermediate": 0}, "intermediate is 0, but must be a whole number of at least 1"),
+    ({"vocabulary": 0}, "vocabulary is 0, but must be a whole number of at least 1"),
+    ({"vocabulary": 10**12}, "vocabulary is 1000000000000, but must be at most 259, the target's"),
 ])  # fmt: skip
 def test_a_config_that_does_not_fit_is_refused(
     eagle: Eagle, target_dir: Path, change: dict[str, object], message: str

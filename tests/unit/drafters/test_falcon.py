@@ -368,6 +368,10 @@ def test_a_version_that_does_not_fit_is_refused_by_name(falcon: Falcon, name: st
     [
         ({"layers": 3}, "is for another target: its layers is 3, not 4"),
         ({"surprise": 1}, "does not describe a falcon drafter: surprise is unknown"),
+        ({"heads": 3}, "is for another target: its heads is 3, not 4"),
+        ({"hidden": 63}, "is for another target: its hidden is 63, not 64"),
+        ({"block": 0}, "block is 0, but must be a whole number of at least 1"),
+        ({"vocabulary": -1}, "vocabulary is -1, but must be a whole number of at least 1"),
     ],
 )
 def test_a_config_of_something_else_is_refused(

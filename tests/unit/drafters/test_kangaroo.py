@@ -216,6 +216,11 @@ def test_an_exit_that_leaves_no_layer_to_verify_with_is_refused(target_dir: Path
         ({"exit_layer": 4}, "exit_layer is 4, but must be from 1 to 3: the target has 4 layers"),
         ({"target_vocabulary": 260}, r"the target's head is \[259, 64\], the drafter is for another target"),
         ({"surprise": 1}, "does not describe a kangaroo drafter.*surprise"),
+        ({"hidden": 63}, r"the target's head is \[259, 64\], the drafter is for another target"),
+        ({"heads": 0}, "heads is 0, but must be a whole number of at least 1"),
+        ({"kv_heads": 3}, "heads is 4, but must be a multiple of kv_heads, which is 3"),
+        ({"head_dim": 15}, "head_dim is 15, but must be even"),
+        ({"vocabulary": 260}, "vocabulary is 260, but must be at most 259, the target's"),
     ],
 )
 def test_a_config_of_another_target_is_refused(

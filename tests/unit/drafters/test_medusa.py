@@ -237,9 +237,21 @@ def test_a_config_of_another_target_is_refused(medusa: Medusa, tmp_path: Path) -
         from_config(medusa.config(), make_tiny(tmp_path, layers=2))
 
 
-def test_a_config_with_something_else_in_it_is_refused(medusa: Medusa, target_dir: Path) -> None:
-    with pytest.raises(DrafterError, match="does not describe a medusa drafter: surprise is unknown"):
-        from_config(medusa.config() | {"surprise": 1}, target_dir)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"surprise": 1}, "does not describe a medusa drafter: surprise is unknown"),
+        ({"heads": 0}, "heads is 0, but must be a whole number of at least 1"),
+        ({"heads": 2.5}, "heads is 2.5, but must be a whole number of at least 1"),
+        ({"hidden": 63}, "is for another target: its hidden is 63, not 64"),
+        ({"vocabulary": 0}, "vocabulary is 0, but must be a whole number of at least 1"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(
+    medusa: Medusa, target_dir: Path, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DrafterError, match=message):
+        from_config(medusa.config() | change, target_dir)
 
 
 def test_without_hidden_states_it_cannot_learn(medusa: Medusa) -> None:

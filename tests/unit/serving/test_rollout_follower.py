@@ -173,7 +173,7 @@ class OneDrafter:
         return None
 
 
-def watch(settings, registry, engine, events, *rollouts, refused=frozenset()):
+def watch(settings, registry, engine, events, *rollouts, refused=frozenset(), cache=None):
     done = threading.Event()
 
     class Pointer(ScriptedPointer):
@@ -185,7 +185,7 @@ def watch(settings, registry, engine, events, *rollouts, refused=frozenset()):
             done.set()
             stop.wait()
 
-    versions = Versions(settings, registry, Pointer(*rollouts), events, OneDrafter())
+    versions = Versions(settings, registry, Pointer(*rollouts), events, cache or OneDrafter())
     watcher = VersionWatcher(versions, engine, Start(None, 1, set(refused)))
     watcher.start()
     assert done.wait(10)
@@ -208,6 +208,19 @@ def test_a_version_that_cannot_be_used_is_refused_counted_and_told(settings, reg
     assert engine.drafter_version == 1
     assert events.events == [("rejected", number)]
     assert watcher.rejected == 1
+
+
+def test_a_version_with_an_impossible_number_of_heads_is_refused_in_one_sentence_and_what_runs_stays(
+    settings, registry, tiny_target, caplog
+):
+    eagle = drafters.initial(EagleSettings(vocabulary=64), tiny_target, tiny_target)
+    number = registry.publish(settings.domain, eagle.weights(), {**eagle.config(), "heads": 3}, {})
+    engine, events = ScriptedEngine(), ScriptedEvents()
+    watch(settings, registry, engine, events, at(number), cache=DrafterCache(eagle, settings, tiny_target))
+    assert engine.drafter_version == 1
+    assert events.events == [("rejected", number)]
+    (said,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert said.endswith("is refused, what runs stays: heads is 3, but must be a multiple of kv_heads, which is 2")
 
 
 def test_after_a_refusal_the_next_version_is_followed(settings, registry):
