@@ -253,7 +253,7 @@ class _Text:
         for depth, node in enumerate(tested):
             self.drafted[place + depth] = tokens[node]
             self.verdict[place + depth] = ACCEPTED if depth < len(path) else REJECTED
-        self.counts += Counts(1, len(tokens), len(path), len(tested))
+        self.counts += Counts(int(bool(tokens)), len(tokens), len(path), len(tested))
         return path
 
 

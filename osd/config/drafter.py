@@ -23,7 +23,7 @@ class _Drafter(Section):
 
     @property
     def longest(self) -> tuple[str, int] | None:
-        """The setting that says how many tokens the longest path has that it drafts, and the number; None without end."""
+        """The setting that says how many tokens its longest path has, and the number; None without end."""
         return None
 
     @property
@@ -131,12 +131,7 @@ class RecallDrafterSettings(_Drafter):
 
 
 _Trained = (
-    EagleSettings
-    | FalconSettings
-    | KangarooSettings
-    | LanguageModelSettings
-    | MedusaSettings
-    | PromptTokensSettings
+    EagleSettings | FalconSettings | KangarooSettings | LanguageModelSettings | MedusaSettings | PromptTokensSettings
 )
 
 TRAINED_SETTINGS = by_kind(get_args(_Trained))

@@ -90,8 +90,8 @@ class SlotModel:
         ``states`` [R, hidden] before them must be given, as ``Forward.states`` of the layers before.
 
         Raises:
-            ValueError: there are no such layers, or states where token ids are read, or none where they are not, or more
-            embeddings than there is room for.
+            ValueError: there are no such layers, or states where token ids are read, or none where they are not, or too
+            many embeddings.
         """
         every = range(len(self.layers))
         layers = every if layers is None else layers

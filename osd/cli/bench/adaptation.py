@@ -129,7 +129,7 @@ def ablate(
         ),
     ] = None,
     drafter: Annotated[
-        str, typer.Option(help="eagle, falcon, kangaroo, language_model or medusa.", metavar="KIND")
+        str, typer.Option(help="eagle, falcon, kangaroo, language_model, medusa or prompt_tokens.", metavar="KIND")
     ] = "eagle",
     records: Records = 120,
     unseen: Unseen = 40,
@@ -180,7 +180,7 @@ def ablate(
 def poison(
     stream: Streams,
     drafter: Annotated[
-        str, typer.Option(help="eagle, falcon, kangaroo, language_model or medusa.", metavar="KIND")
+        str, typer.Option(help="eagle, falcon, kangaroo, language_model, medusa or prompt_tokens.", metavar="KIND")
     ] = "eagle",
     share: Annotated[float, typer.Option(min=0.01, max=0.9, help="Of all traffic, that is random text.")] = 0.3,
     records: Records = 200,

@@ -62,7 +62,7 @@ def decode(
     check_draft(draft)
     from benchmarks import decode as bench
     from benchmarks.isolated import DRAFT_CONTEXT, on_several_cores
-    from benchmarks.pair import BenchError, engine_with, find_drafter, reading_anew
+    from benchmarks.pair import BenchError, check_alone, engine_with, find_drafter, reading_anew
     from benchmarks.synthetic import forced
     from osd.drafters.autoregressive import autoregressive
     from osd.drafters.session import Runtime
@@ -86,6 +86,7 @@ def decode(
         texts = load(prompts)
         directory = target_directory(settings)
         drafter, name = find_drafter(settings, draft, directory)
+        check_alone(drafter)
         calls = bench.Calls.of(drafter)
         engine = engine_with(reading_anew(settings), directory, drafter)
     asked = short_enough(engine.tokenizer, texts, settings.engine.context - tokens, prompts)
@@ -180,10 +181,10 @@ def lossless(
         list[str],
         typer.Option(
             help="recall, mixed (recall with a fresh eagle), eagle, falcon, kangaroo, language_model, medusa, "
-            "skip_layers or registry; may be given again.",
+            "prompt_tokens, skip_layers or registry; may be given again.",
             metavar="KIND",
         ),
-    ] = ["recall", "mixed", "eagle", "falcon", "kangaroo", "language_model", "medusa"],  # noqa: B006 - likewise
+    ] = ["recall", "mixed", "eagle", "falcon", "kangaroo", "language_model", "medusa", "prompt_tokens"],  # noqa: B006 - likewise
     count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 200,
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Of each answer at most.")] = 16,
     json_file: Json = None,

@@ -35,7 +35,7 @@ def net(
         Path, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; it is stretched to the load.", metavar="FILE")
     ],
     drafter: Annotated[
-        str, typer.Option(help="eagle, falcon, kangaroo, language_model or medusa.", metavar="KIND")
+        str, typer.Option(help="eagle, falcon, kangaroo, language_model, medusa or prompt_tokens.", metavar="KIND")
     ] = "eagle",
     load: Annotated[
         float, typer.Option(min=0.05, max=1, help="Of what the service with the first drafter can take.")

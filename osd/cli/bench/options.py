@@ -22,7 +22,7 @@ Draft = Annotated[
     str,
     typer.Option(
         help="skip_layers: the target without some middle layers; registry: the newest version of the domain; "
-        "eagle, falcon, kangaroo, language_model or medusa: a fresh one, as the settings say.",
+        "eagle, falcon, kangaroo, language_model, medusa or prompt_tokens: a fresh one, as the settings say.",
         metavar="KIND",
     ),
 ]

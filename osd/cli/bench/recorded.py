@@ -23,7 +23,9 @@ Streams = Annotated[
 Kinds = Annotated[
     list[str] | None,
     typer.Option(
-        "--drafter", help="eagle, falcon, kangaroo, language_model or medusa; all by default.", metavar="KIND"
+        "--drafter",
+        help="eagle, falcon, kangaroo, language_model, medusa or prompt_tokens; all by default.",
+        metavar="KIND",
     ),
 ]
 Records = Annotated[int, typer.Option(min=16, help="Of each stream, that arrive in order.")]

@@ -40,7 +40,7 @@ _PACE = 10.0
 """An embedding learns as fast as the paper has it, 1e-2, where ``trainer.learning_rate`` is what it usually is."""
 
 LoadTarget = Callable[[], nn.Module]
-"""Reads the target in float32."""
+"""Reads the target in the dtype that it has: so is it served, and gradients of a few embeddings need no more."""
 
 
 class PromptTokens(Trainable):
@@ -82,20 +82,19 @@ class PromptTokens(Trainable):
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         """See ``Kind.initial``."""
-        load = partial(load_model, target_dir, "float32", "cpu")
-        return cls(load_model(target_dir, "auto", "cpu"), settings.tokens, settings.copies, settings.rows, load)
+        load = partial(load_model, target_dir, "auto", "cpu")
+        return cls(load(), settings.tokens, settings.copies, settings.rows, load)
 
     @classmethod
     def from_target(cls, target: nn.Module, tokens: int, copies: int = 1, rows: int = 32) -> Self:
-        """The drafter that ``target``, a causal language model of transformers in float32, starts with."""
+        """The drafter that ``target``, a causal language model of transformers, starts with."""
         return cls(target, tokens, copies, rows, lambda: target)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``."""
-        load = partial(load_model, target_dir, "float32", "cpu")
-        numbers = config["tokens"], config["copies"], config["rows"]
-        drafter = cls(load_model(target_dir, "auto", "cpu"), *numbers, load)
+        load = partial(load_model, target_dir, "auto", "cpu")
+        drafter = cls(load(), config["tokens"], config["copies"], config["rows"], load)
         drafter.check_config(config)
         return drafter
 
@@ -157,14 +156,11 @@ class PromptTokens(Trainable):
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """See ``Trainable.unroll``; prompt tokens read no drafted token."""
-        found = []
-        for level in range(min(depth, self.levels)):
-            cut = (batch.place - 2 - level).clamp(min=0)
-            every, which = torch.unique(batch.sequence * batch.token_ids.shape[1] + cut, return_inverse=True)
-            length = batch.token_ids.shape[1]
-            logits = self._answers(batch, every // length, every % length, level + 1)
-            found.append(logits[which, level])
-        return found
+        length, levels = batch.token_ids.shape[1], min(depth, self.levels)
+        cuts = torch.stack([(batch.place - 2 - level).clamp(min=0) for level in range(levels)])  # [levels, N]
+        every, which = torch.unique(batch.sequence * length + cuts, return_inverse=True)
+        logits = self._answers(batch, every // length, every % length, levels)
+        return [logits[mine, level] for level, mine in enumerate(which)]
 
     def _answers(self, batch: Batch, text: Tensor, cut: Tensor, levels: int) -> Tensor:
         """What the target says at the first ``levels`` prompt tokens behind places ``cut`` [C] of rows ``text`` [C].
@@ -185,8 +181,9 @@ class PromptTokens(Trainable):
         seen = torch.arange(length, device=ids.device) <= cuts.repeat_interleave(of_cut, 1)[..., None]
         own = torch.kron(torch.eye(width * copies), torch.ones(levels, levels).tril()).to(ids.device).bool()
         mask = torch.cat([seen, own.expand(count, -1, -1)], -1)[:, None]
-        read = self.prompts[:levels].transpose(0, 1).flatten(0, 1)  # [of_cut, hidden], one copy after the other
         target: Any = self._read_target(ids.device)
+        read = self.prompts[:levels].transpose(0, 1).flatten(0, 1)  # [of_cut, hidden], one copy after the other
+        read = read.to(target.dtype)
         cache = DynamicCache()
         with torch.no_grad():
             decoder_of(target)(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -194,7 +191,7 @@ class PromptTokens(Trainable):
             inputs_embeds=read.repeat(width, 1).expand(count, -1, -1), position_ids=positions, attention_mask=mask,
             past_key_values=cache, use_cache=True,
         )  # fmt: skip
-        said = output.logits.unflatten(1, (width, copies, levels)).mean(2)  # [B, W, levels, vocabulary]
+        said = output.logits.float().unflatten(1, (width, copies, levels)).mean(2)  # [B, W, levels, vocabulary]
         return said[text, rows]
 
     def _read_target(self, device: torch.device) -> nn.Module:

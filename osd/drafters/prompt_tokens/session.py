@@ -36,7 +36,8 @@ class PromptTokensSession(AutoregressiveSession):
     def __init__(self, weights: dict[str, Tensor], rows: int, runtime: Runtime) -> None:
         """Draft with ``weights``, and send at most ``rows`` rows of a sequence along."""
         self._expected, self._rows, self._device = weights, rows, runtime.device
-        self.levels, self._copies, _ = weights["prompts"].shape
+        self._tokens, self._copies, _ = weights["prompts"].shape
+        self.levels = self._tokens
         self._embedded = self._lay_out(weights)
         self._spare = self._embedded  # of the version before, which the decode thread must not free
         self._said: dict[int, Tensor] = {}  # by slot: [levels, vocabulary] answers behind the last committed token
@@ -47,7 +48,7 @@ class PromptTokensSession(AutoregressiveSession):
     def _renew(self) -> None:
         """Expect other weights from now on."""
         ranks = SparseTreeSettings().ranks
-        self._table = AcceptanceTable([ranks[min(level, len(ranks) - 1)] for level in range(self.levels)])
+        self._table = AcceptanceTable([ranks[min(level, len(ranks) - 1)] for level in range(self._tokens)])
 
     @property
     def support(self) -> None:
@@ -97,7 +98,9 @@ class PromptTokensSession(AutoregressiveSession):
         table, trees = self._table.by_depth(), proposal.trees
         shares = [kept_shares(tree.parents, table) for tree in trees]
         places = [ends(tree.parents, mine) for tree, mine in zip(trees, shares, strict=True)]
-        rooms = [self._room(slot, growth) if limit else 0 for slot, limit in zip(asked.slots, asked.limits, strict=True)]
+        rooms = [
+            self._room(slot, growth) if limit else 0 for slot, limit in zip(asked.slots, asked.limits, strict=True)
+        ]
         if asked.worth is None:
             gains = expected_accepted(table, growth.max_nodes)
             counts = [allotted(mine, gains, room) for mine, room in zip(places, rooms, strict=True)]
@@ -122,7 +125,7 @@ class PromptTokensSession(AutoregressiveSession):
         if self._debt > 0 or any(map(any, counts)) or not any(rooms):
             return
         chosen = max(range(len(rooms)), key=rooms.__getitem__)
-        counts[chosen][0] = min(self.levels, rooms[chosen])
+        counts[chosen][0] = min(self._tokens, rooms[chosen])
         rows = min(worth.rows + counts[chosen][0] * self._copies, len(worth.seconds) - 1)
         self._debt = float(worth.seconds[rows] - worth.seconds[worth.rows])
 
@@ -134,7 +137,7 @@ class PromptTokensSession(AutoregressiveSession):
             for copy in range(self._copies):
                 first = len(tree.tokens) + len(tokens)
                 parents += [node, *range(first, first + count - 1)][:count]
-                tokens += [-1 - (copy * self.levels + level) for level in range(count)]
+                tokens += [-1 - (copy * self._tokens + level) for level in range(count)]
         return replace(tree, rider_tokens=tokens, rider_parents=parents)
 
     @torch.inference_mode()

@@ -62,7 +62,7 @@ def expected_accepted(table: Table, nodes: int, price: float = 0.0) -> list[floa
 
 
 def drop_order(places: Sequence[float], gains: Sequence[float]) -> list[int]:
-    """In which order prompt tokens go, by their places: that of the smallest loss first, among equals at the last place.
+    """In which order prompt tokens go, by their places: the smallest loss first, among equals that of the last place.
 
     As long as another place has two, none loses its only one.
 
@@ -210,9 +210,7 @@ class _Choices:
         for place in self._order(places, gains)[: found[1]]:
             counts[place] -= 1
         moves = [sum(pc for pc, count in zip(places, counts, strict=True) if count == c) for c in range(len(gains))]
-        return StatePlan(
-            shape, sum(counts), accepted, tuple(moves), self._took[len(places) + self._rows * sum(counts)]
-        )
+        return StatePlan(shape, sum(counts), accepted, tuple(moves), self._took[len(places) + self._rows * sum(counts)])
 
     def _order(self, places: Sequence[float], gains: Sequence[float]) -> list[int]:
         return drop_order(places, gains)[: len(places) * (self._levels - 1)]

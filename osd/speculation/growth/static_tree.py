@@ -162,8 +162,7 @@ class StaticTree(Growth):
         return sampler.finish()
 
     def _allowed(self, expand: Expander, limits: Tensor) -> Tensor:
-        """[B, shape] bool, which places of the shape each sequence may fill: with every node its parent and siblings
-        before it."""
+        """[B, shape] bool, which places of the shape a sequence may fill; with each its parent and earlier siblings."""
         return torch.arange(len(self._shape), device=limits.device) < limits[:, None]
 
 

@@ -135,7 +135,7 @@ def running(
     embeddings: int = 0,
     **more: Any,
 ) -> Iterator[Client]:
-    """``bucketed`` runs what a GPU would, without recording; ``riders`` more rows of a sequence fit, and ``embeddings``.
+    """``bucketed`` runs what a GPU would, without recording; ``riders`` and ``embeddings`` more of a sequence fit.
 
     Without ``int8`` the drafter's weights keep their precision.
     """

@@ -152,7 +152,9 @@ def test_they_learn_from_the_traces_of_their_own_rounds_and_then_more_is_accepte
         client.engine.stage(2, drafter.weights())
         swapped_to(client.engine, 2)
         after = accepted(client)
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {start.per_depth} -> {end.per_depth}, {before:.3f} -> {after:.3f}")
+    print(
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {start.per_depth} -> {end.per_depth}, {before:.3f} -> {after:.3f}"
+    )
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert end.divergence < start.divergence
     assert all(new > old for old, new in zip(start.per_depth[:3], end.per_depth[:3], strict=True))
