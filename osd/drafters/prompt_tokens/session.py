@@ -41,6 +41,8 @@ class PromptTokensSession(AutoregressiveSession):
         self._embedded = self._lay_out(weights)
         self._spare = self._embedded  # of the version before, which the decode thread must not free
         self._said: dict[int, Tensor] = {}  # by slot: [levels, vocabulary] answers behind the last committed token
+        self._lengths: dict[int, int] = {}
+        self._context = runtime.context
         self._states = torch.empty(0)
         self._debt = 0.0
         self._renew()
@@ -60,11 +62,12 @@ class PromptTokensSession(AutoregressiveSession):
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
-        self._said.pop(slot, None)
+        self._lengths[slot] = 1
 
     def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""
         self._said.pop(slot, None)
+        self._lengths[slot] += len(kept.tokens)
         if kept.rows is not None:
             answers = self._answers(kept.rows)
             if len(answers):
@@ -75,6 +78,7 @@ class PromptTokensSession(AutoregressiveSession):
     def close(self, slot: int) -> None:
         """See ``Session.close``."""
         self._said.pop(slot, None)
+        self._lengths.pop(slot, None)
 
     def _answers(self, rows: TargetRows) -> Tensor:
         """[levels, vocabulary] the mean of what the target said at the copies of the prompt tokens on the kept node."""
@@ -98,9 +102,8 @@ class PromptTokensSession(AutoregressiveSession):
         table, trees = self._table.by_depth(), proposal.trees
         shares = [kept_shares(tree.parents, table) for tree in trees]
         places = [ends(tree.parents, mine) for tree, mine in zip(trees, shares, strict=True)]
-        rooms = [
-            self._room(slot, growth) if limit else 0 for slot, limit in zip(asked.slots, asked.limits, strict=True)
-        ]
+        given = zip(asked.slots, asked.limits, trees, strict=True)
+        rooms = [self._room(slot, tree, growth) if limit else 0 for slot, limit, tree in given]
         if asked.worth is None:
             gains = expected_accepted(table, growth.max_nodes)
             counts = [allotted(mine, gains, room) for mine, room in zip(places, rooms, strict=True)]
@@ -114,8 +117,10 @@ class PromptTokensSession(AutoregressiveSession):
         ridden = [self._with_riders(tree, mine) for tree, mine in zip(trees, counts, strict=True)]
         return replace(proposal, trees=ridden, embedded=self._embedded)
 
-    def _room(self, slot: int, growth: Growth) -> int:
-        """Prompt tokens that a sequence may have, each with all its copies."""
+    def _room(self, slot: int, tree: Tree, growth: Growth) -> int:
+        """Prompt tokens that a sequence may have, each with all its copies: none behind the target's last place."""
+        if self._lengths[slot] + len(tree.tokens) + self._tokens > self._context:
+            return 0
         wanted = growth.rider_rows(len(self._said.get(slot, ())))
         return (self._rows if wanted is None else min(self._rows, wanted)) // self._copies
 

@@ -141,6 +141,15 @@ def test_rows_are_no_more_than_there_is_room_for_and_those_of_least_worth_go(tar
     assert hangs == [1, 1, 1, 1]
 
 
+def test_no_row_stands_behind_the_targets_last_place(target_dir: Path) -> None:
+    session = made(target_dir).session(Runtime(2, 12, 9))
+    for slot, length in ((0, 9), (1, 10)):
+        session.open(slot, 1)
+        session.commit(slot, Kept([2] * (length - 1)))
+    trees = propose(session, GROWTHS["chain"](depth=3), [3, 3]).trees
+    assert [len(tree.rider_tokens) for tree in trees] == [3, 0]
+
+
 def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:
     return collate([make_trace(f"{n}", prompt=3 + n, completion=completion, seed=seed + n) for n in range(2)])
 
