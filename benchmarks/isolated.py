@@ -17,7 +17,7 @@ from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder
 from osd.runtime.device import between, mark, several_cores
 from osd.runtime.model import SlotModel
-from osd.speculation.growth import GROWTHS
+from osd.speculation.growth import GROWTHS, Reach
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
@@ -122,6 +122,10 @@ class _Timed:
     @property
     def levels(self) -> int | None:
         return self._session.levels
+
+    @property
+    def reach(self) -> Reach | None:
+        return self._session.reach(self._slots)
 
     @property
     def block(self) -> int:

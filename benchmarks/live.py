@@ -12,7 +12,7 @@ from benchmarks.pair import Pair
 from osd.drafters.session import Kept
 from osd.engine.request import SamplingParams
 from osd.runtime.batch import PackedRows, RowBuilder, following
-from osd.speculation.growth import Growth
+from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, TreeBuilder
@@ -65,6 +65,11 @@ class Live:
     def levels(self) -> int | None:
         """Tokens of the longest path that it drafts, None without end."""
         return self._pair.session.levels
+
+    @property
+    def reach(self) -> Reach | None:
+        """How far it sees in each sequence, None where that is as far as ``levels``."""
+        return self._pair.session.reach(self._slots)
 
     @property
     def block(self) -> int:

@@ -15,7 +15,7 @@ from osd.engine.request import SamplingParams
 from osd.runtime.model import SlotModel
 from osd.speculation.compatibility import IncompatibleError, compatible
 from osd.speculation.distributions import LazyProbabilities
-from osd.speculation.growth import GROWTHS, Growth
+from osd.speculation.growth import GROWTHS, Growth, Reach
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import Draw, TreeBuilder
@@ -59,6 +59,7 @@ class _Models:
         self._target = self._draft + _DISAGREEMENT * torch.randn(_STATES, vocabulary, generator=generator)
         self.levels: int | None = None
         self.block = 1
+        self.reach: Reach | None = None
         self.seconds, self.calls = 0.0, 0
         self._acceptance = torch.empty(0)
 

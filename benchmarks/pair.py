@@ -61,11 +61,12 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
         nodes: of the largest draft.
 
     Raises:
-        BenchError: there is no such drafter.
+        BenchError: there is no such drafter, or it drafts in an engine alone.
         osd.target.load.TargetError: the target cannot be had.
     """
     directory = target_directory(settings)
     drafter, name = find_drafter(settings, draft, directory)
+    check_alone(drafter)
     target = SlotModel(
         load_model(directory, settings.target.dtype, settings.target.device),
         weights=settings.target.weights,
@@ -76,6 +77,16 @@ def load_pair(settings: Settings, draft: str, *, slots: int, context: int, nodes
     )
     session = autoregressive(drafter.session(Runtime(slots, context, nodes + 1, target.device, target=target)))
     return Pair(target, session, load_tokenizer(directory), name)
+
+
+def check_alone(drafter: Drafter) -> None:
+    """Check that a drafter's calls can be timed without an engine.
+
+    Raises:
+        BenchError: it rides in the forward of a round.
+    """
+    if drafter.needs.riders:
+        raise BenchError(f"--draft {drafter.kind} rides in the target's forward: it has no call that could be timed")
 
 
 def reading_anew(settings: Settings) -> Settings:

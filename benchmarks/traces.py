@@ -15,6 +15,7 @@ from benchmarks.pair import BenchError
 from benchmarks.rules import Plan, kinds
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
 from osd.engine.request import SamplingParams
+from osd.speculation.growth import Reach
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
@@ -91,6 +92,7 @@ class _Recorded:
 
     support: Tensor | None = None
     levels: int | None = None
+    reach: Reach | None = None
     block = 1
 
     def __init__(self, q: Tensor) -> None:

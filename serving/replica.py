@@ -211,6 +211,7 @@ def make_engine(
         context=settings.engine.context,
         scratch=settings.engine.max_draft + 1 + (start.drafter.needs.riders if start else 0),
         taps=taps,
+        embeddings=settings.engine.slots * (start.drafter.needs.embeddings if start else 0),
     )
     sink = writer.offer if writer else None
     if start is None:

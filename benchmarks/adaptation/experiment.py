@@ -158,9 +158,13 @@ class Experiment:
         traces = [trace for stream in streams for trace in (*stream.arriving, *stream.unseen)]
         policy = Policy.of(self.settings.growth, self.settings.verification)
         context, target = longest(traces), None
-        if drafter.needs.layers:
+        needs = drafter.needs
+        if needs.layers or needs.riders:
             model = load_model(self.setup.directory, self.setup.take.dtype, "cpu")
-            target = SlotModel(model, slots=SLOTS, context=context, scratch=policy.growth.max_nodes + 1)
+            scratch = policy.growth.max_nodes + 1 + needs.riders
+            target = SlotModel(
+                model, slots=SLOTS, context=context, scratch=scratch, embeddings=SLOTS * needs.embeddings
+            )
         return OfflineAcceptance(drafter, self.setup.tokenizer, policy, context, self.size.tokens, target)
 
     def recipe(self, passes: float, interval: int, seed: int) -> Recipe:

@@ -7,7 +7,7 @@ would have kept, follows from the recorded tokens and hidden states alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,22 +15,21 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace
-from osd.drafters.session import Asked, Kept, Runtime
+from osd.drafters.session import Asked, Kept, Runtime, TargetRows, Tree
 from osd.drafters.trainable import Trainable
+from osd.engine.draft_group import NOTHING
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
 from osd.engine.sequence import Sequence as Running
 from osd.learning.batch import length
 from osd.metrics import acceptance_rate, mean_acceptance_length
-from osd.runtime.batch import following
+from osd.runtime.batch import RowBuilder
 from osd.runtime.model import SlotModel
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT
 from osd.speculation.verification.greedy import follow
 
 SLOTS = 16
-
-_NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ class OfflineAcceptance:
     """Drafts along recorded text with a drafter's session, round by round, ungoverned, as the engine does.
 
     The hidden states are those of the record, in bfloat16; an engine drafts from what they were rounded from. A drafter
-    that runs layers of the target gets a target which reads the text in those layers.
+    that runs layers of the target gets a target which reads the text in those layers, and one that rides in its forward
+    one which reads the text with what rides behind the kept node.
 
     Args:
         drafter: of the kind that is measured; ``measure`` takes the weights of any like it.
@@ -105,7 +105,7 @@ class OfflineAcceptance:
         policy: grows the drafts.
         context: tokens of the longest text.
         tokens: a request's ``max_tokens`` when the text was recorded; the last one of them is never drafted.
-        target: with ``SLOTS`` free slots of this context, where the drafter runs layers of it.
+        target: with ``SLOTS`` free slots of this context, where the drafter runs layers of it or rides in its forward.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class OfflineAcceptance:
     ) -> None:
         self._tokenizer, self._policy, self._tokens = tokenizer, policy, tokens
         self._session = drafter.session(Runtime.serving(SLOTS, context, policy.growth.max_nodes + 1, target=target))
-        self._target, self._layers = target, drafter.needs.layers
+        self._target, self._layers, self._rides = target, drafter.needs.layers, bool(drafter.needs.riders)
         self._kind, self._reads_hidden = drafter.kind, bool(drafter.needs.taps)
 
     @torch.inference_mode()
@@ -158,18 +158,45 @@ class OfflineAcceptance:
             hidden = torch.from_numpy(trace.hidden.numpy().copy()).view(torch.bfloat16)
         text = _Text(index, sequence, [*prompt, *completion], hidden)
         self._session.open(slot, prompt[0])
-        self._commit(text, 0, 1 + len(prompt))  # the first token of an answer comes from the prompt's own forward
+        # The first token of an answer comes from the prompt's own forward.
+        self._commit([_Step(text, 0, 1 + len(prompt))])
         return text
 
-    def _commit(self, text: _Text, first: int, size: int) -> None:
-        """Make the text ``size`` tokens long, and tell the session those after the token ``first``."""
-        text.sequence.tokens = text.tokens[:size]
-        hidden = None if text.hidden is None else text.hidden[first : size - 1]
-        slot = text.sequence.slot
-        if self._target is not None and self._layers:
-            self._target.forward(following(slot, first, text.tokens[first : size - 1]), _NOTHING, self._layers)
-            self._target.cache.length[slot] = size - 1
-        self._session.commit(slot, Kept(text.tokens[first + 1 : size], hidden))
+    def _commit(self, steps: Sequence[_Step], embedded: Tensor | None = None) -> None:
+        """Make each text as long as its step says, and tell the session the tokens that are new."""
+        said = self._read(steps, embedded)
+        for step, rows in zip(steps, said, strict=True):
+            text = step.text
+            text.sequence.tokens = text.tokens[: step.size]
+            hidden = None if text.hidden is None else text.hidden[step.first : step.size - 1]
+            self._session.commit(text.sequence.slot, Kept(text.tokens[step.first + 1 : step.size], hidden, rows))
+
+    def _read(self, steps: Sequence[_Step], embedded: Tensor | None) -> list[TargetRows | None]:
+        """Have the target read what is new, where there is one, and return what it said to the drafter's own rows."""
+        target, nothing = self._target, [None] * len(steps)
+        if target is None:
+            return [*nothing]
+        builder = RowBuilder()
+        wanted: list[int] = []
+        answers: list[dict[int, int]] = []  # by its number in the tree, which of the logits a rider has
+        for step in steps:
+            slot, riders = step.text.sequence.slot, step.riders()
+            builder.tokens(slot, step.first, step.text.tokens[step.first : step.size - 1])
+            answers.append({rider: len(wanted) + number for number, rider in enumerate(riders)})
+            if riders:
+                ids = [target.vocabulary - 1 - step.tree.rider_tokens[rider] for rider in riders]
+                parents = [riders.get(step.tree.rider_parents[rider] - len(step.tree.tokens), ROOT) for rider in riders]
+                row = builder.draft(slot, step.size - 1, ids, parents)
+                wanted += range(row, len(builder))
+            target.cache.length[slot] = step.size - 1
+        rows = replace(builder.build(), embedded=embedded)
+        forward = target.forward(rows, torch.tensor(wanted, dtype=torch.int64), self._layers)
+        if not self._rides or embedded is None:
+            return [*nothing]
+        return [
+            TargetRows(step.tree, step.path, forward.logits[step.rows(mine)], None)
+            for step, mine in zip(steps, answers, strict=True)
+        ]
 
     def _round(self, texts: list[_Text]) -> None:
         growth = self._policy.growth
@@ -180,11 +207,13 @@ class OfflineAcceptance:
         )
         index = torch.arange(len(texts))
         proposal = self._session.propose(asked, growth, Noise(index, index, index))
+        steps: list[_Step] = []
         for text, tree in zip(texts, proposal.trees, strict=True):
             before, sequence = len(text.sequence.tokens), text.sequence
-            kept = text.test(tree.tokens, tree.parents)
-            sequence.limit = self._policy.growth.next_limit(sequence.limit, len(tree.tokens), kept)
-            self._commit(text, before - 1, min(before + kept + 1, len(text.tokens)))
+            path = text.test(tree.tokens, tree.parents)
+            sequence.limit = self._policy.growth.next_limit(sequence.limit, len(tree.tokens), len(path))
+            steps.append(_Step(text, before - 1, min(before + len(path) + 1, len(text.tokens)), tree, path))
+        self._commit(steps, proposal.embedded)
 
 
 @dataclass
@@ -209,8 +238,8 @@ class _Text:
         over = len(self.sequence.tokens) == len(self.tokens)
         return 0 if over else min(self.sequence.limit, self.sequence.remaining - 1)
 
-    def test(self, tokens: list[int], parents: list[int]) -> int:
-        """Count what the text keeps of a draft; returns how many tokens."""
+    def test(self, tokens: list[int], parents: list[int]) -> list[int]:
+        """Count what the text keeps of a draft; returns the nodes."""
         at, end = len(self.sequence.tokens), len(self.tokens)
         depths = [0]
         for parent in parents:
@@ -224,8 +253,34 @@ class _Text:
         for depth, node in enumerate(tested):
             self.drafted[place + depth] = tokens[node]
             self.verdict[place + depth] = ACCEPTED if depth < len(path) else REJECTED
-        self.counts += Counts(1, len(tokens), len(path), len(tested))
-        return len(path)
+        self.counts += Counts(int(bool(tokens)), len(tokens), len(path), len(tested))
+        return path
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A ``text`` becomes ``size`` tokens long; those after ``first`` are new, by the ``path`` of a ``tree``."""
+
+    text: _Text
+    first: int
+    size: int
+    tree: Tree = NOTHING
+    path: Sequence[int] = ()
+
+    def riders(self) -> dict[int, int]:
+        """The riders of the tree behind the node that was kept, each with its place among them."""
+        last, nodes = self.path[-1] if self.path else ROOT, len(self.tree.tokens)
+        found: dict[int, int] = {}
+        for rider, parent in enumerate(self.tree.rider_parents):
+            if parent == last or parent - nodes in found:
+                found[rider] = len(found)
+        return found
+
+    def rows(self, answers: dict[int, int]) -> list[int]:
+        """Which logits each entry of ``TargetRows`` has, given those of the riders; any where nobody reads them."""
+        before, riders = 1 + len(self.tree.tokens), len(self.tree.rider_tokens)
+        some = next(iter(answers.values()), -1)
+        return [answers.get(rider, some) for rider in range(-before, riders)] if answers else []
 
 
 def longest(traces: Sequence[Trace]) -> int:

@@ -90,7 +90,11 @@ class RecordingSetup:
         reader = self.reader if drafter is None else drafter
         context = self.settings.engine.context
         model = load_model(self.directory, self.take.dtype, self.settings.target.device)
-        target = SlotModel(model, slots=slots, context=context, scratch=depth + 1, taps=reader.needs.taps)
+        needs = reader.needs
+        target = SlotModel(
+            model, slots=slots, context=context, scratch=depth + 1 + needs.riders, taps=needs.taps,
+            embeddings=slots * needs.embeddings,
+        )  # fmt: skip
         engine = self.settings.engine.model_copy(update={"slots": slots, "prefill_chunk": _CHUNK, "max_draft": depth})
         capture = self.settings.capture.model_copy(update={"enabled": True, "segment": max(self.take.tokens, 16)})
         growth = ChainSettings(depth=depth, governed=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from osd.config.base import Section, by_kind, of_kind
 
@@ -21,8 +22,8 @@ class _Drafter(Section):
         return True
 
     @property
-    def levels(self) -> int | None:
-        """Tokens of the longest path that it can draft, None without end."""
+    def longest(self) -> tuple[str, int] | None:
+        """The setting that says how many tokens its longest path has, and the number; None without end."""
         return None
 
     @property
@@ -67,9 +68,37 @@ class MedusaSettings(_Drafter):
     vocabulary: Vocabulary = 8192
 
     @property
-    def levels(self) -> int:
+    def longest(self) -> tuple[str, int]:
         """See ``EagleSettings``: one for each head."""
-        return self.heads
+        return "heads", self.heads
+
+
+class PromptTokensSettings(_Drafter):
+    """Prompt tokens of its own, which the target reads behind each draft."""
+
+    kind: Literal["prompt_tokens"] = "prompt_tokens"
+    tokens: int = Field(default=3, ge=1, le=8, description="tokens that it looks ahead, each by a prompt token")
+    copies: int = Field(default=1, ge=1, le=8, description="embeddings of a prompt token, whose answers are averaged")
+    rows: int = Field(
+        default=32,
+        ge=1,
+        le=512,
+        validate_default=True,
+        description="rows that a sequence has for prompt tokens in a forward of the target at most",
+    )
+
+    @field_validator("rows")
+    @classmethod
+    def _holds_all(cls, value: int, info: ValidationInfo) -> int:
+        least = info.data.get("tokens", 1) * info.data.get("copies", 1)
+        if value < least:
+            raise PydanticCustomError("no_room", "must be at least tokens times copies, {least}", {"least": least})
+        return value
+
+    @property
+    def longest(self) -> tuple[str, int]:
+        """See ``EagleSettings``: one for each prompt token."""
+        return "tokens", self.tokens
 
 
 class LanguageModelSettings(_Drafter):
@@ -101,7 +130,9 @@ class RecallDrafterSettings(_Drafter):
     recall: RecallSettings = RecallSettings()
 
 
-_Trained = EagleSettings | FalconSettings | KangarooSettings | LanguageModelSettings | MedusaSettings
+_Trained = (
+    EagleSettings | FalconSettings | KangarooSettings | LanguageModelSettings | MedusaSettings | PromptTokensSettings
+)
 
 TRAINED_SETTINGS = by_kind(get_args(_Trained))
 

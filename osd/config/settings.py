@@ -158,11 +158,11 @@ class Settings(Section):
     @classmethod
     def _within_levels(cls, growth: GrowthSettings, info: ValidationInfo) -> GrowthSettings:
         drafter: DrafterSettings | None = info.data.get("drafter")
-        levels = drafter.levels if drafter is not None else None
-        if levels is not None and growth.longest is not None and growth.longest[1] > levels:
+        most = drafter.longest if drafter is not None else None
+        if most is not None and growth.longest is not None and growth.longest[1] > most[1]:
             key, depth = growth.longest
-            message = "must go at most drafter.heads {levels} tokens deep"
-            error = PydanticCustomError("too_deep", message, {"levels": levels})
+            message = "must go at most drafter.{name} {levels} tokens deep"
+            error = PydanticCustomError("too_deep", message, {"name": most[0], "levels": most[1]})
             raise refused(InitErrorDetails(type=error, loc=(key,), input=depth))
         return growth
 

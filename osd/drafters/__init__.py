@@ -14,6 +14,7 @@ from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.medusa.drafter import Medusa
 from osd.drafters.mixed.drafter import Mixed
+from osd.drafters.prompt_tokens.drafter import PromptTokens
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.trainable import Trainable
 
@@ -23,6 +24,7 @@ DRAFTERS: dict[str, Kind] = {
     "kangaroo": Kangaroo,
     "language_model": LanguageModel,
     "medusa": Medusa,
+    "prompt_tokens": PromptTokens,
     "recall": Recall,
 }
 

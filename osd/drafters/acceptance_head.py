@@ -98,6 +98,11 @@ class WithAcceptanceHead(Trainable):
         """See ``Trainable.levels``."""
         return self.drafter.levels
 
+    @property
+    def pace(self) -> float:
+        """See ``Trainable.pace``."""
+        return self.drafter.pace
+
     def trained(self) -> dict[str, Tensor]:
         """See ``Trainable.trained``; the head has a loss of its own."""
         return self.drafter.trained()

@@ -13,7 +13,7 @@ from osd.drafters.base import DrafterError
 from osd.drafters.session import NOBODY, Asked, Chains, Exits, Kept, Origin, Proposal, Session
 from osd.runtime.device import between, mark
 from osd.runtime.memory import recycled
-from osd.speculation.growth import Growth
+from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Noise
 from osd.speculation.tree import TreeBuilder
 from osd.speculation.worth import Bill
@@ -28,6 +28,9 @@ class AutoregressiveSession(Session, ABC):
     levels: int | None = None
     """Tokens of the longest path that it drafts: all of their distributions come of one call, and asking for more of
     them is a look. None where there is no end."""
+
+    def reach(self, slots: Sequence[int]) -> Reach | None:  # most see as far in all of them
+        """How far it sees in each of ``slots``; None where that is as far as ``levels`` in all of them."""
 
     block: int = 1
     """Tokens of a path that come of one call where there is no end: a call for every so many levels."""
@@ -143,6 +146,14 @@ class WrappedSession(AutoregressiveSession):
         """See ``AutoregressiveSession.acceptance``."""
         return self._session.acceptance()
 
+    def ride(self, asked: Asked, growth: Growth, proposal: Proposal) -> Proposal:
+        """See ``Session.ride``."""
+        return self._session.ride(asked, growth, proposal)
+
+    def reach(self, slots: Sequence[int]) -> Reach | None:
+        """See ``AutoregressiveSession.reach``."""
+        return self._session.reach(slots)
+
 
 class _Expansion:
     """A session as a growth policy sees it; keeps the raw logits of every node for the traces."""
@@ -161,6 +172,11 @@ class _Expansion:
     def levels(self) -> int | None:
         """See ``osd.speculation.growth.Expander``."""
         return self._session.levels
+
+    @property
+    def reach(self) -> Reach | None:
+        """See ``osd.speculation.growth.Expander``."""
+        return self._session.reach(self._asked.slots)
 
     @property
     def block(self) -> int:

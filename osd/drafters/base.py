@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -25,12 +26,14 @@ class Needs:
         taps: target layers whose outputs it reads, for each committed token.
         target_rows: whether it reads the target's most probable tokens at every verified row, accepted or not.
         riders: rows of its own in the target's forward, at most, for each sequence; it gets their logits.
+        embeddings: how many different riders are no tokens, but rows of numbers in the place of an embedding.
         layers: those of the target that it runs itself, over the target's own keys and values; None for none.
     """
 
     taps: tuple[int, ...] = ()
     target_rows: bool = False
     riders: int = 0
+    embeddings: int = 0
     layers: range | None = None
 
 
@@ -47,6 +50,20 @@ class Drafter(ABC):
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """What ``config.json`` of a version says: all that is needed to build the same drafter."""
+
+    def check_config(self, config: Mapping[str, Any]) -> None:
+        """Check that a version's configuration says what this drafter's own does.
+
+        Raises:
+            DrafterError: it is of another target.
+            TypeError: it says something else.
+        """
+        mine = self.config()
+        for name, value in config.items():
+            if name not in mine:
+                raise TypeError(f"{name} is unknown")
+            if value != mine[name]:
+                raise DrafterError(f"the drafter is for another target: its {name} is {value}, not {mine[name]}")
 
     @staticmethod
     def usual_taps(layers: int) -> tuple[int, ...]:

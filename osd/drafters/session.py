@@ -126,8 +126,9 @@ class Tree:
     """One sequence's draft on the host: token ids and parents of its nodes, ROOT or an earlier node.
 
     ``riders`` are further rows of the target's forward, whose logits go back to the drafter and which nobody verifies:
-    tokens that hang on nodes, or on riders as if these were numbered behind the nodes. ``sources`` name who proposed
-    each node; ``estimates`` are what the growth policy placed it by.
+    tokens that hang on nodes, or on riders as if these were numbered behind the nodes. One that is no token but the
+    i-th of ``Proposal.embedded`` is -1 - i. ``sources`` name who proposed each node; ``estimates`` are what the growth
+    policy placed it by.
     """
 
     tokens: list[int]
@@ -186,6 +187,8 @@ class Proposal:
         pending: greedy chains that the host has not read.
         expected: tokens of it that are expected to be kept, where that is known.
         exits: what the drafter ran of the target itself, None where it runs no layers of it.
+        embedded: [K, hidden] what riders that are no tokens are read as, the same tensor while the weights stay; None
+            where all are tokens.
     """
 
     trees: Sequence[Tree]
@@ -197,6 +200,7 @@ class Proposal:
     pending: Chains | None = None
     expected: float = 0.0
     exits: Exits | None = None
+    embedded: Tensor | None = None
 
     @classmethod
     def of(cls, draft: DraftBatch, source: str, logits: Tensor | None = None) -> Proposal:
@@ -279,6 +283,10 @@ class Session(Protocol):
         by ``noise``; one that only has candidates proposes these within the limits.
         """
         ...
+
+    def ride(self, asked: Asked, growth: Growth, proposal: Proposal) -> Proposal:
+        """The same proposal, whoever made it, with this drafter's own rows behind the nodes; most have none."""
+        return proposal
 
     def commit(self, slot: int, kept: Kept) -> None:
         """Append committed tokens."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,20 +41,6 @@ class TargetHeadDrafter(VocabularyDrafter):
     def said(self, states: Tensor) -> Tensor:
         """Logits [..., vocabulary] of states [..., hidden] behind the final norm."""
         return states @ self.rows.T
-
-    def check_config(self, config: Mapping[str, Any]) -> None:
-        """Check that a version's configuration says what this drafter's own does.
-
-        Raises:
-            DrafterError: it is of another target.
-            TypeError: it says something else.
-        """
-        mine = self.config()
-        for name, value in config.items():
-            if name not in mine:
-                raise TypeError(f"{name} is unknown")
-            if value != mine[name]:
-                raise DrafterError(f"the drafter is for another target: its {name} is {value}, not {mine[name]}")
 
     def weights(self) -> dict[str, Tensor]:
         """See ``Drafter.weights``: without the norm."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor, nn
 
@@ -24,6 +24,10 @@ class Batch(Protocol):
     hidden: Tensor | None
     sequence: Tensor
     place: Tensor
+
+    def select(self, positions: Tensor) -> Self:
+        """The same sequences with some of the N places, [M] or [N] bool."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,11 @@ class Trainable(Drafter, nn.Module):
     def levels(self) -> int | None:
         """Tokens ahead that it predicts at most, each by weights of its own; None for as many as it is unrolled."""
         return None
+
+    @property
+    def pace(self) -> float:
+        """How many times ``trainer.learning_rate`` its weights are to learn with."""
+        return 1.0
 
     def trained(self) -> dict[str, Tensor]:
         """What the loss trains, by name."""

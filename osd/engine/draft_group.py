@@ -100,9 +100,9 @@ class DraftGroup:
 
     @property
     def size(self) -> tuple[int, float]:
-        """Nodes of all drafts, and how many of them are expected to be kept."""
+        """Rows of all drafts, and how many of their nodes are expected to be kept."""
         expected = 0.0 if self.proposal is None else self.proposal.expected
-        return sum(len(tree.tokens) for tree in self.trees), expected
+        return sum(len(tree.tokens) + len(tree.rider_tokens) for tree in self.trees), expected
 
     @property
     def trees(self) -> Sequence[Tree]:

@@ -84,7 +84,8 @@ class Planner:
         for one in outcome.sequences:
             s = one.sequence
             if one.tree.tokens and s.drafter is not None and s.policy is self._policy:
-                by_drafter[s.drafter].append((s, Drafted(len(one.tree.tokens), one.path)))
+                draft = Drafted(len(one.tree.tokens), one.path, len(one.tree.rider_tokens))
+                by_drafter[s.drafter].append((s, draft))
         if not outcome.captured:
             self._learn_costs(outcome, by_drafter, seconds)
             self._teach_governors(outcome, by_drafter, seconds)

@@ -111,13 +111,18 @@ class _Maker:
 
         Raises:
             DrafterError: the weights do not fit, the drafter reads layers where the target was not tapped, or it has
-                more riders than there is room for.
+                more riders or embeddings than there is room for.
         """
         columns, settings, target = self._columns(drafter), self._settings, self._target
         room = target.cache.places - target.context - settings.max_draft - 1
         if drafter.needs.riders > room:
             raise DrafterError(
                 f"this {drafter.kind} drafter has {drafter.needs.riders} riders, and there is room for {room}"
+            )
+        room = target.embeddings // settings.slots
+        if drafter.needs.embeddings > room:
+            raise DrafterError(
+                f"this {drafter.kind} drafter has {drafter.needs.embeddings} embeddings, and there is room for {room}"
             )
         runtime = Runtime.serving(settings.slots, settings.context, settings.max_draft + 1, target.device, target)
         if drafter.needs.target_rows:

@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -206,7 +206,7 @@ def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
     Drafters that read the target's rows get the ``top_k`` most probable tokens of each.
     """
     begun = mark(target.device)
-    packed, rows = _packed(drafted)
+    packed, rows = _packed(drafted, target.vocabulary)
     forward = resume(target, packed.rows, packed.wanted, _begun(drafted, packed, target))
     forwarded = mark(target.device)
     upkeep = Upkeep()
@@ -229,11 +229,22 @@ def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
     )  # fmt: skip
 
 
-def _packed(drafted: Drafted) -> tuple[Packed, list[list[int]]]:
-    """The rows of the forward, and for each group the rows of logits after the root and each node of its sequences."""
+def _packed(drafted: Drafted, vocabulary: int) -> tuple[Packed, list[list[int]]]:
+    """The rows of the forward, and for each group the rows of logits after the root and each node of its sequences.
+
+    Riders that are no tokens have ids behind the target's ``vocabulary``.
+    """
     trees: dict[Decoding, Tree] = {}
+    embedded: list[Tensor] = []
     for group in drafted.groups:
-        trees |= zip(group.sequences, group.trees, strict=True)
+        given = None if group.proposal is None else group.proposal.embedded
+        known = [tensor is given for tensor in embedded]
+        if given is not None and not any(known):
+            embedded.append(given)
+        before = vocabulary + sum(map(len, embedded[: known.index(True)] if any(known) else embedded[:-1]))
+        for s, tree in zip(group.sequences, group.trees, strict=True):
+            ids = [before - 1 - rider if rider < 0 else rider for rider in tree.rider_tokens]
+            trees[s] = replace(tree, rider_tokens=ids) if given is not None else tree
     index: dict[Decoding, int] = {}
     feeds: list[Feed] = []
     for number, one in enumerate(drafted.scheduled.sequences):
@@ -248,6 +259,9 @@ def _packed(drafted: Drafted) -> tuple[Packed, list[list[int]]]:
         if group.proposal is not None and group.proposal.pending is not None
     ]
     packed = pack(feeds, unread)
+    if embedded:
+        rows_ = replace(packed.rows, embedded=embedded[0] if len(embedded) == 1 else torch.cat(embedded))
+        packed = replace(packed, rows=rows_)
     rows = [
         [
             packed.logits[index[s]] + i

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ _BY_POSITION = (
     "target_ids", "target_logp", "target_tail", "draft_ids", "draft_logp", "draft_tail", "drafted", "verdict",
     "source",
 )  # fmt: skip
+_POSITIONS = ("sequence", "place", "target_ids", "target_logp", "target_tail", "drafted", "verdict")
 _AFTER = ("after_ids", "after_logp", "after_tail")
 
 
@@ -61,6 +63,12 @@ class DistillBatch:
     def positions(self) -> int:
         """N, the completion positions that are predicted."""
         return len(self.place)
+
+    def select(self, positions: Tensor) -> Self:
+        """The same sequences with some of the N positions, [M] or [N] bool, and nothing of the drafter's own tokens."""
+        chosen = {name: getattr(self, name)[positions] for name in _POSITIONS}
+        weight = None if self.weight is None else self.weight[positions]
+        return replace(self, **chosen, own=None, weight=weight)
 
     def rows_at(self, depth: int) -> Tensor:
         """Which of the N positions a drafter can predict with ``depth`` of its own outputs fed back, [N] bool."""

@@ -72,7 +72,7 @@ class Distiller:
         self._head = None if drafter.acceptance is None else HeadTraining(drafter, settings)
         self.head_loss: float | None = None
         self._optimizer = torch.optim.AdamW(
-            self._trained.values(), lr=settings.learning_rate, betas=(0.9, 0.95), fused=True
+            self._trained.values(), lr=settings.learning_rate * drafter.pace, betas=(0.9, 0.95), fused=True
         )
         self._gathered = 0
         self._norms: deque[float] = deque(maxlen=_NORMS)

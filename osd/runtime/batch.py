@@ -29,6 +29,8 @@ class PackedRows:
     * ``base`` [R] int32 and ``mask`` [R, W] bool: in a draft tree it also sees ``base + j`` where
       ``mask[:, j]``. None when no row needs them.
     * ``unread``: tokens that the host has not read; None when it knows all.
+    * ``embedded`` [K, hidden]: on the model's device, what ids behind its vocabulary stand for, the first of them for
+      the first row. None where all are tokens.
     * ``grid``: where the rows stand for attention over a grid. None until they are laid out on a device.
 
     A ``RowBuilder`` makes them on the host, a ``RowBuffer`` on the device of a model.
@@ -43,6 +45,7 @@ class PackedRows:
     mask: Tensor | None = None
     unread: DeviceTokens | None = None
     grid: Grid | None = None
+    embedded: Tensor | None = None
 
     def settled(self) -> PackedRows:
         """The same with the unread tokens in their rows, on the host."""

@@ -29,6 +29,17 @@ def end_weights(model: nn.Module) -> tuple[Tensor, Tensor]:
     return embedding.weight.detach().to(torch.bfloat16), head.weight.detach().to(torch.bfloat16)
 
 
+def check_table(model: nn.Module) -> None:
+    """Check that the input embedding is a table and nothing more, so that any row of numbers can stand beside tokens.
+
+    Raises:
+        ValueError: it is another module, such as one that scales what it looks up.
+    """
+    embedding, _ = ends_of(model)
+    if type(embedding) is not nn.Embedding:
+        raise ValueError(f"{type(model).__name__} embeds by {type(embedding).__name__}, not by a table alone")
+
+
 def attention_of(model: nn.Module) -> dict[str, Any]:
     """How it attends: ``heads``, ``kv_heads`` and ``head_dim``, ``eps`` of its norms, and ``rope_theta``."""
     config = text_config(model)

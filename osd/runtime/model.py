@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from osd.runtime.batch import PackedRows, padded
-from osd.runtime.causal_lm import decoder_layers, ends_of, text_config
+from osd.runtime.causal_lm import check_table, decoder_layers, ends_of, text_config
 from osd.runtime.cuda_graph import BucketedForward
 from osd.runtime.decoder import Decoder, Forward, llama_shaped, recordable
 from osd.runtime.device import copied
@@ -24,7 +24,8 @@ class SlotModel:
 
     ``context`` tokens fit a sequence; ``scratch`` more places hold a draft that is being verified.
     ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last. ``weights`` are
-    those of the linear layers: "full" as they come, or "int8".
+    those of the linear layers: "full" as they come, or "int8". A forward may bring up to ``embeddings`` rows that are
+    no tokens, see ``PackedRows.embedded``.
 
     On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
     ``BucketedForward``. A CPU can do the same without graphs, more slowly than it does otherwise.
@@ -40,6 +41,7 @@ class SlotModel:
         taps: tuple[int, ...] = (),
         weights: str = "full",
         bucketed: bool | None = None,
+        embeddings: int = 0,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.config = config = text_config(model)
@@ -49,6 +51,9 @@ class SlotModel:
         self.eos_ids = eos_ids(model)
         embedding, _ = ends_of(model)
         self.device, self.dtype = embedding.weight.device, embedding.weight.dtype
+        self.vocabulary, self.embeddings = len(embedding.weight), embeddings
+        if embeddings:
+            _lengthen_table(model, embeddings)
         self.layers = decoder_layers(model)
         self.taps = tuple(range(len(self.layers))[tap] for tap in taps)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -69,6 +74,7 @@ class SlotModel:
             self.decoder = LeanDecoder(model, self.cache, self.taps)
         else:
             self.decoder = GenericDecoder(model, self.cache, self.taps)
+        self._further = embedding.weight.data[self.vocabulary :]
         self.bucketed: BucketedForward | None = None
         if bucketed:
             self.bucketed = BucketedForward(self.decoder, self.cache, scratch, recordable(config))
@@ -84,7 +90,8 @@ class SlotModel:
         ``states`` [R, hidden] before them must be given, as ``Forward.states`` of the layers before.
 
         Raises:
-            ValueError: there are no such layers, or states where token ids are read, or none where they are not.
+            ValueError: there are no such layers, or states where token ids are read, or none where they are not, or too
+            many embeddings.
         """
         every = range(len(self.layers))
         layers = every if layers is None else layers
@@ -94,9 +101,17 @@ class SlotModel:
             raise ValueError(f"a forward from layer {layers.start} reads {'states' if layers.start else 'token ids'}")
         if layers.stop < len(every):
             wanted = wanted[:0]
+        if rows.embedded is not None and states is None:
+            self._embed(rows.embedded)
         if self.bucketed is not None:
             return self.bucketed.forward(rows, wanted, layers, states)
         return self.decoder.forward(rows.settled(), wanted, layers, states)
+
+    def _embed(self, embedded: Tensor) -> None:
+        """Have the ids behind the vocabulary mean ``embedded`` [K, hidden]."""
+        if len(embedded) > self.embeddings:
+            raise ValueError(f"a forward brings {len(embedded)} embeddings, and there is room for {self.embeddings}")
+        self._further[: len(embedded)].copy_(embedded)
 
     def compute(self, rows: PackedRows, wanted: Tensor) -> Forward:
         """``forward`` of all layers, where rows are laid out on the device already and a caller records it."""
@@ -123,6 +138,21 @@ class SlotModel:
             else:
                 places[name] = getattr(owner, attribute).data
         copied(places.values(), [staged[name] for name in places])
+
+
+def _lengthen_table(model: nn.Module, further: int) -> None:
+    """Give the input embedding of ``model`` so many rows more, which are no part of a head that shares it.
+
+    Raises:
+        ValueError: the embedding is more than a table, so that a row of its own would not be read as it is.
+    """
+    embedding, head = ends_of(model)
+    check_table(model)
+    old = embedding.weight
+    table = torch.cat([old.detach(), old.new_zeros(further, old.shape[1])])
+    embedding.weight = nn.Parameter(table, requires_grad=False)
+    if head is not None and head.weight is old:
+        head.weight = nn.Parameter(table[: len(old)], requires_grad=False)
 
 
 def _let_go_of_file(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from osd.speculation.cost_model import CostModel
 _SHARE_OF_PROBES = 0.01  # of the time, for drafts that are not expected to pay
 _PROBES_OF_A_NEW_DRAFTER = 16  # that are made whatever they cost
 _MEMORY = 0.99  # kept of what is known about a node at each draft that had it
+_STEP = 0.1  # of a draft in the running mean of rows beside its nodes
 _DOUBT = 2.0  # drafts that the first guess about a node counts for
 
 
@@ -63,10 +64,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Drafted:
-    """One sequence's draft in a round: its nodes, and which of them the target kept."""
+    """One sequence's draft in a round: its nodes, which of them the target kept, and its ``riders`` beside them."""
 
     size: int
     kept: Sequence[int]
+    riders: int = 0
 
 
 class Governor:
@@ -82,7 +84,8 @@ class Governor:
 
     Because nothing is learnt about a drafter that does not draft, a small share of the time goes to probes: one
     sequence drafts as much as it may. The next probe comes when the time for the last one has gone by, so that a long
-    time without any is not made up for at once. A new drafter is probed at once.
+    time without any is not made up for at once; one more follows a probe that drafted nothing, for there are drafters
+    whose first round prepares their next. A new drafter is probed at once.
     """
 
     def __init__(self, nodes: int, costs: CostModel, kind: str) -> None:
@@ -93,6 +96,7 @@ class Governor:
         self._debt = 0.0  # seconds that probes took, less their share of the time since
         self._owed = _PROBES_OF_A_NEW_DRAFTER
         self._probing = False  # in the round that was planned last, at its own expense
+        self._riders = 0.0  # rows of the drafter's own for a root and for each node, a running mean
 
     def plan(self, sequences: Sequence[Ready], others: int, rows: int, coming: int = 0) -> list[int]:
         """How many nodes each of some sequences is to draft at most.
@@ -126,8 +130,10 @@ class Governor:
         self._debt = max(0.0, self._debt - _SHARE_OF_PROBES * seconds)
         if self._probing:
             self._debt += draft_seconds
+            self._owed += not drafts
         for draft in drafts:
             self.acceptance.observe(draft.size, draft.kept)
+            self._riders += _STEP * (draft.riders / (1 + draft.size) - self._riders)
 
     def reshape(self, nodes: int) -> None:
         """Expect drafts of another shape from now on, of up to ``nodes`` nodes."""
@@ -141,7 +147,10 @@ class Governor:
         self._owed = _PROBES_OF_A_NEW_DRAFTER
 
     def _cost(self, ready: int, nodes: int, rows: int) -> float:
-        return self.costs.round(rows + ready * nodes) + self.costs.proposal(self._kind, ready, nodes)
+        rows += ready * nodes
+        if nodes and self._riders:
+            rows += round(ready * self._riders * (1 + nodes))
+        return self.costs.round(rows) + self.costs.proposal(self._kind, ready, nodes)
 
     def _may_probe(self, rows: int, more: int) -> bool:
         """Whether a probe of ``more`` rows is due; they are paid for here, its draft when that was timed."""

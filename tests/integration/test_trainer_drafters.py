@@ -66,13 +66,14 @@ def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, target, nex
     restricted = "vocabulary" in TRAINED_SETTINGS[kind].model_fields
     settings = TRAINED_SETTINGS[kind](**({"vocabulary": VOCABULARY} if restricted else {}))
     first, plain = (initial(settings, tiny_target, tmp_path) for _ in range(2))
-    drafter = WithAcceptanceHead(plain)
+    drafter = WithAcceptanceHead(plain) if plain.state_width else plain
     distiller = Distiller(drafter, TRAINING)
     for n in range(60):
         assert not distiller.step(batch(1000 + n % 10, drafter, next_token_logits, target)).skipped
 
-    assert distiller.head_loss is not None
-    assert distiller.head_loss < 0.65  # a head that has learnt nothing loses log 2
+    if drafter is not plain:
+        assert distiller.head_loss is not None
+        assert distiller.head_loss < 0.65  # a head that has learnt nothing loses log 2
 
     held_out = [batch(n, drafter, next_token_logits, target) for n in range(4)]
     verdict = Gate(depth=3, divergence="forward_kl").judge(drafter, first, lambda: held_out)

@@ -62,7 +62,7 @@ def decode(
     check_draft(draft)
     from benchmarks import decode as bench
     from benchmarks.isolated import DRAFT_CONTEXT, on_several_cores
-    from benchmarks.pair import BenchError, engine_with, find_drafter, reading_anew
+    from benchmarks.pair import BenchError, check_alone, engine_with, find_drafter, reading_anew
     from benchmarks.synthetic import forced
     from osd.drafters.autoregressive import autoregressive
     from osd.drafters.session import Runtime
@@ -86,6 +86,7 @@ def decode(
         texts = load(prompts)
         directory = target_directory(settings)
         drafter, name = find_drafter(settings, draft, directory)
+        check_alone(drafter)
         calls = bench.Calls.of(drafter)
         engine = engine_with(reading_anew(settings), directory, drafter)
     asked = short_enough(engine.tokenizer, texts, settings.engine.context - tokens, prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -27,7 +28,7 @@ class Mixed(Drafter):
     def needs(self) -> Needs:
         """What the trained drafter needs, and what the target says at every verified row."""
         needs = self.trained.needs
-        return Needs(needs.taps, target_rows=True, riders=needs.riders, layers=needs.layers)
+        return replace(needs, target_rows=True)
 
     def config(self) -> dict[str, Any]:
         """See ``Drafter.config``: the trained drafter's."""

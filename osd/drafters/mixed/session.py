@@ -58,6 +58,9 @@ class MixedSession(Session):
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         """See ``Session.propose``; without ``Asked.worth`` the trained drafter is always asked."""
+        return self._trained.ride(asked, growth, self._mixture(asked, growth, noise))
+
+    def _mixture(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         worth, several = asked.worth, len(asked.slots)
         may = [b for b, limit in enumerate(asked.limits) if limit]
         sought = self._recall.sought(asked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from osd.config import GrowthSettings
-from osd.speculation.growth.base import DraftOutcome, Expander, Growth
+from osd.speculation.growth.base import DraftOutcome, Expander, Growth, Reach
 from osd.speculation.growth.best_first import BestFirst
 from osd.speculation.growth.chain import AcceptanceHead, Chain, Confidence, Heuristic
 from osd.speculation.growth.dynamic_tree import DynamicTree
@@ -28,7 +28,7 @@ GROWTHS: dict[str, Callable[..., Growth]] = {
     )
 }
 
-__all__ = ["GROWTHS", "DraftOutcome", "Expander", "Growth", "make_growth"]
+__all__ = ["GROWTHS", "DraftOutcome", "Expander", "Growth", "Reach", "make_growth"]
 
 
 def make_growth(settings: GrowthSettings) -> Growth:

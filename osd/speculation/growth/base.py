@@ -33,6 +33,17 @@ class DraftOutcome:
     drawn: bool = False
 
 
+@dataclass(frozen=True)
+class Reach:
+    """How far a drafter sees whose rows in the last forward of the target said it all.
+
+    ``tokens`` are those of the longest path of each sequence, and ``rows`` what each of them takes in a forward.
+    """
+
+    tokens: Sequence[int]
+    rows: int
+
+
 class Expander(Protocol):
     """A drafter as a growth policy sees it: next-token logits for nodes of the trees that are growing."""
 
@@ -44,6 +55,11 @@ class Expander(Protocol):
     @property
     def levels(self) -> int | None:
         """Tokens of the longest path that it can draft, None without end; deeper nodes must not be asked about."""
+        ...
+
+    @property
+    def reach(self) -> Reach | None:
+        """How far it sees in each sequence; None where that is as far as ``levels`` in all of them."""
         ...
 
     @property
@@ -114,6 +130,10 @@ class Growth(ABC):
         """Nodes of a request's next draft at most, after one with ``limit`` and what came of it."""
         return self.max_nodes  # which may have changed since
 
+    def rider_rows(self, depth: int) -> int | None:
+        """Rows that a drafter's own may take in a forward beside a draft of so many levels at most; None for any."""
+        return None
+
     def observe(self, drafts: Sequence[DraftOutcome], seconds: SecondsByShare) -> bool:
         """Learn from the drafts of a round.
 
@@ -152,6 +172,12 @@ class Growth(ABC):
 def deepest(expand: Expander, depth: int) -> int:
     """The tokens of the longest path where a policy would draft ``depth``."""
     return depth if expand.levels is None else min(depth, expand.levels)
+
+
+def reaches(expand: Expander, limits: Tensor, depth: int) -> Tensor:
+    """[B] the tokens of the longest path of each sequence where a policy would draft ``depth``."""
+    most = torch.full_like(limits, deepest(expand, depth))
+    return most if expand.reach is None else most.minimum(torch.tensor(expand.reach.tokens, device=limits.device))
 
 
 def expanded(

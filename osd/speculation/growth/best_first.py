@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.top import top
-from osd.speculation.growth.base import Expander, deepest
+from osd.speculation.growth.base import Expander, reaches
 from osd.speculation.growth.chance_table import CountingGrowth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -70,8 +70,10 @@ class BestFirst(CountingGrowth):
         builder = TreeBuilder(len(room), max(room), expand.support, limits.device)
         drawn = sampling.temperature > 0
         pool: list[_Candidate] = []
+        reach = reaches(expand, limits, _DEPTH).tolist()
         frontier = [(row, ROOT, 1.0) for row, most in enumerate(room) if most > 0]
-        for depth in range(deepest(expand, _DEPTH)):
+        for depth in range(max(reach)):
+            frontier = [one for one in frontier if depth < reach[one[0]]]
             frontier = self._worth_asking(frontier, depth, drawn, pool, bill)
             if not frontier:
                 break

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.memory import recycled
-from osd.speculation.growth.base import Expander, Growth, deepest, expanded
+from osd.speculation.growth.base import Expander, Growth, expanded, reaches
 from osd.speculation.noise import Noise, Purpose
 from osd.speculation.sampling import SamplingBatch, most_probable
 from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
@@ -62,7 +62,7 @@ class Chain(Growth):
 
     def grow(self, expand: Expander, sampling: SamplingBatch, noise: Noise, limits: Tensor) -> DraftBatch:
         """See ``Growth.grow``; asks the drafter once per level."""
-        limits = limits.clamp(max=deepest(expand, self.max_nodes))
+        limits = limits.minimum(reaches(expand, limits, self.max_nodes))
         builder = TreeBuilder(len(limits), int(limits.max()), expand.support, limits.device)
         goes_on = self._watch(expand, limits)
         rows = (limits > 0).nonzero().squeeze(-1)

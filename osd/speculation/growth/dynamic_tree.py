@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from osd.speculation.growth.base import Expander, deepest, expanded
+from osd.speculation.growth.base import Expander, expanded, reaches
 from osd.speculation.growth.chance_table import ChanceTable, CountingGrowth
 from osd.speculation.growth.sibling_sampler import SiblingSampler
 from osd.speculation.noise import Noise
@@ -49,7 +49,7 @@ class DynamicTree(CountingGrowth):
         limits = limits.clamp(max=self.max_nodes)
         builder = TreeBuilder(len(limits), int(limits.max()), expand.support, limits.device)
         sampler = SiblingSampler(builder, Draw.WITHOUT_REPLACEMENT, sampling.temperature == 0)
-        settings, levels = sampling.for_trees(), deepest(expand, builder.capacity)
+        settings, levels = sampling.for_trees(), reaches(expand, limits, builder.capacity)
 
         def opened(rows: Tensor, nodes: Tensor) -> Tensor:
             places = expanded(builder, expand, settings, rows, nodes)[0]
@@ -76,11 +76,11 @@ def _by_chance(
     limits: Tensor,
     table: ChanceTable,
     drawn: Tensor,
-    levels: int,
+    levels: Tensor,
 ) -> Tensor:
     """Draw at the most promising place of each sequence, one token of every sequence at a time.
 
-    No path gets more than ``levels`` tokens.
+    No path gets more tokens than its sequence's ``levels`` [B].
 
     Returns:
         [B, capacity] the drafter's estimate of each node before it was drawn.
@@ -91,7 +91,7 @@ def _by_chance(
     depth, rank = torch.zeros_like(reach, dtype=torch.int64), torch.zeros_like(reach, dtype=torch.int64)
     left = reach.clone()  # the largest probability that is left after a node
     value = torch.zeros_like(reach)  # the chance of the next child
-    value[:, 0] = 1.0
+    value[:, 0] = (levels > 0).double()
     kept = torch.full_like(depth, -1)  # a node's row of q, -1 if none
     estimates = torch.zeros(limits.shape[0], builder.capacity, dtype=torch.float64, device=limits.device)
 
@@ -114,7 +114,7 @@ def _by_chance(
         reach[rows, node + 1] = value[rows, entry]
         depth[rows, node + 1] = depth[rows, entry] + 1
         first = table.first(drawn[rows], depth[rows, node + 1])
-        value[rows, node + 1] = (value[rows, entry] * first).masked_fill(depth[rows, node + 1] >= levels, 0.0)
+        value[rows, node + 1] = (value[rows, entry] * first).masked_fill(depth[rows, node + 1] >= levels[rows], 0.0)
         rank[rows, entry] += 1
         look(rows, entry)
     return estimates
@@ -127,13 +127,13 @@ def _by_level(
     noise: Noise,
     limits: Tensor,
     threshold: float,
-    levels: int,
+    levels: Tensor,
 ) -> None:
-    """Draw all children that are worth the threshold, level by level, at most so many ``levels``."""
-    rows = (limits > 0).nonzero().squeeze(-1)
+    """Draw all children that are worth the threshold, level by level, of each sequence at most its ``levels`` [B]."""
+    rows = (limits.minimum(levels) > 0).nonzero().squeeze(-1)
     nodes = torch.full_like(rows, ROOT)
     reach = torch.ones(len(rows), dtype=torch.float64, device=limits.device)
-    for _ in range(levels):
+    for depth in range(int(levels.max())):
         if not len(rows):
             break
         place, value = opened(rows, nodes), reach.clone()
@@ -152,5 +152,6 @@ def _by_level(
             break
         rows, nodes, reach = (torch.cat(parts) for parts in zip(*level, strict=True))
         # A level is worth a forward only where a child could be drawn.
-        m = ((reach >= threshold) & (builder.sizes[rows] < limits[rows])).nonzero().squeeze(-1)
+        going = (reach >= threshold) & (builder.sizes[rows] < limits[rows]) & (depth + 1 < levels[rows])
+        m = going.nonzero().squeeze(-1)
         rows, nodes, reach = rows[m], nodes[m], reach[m]

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from osd.speculation.growth.acceptance_table import AcceptanceTable
-from osd.speculation.growth.base import DraftOutcome, Expander, Growth, SecondsByShare, deepest, expanded
+from osd.speculation.growth.base import DraftOutcome, Expander, Growth, SecondsByShare, expanded, reaches
 from osd.speculation.growth.sibling_sampler import SiblingSampler
 from osd.speculation.growth.tree_shape import (
     best_shape,
@@ -137,18 +138,21 @@ class StaticTree(Growth):
         builder = TreeBuilder(len(limits), self.max_nodes, expand.support, device)
         sampler, settings = SiblingSampler(builder, self._draw, sampling.temperature == 0), sampling.for_trees()
         # [B, 1 + shape] the node that stands at each place of the shape, the root first; -2 for none
-        standing = torch.full((len(limits), 1 + self.max_nodes), -2, device=device)
+        standing = torch.full((len(limits), 1 + len(self._shape)), -2, device=device)
         standing[:, 0] = ROOT
-        for parents, children in self._levels[: deepest(expand, len(self._levels))]:
+        allowed = pad(self._allowed(expand, limits), (0, 1))  # [B, shape + 1], the last stands for none
+        reach = reaches(expand, limits, len(self._levels))
+        for level, (parents, children) in enumerate(self._levels[: int(reach.max())]):
             # [K] places with children, [K, ranks] their children's places, -1 past the last
             above, below = torch.tensor(parents, device=device), torch.tensor(children, device=device)
-            rows, which = ((standing[:, above + 1] > -2) & (below[:, 0] < limits[:, None])).nonzero(as_tuple=True)
+            open_ = (standing[:, above + 1] > -2) & allowed[:, below[:, 0]] & (reach > level)[:, None]
+            rows, which = open_.nonzero(as_tuple=True)
             if not len(rows):
                 break
             nodes, wanted = standing[rows, above[which] + 1], below[which]
             places = expanded(builder, expand, settings, rows, nodes)[0]
             sampler.open(places)
-            width = ((wanted >= 0) & (wanted < limits[rows][:, None])).sum(-1)
+            width = allowed[rows[:, None], wanted].sum(-1)
             for rank in range(int(width.max())):
                 left = sampler.left(places)
                 m = ((width > rank) & (left > 0)).nonzero().squeeze(-1)
@@ -156,6 +160,10 @@ class StaticTree(Growth):
                 best = (width[m] - 1 > rank) & (left[m] > 1) if self._draw is Draw.TOP_THEN_DRAWN else None
                 standing[rows[m], wanted[m, rank] + 1] = sampler.take(rows[m], places[m], nodes[m], noise, best)
         return sampler.finish()
+
+    def _allowed(self, expand: Expander, limits: Tensor) -> Tensor:
+        """[B, shape] bool, which places of the shape a sequence may fill; with each its parent and earlier siblings."""
+        return torch.arange(len(self._shape), device=limits.device) < limits[:, None]
 
 
 def _levels(shape: tuple[int, ...]) -> list[tuple[list[int], list[list[int]]]]:

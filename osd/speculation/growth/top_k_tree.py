@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from osd.speculation.growth.base import Expander, Growth, deepest, expanded
+from osd.speculation.growth.base import Expander, Growth, expanded, reaches
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder, repeats
@@ -41,12 +41,12 @@ class TopKTree(Growth):
         limits = limits.clamp(max=self.max_nodes)
         batch, device, settings = len(limits), limits.device, sampling.for_trees()
         builder = TreeBuilder(batch, int(limits.max()), expand.support, device)
-        rows = (limits > 0).nonzero().squeeze(-1)
+        reach = reaches(expand, limits, self.depth)
+        rows = (limits.minimum(reach) > 0).nonzero().squeeze(-1)
         nodes = torch.full_like(rows, ROOT)
         score = torch.zeros(len(rows), dtype=torch.float64, device=device)
         pool: list[tuple[Tensor, ...]] = []  # what was not chosen: rows, parents, columns, places, scores
-        depth = deepest(expand, self.depth)
-        for level in range(depth):
+        for level in range(int(reach.max())):
             if not len(rows):
                 break
             places, q, _ = expanded(builder, expand, settings, rows, nodes)
@@ -64,9 +64,8 @@ class TopKTree(Growth):
             pool.append(tuple(part[~chosen] for part in candidates))
             rows, parents, columns, places, score = (part[chosen] for part in candidates)
             nodes = builder.add(rows, parents, columns, places)
-            if level + 1 < depth:
-                going = builder.sizes[rows] < limits[rows]
-                rows, nodes, score = rows[going], nodes[going], score[going]
+            going = (builder.sizes[rows] < limits[rows]) & (level + 1 < reach[rows])
+            rows, nodes, score = rows[going], nodes[going], score[going]
         if pool:
             rows, parents, columns, places, score = (torch.cat(parts) for parts in zip(*pool, strict=True))
             rest = _best(rows, score, limits - builder.sizes)

@@ -132,9 +132,10 @@ def running(
     bucketed: bool = False,
     int8: bool = True,
     riders: int = 0,
+    embeddings: int = 0,
     **more: Any,
 ) -> Iterator[Client]:
-    """``bucketed`` runs what a GPU would, without recording; ``riders`` more rows of a sequence fit.
+    """``bucketed`` runs what a GPU would, without recording; ``riders`` and ``embeddings`` more of a sequence fit.
 
     Without ``int8`` the drafter's weights keep their precision.
     """
@@ -150,6 +151,7 @@ def running(
         scratch=chosen.engine.max_draft + 1 + (drafter.needs.riders if drafter else 0) + riders,
         taps=(taps_beside(drafter, len(decoder_layers(model))) if drafter else ()) or taps,
         bucketed=bucketed,
+        embeddings=chosen.engine.slots * max(drafter.needs.embeddings if drafter else 0, embeddings),
     )
     engine = Engine(target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append)
     engine.start()

@@ -139,7 +139,7 @@ class Doubting:
     """A drafter of ``block`` tokens a call that never is sure; see ``osd.speculation.growth.Expander``."""
 
     def __init__(self, block: int) -> None:
-        self.support, self.levels, self.block = None, None, block
+        self.support, self.levels, self.reach, self.block = None, None, None, block
 
     def __call__(self, builder: Any, rows: Tensor, nodes: Tensor) -> Tensor:
         return torch.zeros(len(rows), 9)

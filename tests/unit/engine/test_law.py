@@ -147,6 +147,7 @@ def p_value(
         context=128,
         scratch=chosen.engine.max_draft + 1 + drafter.needs.riders,
         taps=drafter.needs.taps,
+        embeddings=slots * drafter.needs.embeddings,
     )
     engine = Engine(target, Mute(), chosen, drafter, 1)  # type: ignore[arg-type]
     if governor is not None:

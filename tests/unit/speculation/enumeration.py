@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from osd.speculation.growth import Growth
+from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Purpose
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import DraftBatch, Draw, TreeBuilder
@@ -99,6 +99,7 @@ class Toy:
     roots: Tensor | None = None  # [B] history codes that sequences stand on, the empty history when None
     levels: int | None = None  # tokens of the longest path that may be drafted
     block: int = 1  # tokens of a path that come of one call
+    reach: Reach | None = None  # how far it sees in each sequence
     judged: list[Tensor] = field(default_factory=list)  # codes of the nodes that were asked about last
 
     @classmethod

@@ -22,6 +22,7 @@ class Counting:
 
     def __init__(self, toy: Toy) -> None:
         self.toy, self.support, self.levels, self.block, self.calls = toy, toy.support, toy.levels, toy.block, 0
+        self.reach = toy.reach
         self.asked: set[tuple[int, int]] = set()
 
     def __call__(self, builder: TreeBuilder, rows: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,12 @@ def rounded(monkeypatch):
     monkeypatch.setattr(SlotModel, "forward", rounding)
 
 
-WAYS = [(kind, growth) for kind in ("eagle", "language_model") for growth in GROWTHS] + [("kangaroo", "top_k_tree")]
+WAYS = [
+    *((kind, growth) for kind in ("eagle", "language_model") for growth in GROWTHS),
+    ("kangaroo", "top_k_tree"),
+    ("prompt_tokens", "chain"),
+    ("prompt_tokens", "top_k_tree"),
+]
 
 
 @pytest.mark.parametrize(("kind", "growth"), WAYS)

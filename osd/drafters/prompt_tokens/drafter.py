@@ -1,0 +1,206 @@
+"""Prompt tokens: embeddings that the target reads behind its text, and answers with the tokens after next.
+
+Chen et al., "Hardware-aware parallel prompt decoding for memory-efficient acceleration of LLM inference", Findings of
+EMNLP 2025 (arXiv 2405.18628). After the last token of a text the target says what comes next; at the i-th prompt token
+behind it, it says what comes i places later. Prompt tokens ride behind every node of a draft while that is verified, so
+that the next draft costs no forward at all. A prompt token may have several embeddings: each sees its own kind alone,
+and their logits are averaged.
+
+Only these embeddings are trained, by gradients through the frozen target. A new one is drawn like a word: normally
+distributed, with mean and deviation of the target's embeddings in each dimension. Verification is lossless, as for any
+other drafter, where the paper has typical acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from osd.drafters.base import DrafterError, Needs
+from osd.drafters.prompt_tokens.session import PromptTokensSession
+from osd.drafters.session import Runtime
+from osd.drafters.trainable import Batch, Loss, Objective, Trainable
+from osd.runtime.causal_lm import check_table, decoder_layers, decoder_of, ends_of
+from osd.speculation.tree import repeats
+from osd.target.model import load_model
+
+_DECAY = 0.8
+"""Weight of each further prompt token."""
+
+_CUTS = 32
+"""Places at which a micro-step cuts its text off, at most: each of them is as many rows as there are embeddings."""
+
+_PACE = 10.0
+"""An embedding learns as fast as the paper has it, 1e-2, where ``trainer.learning_rate`` is what it usually is."""
+
+LoadTarget = Callable[[], nn.Module]
+"""Reads the target in the dtype that it has: so is it served, and gradients of a few embeddings need no more."""
+
+
+class PromptTokens(Trainable):
+    """``prompts`` [tokens, copies, hidden]; the target is read where gradients are first asked for."""
+
+    kind: ClassVar[str] = "prompt_tokens"
+    steps: Tensor
+
+    def __init__(self, target: nn.Module, tokens: int, copies: int, rows: int, load_target: LoadTarget) -> None:
+        """Make new prompt tokens for ``target``, a causal language model of transformers in any dtype.
+
+        Args:
+            target: whose embedding they stand beside.
+            tokens: that it looks ahead.
+            copies: embeddings of each.
+            rows: of a sequence in a forward of the target, for prompt tokens, at most.
+            load_target: called where it has to be trained or evaluated.
+
+        Raises:
+            DrafterError: the numbers are impossible, or the target's forward cannot carry such rows.
+        """
+        super().__init__()
+        if not (tokens >= 1 and copies >= 1 and rows >= tokens * copies):
+            raise DrafterError(
+                f"{tokens} prompt tokens of {copies} embeddings need as many rows at least, and have {rows}"
+            )
+        try:
+            check_table(target)
+        except ValueError as error:
+            raise DrafterError(f"no prompt token can stand beside the target's words: {error}") from None
+        words = ends_of(target)[0].weight.detach().float()
+        self._layers, self._vocabulary, self._rows = len(decoder_layers(target)), len(words), rows
+        mean, deviation = words.mean(0), words.std(0)
+        self.prompts = nn.Parameter(mean + deviation * torch.randn(tokens, copies, words.shape[1]))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # micro-steps, which key the cuts
+        self._load_target = load_target
+        self._target: tuple[nn.Module, ...] = ()  # no part of this module: nothing of it is saved or trained
+
+    @classmethod
+    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+        """See ``Kind.initial``."""
+        load = partial(load_model, target_dir, "auto", "cpu")
+        return cls(load(), settings.tokens, settings.copies, settings.rows, load)
+
+    @classmethod
+    def from_target(cls, target: nn.Module, tokens: int, copies: int = 1, rows: int = 32) -> Self:
+        """The drafter that ``target``, a causal language model of transformers, starts with."""
+        return cls(target, tokens, copies, rows, lambda: target)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
+        """See ``Kind.from_config``."""
+        load = partial(load_model, target_dir, "auto", "cpu")
+        drafter = cls(load(), config["tokens"], config["copies"], config["rows"], load)
+        drafter.check_config(config)
+        return drafter
+
+    @property
+    def needs(self) -> Needs:
+        """See ``Drafter.needs``."""
+        tokens, copies, _ = self.prompts.shape
+        return Needs(riders=self._rows, embeddings=tokens * copies)
+
+    def config(self) -> dict[str, Any]:
+        """See ``Drafter.config``."""
+        tokens, copies, hidden = self.prompts.shape
+        return {
+            "kind": self.kind,
+            "tokens": tokens,
+            "copies": copies,
+            "rows": self._rows,
+            "hidden": hidden,
+            "layers": self._layers,
+            "target_vocabulary": self._vocabulary,
+        }
+
+    @property
+    def levels(self) -> int:
+        """See ``Trainable.levels``: one for each prompt token."""
+        return len(self.prompts)
+
+    @property
+    def pace(self) -> float:
+        """See ``Trainable.pace``."""
+        return _PACE
+
+    def loss(self, batch: Batch, objective: Objective) -> Loss:
+        """See ``Trainable.loss``: ``1/n sum_i 0.8^i`` of what the objective says of the i-th prompt token, from 0 on.
+
+        The texts are cut off at some of their places, drawn anew for each micro-step, which is keyed by ``steps``.
+        """
+        generator = torch.Generator().manual_seed(int(self.steps))
+        self.steps += 1
+        places = (batch.place >= 2).nonzero().squeeze(-1)
+        value = torch.zeros((), device=batch.token_ids.device)
+        if not len(places):
+            return Loss(value, 0)
+        chosen = places[torch.randperm(len(places), generator=generator)[:_CUTS].to(places.device)]
+        text, cut = batch.sequence[chosen], batch.place[chosen] - 2
+        logits = self._answers(batch, text, cut, self.levels)  # [C, levels, vocabulary]
+        number = torch.full_like(batch.token_ids, -1)  # which position a place is
+        number[batch.sequence, batch.place] = torch.arange(len(batch.place), device=number.device)
+        positions = 0
+        for level in range(self.levels):
+            after = cut + 2 + level
+            found = number[text, after.clamp(max=number.shape[1] - 1)]
+            there = (found >= 0) & (after < number.shape[1])
+            if there.any():
+                one = objective.loss(batch.select(found[there]), [logits[there, level]], None)
+                value = value + _DECAY**level / self.levels * one.value
+                positions += one.positions
+        return Loss(value, positions)
+
+    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``Trainable.unroll``; prompt tokens read no drafted token."""
+        length, levels = batch.token_ids.shape[1], min(depth, self.levels)
+        cuts = torch.stack([(batch.place - 2 - level).clamp(min=0) for level in range(levels)])  # [levels, N]
+        every, which = torch.unique(batch.sequence * length + cuts, return_inverse=True)
+        logits = self._answers(batch, every // length, every % length, levels)
+        return [logits[mine, level] for level, mine in enumerate(which)]
+
+    def _answers(self, batch: Batch, text: Tensor, cut: Tensor, levels: int) -> Tensor:
+        """What the target says at the first ``levels`` prompt tokens behind places ``cut`` [C] of rows ``text`` [C].
+
+        All of them in one forward, in which none sees another's.
+
+        Returns:
+            Logits [C, levels, vocabulary].
+        """
+        rows, count = repeats(text), len(batch.token_ids)
+        width = int(rows.max()) + 1
+        ids = batch.token_ids[:, : int(cut.max()) + 1]
+        cuts = cut.new_zeros(count, width).index_put((text, rows), cut)
+        copies, length = self.prompts.shape[1], ids.shape[1]
+        of_cut = copies * levels
+        steps = torch.arange(levels, device=ids.device).repeat(copies)
+        positions = (cuts[..., None] + 1 + steps).flatten(1)  # [B, W * of_cut]
+        seen = torch.arange(length, device=ids.device) <= cuts.repeat_interleave(of_cut, 1)[..., None]
+        own = torch.kron(torch.eye(width * copies), torch.ones(levels, levels).tril()).to(ids.device).bool()
+        mask = torch.cat([seen, own.expand(count, -1, -1)], -1)[:, None]
+        target: Any = self._read_target(ids.device)
+        read = self.prompts[:levels].transpose(0, 1).flatten(0, 1)  # [of_cut, hidden], one copy after the other
+        read = read.to(target.dtype)
+        cache = DynamicCache()
+        with torch.no_grad():
+            decoder_of(target)(input_ids=ids, past_key_values=cache, use_cache=True)
+        output = target(
+            inputs_embeds=read.repeat(width, 1).expand(count, -1, -1), position_ids=positions, attention_mask=mask,
+            past_key_values=cache, use_cache=True,
+        )  # fmt: skip
+        said = output.logits.float().unflatten(1, (width, copies, levels)).mean(2)  # [B, W, levels, vocabulary]
+        return said[text, rows]
+
+    def _read_target(self, device: torch.device) -> nn.Module:
+        if not self._target:
+            target: Any = self._load_target().requires_grad_(False)
+            target.set_attn_implementation("sdpa")
+            self._target = (target.to(device).eval(),)
+        return self._target[0]
+
+    def session(self, runtime: Runtime) -> PromptTokensSession:
+        """See ``Drafter.session``."""
+        return PromptTokensSession(self.weights(), self._rows, runtime)

@@ -1,0 +1,172 @@
+"""The session of prompt tokens: what the target answered behind the kept node is the next draft, without a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from osd.config import SparseTreeSettings
+from osd.drafters.autoregressive import AutoregressiveSession
+from osd.drafters.base import check
+from osd.drafters.session import NOBODY, Asked, Chains, Kept, Origin, Proposal, Runtime, TargetRows, Tree
+from osd.runtime.device import aside
+from osd.speculation.growth import Growth, Reach
+from osd.speculation.growth.acceptance_table import AcceptanceTable
+from osd.speculation.growth.prompt_rows import allotted, ends, expected_accepted, kept_shares, paying
+from osd.speculation.noise import Noise
+from osd.speculation.tree import ROOT, TreeBuilder
+from osd.speculation.worth import Worth
+
+_SHARE_OF_PROBES = 0.005
+"""Of the time, for prompt tokens that are not expected to pay."""
+
+
+class PromptTokensSession(AutoregressiveSession):
+    """Drafts for the sequences of ``slots``; see ``osd.drafters.session.Session``.
+
+    A draft is as deep as prompt tokens stood behind the node that was kept. Where no round went before, or one without
+    prompt tokens, nothing is drafted, and they are sent along for the next round.
+    """
+
+    source = "prompt_tokens"
+
+    def __init__(self, weights: dict[str, Tensor], rows: int, runtime: Runtime) -> None:
+        """Draft with ``weights``, and send at most ``rows`` rows of a sequence along."""
+        self._expected, self._rows, self._device = weights, rows, runtime.device
+        self._tokens, self._copies, _ = weights["prompts"].shape
+        self.levels = self._tokens
+        self._embedded = self._lay_out(weights)
+        self._spare = self._embedded  # of the version before, which the decode thread must not free
+        self._said: dict[int, Tensor] = {}  # by slot: [levels, vocabulary] answers behind the last committed token
+        self._lengths: dict[int, int] = {}
+        self._context = runtime.context
+        self._states = torch.empty(0)
+        self._debt = 0.0
+        self._renew()
+
+    def _renew(self) -> None:
+        """Expect other weights from now on."""
+        ranks = SparseTreeSettings().ranks
+        self._table = AcceptanceTable([ranks[min(level, len(ranks) - 1)] for level in range(self._tokens)])
+
+    @property
+    def support(self) -> None:
+        """None: the whole vocabulary."""
+
+    def reach(self, slots: Sequence[int]) -> Reach:
+        """See ``AutoregressiveSession.reach``."""
+        return Reach([len(self._said.get(slot, ())) for slot in slots], self._copies)
+
+    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
+        """See ``Session.open``."""
+        self._lengths[slot] = 1
+
+    def commit(self, slot: int, kept: Kept) -> None:
+        """See ``Session.commit``."""
+        self._said.pop(slot, None)
+        self._lengths[slot] += len(kept.tokens)
+        if kept.rows is not None:
+            answers = self._answers(kept.rows)
+            if len(answers):
+                self._said[slot] = answers
+            if kept.rows.tree.tokens:
+                self._table.observe(kept.rows.tree.parents, kept.rows.path)
+
+    def close(self, slot: int) -> None:
+        """See ``Session.close``."""
+        self._said.pop(slot, None)
+        self._lengths.pop(slot, None)
+
+    def _answers(self, rows: TargetRows) -> Tensor:
+        """[levels, vocabulary] the mean of what the target said at the copies of the prompt tokens on the kept node."""
+        tree, nodes = rows.tree, len(rows.tree.tokens)
+        last = rows.path[-1] if rows.path else ROOT
+        copies: list[list[int]] = []
+        for rider, parent in enumerate(tree.rider_parents):
+            if parent == last:
+                copies.append([rider])
+            elif copies and parent == nodes + copies[-1][-1]:
+                copies[-1].append(rider)
+        chosen = torch.tensor(copies, dtype=torch.int64, device=rows.logits.device) + 1 + nodes
+        return rows.logits[chosen].mean(0) if copies else rows.logits[:0]
+
+    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+        """See ``Session.propose``."""
+        return self.ride(asked, growth, super().propose(asked, growth, noise))
+
+    def ride(self, asked: Asked, growth: Growth, proposal: Proposal) -> Proposal:
+        """See ``Session.ride``."""
+        table, trees = self._table.by_depth(), proposal.trees
+        shares = [kept_shares(tree.parents, table) for tree in trees]
+        places = [ends(tree.parents, mine) for tree, mine in zip(trees, shares, strict=True)]
+        given = zip(asked.slots, asked.limits, trees, strict=True)
+        rooms = [self._room(slot, tree, growth) if limit else 0 for slot, limit, tree in given]
+        if asked.worth is None:
+            gains = expected_accepted(table, growth.max_nodes)
+            counts = [allotted(mine, gains, room) for mine, room in zip(places, rooms, strict=True)]
+        else:
+            worth = asked.worth.after(sum(map(len, shares)), sum(map(sum, shares)))
+            price = worth.price(1)
+            gains = expected_accepted(table, growth.max_nodes, price)
+            both = zip(places, rooms, strict=True)
+            counts = [paying(mine, gains, room, price * self._copies) for mine, room in both]
+            self._probe(worth, counts, rooms)
+        ridden = [self._with_riders(tree, mine) for tree, mine in zip(trees, counts, strict=True)]
+        return replace(proposal, trees=ridden, embedded=self._embedded)
+
+    def _room(self, slot: int, tree: Tree, growth: Growth) -> int:
+        """Prompt tokens that a sequence may have, each with all its copies: none behind the target's last place."""
+        if self._lengths[slot] + len(tree.tokens) + self._tokens > self._context:
+            return 0
+        wanted = growth.rider_rows(len(self._said.get(slot, ())))
+        return (self._rows if wanted is None else min(self._rows, wanted)) // self._copies
+
+    def _probe(self, worth: Worth, counts: list[list[int]], rooms: Sequence[int]) -> None:
+        """Send some along now and then where none pay: nothing is learnt of those that are not sent."""
+        self._debt = max(0.0, self._debt - _SHARE_OF_PROBES * float(worth.seconds[worth.rows]))
+        if self._debt > 0 or any(map(any, counts)) or not any(rooms):
+            return
+        chosen = max(range(len(rooms)), key=rooms.__getitem__)
+        counts[chosen][0] = min(self._tokens, rooms[chosen])
+        rows = min(worth.rows + counts[chosen][0] * self._copies, len(worth.seconds) - 1)
+        self._debt = float(worth.seconds[rows] - worth.seconds[worth.rows])
+
+    def _with_riders(self, tree: Tree, counts: Sequence[int]) -> Tree:
+        """The tree with so many prompt tokens, each with its copies, behind the root and behind each node."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        for node, count in enumerate(counts, ROOT):
+            for copy in range(self._copies):
+                first = len(tree.tokens) + len(tokens)
+                parents += [node, *range(first, first + count - 1)][:count]
+                tokens += [-1 - (copy * self._tokens + level) for level in range(count)]
+        return replace(tree, rider_tokens=tokens, rider_parents=parents)
+
+    @torch.inference_mode()
+    def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """See ``AutoregressiveSession.expand``: a look at what was said."""
+        depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)]).tolist()
+        self._states = torch.empty(len(depths), 0, device=self._device)
+        return torch.stack([self._said[slots[row]][depth] for row, depth in zip(rows.tolist(), depths, strict=True)])
+
+    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
+        """See ``AutoregressiveSession.chains``."""
+        return None
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See ``Session.stage``."""
+        weights = check(weights, self._expected)
+        with aside(self._device):
+            return {"prompts": self._lay_out(weights)}
+
+    def load(self, staged: dict[str, Tensor]) -> None:
+        """See ``Session.load``: what was said already is drafted, by whichever version asked."""
+        self._spare, self._embedded = self._embedded, staged["prompts"]
+        self._renew()
+
+    def _lay_out(self, weights: dict[str, Tensor]) -> Tensor:
+        """[copies * levels, hidden], one copy after the other."""
+        return weights["prompts"].transpose(0, 1).flatten(0, 1).to(self._device, torch.float32, copy=True)

@@ -1,0 +1,287 @@
+"""Prompt tokens: serving and training see the same, cuts keep apart, and versions are checked before they are used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from osd.config import ConfigError, PromptTokensSettings, TrainerSettings, load_settings
+from osd.drafters import DrafterError, from_config, initial
+from osd.drafters.prompt_tokens.drafter import PromptTokens
+from osd.drafters.prompt_tokens.session import PromptTokensSession
+from osd.drafters.session import Asked, Kept, Proposal, Runtime, TargetRows, Tree
+from osd.learning.batch import DistillBatch, collate
+from osd.learning.distiller import Distiller
+from osd.learning.objective import Objective
+from osd.runtime.batch import RowBuilder
+from osd.runtime.model import SlotModel
+from osd.speculation.growth import GROWTHS, Growth
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import GREEDY
+from osd.target.model import load_model
+from tests.tiny import VOCABULARY, make_tiny
+from tests.unit.drafters.sequences import at_places
+from tests.unit.learning.toys import make_trace
+
+TOKENS, LENGTH = 3, 20
+
+
+def made(target_dir: Path, **more: int) -> PromptTokens:
+    torch.manual_seed(3)
+    drafter = initial(PromptTokensSettings(tokens=TOKENS, **more), target_dir, target_dir)
+    assert isinstance(drafter, PromptTokens)
+    return drafter
+
+
+def some_tokens(count: int = 2) -> Tensor:
+    return torch.randint(0, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def drafting(drafter: PromptTokens, slots: int = 2) -> PromptTokensSession:
+    return drafter.session(Runtime(slots, 64, 9))
+
+
+def asked(limits: Sequence[int]) -> Asked:
+    return Asked(list(range(len(limits))), list(limits), [GREEDY] * len(limits))
+
+
+def propose(session: PromptTokensSession, growth: Growth, limits: Sequence[int]) -> Proposal:
+    index = torch.arange(len(limits))
+    return session.propose(asked(limits), growth, Noise(index, index, index))
+
+
+def target_of(directory: Path, drafter: PromptTokens, bucketed: bool = False) -> SlotModel:
+    needs = drafter.needs
+    return SlotModel(
+        load_model(directory, "float32", "cpu"),
+        slots=2, context=64, scratch=9 + needs.riders, bucketed=bucketed, embeddings=needs.embeddings,
+    )  # fmt: skip
+
+
+def verified(target: SlotModel, tokens: list[int], tree: Tree, embedded: Tensor | None) -> TargetRows:
+    """A round over a sequence whose last token is not read yet, of which nothing but the first node is kept."""
+    builder = RowBuilder()
+    start = len(tokens) - 1
+    if start:
+        builder.tokens(0, 0, tokens[:-1])
+    row = builder.tokens(0, start, tokens[-1:])
+    riders = [target.vocabulary - 1 - rider for rider in tree.rider_tokens]
+    builder.draft(0, len(tokens), [*tree.tokens, *riders], [*tree.parents, *tree.rider_parents])
+    rows = builder.build()
+    rows = type(rows)(**{**vars(rows), "embedded": embedded})
+    forward = target.forward(rows, torch.arange(row, len(builder)))
+    return TargetRows(tree, [0] if tree.tokens else [], forward.logits.clone(), None)
+
+
+@pytest.mark.parametrize("bucketed", [False, True], ids=["kernels", "bucketed"])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_what_rides_in_the_targets_forward_says_what_training_sees(
+    target_dir: Path, copies: int, bucketed: bool
+) -> None:
+    drafter = made(target_dir, copies=copies)
+    session, target = drafting(drafter, 1), target_of(target_dir, drafter, bucketed)
+    text = some_tokens(1)[0].tolist()
+    session.open(0, text[0])
+    session.commit(0, Kept(text[1:8]))
+    growth = GROWTHS["chain"](depth=1)
+    first = propose(session, growth, [1])
+    assert first.trees[0].tokens == []
+    session.commit(0, Kept([text[8]], None, verified(target, text[:8], first.trees[0], first.embedded)))
+    second = propose(session, growth, [1])
+    tree = Tree(text[9:10], [-1], ["prompt_tokens"], second.trees[0].rider_tokens, second.trees[0].rider_parents)
+    behind = list(session._said[0])
+    session.commit(0, Kept(text[9:11], None, verified(target, text[:9], tree, second.embedded)))
+    # After 8 tokens, and then after 10 of them, each with one more that the target itself added.
+    for said, length in ((behind, 8), (list(session._said[0]), 10)):
+        assert len(said) == TOKENS
+        for level, got in enumerate(said):
+            batch = at_places(torch.tensor([text]), None, [(0, length + 1 + level)])
+            with torch.no_grad():
+                goal = drafter.unroll(batch, TOKENS)[level][0]
+            assert torch.allclose(got, goal, atol=2e-2, rtol=1e-3), (got - goal).abs().max()
+
+
+def test_a_proposal_has_no_forward_and_each_draft_carries_the_next_one(target_dir: Path) -> None:
+    drafter = made(target_dir)
+    session, target = drafting(drafter, 1), target_of(target_dir, drafter)
+    text = some_tokens(1)[0].tolist()
+    session.open(0, text[0])
+    session.commit(0, Kept(text[1:8]))
+    proposal = propose(session, GROWTHS["top_k_tree"](budget=6, top_k=2, depth=3), [6])
+    (tree,) = proposal.trees
+    assert (list(tree.rider_tokens), list(tree.rider_parents)) == ([-1, -2, -3], [-1, 0, 1])
+    session.commit(0, Kept([3], None, verified(target, text[:8], tree, proposal.embedded)))
+    (tree,) = propose(session, GROWTHS["top_k_tree"](budget=6, top_k=2, depth=3), [6]).trees
+    assert len(tree.tokens) == 6
+    assert len(tree.rider_tokens) == TOKENS * 7
+    (tree,) = propose(session, GROWTHS["chain"](depth=8), [8]).trees
+    assert len(tree.tokens) == TOKENS
+    (tree,) = propose(session, GROWTHS["chain"](depth=8), [0]).trees
+    assert not tree.tokens
+    assert not tree.rider_tokens
+
+
+def test_rows_are_no_more_than_there_is_room_for_and_those_of_least_worth_go(target_dir: Path) -> None:
+    drafter = made(target_dir, rows=6)
+    session, target = drafting(drafter, 1), target_of(target_dir, drafter)
+    text = some_tokens(1)[0].tolist()
+    session.open(0, text[0])
+    session.commit(0, Kept(text[1:8]))
+    first = propose(session, GROWTHS["chain"](depth=3), [3])
+    session.commit(0, Kept([3], None, verified(target, text[:8], first.trees[0], first.embedded)))
+    (tree,) = propose(session, GROWTHS["chain"](depth=3), [3]).trees
+    assert len(tree.rider_tokens) == 6
+    hangs = [sum(parent == node for parent in tree.rider_parents) for node in (-1, 0, 1, 2)]
+    assert hangs == [1, 1, 1, 1]
+
+
+def test_no_row_stands_behind_the_targets_last_place(target_dir: Path) -> None:
+    session = made(target_dir).session(Runtime(2, 12, 9))
+    for slot, length in ((0, 9), (1, 10)):
+        session.open(slot, 1)
+        session.commit(slot, Kept([2] * (length - 1)))
+    trees = propose(session, GROWTHS["chain"](depth=3), [3, 3]).trees
+    assert [len(tree.rider_tokens) for tree in trees] == [3, 0]
+
+
+def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:
+    return collate([make_trace(f"{n}", prompt=3 + n, completion=completion, seed=seed + n) for n in range(2)])
+
+
+def test_places_that_are_learnt_together_do_not_see_each_other(target_dir: Path) -> None:
+    drafter = made(target_dir, copies=2)
+    tokens = some_tokens()
+    places = [(0, 7), (1, 7), (0, 8), (1, 19), (0, 15)]
+    with torch.no_grad():
+        together = drafter.unroll(at_places(tokens, None, places), TOKENS)
+        for number, place in enumerate(places):
+            alone = drafter.unroll(at_places(tokens, None, [place]), TOKENS)
+            for mine, theirs in zip(together, alone, strict=True):
+                assert torch.allclose(mine[number], theirs[0], atol=1e-4)
+
+
+def test_what_comes_after_a_cut_changes_nothing(target_dir: Path) -> None:
+    drafter, tokens = made(target_dir), some_tokens(1)
+    with torch.no_grad():
+        before = drafter.unroll(at_places(tokens, None, [(0, 12)]), TOKENS)
+        for level in range(TOKENS):
+            other = tokens.clone()
+            other[:, 12 - 1 - level :] = 7
+            after = drafter.unroll(at_places(other, None, [(0, 12)]), TOKENS)
+            assert torch.allclose(after[level], before[level], atol=1e-5)
+            other[:, 12 - 2 - level] = 9
+            assert not torch.allclose(
+                drafter.unroll(at_places(other, None, [(0, 12)]), TOKENS)[level], before[level], atol=1e-3
+            )
+
+
+def test_the_loss_is_that_of_each_prompt_token_at_the_places_that_it_is_for(target_dir: Path) -> None:
+    drafter, batch = made(target_dir), batch_of(completion=12)
+    objective = Objective.of(TrainerSettings(), 0)
+    loss = drafter.loss(batch, objective)
+    goal = torch.zeros(())
+    levels = drafter.unroll(batch, TOKENS)
+    for level, logits in enumerate(levels):
+        # The places that a cut two places before some place of the batch leads to.
+        there = torch.tensor([
+            bool(((batch.sequence == s) & (batch.place == p - level)).any())
+            for s, p in zip(batch.sequence.tolist(), batch.place.tolist(), strict=True)
+        ]) & (batch.place - level >= 2)  # fmt: skip
+        goal = goal + 0.8**level / TOKENS * objective.loss(batch.select(there), [logits[there]], None).value
+    assert loss.value.item() == pytest.approx(goal.item(), rel=1e-4)
+    loss.value.backward()
+    grad = drafter.prompts.grad
+    assert grad is not None
+    assert (grad.flatten(1).norm(dim=1) > 0).all()
+
+
+def test_only_the_embeddings_are_trained_and_the_target_stays(target_dir: Path) -> None:
+    drafter = made(target_dir)
+    distiller = Distiller(drafter, TrainerSettings(update_tokens=1))
+    distiller.step(batch_of())
+    target = drafter._read_target(torch.device("cpu"))
+    assert all(parameter.grad is None for parameter in target.parameters())
+    assert list(drafter.trained()) == ["prompts"]
+    assert {name: list(value.shape) for name, value in drafter.weights().items()} == {
+        "prompts": [TOKENS, 1, 64], "steps": [],
+    }  # fmt: skip
+
+
+def test_cuts_are_drawn_anew_for_each_step_and_alike_after_a_restart(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("osd.drafters.prompt_tokens.drafter._CUTS", 3)
+    drafter, batch = made(target_dir), batch_of()
+    objective = Objective.of(TrainerSettings(), 0)
+    with torch.no_grad():
+        first, second = (float(drafter.loss(batch, objective).value) for _ in range(2))
+        drafter.steps.zero_()
+        again = float(drafter.loss(batch, objective).value)
+    assert first == again != second
+
+
+def test_a_version_comes_back_from_its_config_and_weights(target_dir: Path) -> None:
+    drafter = made(target_dir, copies=2, rows=9)
+    again = from_config(json.loads(json.dumps(drafter.config())), target_dir)
+    again.load_weights({name: value.clone() for name, value in drafter.weights().items()})
+    assert again.config() == drafter.config()
+    assert again.needs == drafter.needs
+    assert torch.equal(again.weights()["prompts"], drafter.weights()["prompts"])
+
+
+Spoil = Callable[[dict[str, Tensor]], object]
+SPOILT: dict[str, tuple[Spoil, str]] = {
+    "missing": (lambda w: w.pop("prompts"), "'prompts' is missing"),
+    "another kind's": (lambda w: w.update({"bias": torch.ones(2)}), "'bias' is unknown"),
+    "another shape": (lambda w: w.update(prompts=torch.ones(2, 1, 64)), r"\[2, 1, 64\] instead of \[3, 1, 64\]"),
+    "nan": (lambda w: w["prompts"].view(-1)[-1:].fill_(float("nan")), "'prompts' has numbers that are not"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_version_that_does_not_fit_is_refused_by_name(target_dir: Path, name: str) -> None:
+    spoil, message = SPOILT[name]
+    drafter = made(target_dir)
+    session, before = drafting(drafter), {k: v.clone() for k, v in drafter.weights().items()}
+    weights = {k: v.clone() for k, v in before.items()}
+    spoil(weights)
+    for take in (session.stage, drafter.load_weights):
+        with pytest.raises(DrafterError, match=message):
+            take(weights)
+    assert all(torch.equal(value, before[k]) for k, value in drafter.weights().items())
+
+
+def test_a_config_of_another_target_or_with_impossible_numbers_is_refused(target_dir: Path, tmp_path: Path) -> None:
+    config = made(target_dir).config()
+    with pytest.raises(DrafterError, match="is for another target: its layers is 4, not 2"):
+        from_config(config, make_tiny(tmp_path, layers=2))
+    with pytest.raises(DrafterError, match="3 prompt tokens of 1 embeddings need as many rows at least, and have 2"):
+        from_config(config | {"rows": 2}, target_dir)
+    with pytest.raises(DrafterError, match="does not describe a prompt_tokens drafter: surprise is unknown"):
+        from_config(config | {"surprise": 1}, target_dir)
+
+
+def test_settings_that_leave_no_room_for_one_node_are_refused_by_name() -> None:
+    settings = load_settings(None, ["drafter.kind=prompt_tokens", "growth.kind=chain"], {})
+    assert (settings.drafter.tokens, settings.drafter.copies) == (3, 1)  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"drafter\.rows \(--set\) must be at least tokens times copies, 6"):
+        load_settings(None, ["drafter.kind=prompt_tokens", "drafter.copies=2", "drafter.rows=5"], {})
+    with pytest.raises(ConfigError, match=r"growth\.depth .*must go at most drafter\.tokens 3 tokens deep"):
+        load_settings(None, ["drafter.kind=prompt_tokens", "growth.kind=chain", "growth.depth=4"], {})
+
+
+def test_a_target_that_scales_what_it_looks_up_is_refused() -> None:
+    target = Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+            num_key_value_heads=1, head_dim=16,
+        )
+    )  # fmt: skip
+    with pytest.raises(DrafterError, match="no prompt token can stand beside the target's words: Gemma3"):
+        PromptTokens.from_target(target, 3)
