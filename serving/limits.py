@@ -139,6 +139,16 @@ def completion_budget(asked: int | None, default: int, param: str, prompt: int, 
     return asked
 
 
+def check_least(asked: int, most: int) -> None:
+    """Refuse a completion that may not end before it has to.
+
+    Raises:
+        ApiError: 400; ``asked`` is more than the ``most`` that it may have.
+    """
+    if asked > most:
+        raise invalid(f"'min_tokens' is {asked} and the completion may have {most} tokens at most.", "min_tokens")
+
+
 class Admission:
     """Counts the sequences of one replica, running or waiting; only used on its event loop."""
 

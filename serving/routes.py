@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+import osd
+from osd.config import tenant_of
 from osd.engine.policy import Policy
 from osd.engine.request import Request as Sequence
 from osd.engine.request import SamplingParams, Update
@@ -29,6 +31,7 @@ from serving.limits import (
     Arrivals,
     check_draft,
     check_ids,
+    check_least,
     check_prompt,
     completion_budget,
     policy_of,
@@ -71,12 +74,13 @@ def create_app(service: Service) -> FastAPI:
 class Asked:
     """A body that was read and checked, and its prompts as token ids.
 
-    ``policy`` is how it speculates, None for as the server does; ``seconds`` is how long its answer may take, None for
-    any time.
+    ``domain`` names whose drafter it wants, None to find out; ``policy`` is how it speculates, None for as the server
+    does; ``seconds`` is how long its answer may take, None for any time.
     """
 
     body: Generate
     prompts: list[list[int]]
+    domain: str | None
     policy: Policy | None
     seconds: float | None
 
@@ -98,39 +102,42 @@ class Routes:
         add("/tokenize", self.tokenize, methods=["POST"])
         add("/detokenize", self.detokenize, methods=["POST"])
         add("/health", self.health, methods=["GET"])
+        add("/load", self.load, methods=["GET"])
+        add("/version", self.version, methods=["GET"])
         add("/metrics", self.metrics, methods=["GET"])
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         with self.arrivals.one() as arrived:
-            body = await self._read(request, ChatRequest, arrived)
+            body, domain = await self._read(request, ChatRequest, arrived)
             self._check_cost(body, 1)
             prompts = [await self._encode_chat(body.messages)]
-            asked = Asked(body, prompts, await self._policy(body), self._seconds(body))
+            asked = await self._asked(body, prompts, domain)
         return await self._generate(request, asked, self.limits.max_completion_tokens)
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         with self.arrivals.one() as arrived:
-            body = await self._read(request, CompletionRequest, arrived)
+            body, domain = await self._read(request, CompletionRequest, arrived)
             self._check_cost(body, len(body.prompt))
             prompts = [await self._encode(p, True) if isinstance(p, str) else p for p in body.prompt]
-            asked = Asked(body, prompts, await self._policy(body), self._seconds(body))
+            asked = await self._asked(body, prompts, domain)
         return await self._generate(request, asked, COMPLETION_TOKENS)
 
-    async def models(self) -> Response:
-        """``GET /v1/models``."""
-        return JSONResponse({"object": "list", "data": [_card(self.service.model)]})
+    async def models(self, request: Request) -> Response:
+        """``GET /v1/models``: the model, and the same with each of the caller's domains that has a drafter."""
+        domains = await self._domains(caller_of(request).tenant)
+        cards = [_card(self.service.model, domain) for domain in (None, *domains)]
+        return JSONResponse({"object": "list", "data": cards})
 
-    async def model(self, model: str) -> Response:
+    async def model(self, request: Request, model: str) -> Response:
         """``GET /v1/models/{id}``."""
-        self._check_model(model)
-        return JSONResponse(_card(self.service.model))
+        return JSONResponse(_card(self.service.model, await self._domain_of(model, caller_of(request).tenant)))
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
         with self.arrivals.one() as arrived:
-            body = await self._read(request, TokenizeRequest, arrived)
+            body, _ = await self._read(request, TokenizeRequest, arrived)
             if body.messages is not None:
                 ids = await self._encode_chat(body.messages)
             else:
@@ -140,7 +147,7 @@ class Routes:
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
         with self.arrivals.one() as arrived:
-            body = await self._read(request, DetokenizeRequest, arrived)
+            body, _ = await self._read(request, DetokenizeRequest, arrived)
             check_ids(body.tokens, "tokens", self.service.model.vocabulary)
             text = await self.tokenizing.run(len(body.tokens), self.service.decode, body.tokens)
         return JSONResponse({"prompt": text})
@@ -153,16 +160,34 @@ class Routes:
             raise ApiError(503, f"This replica cannot decode: {error}.", kind="server_error") from error
         return JSONResponse({"status": "ok"})
 
+    async def load(self) -> Response:
+        """``GET /load``: requests that run or wait, in all replicas."""
+        loads = [replica.load for replica in (await self.service.totals()).replicas]
+        return JSONResponse({"server_load": sum(load.running + load.waiting for load in loads)})
+
+    async def version(self) -> Response:
+        """``GET /version``."""
+        return JSONResponse({"version": osd.__version__})
+
     async def metrics(self) -> Response:
         """``GET /metrics``: Prometheus text, summed over all replicas."""
         settings, model = self.service.settings, self.service.model
         text = prometheus.render(await self.service.totals(), settings.domain, model.id)
         return Response(text, media_type=prometheus.CONTENT_TYPE)
 
-    async def _read(self, request: Request, schema: type[AnyBody], arrived: Callable[[int], None]) -> AnyBody:
+    async def _read(
+        self, request: Request, schema: type[AnyBody], arrived: Callable[[int], None]
+    ) -> tuple[AnyBody, str | None]:
+        """The body, and the domain that its ``model`` names."""
         body = await read_body(request, schema, self.limits, arrived)
-        self._check_model(body.model)
-        return body
+        return body, await self._domain_of(body.model, caller_of(request).tenant)
+
+    async def _asked(self, body: Generate, prompts: list[list[int]], domain: str | None) -> Asked:
+        """``domain`` is that of its ``model``."""
+        named = body.osd.domain if body.osd else None
+        if domain is not None and named not in (None, domain):
+            raise invalid("'osd.domain' differs from the domain of 'model'.", "osd.domain")
+        return Asked(body, prompts, domain or named, await self._policy(body), self._seconds(body))
 
     def _check_cost(self, body: Generate, prompts: int) -> None:
         """Refuse what is too much by its numbers alone, before work is done for it."""
@@ -183,6 +208,7 @@ class Routes:
         model, body, prompts = self.service.model, asked.body, asked.prompts
         param = "messages" if body.chat else "prompt"
         check_ids((token for token, _ in body.logit_bias or ()), "logit_bias", model.vocabulary)
+        check_ids(body.stop_token_ids or (), "stop_token_ids", model.vocabulary)
         response_id = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4().hex}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
         tokens, name = body.limit
@@ -193,12 +219,15 @@ class Routes:
             check_prompt(ids, param, model.context, model.vocabulary)
             limit = self.limits.max_completion_tokens
             budget = completion_budget(tokens, default, name, len(ids), model.context, limit)
+            check_least(body.min_tokens or 0, budget)
             for choice in range(body.n or 1):
                 sampling = replace(common.sampling, seed=seed_of(seed, choice))
                 mine = f"{response_id}-{len(sequences)}"
                 sequences.append(replace(common, id=mine, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling))
         logprobs = Logprobs(body.chat, partial(self.tokenizing.run, 0, self._texts))
-        answer = Answer(response_id, model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs)
+        answer = Answer(
+            response_id, body.model or model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs
+        )
         charge = partial(self.service.access.budgets.charge, caller.key)
         generation = Generation(self.service, self.admission, sequences, asked.seconds, charge)
         handed_over = False
@@ -242,20 +271,42 @@ class Routes:
             max_tokens=0,
             sampling=sampling,
             stop=tuple(body.stop or ()),
+            stop_ids=tuple(body.stop_token_ids or ()),
+            min_tokens=body.min_tokens or 0,
             ignore_eos=bool(body.ignore_eos),
             capture=settings.capture.enabled and (self.limits.capture_default if body.store is None else body.store),
             speculate=body.osd is None or body.osd.speculate is not False,
-            domain=body.osd.domain if body.osd else None,
+            domain=asked.domain,
             policy=asked.policy,
             logprobs=body.top,
             client=caller.client,
             tenant=caller.tenant,
         )
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.service.model.id:
-            message = f"The model does not exist; this server serves '{self.service.model.id}'."
-            raise ApiError(404, message, param="model", code="model_not_found")
+    async def _domain_of(self, name: str | None, tenant: str) -> str | None:
+        """The domain that a model's name ends with, None for the name alone.
+
+        Raises:
+            ApiError: 404, there is no such model, or no drafter for the domain.
+        """
+        model = self.service.model.id
+        if name is None or name == model:
+            return None
+        domain = name.removeprefix(f"{model}:")
+        if domain != name and domain in await self._domains(tenant):
+            return domain
+        message = (
+            f"The model does not exist; this server serves '{model}', and '{model}:DOMAIN' for /v1/models' domains."
+        )
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def _domains(self, tenant: str) -> list[str]:
+        """What ``tenant`` calls the domains that have a drafter in some replica; "" is no tenant."""
+        settings = self.service.settings
+        known = {settings.domain} if settings.drafts else set[str]()
+        for replica in (await self.service.totals()).replicas:
+            known.update(replica.others)
+        return sorted(name.removeprefix(f"{tenant}.") for name in known if tenant_of(name) == tenant)
 
     async def _encode(self, text: str, special: bool) -> list[int]:
         return await self.tokenizing.run(len(text), self.service.encode, text, special)
@@ -272,14 +323,14 @@ class Routes:
         return [self.service.decode([token]) for token in ids]
 
 
-def _card(model: Model) -> dict[str, Any]:
+def _card(model: Model, domain: str | None) -> dict[str, Any]:
     return {
-        "id": model.id,
+        "id": model.id if domain is None else f"{model.id}:{domain}",
         "object": "model",
         "created": model.created,
         "owned_by": "osd",
         "root": model.root,
-        "parent": None,
+        "parent": None if domain is None else model.id,
         "max_model_len": model.context,
     }
 

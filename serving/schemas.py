@@ -13,9 +13,10 @@ MOST_BIASES = 1024
 """Entries of ``logit_bias`` at most."""
 MOST_STOP = 4096
 """Characters of all ``stop`` strings together at most."""
+MOST_STOP_IDS = 64
+"""Entries of ``stop_token_ids`` at most."""
 
 _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (None, 0),
     "service_tier": (None, "auto", "default"),
     "metadata": (None,),
 }
@@ -89,6 +90,12 @@ def _stops(value: Any) -> Any:
         size = sum(len(one) for one in value if isinstance(one, str))
         if size > MOST_STOP:
             raise ValueError(f"has {size} characters and the limit is {MOST_STOP}")
+    return value
+
+
+def _stop_ids(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MOST_STOP_IDS:
+        raise ValueError(f"has {len(value)} entries and the limit is {MOST_STOP_IDS}")
     return value
 
 
@@ -179,9 +186,10 @@ class Speculation(Body):
 class Generate(Body):
     """What chat and text completions share; ``None`` is the default of OpenAI.
 
-    ``top_k`` (0 and -1 are off), ``min_p``, ``repetition_penalty`` and ``ignore_eos`` are vLLM's extensions. Ours is
-    ``timeout``: the seconds that the answer may take, from where the prompt has been read. ``user`` is taken as a label
-    and not kept. With ``seed`` the text depends on prompt, settings and seed alone, and not on what was drafted.
+    ``top_k`` (0 and -1 are off), ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``min_tokens`` and
+    ``ignore_eos`` are vLLM's extensions. Ours is ``timeout``: the seconds that the answer may take, from where the
+    prompt has been read. ``user`` is taken as a label and not kept. With ``seed`` the text depends on prompt, settings
+    and seed alone, and not on what was drafted. No end of the text comes among its first ``min_tokens`` tokens.
     """
 
     chat: ClassVar[bool] = False
@@ -198,6 +206,8 @@ class Generate(Body):
     logit_bias: Annotated[list[tuple[int, float]] | None, BeforeValidator(_biases)] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[Annotated[str, Field(min_length=1)]] | None, BeforeValidator(_stops)] = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, BeforeValidator(_stop_ids)] = None
+    min_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=8)
     stream: bool | None = None
     stream_options: StreamOptions | None = None

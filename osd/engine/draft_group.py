@@ -82,11 +82,11 @@ class DraftGroup:
         """
         sequences = list(limits)
         settings = [s.request.sampling for s in sequences]
-        penalties = None
-        if any(map(penalised, settings)):
+        penalties, withheld = None, [s.withheld for s in sequences]
+        if any(withheld) or any(map(penalised, settings)):
             prompts = [s.request.prompt_ids for s in sequences]
             outputs = [s.tokens[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]
-            penalties = Penalties(settings, prompts, outputs, device)
+            penalties = Penalties(settings, prompts, outputs, withheld, device)
         allowed = [min(limit, policy.growth.max_nodes) for limit in limits.values()]
         left, missed = [s.remaining for s in sequences], [s.missed for s in sequences]
         keys = [(s.request.sampling.seed, s.step) for s in sequences] if _may_draw(policy, settings, device) else ()

@@ -78,7 +78,9 @@ class Engine:
                 f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, together at most {context}"
             )
         domain = in_tenant(request.tenant, request.domain or self.settings.domain)
-        sequence = Sequence(request, request.policy or self._policy, on_update, self.tokenizer, domain)
+        sequence = Sequence(
+            request, request.policy or self._policy, on_update, self.tokenizer, domain, self.target.eos_ids
+        )
         with self._changed:
             if self.loop.stopping:
                 raise ValueError("the engine is stopping")

@@ -182,7 +182,7 @@ class DecodeLoop:
         scheduled = self.scheduler.plan(self.speculate)
         drafted = draft(scheduled, self._target.device)
         verified = verify(drafted, self._target, self._keeping.top_k)
-        outcome = commit(verified, self._slots, self._target.eos_ids, self._keeping)
+        outcome = commit(verified, self._slots, self._keeping)
         self._count(outcome)
         for s, error in outcome.failed.items():
             self._fail_alone(s, error)

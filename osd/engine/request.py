@@ -38,7 +38,8 @@ class SamplingParams:
 class Request:
     """One sequence to decode.
 
-    ``stop`` strings end the text before they appear; ``ignore_eos`` decodes on to ``max_tokens``;
+    ``stop`` strings end the text before they appear, and so do ``stop_ids``, tokens like the model's own end, whose
+    own end ``ignore_eos`` lets stand; nothing of either comes before it has ``min_tokens``;
     ``capture`` allows the trainer to learn from it; ``speculate`` False decodes it plainly; ``policy`` is
     how it speculates, None as the engine does; ``domain`` is whose drafter it wants, None to find out.
     ``client`` is who sent it, as far as clients are told apart, and ``tenant`` whose the domain is, "" for nobody's.
@@ -50,7 +51,9 @@ class Request:
     max_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
     capture: bool = False
     speculate: bool = True
     domain: str | None = "general"

@@ -295,8 +295,8 @@ def read_together(parts: Sequence[Tensor | None]) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def commit(verified: Verified, slots: SlotManager, eos_ids: frozenset[int], keeping: Keeping) -> Outcome:
-    """Keep what was accepted, in every cache, sequence and trace; ``eos_ids`` end a sequence.
+def commit(verified: Verified, slots: SlotManager, keeping: Keeping) -> Outcome:
+    """Keep what was accepted, in every cache, sequence and trace.
 
     What fails for one sequence fails for no other.
     """
@@ -318,7 +318,7 @@ def commit(verified: Verified, slots: SlotManager, eos_ids: frozenset[int], keep
         states = None if hidden is None else _rows(hidden, packed.first[number], offsets)
         taken = None
         try:
-            taken = _go_on(one, decision, first, verified.forward.logits, states, tops.get(s), eos_ids, upkeep)
+            taken = _go_on(one, decision, first, verified.forward.logits, states, tops.get(s), upkeep)
         except Exception as error:
             failed[s] = error
         if decision is not None:
@@ -347,7 +347,6 @@ def _go_on(
     logits: Tensor,
     states: Tensor | None,
     best: Top | None,
-    eos_ids: frozenset[int],
     upkeep: Upkeep,
 ) -> list[int] | None:
     """Have one sequence go on with what it keeps; returns the tokens that it took, None where it still reads."""
@@ -361,7 +360,7 @@ def _go_on(
     said = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)]
     with upkeep.of([s.drafter]):
         s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said, best))
-    taken = s.append(decision.tokens, eos_ids)
+    taken = s.append(decision.tokens)
     if s.request.logprobs is not None:
         rows = [1 + node for node in [ROOT, *decision.path][: len(taken)]]
         s.tell(token_logprobs(said[rows], taken, s.request.logprobs))

@@ -17,6 +17,7 @@ from osd.engine.text import TextStream
 from osd.engine.trace_builder import TraceBuilder
 from osd.metrics import SpeculationCounts
 from osd.routing.router import Pick
+from osd.speculation.penalties import Withheld
 
 if TYPE_CHECKING:
     from osd.engine.pool import ActiveDrafter
@@ -57,8 +58,10 @@ class Sequence:
         on_update: Callable[[Update], None],
         tokenizer: PreTrainedTokenizerBase,
         domain: str,
+        eos_ids: frozenset[int],
     ) -> None:
         self.domain = domain
+        self._ends = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else eos_ids)
         self.request, self.policy, self._on_update = request, policy, on_update
         self.limit = policy.growth.first_limit
         self.tokens = list(request.prompt_ids)
@@ -89,18 +92,30 @@ class Sequence:
         return self.fed == len(self.tokens) - 1
 
     @property
+    def generated(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
     def remaining(self) -> int:
         """Tokens that may still be generated."""
-        return self.request.max_tokens - (len(self.tokens) - len(self.request.prompt_ids))
+        return self.request.max_tokens - self.generated
 
-    def append(self, tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
+    @property
+    def withheld(self) -> Withheld | None:
+        """Tokens that would end it too soon."""
+        early = self.request.min_tokens - self.generated
+        return Withheld(self._ends, early) if early > 0 and self._ends else None
+
+    def append(self, tokens: list[int]) -> list[int]:
         """Append generated tokens up to the one that ends the request; returns those that were kept."""
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
             self._new.append(token)
-            if token in eos_ids and not self.request.ignore_eos:
+            early = self.generated < self.request.min_tokens
+            if token in self._ends:
                 self.finish = "stop"
-            elif self._text.push(token):
+            elif self._text.push(token, early):
                 self._text.close()
                 self.finish = "stop"
             elif self.remaining == 0:

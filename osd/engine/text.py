@@ -24,8 +24,11 @@ class TextStream:
         self._before = 0  # tokens that are decoded again so that spaces between tokens come out right
         self._text = ""  # what was not taken yet
 
-    def push(self, token: int) -> bool:
-        """Add a token; True when a stop string is complete, which ends the text before it."""
+    def push(self, token: int, early: bool = False) -> bool:
+        """Add a token; True when a stop string is complete, which ends the text before it.
+
+        What is too ``early`` to end it is no part of a stop string.
+        """
         self._ids.append(token)
         prefix = self._decode(self._ids[self._before : self._shown])
         whole = self._decode(self._ids[self._before :])
@@ -33,8 +36,9 @@ class TextStream:
             return False
         new = whole[len(prefix) :]
         self._before, self._shown = self._shown, len(self._ids)
+        stop = () if early else self._stop
         # Of the stop strings that are complete now the one that begins first counts.
-        begins = [len(self._text) + place for place in (one.find(new) for one in self._stop) if place is not None]
+        begins = [len(self._text) + place for place in (one.find(new) for one in stop) if place is not None]
         self._text += new
         if begins:
             self._text = self._text[: min(begins)]

@@ -1,8 +1,10 @@
-"""Logit bias and the penalties on tokens that were used before, counted along each draft path."""
+"""Logit bias, the penalties on tokens that were used before, counted along each draft path, and ends held back."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -44,13 +46,22 @@ def penalised(settings: PenaltySettings) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Withheld:
+    """Token ids that must not be among the next ``early`` tokens of a sequence."""
+
+    ids: frozenset[int]
+    early: int
+
+
 class Penalties:
-    """The bias and penalties of B sequences in one round.
+    """The bias and penalties of B sequences in one round, and what is withheld from them.
 
     The logits after a node of a draft are those that plain decoding would have there: the tokens on the path to the
     node count as output beside what is committed. Target and drafter are treated alike, so q stays close to p.
 
-    The order is vLLM's: bias, repetition, frequency and presence penalty, then what ``SamplingBatch`` does. The
+    The order is vLLM's: bias, repetition, frequency and presence penalty, then what ``SamplingBatch`` does; what is
+    withheld has no probability whatever the others say. The
     repetition penalty is that of Keskar et al., "CTRL", 2019 (arXiv 1909.05858); the other two are OpenAI's.
     """
 
@@ -59,10 +70,11 @@ class Penalties:
         settings: Sequence[PenaltySettings],
         prompts: Sequence[Sequence[int]],
         outputs: Sequence[Sequence[int]],
+        withheld: Sequence[Withheld | None],
         device: torch.device | str = "cpu",
     ) -> None:
         """Count what each of the B sequences has used: its prompt's token ids, and what was generated and committed."""
-        chosen = [index for index, s in enumerate(settings) if penalised(s)]
+        chosen = [index for index, s in enumerate(settings) if penalised(s) or withheld[index]]
         self._place = torch.full((len(settings),), -1, device=device)  # [B] among the S sequences chosen
         self._place[chosen] = torch.arange(len(chosen), device=device)
         ids, facts, rates = [], [], []
@@ -76,6 +88,10 @@ class Penalties:
         self._ids = pad_sequence(ids, batch_first=True, padding_value=-1).to(device)  # [S, L]
         self._facts = pad_sequence(facts, batch_first=True).to(device)  # [S, L, 3]
         self._rates = torch.tensor(rates, dtype=torch.float64, device=device)  # [S, 3]
+        ends = [torch.tensor(sorted(one.ids) if (one := withheld[index]) else []).long() for index in chosen]
+        self._ends = pad_sequence(ends, batch_first=True, padding_value=-1).to(device)  # [S, E]
+        early = [one.early if (one := withheld[index]) else 0 for index in chosen]
+        self._early = torch.tensor(early, device=device)  # [S]
 
     def adjust(
         self,
@@ -106,10 +122,11 @@ class Penalties:
         ids = torch.cat([committed, path], 1)  # [A, L + longest path]
         on_path = (ids[:, :, None] == path[:, None, :]).sum(-1)
         columns = ids
+        ends = self._ends[mine]
+        ending = (ends >= 0) & (drafted.sum(1) < self._early[mine])[:, None]
         if support is not None:
-            known, order = support.sort()
-            place = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
-            valid, columns = valid & (known[place] == ids), order[place]
+            valid, columns = _columns(support, ids, valid)
+            ending, ends = _columns(support, ends, ending)
 
         counts, prompt, bias = torch.cat([facts, facts.new_zeros(*path.shape, 3)], 1).unbind(-1)
         counts = counts + on_path
@@ -122,7 +139,17 @@ class Penalties:
         scores = scores - frequency * counts - presence * (counts > 0)
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         change = (scores - before).masked_fill(~valid | before.isneginf(), 0.0).to(dtype)
-        return logits.to(dtype, copy=True).put_(place, change, accumulate=True)
+        changed = logits.to(dtype, copy=True).put_(place, change, accumulate=True)
+        rows, which = ending.nonzero(as_tuple=True)
+        changed[at[rows], ends[rows, which]] = -math.inf
+        return changed
+
+
+def _columns(support: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the ``valid`` ids a drafter knows whose tokens are ``support``, and their columns."""
+    known, order = support.sort()
+    place = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+    return valid & (known[place] == ids), order[place]
 
 
 def _facts(bias: tuple[tuple[int, float], ...], prompt: Sequence[int], output: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,34 @@ def test_an_end_token_stops_and_can_be_ignored(target_dir: Path, oracle: Oracle,
     assert results["goes on"].finish == "length"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_a_request_names_end_it_too_and_none_of_them_comes_too_soon(
+    target_dir: Path, oracle: Oracle, kind: str
+) -> None:
+    with running(target_dir, kind) as client:
+        prompt, goal = greedy_run(client, oracle)
+        ends = (goal[10], goal[15])
+        first = min(goal.index(end) for end in ends)
+        client.submit("stops", prompt, 24, stop_ids=ends, ignore_eos=True)
+        least = first + 3
+        client.submit("later", prompt, 24, stop_ids=ends, min_tokens=least, ignore_eos=True)
+        client.engine.target.eos_ids = frozenset(ends)
+        client.submit("model's own", prompt, 24, min_tokens=least)
+        results = client.wait()
+    assert results["stops"].tokens == goal[: first + 1]
+    assert results["stops"].finish == "stop"
+    expected: list[int] = []
+    while len(expected) < 24 and not (expected and expected[-1] in ends):
+        with torch.no_grad():
+            logits = oracle.model(input_ids=torch.tensor([prompt + expected])).logits[0, -1]
+        if len(expected) < least:
+            logits[list(ends)] = -torch.inf
+        expected.append(int(logits.argmax()))
+    assert expected[: first + 1] != goal[: first + 1]
+    for name in ("later", "model's own"):
+        assert results[name].tokens == expected
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 7])
 def test_never_more_than_max_tokens(target_dir: Path, oracle: Oracle, max_tokens: int) -> None:
     with running(target_dir, "language_model") as client:
@@ -90,6 +118,24 @@ def test_a_stop_string_ends_the_text_before_it_with_the_true_reason(target_dir: 
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert len(cut.tokens) < len(whole.tokens)
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
+
+
+def test_a_stop_string_that_comes_too_soon_is_passed_over(target_dir: Path) -> None:
+    drawn = SamplingParams(temperature=1.0, seed=3)
+    with running(target_dir, "language_model") as client:
+        prompt = prompts([6], seed=2)[0]
+        client.submit("whole", prompt, 60, drawn, ignore_eos=True)
+        whole = client.wait()["whole"]
+        letters = [letter for letter in whole.text if letter.isascii()]
+        stop = max(set(letters), key=letters.count)
+        client.submit("cut", prompt, 60, drawn, stop=(stop,), ignore_eos=True)
+        client.submit("later", prompt, 60, drawn, stop=(stop,), min_tokens=30, ignore_eos=True)
+        client.submit("last", prompt, 60, drawn, stop=(stop,), min_tokens=60, ignore_eos=True)
+        results = client.wait()
+    assert len(results["cut"].tokens) < 30 <= len(results["later"].tokens) < 60
+    assert results["later"].text.count(stop) > 0
+    assert whole.text.startswith(results["later"].text + stop)
+    assert len(results["last"].tokens) == 60
 
 
 def test_text_is_the_decoded_tokens(target_dir: Path) -> None:

@@ -10,7 +10,7 @@ from osd.config import Settings
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
 from serving.access.access import Access
-from serving.replica_metrics import Totals
+from serving.replica_metrics import Report, Totals
 from serving.service import ChatTemplateError, Model
 
 Script = Callable[[Request], list[Update] | None]
@@ -36,6 +36,7 @@ class ScriptedService:
         self.updates: list[Callable[[Update], None]] = []
         self.cancelled: list[str] = []
         self.healthy = True
+        self.replicas: list[Report] = []
 
     def encode(self, text: str, special: bool) -> list[int]:
         return [1] * special + [min(ord(letter), 0x24F) for letter in text]
@@ -63,7 +64,7 @@ class ScriptedService:
             raise RuntimeError("thread ended")
 
     async def totals(self) -> Totals:
-        return Totals({"requests": 3}, [])
+        return Totals({"requests": 3}, self.replicas)
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         return {"seconds": seconds}

@@ -34,6 +34,8 @@ LIKELY = {
     ),
     "timeout": st.floats(1e300, 1e308) | st.integers(1, 99),
     "logit_bias": st.dictionaries(st.integers(-1, 700).map(str), st.floats(-101, 101), max_size=3),
+    "stop_token_ids": st.lists(st.integers(-1, 700), max_size=66),
+    "min_tokens": st.integers(-1, 70),
     "stream": st.booleans(),
     "max_tokens": st.integers(0, 70),
 }

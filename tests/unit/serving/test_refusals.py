@@ -35,6 +35,23 @@ def test_a_failure_after_the_first_token_is_an_event(client, service):
     assert "SECRET" not in response.text
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"stop_token_ids": [592]}, "stop_token_ids", "not below the vocabulary's size, 592"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "greater than or equal to 0"),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids", "has 65 entries and the limit is 64"),
+        ({"min_tokens": 17}, "min_tokens", "'min_tokens' is 17 and the completion may have 16 tokens at most"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "may have 5 tokens at most"),
+        ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+    ],
+)
+def test_ends_that_cannot_be_are_refused_with_their_limit(client, fields, param, told):
+    error = error_of(client.post("/v1/completions", json={"prompt": "hi", **fields}), 400)
+    assert error["param"].startswith(param)
+    assert told in error["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 def test_an_unknown_model_is_404(client, path):
     bodies = {"/v1/chat/completions": CHAT, "/detokenize": {"tokens": [1]}}

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from osd import __version__
+from osd.engine.counters import EngineLoad
 from osd.engine.request import SamplingParams, Update
 from osd.metrics import SpeculationCounts
+from serving.replica_metrics import Report
 from tests.unit.serving.answers import CHAT, asking, error_of, events_of
 
 
@@ -65,10 +70,12 @@ def test_sampling_settings_reach_the_engine(client, service):
         "seed": 5,
     }
     fields = {**numbers, "logit_bias": {"7": -3}, "stop": "X", "ignore_eos": True, "max_tokens": 9}
+    fields |= {"stop_token_ids": [5, 7], "min_tokens": 4}
     client.post("/v1/completions", json={"prompt": "hi", **fields})
     request = service.submitted[0]
     assert request.sampling == SamplingParams(**numbers, logit_bias=((7, -3.0),), repeatable=True)
     assert (request.stop, request.ignore_eos, request.max_tokens) == (("X",), True, 9)
+    assert (request.stop_ids, request.min_tokens) == ((5, 7), 4)
 
 
 def test_defaults_are_openais(client, service):
@@ -202,10 +209,32 @@ def test_continuous_usage_counts_up_with_every_event(client):
 
 
 def test_models_are_listed_with_id_and_root(client):
-    (card,) = client.get("/v1/models").json()["data"]
+    card = client.get("/v1/models").json()["data"][0]
     assert (card["id"], card["root"], card["object"], card["max_model_len"]) == ("tiny", "some/where", "model", 64)
     assert client.get("/v1/models/tiny").json() == card
     assert error_of(client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+
+
+def test_a_model_is_listed_with_the_domains_that_have_drafters_and_asked_for_by_them(client, service):
+    report = Report("r", 0.0, 1, True, EngineLoad(2, 3), 0.0, {}, others={"sql": 4, "acme.help": 2})
+    service.replicas = [report, replace(report, replica="s", others={"python": 1})]
+    cards = client.get("/v1/models").json()["data"]
+    named = [(card["id"], card["parent"]) for card in cards]
+    assert named == [("tiny", None), ("tiny:general", "tiny"), ("tiny:python", "tiny"), ("tiny:sql", "tiny")]
+    assert client.get("/v1/models/tiny:sql").json() == cards[3]
+    answer = client.post("/v1/completions", json={"prompt": "hi", "model": "tiny:sql"}).json()
+    assert (answer["model"], service.submitted[-1].domain) == ("tiny:sql", "sql")
+    both = {"prompt": "hi", "model": "tiny:sql", "osd": {"domain": "python"}}
+    assert error_of(client.post("/v1/completions", json=both), 400)["param"] == "osd.domain"
+    for unknown in ("tiny:help", "tiny:acme.help", "tiny:", "tiny:x"):
+        refused = client.post("/v1/completions", json={"prompt": "hi", "model": unknown})
+        assert error_of(refused, 404)["code"] == "model_not_found"
+
+
+def test_the_load_is_that_of_all_replicas_and_the_version_is_told(client, service):
+    service.replicas = [Report(name, 0.0, 1, True, EngineLoad(2, 3), 0.0, {}) for name in "rs"]
+    assert client.get("/load").json() == {"server_load": 10}
+    assert client.get("/version").json() == {"version": __version__}
 
 
 def test_tokenize_and_detokenize_are_each_others_inverse(client):

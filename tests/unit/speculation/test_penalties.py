@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.engine.request import SamplingParams
-from osd.speculation.penalties import Penalties, path_tokens, penalised
+from osd.speculation.penalties import Penalties, Withheld, path_tokens, penalised
 from osd.speculation.tree import ROOT
 
 VOCABULARY = 12
@@ -54,7 +54,7 @@ def written_out(
 
 
 def penalties() -> Penalties:
-    return Penalties(SETTINGS, PROMPTS, OUTPUTS)
+    return Penalties(SETTINGS, PROMPTS, OUTPUTS, [None] * len(SETTINGS))
 
 
 @pytest.mark.parametrize("support", [None, [0, 2, 5, 6, 9, 10], [10, 6, 5, 0, 9, 2]], ids=str)
@@ -79,7 +79,7 @@ def test_a_token_that_only_the_path_has_several_times_is_penalised_once_for_all_
     node: int, path: list[int]
 ) -> None:
     sampling = SamplingParams(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.6)
-    made = Penalties([sampling], [[1]], [[2]])
+    made = Penalties([sampling], [[1]], [[2]], [None])
     tokens = torch.tensor([path])
     parents = torch.arange(len(path))[None] - 1
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 3
@@ -94,7 +94,7 @@ def test_the_repetition_penalty_is_that_of_transformers() -> None:
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(2))
     prompt, output = [3, 1, 4, 1], [5, 9, 2, 6]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), logits)
-    made = Penalties([SamplingParams(repetition_penalty=1.7)], [prompt], [output[:2]])
+    made = Penalties([SamplingParams(repetition_penalty=1.7)], [prompt], [output[:2]], [None])
     tokens, parents = torch.tensor([output[2:]]), torch.tensor([[ROOT, 0]])
     found = made.adjust(logits, torch.tensor([0]), torch.tensor([1]), tokens, parents)
     torch.testing.assert_close(found, expected)
@@ -114,7 +114,7 @@ def test_sequences_that_ask_for_nothing_cost_nothing_and_keep_their_logits() -> 
 def test_each_setting_alone_has_an_effect(field: str) -> None:
     sampling = dataclasses.replace(SamplingParams(), **{field: ((3, 1.0),) if field == "logit_bias" else 1.5})
     assert penalised(sampling)
-    made = Penalties([sampling], [[1]], [[2, 2]])
+    made = Penalties([sampling], [[1]], [[2, 2]], [None])
     root, bare = torch.tensor([ROOT]), TOKENS[:1]
     change = made.adjust(torch.ones(1, VOCABULARY), torch.tensor([0]), root, bare, bare)[0] - 1
     goal = {
@@ -144,3 +144,26 @@ def test_the_path_to_a_node_is_read_from_the_node_up() -> None:
     found = path_tokens(TOKENS, PARENTS, torch.tensor([0, 0, 2]), torch.tensor([3, ROOT, 1]))
     assert found.tolist() == [[9, 6, 6], [-1, -1, -1], [5, 5, -1]]
     assert path_tokens(TOKENS, PARENTS, torch.tensor([0]), torch.tensor([ROOT])).shape == (1, 0)
+
+
+@pytest.mark.parametrize("support", [None, [0, 2, 5, 6, 9, 10], [10, 6, 5, 0, 9, 2]], ids=str)
+def test_what_would_end_a_text_too_soon_has_no_probability_as_deep_as_that_is_too_soon(
+    support: list[int] | None,
+) -> None:
+    ids = list(range(VOCABULARY)) if support is None else support
+    settings = [SETTINGS[0], *[SamplingParams()] * 3]
+    withheld = [Withheld(frozenset({0, 3}), 2), Withheld(frozenset({5, 11}), 1), None, Withheld(frozenset({9}), 4)]
+    logits = torch.randn(len(ROWS), len(ids), generator=torch.Generator().manual_seed(1)) * 3
+    draft = None if support is None else torch.tensor(support)
+    tokens = TOKENS if support is None else TOKENS.masked_fill(TOKENS == 1, 0)
+    made, others = (
+        Penalties(settings, PROMPTS, OUTPUTS, some).adjust(logits, ROWS, NODES, tokens, PARENTS, draft)
+        for some in (withheld, [None] * 4)
+    )
+    gone = made.isneginf()
+    assert torch.equal(made.masked_fill(gone, 0), others.masked_fill(gone, 0))
+    for at, (row, node) in enumerate(zip(ROWS.tolist(), NODES.tolist(), strict=True)):
+        one = withheld[row]
+        early = one is not None and len(history(row, node)) < one.early
+        expected = {token for token in ids if early and one is not None and token in one.ids}
+        assert {token for token, left in zip(ids, gone[at].tolist(), strict=True) if left} == expected
