@@ -34,7 +34,8 @@ from osd.registry.versions import Registry, VersionError
 
 TEMPERATURES = (0.0, 1.0)
 
-_TOGETHER = 8  # sequences, while the stream is served to what recalls
+_TOGETHER = 16  # sequences, while the stream is served to what recalls
+_CHUNK = 256  # prompt tokens of a round: nobody waits for the others' next token
 _DECODED = "decoded.json"
 
 
@@ -225,14 +226,17 @@ def decode(
         "verification": service.verification,
         "recall": service.recall.model_dump(mode="json"),
     }
-    found = store.decoded(about)
-    if not found:
+    found = {temperature: store.decoded({**about, "temperature": temperature}) for temperature in TEMPERATURES}
+    missing = [temperature for temperature, ways in found.items() if not ways]
+    if missing:
         drafters = {way: suited(experiment.fresh(kind), service.growth) for way in WAYS}
         for way, drafter in drafters.items():
             store.load(way, drafter)
-        found = _timed(experiment, stream, drafters, service, turns, lambda step: report(f"{kind}: {step}"))
-        store.keep_decoded(about, found)
-    return found
+        say = partial(_say, report, kind)
+        for temperature, ways in _timed(experiment, stream, drafters, service, turns, missing, say):
+            found[temperature] = ways
+            store.keep_decoded({**about, "temperature": temperature}, ways)
+    return [way for ways in found.values() for way in ways]
 
 
 def _timed(
@@ -241,8 +245,9 @@ def _timed(
     drafters: dict[str, Drafter],
     service: Settings,
     turns: int,
+    temperatures: Sequence[float],
     report: Callable[[str], None],
-) -> list[Decoded]:
+) -> Iterator[tuple[float, list[Decoded]]]:
     calls = Calls()
     for drafter in drafters.values():
         calls.count(drafter)
@@ -250,19 +255,19 @@ def _timed(
     arriving, unseen = (
         [tuple(trace.prompt_ids.numpy().tolist()) for trace in traces] for traces in (stream.arriving, stream.unseen)
     )
-    tokens, found = experiment.size.tokens, []
+    tokens = experiment.size.tokens
     setup.engine.start()
     try:
         plan = recall.Plan(_TOGETHER, len(arriving), 0, tokens, SamplingParams(temperature=0))
         for _ in recall.serve(setup, arriving, plan, report):
             pass  # what they recall now is all that is wanted
-        for temperature in TEMPERATURES:
+        for temperature in temperatures:
             plan = recall.Plan(1, 0, turns, tokens, SamplingParams(temperature=temperature))
-            say = partial(_say, report, temperature)
-            found += _concluded(list(calls.during(recall.serve(setup, unseen, plan, say))), places, temperature)
+            say = partial(_say, report, f"temperature {temperature:g}")
+            waves = list(calls.during(recall.serve(setup, unseen, plan, say)))
+            yield temperature, _concluded(waves, places, temperature)
     finally:
         setup.engine.stop()
-    return found
 
 
 def _setup(
@@ -279,7 +284,7 @@ def _setup(
     opened.append((recall.RECALL, Recall()))
     # The target gives the states that the first of them reads.
     (own, first), *others = opened
-    engine = service.engine.model_copy(update={"slots": _TOGETHER, "prefix_cache": True, "domains": len(opened)})
+    engine = service.engine.model_copy(update={"slots": _TOGETHER, "prefix_cache": True, "prefill_chunk": _CHUNK})
     chosen = service.model_copy(update={"domain": own, "engine": engine})
     made = engine_with(chosen, experiment.setup.directory, first)
     assert made.pool is not None  # noqa: S101  it has a drafter
@@ -289,8 +294,8 @@ def _setup(
     return recall.Setup(made, ways, {}), places
 
 
-def _say(report: Callable[[str], None], temperature: float, step: str) -> None:
-    report(f"temperature {temperature:g}: {step}")
+def _say(report: Callable[[str], None], of: str, step: str) -> None:
+    report(f"{of}: {step}")
 
 
 def _concluded(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.adaptation import kinds
-from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, WAYS, adapt
+from benchmarks.adaptation.adapt import FROZEN, OFFLINE, ONLINE, WAYS
 from benchmarks.adaptation.kinds import depths_of
 from benchmarks.adaptation.offline_acceptance import Counts, Drafted, total
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED
@@ -64,12 +64,12 @@ def test_what_was_learnt_and_decoded_is_taken_from_the_home_directory(experiment
         return learn(training, way)
 
     monkeypatch.setattr(kinds.StreamTraining, "learn", cut_off)
-    assert compare(experiment, tmp_path, *asked, "--turns", 2).exit_code == 130
-    result = compare(experiment, tmp_path, *asked, "--turns", 2, "--json", files[0])
+    assert compare(experiment, tmp_path, *asked, "--turns", 1).exit_code == 130
+    result = compare(experiment, tmp_path, *asked, "--turns", 1, "--json", files[0])
     assert result.exit_code == 0, result.output
     assert ways == [FROZEN, ONLINE, OFFLINE], "frozen was kept"
     monkeypatch.setattr(kinds, "engine_with", None)
-    assert compare(experiment, tmp_path, *asked, "--turns", 2, "--json", files[1]).exit_code == 0
+    assert compare(experiment, tmp_path, *asked, "--turns", 1, "--json", files[1]).exit_code == 0
     assert ways == [FROZEN, ONLINE, OFFLINE]
     assert files[0].read_text() == files[1].read_text()
     found = json.loads(files[0].read_text())["decoded"]["kangaroo"]
@@ -87,17 +87,14 @@ def test_what_was_learnt_and_decoded_is_taken_from_the_home_directory(experiment
 
 def test_what_is_kept_is_what_training_gave(experiment, stream):
     recipe = experiment.recipe(passes=1, interval=8, seed=0)
-    learnt = {one.way: one for one in kinds.learn(experiment, stream, "eagle", recipe, 1)}
-    direct = adapt(experiment, stream, "eagle", recipe, 1)
-    for way, one in learnt.items():
-        assert one.arriving == direct.arriving[way]
-        assert one.unseen == total(direct.unseen[way])
+    (kept,) = kinds.learn(experiment, stream, "eagle", recipe, 1, ways=[ONLINE])
+    direct = kinds.StreamTraining(experiment, stream, "eagle", recipe, 1).learn(ONLINE)
+    assert kept.arriving == direct.arriving
+    assert kept.unseen == total([one.counts for one in direct.unseen])
     drafter = experiment.fresh("eagle")
-    store = kinds.ResultStore(experiment, stream, "eagle", recipe, 1)
-    store.load(OFFLINE, drafter)
-    offline = experiment.offline_acceptance(drafter, stream)
-    found = offline.measure(drafter.weights(), experiment.read_by(drafter, stream).unseen)
-    assert total([drafted.counts for drafted in found]) == learnt[OFFLINE].unseen
+    kinds.ResultStore(experiment, stream, "eagle", recipe, 1).load(ONLINE, drafter)
+    found = experiment.offline_acceptance(drafter, stream).measure(drafter.weights(), stream.unseen)
+    assert total([drafted.counts for drafted in found]) == kept.unseen
 
 
 @pytest.mark.parametrize(
