@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from osd.capture.trace import Trace
 from osd.config import (
@@ -32,8 +31,7 @@ from osd.drafters import DrafterError, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.prompt_tokens.drafter import PromptTokens
-from osd.drafters.session import Asked, Kept, Runtime, TargetRows, Tree
-from osd.engine.engine import Engine
+from osd.drafters.session import Kept, Runtime, TargetRows, Tree
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.learning.batch import collate, pack
@@ -43,13 +41,12 @@ from osd.registry.pointer import Rollout
 from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 from osd.speculation.growth import GROWTHS, Growth
-from osd.speculation.sampling import SamplingSettings
 from osd.speculation.tree import DraftBatch
-from osd.speculation.verification import VERIFICATIONS, Verdict
 from tests.unit.engine import test_law
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
-from tests.unit.engine.test_falcon import Plain, as_drawn, conditioned
-from tests.unit.speculation.enumeration import BATCH, ForkingNoise, Toy, law_of
+from tests.unit.engine.rounds import Rounds, as_drawn, conditioned, three_words
+from tests.unit.engine.test_medusa import begin, swapped_to
+from tests.unit.speculation.enumeration import BATCH, law_of
 
 LENGTHS = (1, 5, 40, 16, 3)
 RANKS = ((0.6, 0.2, 0.1), (0.5, 0.2), (0.4,))
@@ -70,13 +67,6 @@ def ask(client: Client, oracle: Oracle, names: str = "{}", **more: Any) -> None:
     results = client.wait()
     for index, prompt in enumerate(prompts(LENGTHS)):
         assert results[names.format(index)].tokens == oracle.greedy(prompt, 16)
-
-
-def swapped_to(engine: Engine, version: int) -> None:
-    deadline = time.monotonic() + 20
-    while engine.drafter_version != version:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 GREEDY: dict[str, GrowthSettings] = {
@@ -172,25 +162,19 @@ def test_a_domain_changes_from_eagle_to_prompt_tokens_and_back_while_requests_ru
     with running(target_dir, "eagle", slots=8, **room) as client:
         handle = client.engine.drafters("general")
 
-        def begin(name: str) -> None:
-            for index, prompt in enumerate(asked):
-                client.submit(f"{name} {index}", prompt, 24, ignore_eos=True, capture=True, policy=policy)
-            while not client.results[f"{name} 0"].updates or not client.results[f"{name} 1"].updates:
-                client.next()
-
-        begin("eagle")
+        begin(client, "eagle", asked, policy)
         handle.try_canary(Rollout(1, 2, 1.0, 1.0), mine.weights(), mine)
-        begin("canary")
+        begin(client, "canary", asked, policy)
         handle.stage(2, mine.weights(), mine)
         swapped_to(client.engine, 2)
         handle.end_canary()
-        begin("promoted")
+        begin(client, "promoted", asked, policy)
         other = {**mine.weights(), "prompts": mine.weights()["prompts"] + 0.1}
         handle.stage(3, other)
         swapped_to(client.engine, 3)
         handle.stage(4, eagle.weights(), eagle)
         swapped_to(client.engine, 4)
-        begin("rolled back")
+        begin(client, "rolled back", asked, policy)
         results = client.wait()
         counters = client.engine.counters()
     for name, result in results.items():
@@ -286,47 +270,27 @@ def test_in_a_hundred_thousand_runs_no_policy_changes_the_law(model: LlamaForCau
     assert test_law.p_value(model, SamplingParams(1.0), policy, count=100_000, slots=512, drafter=drafter) > 1e-4
 
 
-class Rounds:
-    """One round in every slot, which sees ``depth`` tokens ahead: the real session drafts, the real rule verifies."""
+class Ahead(Rounds):
+    """Every slot stands behind a round in which so many prompt tokens rode."""
 
     def __init__(self, growth: Growth, rule: str, depth: int, spoil: Callable[[DraftBatch], DraftBatch]) -> None:
-        torch.manual_seed(1)
-        config = LlamaConfig(
-            vocab_size=3, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, max_position_embeddings=32, tie_word_embeddings=False,
-        )  # fmt: skip
-        target = LlamaForCausalLM(config).eval()
+        target = three_words()
         with torch.no_grad():
             for parameter in target.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0, 0.4)
         drafter = PromptTokens.from_target(target, 2)
-        self.session = drafter.session(Runtime(BATCH, 16, 10))
-        expand = self.session.expand
-        self.session.expand = lambda *asked: expand(*asked).double()  # type: ignore[method-assign]
+        super().__init__(drafter.session(Runtime(BATCH, 16, 10)), growth, rule, spoil, 5)
         slotted = SlotModel(copy.deepcopy(target), slots=1, context=16, scratch=9, embeddings=2)
-        riders = [-1 - level for level in range(depth)]
         rows = following(0, 0, [2, 0, 1, *(3 + level for level in range(depth))])
         rows = replace(rows, embedded=drafter.weights()["prompts"].flatten(0, 1))
         logits = slotted.forward(rows, torch.arange(2, 3 + depth)).logits
-        tree = Tree([], [], (), riders, list(range(-1, depth - 1)))
+        tree = Tree([], [], (), [-1 - level for level in range(depth)], list(range(-1, depth - 1)))
         self.kept = Kept([1], None, TargetRows(tree, [], logits, None))
-        self.growth, self.rule, self.spoil = growth, VERIFICATIONS[rule], spoil
-        self.toy = Toy.random(5, 3, 4)
 
-    def __call__(self, noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
-        slots = list(range(batch))
-        for slot in slots:
-            self.session.open(slot, 2)
-            self.session.commit(slot, self.kept)
-        settings: list[SamplingSettings] = [Plain()] * batch
-        asked = Asked(slots, [self.growth.max_nodes] * batch, settings)
-        proposal = self.session.propose(asked, self.growth, noise)  # type: ignore[arg-type]
-        assert proposal.draft is not None
-        assert all(tree.rider_tokens for tree in proposal.trees)
-        proposal.draft.check_integrity()
-        draft = self.spoil(proposal.draft)
-        return draft, self.rule.verify(draft, self.toy.target(draft), noise)  # type: ignore[arg-type]
+    def begin(self, slot: int) -> None:
+        self.session.open(slot, 2)
+        self.session.commit(slot, self.kept)
 
 
 LAWS: dict[str, tuple[Growth, str, int]] = {
@@ -346,7 +310,7 @@ LAWS: dict[str, tuple[Growth, str, int]] = {
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_of_the_output_is_the_targets_by_enumeration(name: str) -> None:
     growth, rule, depth = LAWS[name]
-    rounds = Rounds(growth, rule, depth, as_drawn)
+    rounds = Ahead(growth, rule, depth, as_drawn)
     found = law_of(rounds, rounds.toy, 4)
     print(found)
     assert found.error < 1e-9
@@ -356,5 +320,5 @@ def test_the_law_of_the_output_is_the_targets_by_enumeration(name: str) -> None:
 @pytest.mark.parametrize("name", ["chain", "block", "traversal"])
 def test_second_tokens_verified_by_a_q_that_knows_the_first_would_be_seen(name: str) -> None:
     growth, rule, depth = LAWS[name]
-    rounds = Rounds(growth, rule, depth, conditioned)
+    rounds = Ahead(growth, rule, depth, conditioned)
     assert law_of(rounds, rounds.toy, 4).error > 1e-3
