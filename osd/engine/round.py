@@ -234,17 +234,7 @@ def _packed(drafted: Drafted, vocabulary: int) -> tuple[Packed, list[list[int]]]
 
     Riders that are no tokens have ids behind the target's ``vocabulary``.
     """
-    trees: dict[Decoding, Tree] = {}
-    embedded: list[Tensor] = []
-    for group in drafted.groups:
-        given = None if group.proposal is None else group.proposal.embedded
-        known = [tensor is given for tensor in embedded]
-        if given is not None and not any(known):
-            embedded.append(given)
-        before = vocabulary + sum(map(len, embedded[: known.index(True)] if any(known) else embedded[:-1]))
-        for s, tree in zip(group.sequences, group.trees, strict=True):
-            ids = [before - 1 - rider if rider < 0 else rider for rider in tree.rider_tokens]
-            trees[s] = replace(tree, rider_tokens=ids) if given is not None else tree
+    trees, embedded = _told_apart(drafted, vocabulary)
     index: dict[Decoding, int] = {}
     feeds: list[Feed] = []
     for number, one in enumerate(drafted.scheduled.sequences):
@@ -260,8 +250,8 @@ def _packed(drafted: Drafted, vocabulary: int) -> tuple[Packed, list[list[int]]]
     ]
     packed = pack(feeds, unread)
     if embedded:
-        rows_ = replace(packed.rows, embedded=embedded[0] if len(embedded) == 1 else torch.cat(embedded))
-        packed = replace(packed, rows=rows_)
+        given = embedded[0] if len(embedded) == 1 else torch.cat(embedded)
+        packed = replace(packed, rows=replace(packed.rows, embedded=given))
     rows = [
         [
             packed.logits[index[s]] + i
@@ -271,6 +261,25 @@ def _packed(drafted: Drafted, vocabulary: int) -> tuple[Packed, list[list[int]]]
         for group in drafted.groups
     ]
     return packed, rows
+
+
+def _told_apart(drafted: Drafted, vocabulary: int) -> tuple[dict[Decoding, Tree], list[Tensor]]:
+    """The trees with an id for each rider that is no token, and what these ids stand for, one below the other."""
+    trees: dict[Decoding, Tree] = {}
+    embedded: list[Tensor] = []
+    first: dict[int, int] = {}  # the first id of each tensor: several groups may have the same one
+    for group in drafted.groups:
+        given = None if group.proposal is None else group.proposal.embedded
+        if given is None:
+            trees |= zip(group.sequences, group.trees, strict=True)
+            continue
+        if id(given) not in first:
+            first[id(given)] = vocabulary + sum(map(len, embedded))
+            embedded.append(given)
+        for s, tree in zip(group.sequences, group.trees, strict=True):
+            ids = [first[id(given)] - 1 - rider if rider < 0 else rider for rider in tree.rider_tokens]
+            trees[s] = replace(tree, rider_tokens=ids)
+    return trees, embedded
 
 
 def _begun(drafted: Drafted, packed: Packed, target: SlotModel) -> list[Begun]:

@@ -95,7 +95,7 @@ class Governor:
         self.acceptance = Acceptance(nodes)
         self._debt = 0.0  # seconds that probes took, less their share of the time since
         self._owed = _PROBES_OF_A_NEW_DRAFTER
-        self._probing = False  # in the round that was planned last, at its own expense
+        self._probing = False  # in the round that was planned last and not observed yet, at its own expense
         self._riders = 0.0  # rows of the drafter's own for a root and for each node, a running mean
 
     def plan(self, sequences: Sequence[Ready], others: int, rows: int, coming: int = 0) -> list[int]:
@@ -131,6 +131,7 @@ class Governor:
         if self._probing:
             self._debt += draft_seconds
             self._owed += not drafts
+            self._probing = False
         for draft in drafts:
             self.acceptance.observe(draft.size, draft.kept)
             self._riders += _STEP * (draft.riders / (1 + draft.size) - self._riders)

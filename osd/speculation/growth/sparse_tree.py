@@ -81,7 +81,7 @@ class SparseTree(StaticTree):
         """See ``Growth.rider_rows``."""
         if self.plan is None or self._riding is None:
             return None
-        return self.plan.states[depth].prompt_tokens * self._riding[1]
+        return self.plan.states[min(depth, self._riding[0])].prompt_tokens * self._riding[1]
 
     def _allowed(self, expand: Expander, limits: Tensor) -> Tensor:
         """See ``StaticTree._allowed``: the places of the sequence's state, as many as its limit."""

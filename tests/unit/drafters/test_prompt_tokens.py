@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,9 +23,11 @@ from osd.learning.distiller import Distiller
 from osd.learning.objective import Objective
 from osd.runtime.batch import RowBuilder
 from osd.runtime.model import SlotModel
+from osd.speculation.cost_model import CostModel
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import GREEDY
+from osd.speculation.worth import Worth
 from osd.target.model import load_model
 from tests.tiny import VOCABULARY, make_tiny
 from tests.unit.drafters.sequences import at_places
@@ -74,7 +78,7 @@ def verified(target: SlotModel, tokens: list[int], tree: Tree, embedded: Tensor 
     riders = [target.vocabulary - 1 - rider for rider in tree.rider_tokens]
     builder.draft(0, len(tokens), [*tree.tokens, *riders], [*tree.parents, *tree.rider_parents])
     rows = builder.build()
-    rows = type(rows)(**{**vars(rows), "embedded": embedded})
+    rows = replace(rows, embedded=embedded)
     forward = target.forward(rows, torch.arange(row, len(builder)))
     return TargetRows(tree, [0] if tree.tokens else [], forward.logits.clone(), None)
 
@@ -148,6 +152,28 @@ def test_no_row_stands_behind_the_targets_last_place(target_dir: Path) -> None:
         session.commit(slot, Kept([2] * (length - 1)))
     trees = propose(session, GROWTHS["chain"](depth=3), [3, 3]).trees
     assert [len(tree.rider_tokens) for tree in trees] == [3, 0]
+
+
+def test_where_rows_must_pay_only_those_that_do_ride_and_now_and_then_one_that_does_not(target_dir: Path) -> None:
+    def ridden(slope: float, rounds: int, kept: bool) -> list[int]:
+        session = made(target_dir).session(Runtime(1, 2000, 9))
+        session.open(0, 1)
+        session.commit(0, Kept([2, 3]))
+        nothing = Proposal.of_choice([Tree([], [], ())])
+        seconds = 1 + slope * np.arange(40)
+        counts = []
+        for _ in range(rounds):
+            paying = replace(asked([8]), worth=Worth(1.0, 1, seconds, None, CostModel()))
+            (tree,) = session.ride(paying, GROWTHS["best_first"](budget=8), nothing).trees
+            counts.append(len(tree.rider_tokens))
+            outcome = Tree([5], [-1], ["prompt_tokens"])
+            session.commit(0, Kept([4], None, TargetRows(outcome, [0] if kept else [], torch.zeros(2, 9), None)))
+        return counts
+
+    assert set(ridden(0.01, 60, kept=True)) == {TOKENS}
+    wrong = ridden(0.3, 1500, kept=False)[60:]
+    assert 0 < sum(map(bool, wrong)) < 0.03 * len(wrong)
+    assert set(wrong) == {0, TOKENS}
 
 
 def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from osd.config import (
     AcceptanceHeadSettings,
@@ -30,83 +29,39 @@ from osd.drafters import DrafterError, Trainable, initial
 from osd.drafters.acceptance_head import suited
 from osd.drafters.falcon.drafter import Falcon
 from osd.drafters.mixed.drafter import Mixed
-from osd.drafters.session import Asked, Kept, Runtime
+from osd.drafters.session import Kept, Runtime
 from osd.engine.request import SamplingParams
 from osd.registry.pointer import Rollout
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.noise import Noise
-from osd.speculation.sampling import SamplingSettings
 from osd.speculation.tree import DraftBatch
-from osd.speculation.verification import VERIFICATIONS, Verdict
 from tests.unit.engine import test_law
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
+from tests.unit.engine.rounds import Rounds, as_drawn, conditioned, three_words
 from tests.unit.engine.test_kangaroo import running_tapped, wait_for
-from tests.unit.speculation.enumeration import BATCH, ForkingNoise, Toy, law_of, plain_sampling
+from tests.unit.speculation.enumeration import BATCH, law_of, plain_sampling
 
 PROMPT, LENGTHS = [2, 0, 1, 1], (1, 5, 40, 16, 3)
 model = test_law.model
 
 
-@dataclass(frozen=True)
-class Plain:
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-def as_drawn(draft: DraftBatch) -> DraftBatch:
-    return draft
-
-
-def conditioned(draft: DraftBatch) -> DraftBatch:
-    """What must not be: second tokens are verified by a q that knows the first ones, which they were not drawn from."""
-    assert draft.q is not None
-    q = draft.q.clone()
-    for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
-        for node, parent in enumerate(parents[: int(draft.sizes[row])]):
-            if parent >= 0 and parents[parent] < 0:
-                at = draft.q_row[row, node]
-                q[at] = draft.q[at] * torch.tensor([1.0, 2.0, 4.0]).roll(tokens[parent])[: q.shape[1]]
-                q[at] /= q[at].sum()
-    return replace(draft, q=q)
-
-
-class Rounds:
-    """One round after the same prompt in every slot: the real session drafts, the real rule verifies."""
+class Text(Rounds):
+    """The same prompt in every slot."""
 
     def __init__(self, growth: Growth, rule: str, block: int, spoil: Callable[[DraftBatch], DraftBatch]) -> None:
-        torch.manual_seed(1)
-        config = LlamaConfig(
-            vocab_size=3, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, max_position_embeddings=32, tie_word_embeddings=False,
-        )  # fmt: skip
-        drafter = Falcon.from_target(LlamaForCausalLM(config).eval(), block, 3)
+        drafter = Falcon.from_target(three_words(), block, 3)
         with torch.no_grad():
             for parameter in drafter.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0, 0.4)
             drafter.rows.normal_(0, 0.4)
             drafter.target_head.normal_(0, 0.4)
-        self.session = drafter.session(Runtime(BATCH, 16, 10))
-        expand = self.session.expand
-        self.session.expand = lambda *asked: expand(*asked).double()  # type: ignore[method-assign]
+        super().__init__(drafter.session(Runtime(BATCH, 16, 10)), growth, rule, spoil, 9)
         self.hidden = torch.randn(len(PROMPT) - 1, 16)
-        self.growth, self.rule, self.spoil = growth, VERIFICATIONS[rule], spoil
-        self.toy = Toy.random(9, 3, 4)
 
-    def __call__(self, noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
-        slots = list(range(batch))
-        for slot in slots:
-            self.session.open(slot, PROMPT[0])
-            self.session.commit(slot, Kept(PROMPT[1:], self.hidden))
-        settings: list[SamplingSettings] = [Plain()] * batch
-        asked = Asked(slots, [self.growth.max_nodes] * batch, settings)
-        draft = self.session.propose(asked, self.growth, noise).draft  # type: ignore[arg-type]
-        assert draft is not None
-        draft.check_integrity()
-        draft = self.spoil(draft)
-        return draft, self.rule.verify(draft, self.toy.target(draft), noise)  # type: ignore[arg-type]
+    def begin(self, slot: int) -> None:
+        self.session.open(slot, PROMPT[0])
+        self.session.commit(slot, Kept(PROMPT[1:], self.hidden))
 
 
 LAWS: dict[str, tuple[Growth, str, int]] = {
@@ -121,7 +76,7 @@ LAWS: dict[str, tuple[Growth, str, int]] = {
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_of_the_output_is_the_targets_by_enumeration(name: str) -> None:
     growth, rule, block = LAWS[name]
-    rounds = Rounds(growth, rule, block, as_drawn)
+    rounds = Text(growth, rule, block, as_drawn)
     found = law_of(rounds, rounds.toy, 4)
     print(found)
     assert found.error < 1e-9
@@ -131,7 +86,7 @@ def test_the_law_of_the_output_is_the_targets_by_enumeration(name: str) -> None:
 @pytest.mark.parametrize("name", ["chain", "block", "traversal"])
 def test_second_tokens_verified_by_a_q_that_knows_the_first_would_be_seen(name: str) -> None:
     growth, rule, block = LAWS[name]
-    rounds = Rounds(growth, rule, block, conditioned)
+    rounds = Text(growth, rule, block, conditioned)
     assert law_of(rounds, rounds.toy, 4).error > 1e-3
 
 

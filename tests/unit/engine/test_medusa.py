@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def swapped_to(engine: Engine, version: int) -> None:
     while engine.drafter_version != version:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def begin(client: Client, name: str, asked: Sequence[list[int]], policy: Policy) -> None:
+    """Ask for greedy answers to two prompts, and wait until both are under way."""
+    for index, prompt in enumerate(asked):
+        client.submit(f"{name} {index}", prompt, 24, ignore_eos=True, capture=True, policy=policy)
+    while not client.results[f"{name} 0"].updates or not client.results[f"{name} 1"].updates:
+        client.next()
 
 
 def test_heads_learn_from_the_traces_of_their_own_rounds_and_then_more_is_accepted(target_dir: Path) -> None:
@@ -75,22 +84,16 @@ def test_a_domain_changes_from_eagle_to_medusa_and_back_while_requests_run(
     with running(target_dir, "eagle", traces=found, slots=8) as client:
         handle = client.engine.drafters("general")
 
-        def begin(name: str) -> None:
-            for index, prompt in enumerate(asked):
-                client.submit(f"{name} {index}", prompt, 24, ignore_eos=True, capture=True, policy=policy)
-            while not client.results[f"{name} 0"].updates or not client.results[f"{name} 1"].updates:
-                client.next()
-
-        begin("eagle")
+        begin(client, "eagle", asked, policy)
         handle.try_canary(Rollout(1, 2, 1.0, 1.0), medusa.weights(), medusa)
-        begin("canary")
+        begin(client, "canary", asked, policy)
         handle.stage(2, medusa.weights(), medusa)
         swapped_to(client.engine, 2)
         handle.end_canary()
-        begin("promoted")
+        begin(client, "promoted", asked, policy)
         handle.stage(3, eagle.weights(), eagle)
         swapped_to(client.engine, 3)
-        begin("rolled back")
+        begin(client, "rolled back", asked, policy)
         results = client.wait()
         kinds = {key[1]: counts.by_source.keys() for key, counts in client.engine.counters().by_version.items()}
     for name, result in results.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from osd.capture.trace import Trace
 from osd.config import (
@@ -32,8 +31,7 @@ from osd.drafters import DrafterError, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.prompt_tokens.drafter import PromptTokens
-from osd.drafters.session import Asked, Kept, Runtime, TargetRows, Tree
-from osd.engine.engine import Engine
+from osd.drafters.session import Kept, Runtime, TargetRows, Tree
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.learning.batch import collate, pack
@@ -43,13 +41,12 @@ from osd.registry.pointer import Rollout
 from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 from osd.speculation.growth import GROWTHS, Growth
-from osd.speculation.sampling import SamplingSettings
 from osd.speculation.tree import DraftBatch
-from osd.speculation.verification import VERIFICATIONS, Verdict
 from tests.unit.engine import test_law
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
-from tests.unit.engine.test_falcon import Plain, as_drawn, conditioned
-from tests.unit.speculation.enumeration import BATCH, ForkingNoise, Toy, law_of
+from tests.unit.engine.rounds import Rounds, as_drawn, conditioned, three_words
+from tests.unit.engine.test_medusa import begin, swapped_to
+from tests.unit.speculation.enumeration import BATCH, law_of
 
 LENGTHS = (1, 5, 40, 16, 3)
 RANKS = ((0.6, 0.2, 0.1), (0.5, 0.2), (0.4,))
@@ -63,20 +60,18 @@ def fresh(directory: Path, **more: int) -> PromptTokens:
     return drafter
 
 
-def ask(client: Client, oracle: Oracle, names: str = "{}", **more: Any) -> None:
+@pytest.fixture(scope="module")
+def goals(oracle: Oracle) -> list[list[int]]:
+    """What transformers answers greedily."""
+    return [oracle.greedy(prompt, 16) for prompt in prompts(LENGTHS)]
+
+
+def ask(client: Client, goals: list[list[int]], names: str = "{}", **more: Any) -> None:
     """Ask for greedy answers, and check that they are those of transformers."""
     for index, prompt in enumerate(prompts(LENGTHS)):
         client.submit(names.format(index), prompt, 16, ignore_eos=True, **more)
     results = client.wait()
-    for index, prompt in enumerate(prompts(LENGTHS)):
-        assert results[names.format(index)].tokens == oracle.greedy(prompt, 16)
-
-
-def swapped_to(engine: Engine, version: int) -> None:
-    deadline = time.monotonic() + 20
-    while engine.drafter_version != version:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert [results[names.format(index)].tokens for index in range(len(LENGTHS))] == goals
 
 
 GREEDY: dict[str, GrowthSettings] = {
@@ -96,10 +91,12 @@ WAYS = [*((name, False) for name in GREEDY), ("sparse_tree", True)]
 
 
 @pytest.mark.parametrize(("growth", "bucketed"), WAYS)
-def test_greedy_output_is_that_of_transformers(target_dir: Path, oracle: Oracle, growth: str, bucketed: bool) -> None:
+def test_greedy_output_is_that_of_transformers(
+    target_dir: Path, goals: list[list[int]], growth: str, bucketed: bool
+) -> None:
     drafter = fresh(target_dir, copies=2 if bucketed else 1, rows=8)  # too few for every node to have all
     with running(target_dir, drafter=drafter, growth=GREEDY[growth], bucketed=bucketed) as client:
-        ask(client, oracle)
+        ask(client, goals)
         counters = client.engine.counters()
     assert counters.failed == 0
     counts = counters.speculation()
@@ -167,34 +164,28 @@ def test_a_domain_changes_from_eagle_to_prompt_tokens_and_back_while_requests_ru
 ) -> None:
     eagle, mine, asked = make_drafter("eagle", target_dir), fresh(target_dir), prompts((17, 3))
     assert eagle is not None
-    goals, policy = [oracle.greedy(prompt, 24) for prompt in asked], Policy.of(growth)
+    answers, policy = [oracle.greedy(prompt, 24) for prompt in asked], Policy.of(growth)
     room = {"riders": mine.needs.riders, "embeddings": mine.needs.embeddings}
     with running(target_dir, "eagle", slots=8, **room) as client:
         handle = client.engine.drafters("general")
 
-        def begin(name: str) -> None:
-            for index, prompt in enumerate(asked):
-                client.submit(f"{name} {index}", prompt, 24, ignore_eos=True, capture=True, policy=policy)
-            while not client.results[f"{name} 0"].updates or not client.results[f"{name} 1"].updates:
-                client.next()
-
-        begin("eagle")
+        begin(client, "eagle", asked, policy)
         handle.try_canary(Rollout(1, 2, 1.0, 1.0), mine.weights(), mine)
-        begin("canary")
+        begin(client, "canary", asked, policy)
         handle.stage(2, mine.weights(), mine)
         swapped_to(client.engine, 2)
         handle.end_canary()
-        begin("promoted")
+        begin(client, "promoted", asked, policy)
         other = {**mine.weights(), "prompts": mine.weights()["prompts"] + 0.1}
         handle.stage(3, other)
         swapped_to(client.engine, 3)
         handle.stage(4, eagle.weights(), eagle)
         swapped_to(client.engine, 4)
-        begin("rolled back")
+        begin(client, "rolled back", asked, policy)
         results = client.wait()
         counters = client.engine.counters()
     for name, result in results.items():
-        assert result.tokens == goals[int(name.split()[-1])], name
+        assert result.tokens == answers[int(name.split()[-1])], name
     kinds = {key[1]: counts.by_source.keys() for key, counts in counters.by_version.items()}
     assert kinds[2] == {"prompt_tokens"}
     assert kinds[4] == {"eagle"}
@@ -227,19 +218,19 @@ def test_two_versions_ride_in_one_forward_and_neither_reads_the_others_embedding
 
 @pytest.mark.parametrize("bucketed", [False, True], ids=["kernels", "bucketed"])
 def test_beside_recall_both_draft_and_the_output_is_that_of_transformers(
-    target_dir: Path, oracle: Oracle, bucketed: bool
+    target_dir: Path, goals: list[list[int]], bucketed: bool
 ) -> None:
     growth = BestFirstSettings(governed=False)
     with running(target_dir, drafter=Mixed(fresh(target_dir)), growth=growth, bucketed=bucketed) as client:
         for name in ("first {}", "again {}"):
-            ask(client, oracle, name, capture=True)
+            ask(client, goals, name, capture=True)
         sources = client.engine.counters().speculation().by_source
     assert sources["prompt_tokens"].drafted > 0
     assert sources["recall"].accepted > 0
 
 
 def test_what_there_is_no_room_for_or_what_is_not_this_drafters_is_refused_by_name(
-    target_dir: Path, oracle: Oracle
+    target_dir: Path, goals: list[list[int]]
 ) -> None:
     mine, eagle = fresh(target_dir), make_drafter("eagle", target_dir)
     assert eagle is not None
@@ -254,7 +245,7 @@ def test_what_there_is_no_room_for_or_what_is_not_this_drafters_is_refused_by_na
     with running(target_dir, drafter=mine) as client:
         with pytest.raises(DrafterError, match="tensor 'd2t' is unknown"):
             client.engine.stage(2, eagle.weights())
-        ask(client, oracle)
+        ask(client, goals)
         assert client.engine.drafter_version == 1
     with pytest.raises(DrafterError, match="a prompt_tokens drafter gives no states to judge tokens by"):
         WithAcceptanceHead(mine)
@@ -271,10 +262,9 @@ def of_law(model: LlamaForCausalLM, copies: int = 1) -> PromptTokens:
 POLICIES = {name: policy for name, policy in test_law.POLICIES.items() if name != "acceptance head"}
 
 
-@pytest.mark.parametrize("name", ["block", "traversal"])
-def test_rows_of_its_own_leave_the_law_of_the_output_alone(model: LlamaForCausalLM, name: str) -> None:
-    found = test_law.p_value(model, SamplingParams(1.0), test_law.named(name), count=1000, drafter=of_law(model))
-    assert found > 1e-4
+def test_rows_of_its_own_leave_the_law_of_the_output_alone(model: LlamaForCausalLM) -> None:
+    policy, drafter = test_law.named("traversal"), of_law(model, 2)
+    assert test_law.p_value(model, SamplingParams(1.0), policy, count=1000, drafter=drafter) > 1e-4
 
 
 @pytest.mark.soak
@@ -286,47 +276,27 @@ def test_in_a_hundred_thousand_runs_no_policy_changes_the_law(model: LlamaForCau
     assert test_law.p_value(model, SamplingParams(1.0), policy, count=100_000, slots=512, drafter=drafter) > 1e-4
 
 
-class Rounds:
-    """One round in every slot, which sees ``depth`` tokens ahead: the real session drafts, the real rule verifies."""
+class Ahead(Rounds):
+    """Every slot stands behind a round in which so many prompt tokens rode."""
 
     def __init__(self, growth: Growth, rule: str, depth: int, spoil: Callable[[DraftBatch], DraftBatch]) -> None:
-        torch.manual_seed(1)
-        config = LlamaConfig(
-            vocab_size=3, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, max_position_embeddings=32, tie_word_embeddings=False,
-        )  # fmt: skip
-        target = LlamaForCausalLM(config).eval()
+        target = three_words()
         with torch.no_grad():
             for parameter in target.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0, 0.4)
         drafter = PromptTokens.from_target(target, 2)
-        self.session = drafter.session(Runtime(BATCH, 16, 10))
-        expand = self.session.expand
-        self.session.expand = lambda *asked: expand(*asked).double()  # type: ignore[method-assign]
+        super().__init__(drafter.session(Runtime(BATCH, 16, 10)), growth, rule, spoil, 5)
         slotted = SlotModel(copy.deepcopy(target), slots=1, context=16, scratch=9, embeddings=2)
-        riders = [-1 - level for level in range(depth)]
         rows = following(0, 0, [2, 0, 1, *(3 + level for level in range(depth))])
         rows = replace(rows, embedded=drafter.weights()["prompts"].flatten(0, 1))
         logits = slotted.forward(rows, torch.arange(2, 3 + depth)).logits
-        tree = Tree([], [], (), riders, list(range(-1, depth - 1)))
+        tree = Tree([], [], (), [-1 - level for level in range(depth)], list(range(-1, depth - 1)))
         self.kept = Kept([1], None, TargetRows(tree, [], logits, None))
-        self.growth, self.rule, self.spoil = growth, VERIFICATIONS[rule], spoil
-        self.toy = Toy.random(5, 3, 4)
 
-    def __call__(self, noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
-        slots = list(range(batch))
-        for slot in slots:
-            self.session.open(slot, 2)
-            self.session.commit(slot, self.kept)
-        settings: list[SamplingSettings] = [Plain()] * batch
-        asked = Asked(slots, [self.growth.max_nodes] * batch, settings)
-        proposal = self.session.propose(asked, self.growth, noise)  # type: ignore[arg-type]
-        assert proposal.draft is not None
-        assert all(tree.rider_tokens for tree in proposal.trees)
-        proposal.draft.check_integrity()
-        draft = self.spoil(proposal.draft)
-        return draft, self.rule.verify(draft, self.toy.target(draft), noise)  # type: ignore[arg-type]
+    def begin(self, slot: int) -> None:
+        self.session.open(slot, 2)
+        self.session.commit(slot, self.kept)
 
 
 LAWS: dict[str, tuple[Growth, str, int]] = {
@@ -346,7 +316,7 @@ LAWS: dict[str, tuple[Growth, str, int]] = {
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_of_the_output_is_the_targets_by_enumeration(name: str) -> None:
     growth, rule, depth = LAWS[name]
-    rounds = Rounds(growth, rule, depth, as_drawn)
+    rounds = Ahead(growth, rule, depth, as_drawn)
     found = law_of(rounds, rounds.toy, 4)
     print(found)
     assert found.error < 1e-9
@@ -356,5 +326,5 @@ def test_the_law_of_the_output_is_the_targets_by_enumeration(name: str) -> None:
 @pytest.mark.parametrize("name", ["chain", "block", "traversal"])
 def test_second_tokens_verified_by_a_q_that_knows_the_first_would_be_seen(name: str) -> None:
     growth, rule, depth = LAWS[name]
-    rounds = Rounds(growth, rule, depth, conditioned)
+    rounds = Ahead(growth, rule, depth, conditioned)
     assert law_of(rounds, rounds.toy, 4).error > 1e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from osd.runtime.batch import following
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.fused import FusedDecoder
 from osd.runtime.generic import NAME
@@ -207,6 +209,25 @@ def test_angles_of_the_rotary_embedding_are_those_of_transformers(rope: str, fus
     if kernels() is not None:
         assert isinstance(model.decoder, FusedDecoder) is fused
     close(model.forward(rows_of([(0, 0, prompt(40))]), everything(40)).logits, goal)
+
+
+@pytest.mark.parametrize("bucketed", [False, True], ids=["as it comes", "bucketed"])
+@pytest.mark.parametrize("family", ["llama", "qwen2 with tied embeddings", "olmo2", "gpt_neox"])
+def test_a_row_that_is_no_token_is_read_as_the_embedding_that_it_brings(family: str, bucketed: bool) -> None:
+    model, tokens = build(family), prompt(9)
+    goal, words = logits_of(model, tokens), model.get_input_embeddings().weight.detach().clone()  # type: ignore[operator]
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    slots = SlotModel(model, slots=2, context=64, scratch=8, bucketed=bucketed, embeddings=2)
+    for places in ([4, 7], [7, 2], [5]):  # one after the other, over what the last one left
+        ids = tokens.copy()
+        for number, place in enumerate(places):
+            ids[place] = slots.vocabulary + number
+        rows = replace(following(0, 0, ids), embedded=words[[tokens[place] for place in places]])
+        logits = slots.forward(rows, everything(9)).logits
+        assert logits.shape == goal.shape
+        close(logits, goal)
+    with pytest.raises(ValueError, match="a forward brings 3 embeddings, and there is room for 2"):
+        slots.forward(replace(rows, embedded=words[:3]), everything(9))
 
 
 def test_a_model_without_known_layers_is_refused_by_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -219,6 +220,37 @@ def test_a_probe_that_has_much_to_read_is_followed_by_fewer_and_falls_on_who_has
         lost += reading
     assert probes > 20
     assert lost < 0.025 * machine.seconds + 16 * 40
+
+
+def test_rows_that_ride_beside_a_draft_are_paid_for_by_it() -> None:
+    def length(riders: int) -> int:
+        machine = Machine(base=10, slope=0.5, draft=0, rate=0.9)
+        governor = governed(machine)
+        for _ in range(60):
+            plan = governor.plan([READY] * 4, 0, 4)
+            rows, seconds, draft_seconds, drafts = machine.round(plan)
+            drafts = [Drafted(one.size, one.kept, riders * (1 + one.size)) for one in drafts]
+            beside = sum(one.riders for one in drafts)
+            observe(governor, rows + beside, seconds + machine.slope * beside, draft_seconds, drafts)
+        return sorted(plan)[2]
+
+    assert length(0) > length(1) > length(8) == 0
+
+
+def test_a_probe_that_drafts_nothing_is_followed_by_one_more() -> None:
+    machine = Machine(base=10, slope=2, draft=1, rate=0.0)
+    governor = governed(machine)
+    run(governor, machine, 2, 200)
+    probes: list[int] = []
+    for turn in range(2000):
+        plan = governor.plan([READY] * 2, 0, 2)
+        if any(plan):
+            probes.append(turn)
+        observe(governor, 2, machine.verify(2), 1.0 if any(plan) else 0.0, [])
+    pairs = list(zip(probes[::2], probes[1::2], strict=False))
+    assert len(pairs) > 3
+    assert all(second == first + 1 for first, second in pairs)
+    assert all(later[0] - earlier[0] > 20 for earlier, later in itertools.pairwise(pairs))
 
 
 def test_no_sequence_ready_no_plan() -> None:
