@@ -23,10 +23,10 @@ def learnt_table(stream: str, unseen: int, found: Sequence[Learnt]) -> Table:
             one.kind,
             one.way,
             f"{one.unseen.agreement:.3f}",
-            *_shares([accepted / tested for tested, accepted in one.depths]),
+            *_shares([accepted / tested for tested, accepted in one.depths], _DEEPEST, 3),
             f"{one.unseen.acceptance_length:.2f}",
-            f"{one.parameters / 1e6:.2f}M",
-            f"{one.bytes / 1e6:.1f}",
+            _many(one.parameters),
+            f"{one.bytes / 1e6:.2f}",
             f"{one.work.cpu_seconds:.0f}",
         )
         for one in found
@@ -50,7 +50,7 @@ def decoded_tables(stream: str, found: Mapping[str, Sequence[Decoded]]) -> list[
                 f"{one.rows:.2f}",
                 f"{one.calls:.2f}",
                 f"{one.length:.2f}",
-                *_shares(one.depths, _DEEPEST - 1),
+                *_shares(one.depths, _DEEPEST - 1, 2),
             )
             for kind, ways in found.items()
             for one in ways
@@ -80,5 +80,9 @@ NOTES = (
 )
 
 
-def _shares(values: Sequence[float], count: int = _DEEPEST) -> list[str]:
-    return [f"{values[place]:.3f}" if place < len(values) else "" for place in range(count)]
+def _shares(values: Sequence[float], count: int, digits: int) -> list[str]:
+    return [f"{values[place]:.{digits}f}" if place < len(values) else "" for place in range(count)]
+
+
+def _many(count: int) -> str:
+    return f"{count / 1e6:.2f}M" if count >= 1e5 else f"{count / 1e3:.1f}K"
