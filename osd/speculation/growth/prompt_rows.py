@@ -133,11 +133,6 @@ class Plan:
     states: tuple[StatePlan, ...]
     speed: float
 
-    @property
-    def shares(self) -> list[float]:
-        """How often each state is met."""
-        return stationary([one.moves for one in self.states])
-
 
 def best_plan(table: Table, budget: int, levels: int, rows: int, seconds: Mapping[int, float] | None) -> Plan:
     """The drafts of all states that together give the most tokens per second.

@@ -100,7 +100,7 @@ def test_a_plan_is_as_good_as_the_best_of_all(slope: float) -> None:
     seconds = {rows: 1 + slope * rows for rows in range(1, 30)}
     plan = best_plan(TABLE, 3, 2, 1, seconds)
     assert plan.speed == pytest.approx(every_plan(3, 2, seconds), rel=1e-6)
-    law = plan.shares
+    law = stationary([one.moves for one in plan.states])
     tokens = sum(share * (1 + one.accepted) for share, one in zip(law, plan.states, strict=True))
     assert plan.speed == pytest.approx(tokens / sum(s * one.seconds for s, one in zip(law, plan.states, strict=True)))
 
