@@ -5,6 +5,7 @@ The versions that counted last have series of their own; all others of a domain 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
@@ -61,6 +62,10 @@ def render(totals: Totals, domain: str, model: str) -> bytes:
     return generate_latest(registry)
 
 
+def _or_never(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds
+
+
 class _Families(Collector):
     def __init__(self, totals: Totals, domain: str, model: str) -> None:
         self.totals, self.domain, self.model = totals, domain, model
@@ -101,22 +106,39 @@ class _Families(Collector):
 
     def _training(self) -> Iterator[Metric]:
         spent = self.totals.spent
-        total = CounterMetricFamily(
-            "osd_training_cpu_seconds",
-            "CPU seconds of the trainer, those since the last version too.",
-            labels=["domain"],
-        )
-        total.add_metric([self.domain], spent.total)
-        yield total
+        for name, help_text, value in (
+            ("osd_training_cpu_seconds", "CPU seconds of the trainer, those since the last version too.", spent.cpu),
+            ("osd_training_slowed_seconds", "Seconds of a core that rounds lost beside training.", spent.slowed),
+        ):
+            total = CounterMetricFamily(name, help_text, labels=["domain"])
+            total.add_metric([self.domain], value)
+            yield total
         family = CounterMetricFamily(
-            "osd_version_training_cpu_seconds", "CPU seconds of the trainer, by the version they led to.",
+            "osd_version_training_cpu_seconds",
+            "CPU seconds of the trainer and what rounds lost beside it, by the version they led to.",
             labels=["domain", "version"],
-        )  # fmt: skip
+        )
         seconds: dict[str | int, float] = {**dict(sorted(spent.by_version.items())), OLDER: spent.older}
         for version, value in seconds.items():
             if value:
                 family.add_metric([self.domain, str(version)], value)
         yield family
+        payback = GaugeMetricFamily(
+            "osd_version_payback_seconds",
+            "Expected seconds in service until a version has saved what it took; +Inf where it never will.",
+            labels=["domain", "version"],
+        )
+        for version in spent.saving:
+            payback.add_metric([self.domain, str(version)], _or_never(spent.payback(version)))
+        yield payback
+        everything = GaugeMetricFamily(
+            "osd_payback_seconds",
+            "Expected seconds until all versions together have saved all that training took; +Inf where never.",
+            labels=["domain"],
+        )
+        if spent.saving:
+            everything.add_metric([self.domain], _or_never(spent.payback_of_all))
+        yield everything
 
     def _gauges(self) -> Iterator[Metric]:
         labels = ["domain", "replica"]

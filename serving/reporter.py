@@ -31,6 +31,8 @@ LOOK_SECONDS = 0.02
 """Within which the trainer is told that requests wait, or no longer do."""
 
 REPORT_SECONDS = 1.0
+"""Between two reports of the counters, and of the rounds that the time goes into."""
+
 _SWITCHES_KEY = "osd:control"
 
 
@@ -149,6 +151,7 @@ class Reporter:
         # The last second of (time, tokens): the difference of its ends is the speed.
         window: deque[tuple[float, int]] = deque(maxlen=round(1 / LOAD_SECONDS) + 1)
         failing, waited, told_at, told = False, False, 0.0, self._engine.counters()
+        rounds_at = 0.0
         while not self._stop.wait(LOOK_SECONDS):
             load, now = self._engine.load(), time.monotonic()
             if now - told_at < LOAD_SECONDS and bool(load.waiting) == waited:
@@ -160,8 +163,14 @@ class Reporter:
             latency = _inter_token_ms(told, counts)
             waited, told_at, told = bool(load.waiting), now, counts
             try:
-                mine = ReplicaLoad(load.running, load.waiting, self._engine.drafter_version, speed, latency)
+                mine = ReplicaLoad(
+                    load.running, load.waiting, self._engine.drafter_version, speed, latency,
+                    counts.forward_seconds, counts.rest_seconds,
+                )  # fmt: skip
                 self._loads.report(self._name, mine)
+                if now - rounds_at >= REPORT_SECONDS:
+                    rounds_at = now
+                    self._loads.report_rounds(self._name, self._engine.rounds())
                 self.set_speculation(self._control.get().speculation)
             except RedisError as error:
                 if not failing:

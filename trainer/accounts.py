@@ -74,11 +74,11 @@ class Accounts:
         for name, value in counters.items():
             setattr(self.status, name, value)
 
-    def published(self, version: int, stable: int) -> None:
-        """A version came of all that was done since the last one; ``stable`` is in service."""
+    def published(self, version: int, stable: int, saving: float) -> None:
+        """A version came of all that was done since the last one, to save so much; ``stable`` is in service."""
         self.status.version = stable
         self.status.published += 1
-        self.cost.published(version)
+        self.cost.published(version, saving)
         self.learnt.published()
 
 
@@ -87,8 +87,8 @@ class CostMeter:
 
     All that the trainer computes is charged, on all threads of all its processes: micro-steps, gates, candidates that
     were rejected, reading the stream, checkpoints. It is CPU time by ``clock``, so that a trainer that stands back for
-    serving costs nothing while it waits. What was spent since the last version belongs to the next one that is
-    published. ``held`` is held while the ledger is written.
+    serving costs nothing while it waits; what rounds beside it lose is added by ``charge``. What was spent since the
+    last version belongs to the next one that is published. ``held`` is held while the ledger is written.
     """
 
     def __init__(
@@ -113,10 +113,15 @@ class CostMeter:
         self._mark = now
         return self._spent
 
-    def published(self, version: int) -> None:
-        """Charge what was spent to a version that came of it."""
-        spent = self.spent()
-        self._spent = Spent({**spent.by_version, version: spent.unpublished}, 0.0, spent.older)
+    def charge(self, slowed: float) -> None:
+        """Rounds beside training lost so many seconds of a core."""
+        self._spent = msgspec.structs.replace(
+            self._spent, unpublished=self._spent.unpublished + slowed, slowed=self._spent.slowed + slowed
+        )
+
+    def published(self, version: int, saving: float) -> None:
+        """Charge what was spent to a version that came of it, to save so many seconds of a core in each second."""
+        self._spent = self.spent().published(version, saving)
         self._told_at = -_TELL_SECONDS
         self.tell()
 
@@ -132,7 +137,9 @@ class CostMeter:
             logger.warning("the ledger cannot be read: %s", error)
             told = Spent()
         before, mine = max(saved, told, key=lambda spent: spent.total), self.spent()
-        self._spent = msgspec.structs.replace(before, unpublished=before.unpublished + mine.unpublished)
+        self._spent = msgspec.structs.replace(
+            before, unpublished=before.unpublished + mine.unpublished, slowed=before.slowed + mine.slowed
+        )
 
     def tell(self) -> None:
         """Write the ledger, at most once a second; without Redis it is written later.

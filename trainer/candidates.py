@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -14,16 +15,18 @@ from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
-from osd.learning.drift import DriftWatch
+from osd.learning.drift import Drift, DriftWatch
 from osd.learning.gate import GateDecision
 from osd.learning.online import Learner
+from osd.registry.learnt import REQUESTS
 from trainer.accounts import Accounts
-from trainer.rollout import Publisher
+from trainer.rollout import WORTH, Publisher
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
 
 _CANARY_SECONDS = 0.5
+_NEW = 0  # in the place of the number that a version does not have yet
 
 
 class StoppedError(Exception):
@@ -34,7 +37,7 @@ class Candidates:
     """Takes the learner's candidates to the publisher, and follows the canary.
 
     ``spare`` waits until serving can spare the capacity for a micro-batch, and is False when the loop shall end;
-    ``working`` takes note of each one's work.
+    ``working`` takes note of each one's work. ``worth`` says what a candidate that passed is expected to save.
     """
 
     def __init__(
@@ -43,9 +46,10 @@ class Candidates:
         accounts: Accounts,
         spare: Callable[[], bool],
         working: Callable[[], AbstractContextManager[None]],
+        worth: Callable[[Learner, GateDecision], dict[str, Any]],
     ) -> None:
         self._publisher, self._accounts = publisher, accounts
-        self._spare, self._working = spare, working
+        self._spare, self._working, self._worth = spare, working, worth
         self._gate_after = 0.0
         self._canary_after = 0.0
         self._refused = False
@@ -65,11 +69,21 @@ class Candidates:
         counters, steps = learner.counters, learner.distiller.steps
         trained_on = {"records": counters.trained, "tokens": counters.tokens, "steps": steps}
 
+        began, saving = accounts.cost.spent(), 0.0
+
         def judge(candidate: Trainable, baseline: Trainable) -> GateDecision:
             return learner.gate.judge(candidate, baseline, lambda: self._held_out(learner))
 
+        def about(decision: GateDecision) -> dict[str, Any]:
+            nonlocal saving
+            manifest: dict[str, Any] = {"trained_on": trained_on, REQUESTS: accounts.learnt.state()}
+            if worth := self._worth(learner, decision):
+                saving = worth["saving_rate"]
+                manifest[WORTH] = worth | accounts.cost.spent().published(_NEW, saving).paybacks(_NEW)
+            return manifest
+
         try:
-            outcome = self._publisher.propose(learner.candidate(), judge, trained_on, accounts.learnt.state())
+            outcome = self._publisher.propose(learner.candidate(), judge, about)
         except RedisError as error:
             logger.warning("no candidate is published while Redis is gone: %s", error)
             self._gate_after = time.monotonic() + 2.0
@@ -85,8 +99,9 @@ class Candidates:
         logger.info("candidate at step %d: %s", steps, decision.reason)
         status.gate = {"passed": decision.passed, "reason": decision.reason, **decision.figures()}
         learner.judged(decision)
+        learner.value.charged(accounts.cost.spent().total - began.total)
         if outcome.version is not None:
-            accounts.published(outcome.version, self._publisher.stable)
+            accounts.published(outcome.version, self._publisher.stable, saving)
             accounts.cost.keep(self._publisher.retire())
         elif not decision.waits:
             status.rejected += 1
@@ -120,7 +135,7 @@ class LiveRequests:
     """Takes evidence on canary and drift from each live request; ``drifted`` is called at each fall of acceptance."""
 
     def __init__(
-        self, settings: TrainerSettings, publisher: Publisher, status: Status, drifted: Callable[[], None]
+        self, settings: TrainerSettings, publisher: Publisher, status: Status, drifted: Callable[[Drift], None]
     ) -> None:
         self._drift = DriftWatch(settings.drift_fall, settings.drift_records)
         self._publisher, self._status, self._drifted = publisher, status, drifted
@@ -136,6 +151,6 @@ class LiveRequests:
         logger.warning("acceptance of %s fell from %.3f to about %.3f", drift.domain, drift.before, drift.now)
         self._status.drifts += 1
         self._status.drift = asdict(drift)
-        self._drifted()
+        self._drifted(drift)
         figures = {"before": round(drift.before, 4), "now": round(drift.now, 4), "source": drift.domain}
         service.tell("drift", drift.version, **figures)

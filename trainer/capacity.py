@@ -4,8 +4,9 @@ Serving needs it while a request waits, and while the time between two tokens is
 A replica tells of waiting requests within 0.02 s and of its latency every 0.1 s, and micro-steps are kept to 0.15 s:
 training yields within 200 ms of the first waiting request, and within 300 ms of a latency that is too long.
 
-Beside requests that run, training takes ``trainer.duty`` of its cores' time: even at the lowest priority a core that is
-shared makes the forwards of all cores wait. While nothing runs, training goes on without rests.
+Beside requests that run, training takes at most ``trainer.duty`` of its cores' time: even at the lowest priority a core
+that is shared makes the forwards of all cores wait. While nothing runs, training goes on without rests. Whether it pays
+at all is for ``trainer.investor`` to say.
 
 All seconds of work are CPU seconds, and the two promises are for a core that training finds free. On one that serving
 keeps busy a micro-step of 0.1 s may need a whole second, in which it gets what is left over: made smaller, it would
@@ -51,18 +52,24 @@ class Capacity:
 
     ``tokens`` starts at ``trainer.micro_batch_tokens`` and never exceeds it. It shrinks when micro-steps come near to
     0.15 s and grows back slowly while they are short. ``clock`` gives the CPU seconds that each of its cores has
-    worked.
+    worked; ``seen`` is shown the loads at each look. ``beside_requests`` says whether any ran then.
     """
 
-    def __init__(self, loads: ReplicaLoads, settings: TrainerSettings, clock: Callable[[], float]) -> None:
-        self._loads = loads
+    def __init__(
+        self,
+        loads: ReplicaLoads,
+        settings: TrainerSettings,
+        clock: Callable[[], float],
+        seen: Callable[[Mapping[str, ReplicaLoad]], None] = lambda loads: None,
+    ) -> None:
+        self._loads, self._seen = loads, seen
         self._settings = settings
         self._clock = clock
         self._unreadable_until = 0.0
         self._known, self._known_at = 0.0, -math.inf
         self._began, self._worked = -math.inf, 0.0  # of the last piece of work: when it began, and its seconds
         self.tokens = settings.micro_batch_tokens
-        self.reachable = True
+        self.reachable, self.beside_requests = True, False
 
     def spare(self) -> float:
         """The share of the time that may be trained now.
@@ -86,9 +93,11 @@ class Capacity:
 
     def _share(self, loads: Mapping[str, ReplicaLoad]) -> float:
         objective = self._settings.latency_objective_ms or math.inf
+        self.beside_requests = any(load.running > 0 for load in loads.values())
+        self._seen(loads)
         if any(load.waiting > 0 or load.inter_token_ms > objective for load in loads.values()):
             return 0.0
-        return self._settings.duty if any(load.running > 0 for load in loads.values()) else 1.0
+        return self._settings.duty if self.beside_requests else 1.0
 
     def wait(self, stop: threading.Event, paused: threading.Event, say: Callable[[str], None]) -> bool:
         """Return when a micro-step may run, or False when ``stop`` was set; ``say`` hears at each look why not."""
@@ -109,11 +118,12 @@ class Capacity:
         yield
         self._began, self._worked = began, self._clock() - before
 
-    def fit(self) -> None:
-        """Adapt ``tokens`` to how much the last work was, a micro-step."""
+    def fit(self) -> float:
+        """Adapt ``tokens`` to how much the last work was, a micro-step; returns its seconds."""
         if self._worked > 0.9 * LONGEST_STEP:
             # A single slow step may be the machine's fault, so that it never costs more than half.
             shrink = max(0.75 * LONGEST_STEP / self._worked, 0.5)
             self.tokens = max(int(self.tokens * shrink), min(_SMALLEST, self._settings.micro_batch_tokens))
         elif self._worked < 0.6 * LONGEST_STEP:
             self.tokens = min(int(self.tokens * 1.1) + 1, self._settings.micro_batch_tokens)
+        return self._worked

@@ -22,7 +22,6 @@ from osd.drafters.recall.snapshot import Snapshots
 from osd.drafters.trainable import Trainable
 from osd.learning.gate import GateDecision
 from osd.registry.events import Events, Kind
-from osd.registry.learnt import REQUESTS
 from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.retention import retire
@@ -36,6 +35,12 @@ _RECALL = "recall"
 
 Judge = Callable[[Trainable, Trainable], GateDecision]
 """Asks the gate about a candidate and the drafter in service."""
+
+About = Callable[[GateDecision], dict[str, Any]]
+"""What to write down about a candidate that passed: what it was trained on, and what it is worth."""
+
+WORTH = "worth"
+"""The manifest's figures of what a version is expected to save, and when it has paid back what it took."""
 
 
 @dataclass(frozen=True)
@@ -190,10 +195,10 @@ class Publisher:
             return version
         return None
 
-    def propose(self, candidate: Trainable, judge: Judge, trained_on: dict[str, int], learnt: list[str]) -> Outcome:
+    def propose(self, candidate: Trainable, judge: Judge, about: About) -> Outcome:
         """Judge a candidate and put it in service, as a canary first where that is asked for, if it passes.
 
-        ``trained_on`` and ``learnt``, hashes of the requests since the last version, are for the manifest.
+        What ``about`` says of one that passed is for the manifest.
 
         Raises:
             redis.exceptions.RedisError: Redis is gone; nothing was put in service.
@@ -230,11 +235,10 @@ class Publisher:
         intention = {"parent": self.stable, "share": share}
         attempt = service.registry.begin(service.domain, intention, service.lease.held())
         manifest = {
+            **about(decision),
             "parent": self.stable,
-            "trained_on": trained_on,
             "gate": decision.figures(),
             "attempt": attempt,
-            REQUESTS: learnt,
             **recalled,
         }
         number = service.registry.publish(
@@ -269,6 +273,7 @@ class Publisher:
 
     def _tell_put(self, number: int, share: float, manifest: dict[str, Any]) -> None:
         kind, more = ("canary", {"share": share}) if share else ("published", {"trained_on": manifest["trained_on"]})
+        more = {**manifest.get(WORTH, {}), **more}
         recalled = {name: manifest[name] for name in (_RECALL,) if name in manifest}
         self.service.tell(kind, number, parent=manifest["parent"], **more, **manifest["gate"], **recalled)
 

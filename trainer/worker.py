@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -13,15 +13,18 @@ from typing import Any
 
 from osd.capture.purge import Purges
 from osd.config import Settings
+from osd.learning.drift import Drift
 from osd.learning.online import Learner, empty_replay
 from osd.learning.recalled import Recalled
+from osd.learning.value import Investment
 from osd.registry.learnt import Learnt
 from osd.registry.lease import Lease
 from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import FencedError, Pointer
 from osd.registry.pointer_file import PointerFiles
-from osd.registry.replica_loads import ReplicaLoads
+from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.registry.versions import Registry
+from osd.runtime.device import cores
 from trainer import tracking
 from trainer.accounts import Accounts, CostMeter
 from trainer.beginning import NotYet, lacking, learner_of, take_up
@@ -31,7 +34,9 @@ from trainer.checkpoint import Checkpoints
 from trainer.domain_scheduler import DRIFT_WEIGHT, DomainScheduler
 from trainer.executor import TargetContext
 from trainer.intake import Forgetting, Intake
+from trainer.investor import Investor
 from trainer.rollout import Publisher, Service
+from trainer.slowing import Slowing
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
@@ -61,7 +66,10 @@ class Worker:
         self._settings, self._context, self._domain = settings, context, settings.domain
         self._scheduler = scheduler or DomainScheduler((self._domain,), executor.clock)
         self._loads = ReplicaLoads(redis_url)
-        self._capacity = Capacity(self._loads, trainer, lambda: executor.clock() / (executor.size * trainer.threads))
+        self._slowing = Slowing()
+        self._capacity = Capacity(
+            self._loads, trainer, lambda: executor.clock() / (executor.size * trainer.threads), self._slowed
+        )
         events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
         root = settings.registry_dir
         self._lease = Lease(PointerFiles(root), self._domain)
@@ -78,7 +86,10 @@ class Worker:
         self.intake = Intake(settings, redis_url, context, status, self.replay, self.recalled, live.observe)
         self._forgetting = Forgetting(self._domain, Purges(redis_url), self.intake, self._accounts.learnt)
         spare = partial(self._spare, self._alive)
-        self._candidates = Candidates(self._publisher, self._accounts, spare, self._capacity.working)
+        self._investor = Investor(settings, self._loads, self._capacity, self._slowing, self._invested)
+        self._candidates = Candidates(
+            self._publisher, self._accounts, spare, self._capacity.working, self._investor.worth
+        )
         self.learner: Learner | None = None
         self._told_at = 0.0
         self._stop, self._paused, self._resting = threading.Event(), threading.Event(), threading.Event()
@@ -154,16 +165,25 @@ class Worker:
         self._accounts.status.version, self.learner = self._publisher.stable, learner
         return learner
 
-    def _drifted(self) -> None:
+    def _drifted(self, drift: Drift) -> None:
         """Learn what is new at once, and compute for longer until the next candidate."""
         if self.learner is not None:
-            self.learner.trigger.drifted()
+            self.learner.drifted(drift)
         self._scheduler.weigh(self._domain, DRIFT_WEIGHT)
+
+    def _slowed(self, loads: Mapping[str, ReplicaLoad]) -> None:
+        """Charge what the rounds beside this domain's training lost since the last look."""
+        lost = self._slowing.observe(loads.values(), self._scheduler.clock(self._domain), time.monotonic())
+        self._accounts.cost.charge(lost * cores(self._settings.engine.threads))
+
+    def _invested(self, investment: Investment) -> None:
+        self._service.tell("investment", None, **investment.figures())
 
     def _turn(self, learner: Learner) -> None:
         """One look at the stream and, if there is something to train on, one micro-step."""
         self._accounts.cost.tell()
         self._look()
+        self._capacity.spare()  # whether requests run says what training costs
         if not (ready := self._ready(learner)):
             self._scheduler.give(self._domain)
         self.intake.read(learner, 1 if ready else _IDLE_MS)
@@ -183,6 +203,8 @@ class Worker:
         """Whether there is something worth a micro-step; otherwise says what is missing."""
         least, refused = self._settings.trainer.min_records, self._accounts.status.refused
         missing = lacking(learner, least, refused, self.replay.fresh_records)
+        if not missing and not self._investor.pays(learner):
+            missing = "further training would cost more than it is expected to save"
         if missing:
             self._say("waiting", missing)
         return not missing
@@ -193,7 +215,7 @@ class Worker:
         self._say("training", "")
         with self._capacity.working():
             learned = learner.step(self._capacity.tokens, self._context.executor)
-        self._capacity.fit()
+        learner.worked(self._capacity.fit() * self._context.executor.size * self._settings.trainer.threads)
         self.intake.finish(learned.fresh)
         self._accounts.learnt.add(request_id for request_id, _ in learned.fresh)
         if not learned.step.skipped:

@@ -60,7 +60,7 @@ def run(settings: Settings, plan: Plan, report: Path | None) -> None:
     name = plan.source if plan.source in SOURCES else "file"
     domain = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Training is not charged here, so that there is something to see within minutes.
-    trainer = settings.trainer.model_copy(update={"duty": 1.0})
+    trainer = settings.trainer.model_copy(update={"duty": 1.0, "price": 0.0})
     settings = settings.model_copy(update={"domain": domain, "trainer": trainer})
     with tempfile.TemporaryDirectory() as folder:
         _run(settings, plan, report, console, (send, hold), Path(folder))

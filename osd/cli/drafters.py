@@ -32,7 +32,11 @@ class FormatName(StrEnum):
 
 @app.command("list")
 def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Show the versions of every domain, and those that were removed last."""
+    """Show the versions of every domain, and those that were removed last.
+
+    Payback: the seconds in service after which a version was expected to have saved what training it took and, after
+    the slash, all that was ever trained; never, where it was not expected to save anything.
+    """
     settings = settings_of(config, overrides)
     from rich.console import Console
     from rich.table import Table
@@ -40,7 +44,7 @@ def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> Non
     from osd.admin.errors import AdminError
     from osd.admin.listing import listings
 
-    table = Table("domain", "version", "in service", "parent", "made", "gate")
+    table = Table("domain", "version", "in service", "parent", "made", "payback", "gate")
     try:
         found = listings(settings, redis_url(settings))
     except AdminError as error:
@@ -49,7 +53,8 @@ def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> Non
         for one in listing.versions:
             state = _state(one.number, listing.rollout) if one.removed is None else f"removed {_day(one.removed)}"
             made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.manifest.get("created", 0)))
-            row = [listing.domain, str(one.number), state, str(one.manifest.get("parent") or ""), made]
+            worth = one.manifest.get("worth") or {}
+            row = [listing.domain, str(one.number), state, str(one.manifest.get("parent") or ""), made, _payback(worth)]
             table.add_row(*row, one.problem or _figures(one.manifest.get("gate") or {}))
     if table.row_count:
         Console(highlight=False).print(table)
@@ -192,6 +197,13 @@ def _state(number: int, rollout: Rollout | None) -> str:
     if number != rollout.stable:
         return ""
     return "yes, pinned" if rollout.pinned else "yes"
+
+
+def _payback(worth: dict[str, Any]) -> str:
+    if not worth:
+        return ""
+    seconds = (worth.get(name) for name in ("payback_seconds", "payback_of_all"))
+    return " / ".join("never" if one is None else f"{one:,.0f} s" for one in seconds)
 
 
 def _day(seconds: float) -> str:

@@ -67,8 +67,12 @@ class TrainerSettings(Section):
         default=0.2,
         gt=0,
         le=1,
-        description="share of its cores' time that training takes beside running requests; beside none all of it",
+        description="share of its cores' time that training takes at most beside running requests, while it pays",
     )
+    price: float = Field(
+        default=1.0, ge=0, description="what a second of a core costs beside requests; 0: trained whatever that saves"
+    )
+    price_idle: float = Field(default=0.0, ge=0, description="the same while no request runs")
 
     @field_validator("anchors")
     @classmethod

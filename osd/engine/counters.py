@@ -81,7 +81,8 @@ class EngineCounters:
     ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read.
     ``by_version`` and ``seconds_by_version`` are by the domain and version of the drafter, see ``of_version``: what was
     counted last stands last. ``token_seconds`` sums over sequences how long each waited for its tokens: by
-    ``completion_tokens`` it is the mean inter-token latency.
+    ``completion_tokens`` it is the mean inter-token latency. Forwards took ``forward_seconds``, and would have taken
+    ``rest_seconds`` on the machine as it was measured at the start, when nothing else ran.
     """
 
     requests: int = 0
@@ -93,6 +94,8 @@ class EngineCounters:
     forwards: int = 0
     busy_seconds: float = 0.0
     token_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    rest_seconds: float = 0.0
     swaps: int = 0
     swap_stall_seconds_max: float = 0.0
     by_version: dict[DraftedBy, SpeculationCounts] = field(default_factory=dict)

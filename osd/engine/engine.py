@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from osd.engine.pool import DomainHandle, DrafterPool
 from osd.engine.request import Request, Update
 from osd.engine.sequence import Sequence
 from osd.engine.tracing import TraceSink
+from osd.metrics import RoundShare
 from osd.runtime.model import SlotModel
 
 OnUpdate = Callable[[Update], None]
@@ -146,6 +148,12 @@ class Engine:
         """A copy of the counts so far; a request hears of its end before its last round is counted."""
         with self._changed:
             return self.loop.counters.copy()
+
+    def rounds(self) -> dict[str, list[RoundShare]]:
+        """By domain the rounds that its sequences spend their time in; see ``osd.engine.round_mix``."""
+        with self._changed:
+            depth = self.settings.growth.lookahead
+            return self.loop.mix.shares(time.monotonic(), self.loop.planner.costs, depth)
 
     @property
     def rests(self) -> bool:

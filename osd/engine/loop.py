@@ -18,6 +18,7 @@ from osd.engine.policy import Policy
 from osd.engine.pool import DrafterPool
 from osd.engine.request_router import RequestRouter
 from osd.engine.round import Keeping, Outcome, SequenceOutcome, commit, draft, verify
+from osd.engine.round_mix import RoundMix
 from osd.engine.savings import savings
 from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import Sequence
@@ -43,6 +44,7 @@ class DecodeLoop:
         planner: how much is drafted.
         router: of requests that do not say their domain, None where nothing can tell them apart.
         counters: what was done so far.
+        mix: which rounds the time goes into.
         health: whether rounds end.
         cancelled: ids of requests that are to end.
         speculate: whether rounds draft.
@@ -73,6 +75,7 @@ class DecodeLoop:
         self.scheduler = Scheduler(settings.engine, self._slots, self.planner, self.pool, self.router, self._tracer)
         self._keeping = Keeping(settings.capture.top_k, settings.trainer.samples != "teacher")
         self.counters = EngineCounters()
+        self.mix = RoundMix(time.monotonic())
         self.health = Health()
         self.cancelled: set[str] = set()
         self.speculate = True
@@ -193,6 +196,10 @@ class DecodeLoop:
         with self.changed:
             self.counters.busy_seconds += seconds
             self.counters.token_seconds += seconds * len(outcome.sequences)
+            if not outcome.captured:
+                self.counters.forward_seconds += outcome.forward_seconds
+                self.counters.rest_seconds += self.planner.costs.at_rest(outcome.rows)
+                self.mix.observe(outcome, seconds)
             for version, added in savings(outcome, seconds, self.planner.costs).items():
                 of_version(self.counters.seconds_by_version, version, DecodeSeconds).add(added)
 

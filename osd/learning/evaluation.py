@@ -56,6 +56,12 @@ class GateFigures:
         """Expected acceptance length: tokens per round, the bonus token included."""
         return mean_acceptance_length(self.accepted, rounds=1)
 
+    @property
+    def length_beside_recall(self) -> float:
+        """The same where recall drafts what it knows: at each depth its share of the positions is right already."""
+        known = (1 - self.weight + self.weight * alpha for alpha in self.per_depth)
+        return mean_acceptance_length(sum(accumulate(known, mul)), rounds=1)
+
     def summary(self) -> dict[str, Any]:
         """The figures as JSON, for manifests, events and logs."""
         return {

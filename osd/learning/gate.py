@@ -24,7 +24,8 @@ MIN_POSITIONS = 256
 class GateDecision:
     """What the gate decided, with a ``reason`` of one line for people; figures are None where nothing was evaluated.
 
-    ``waits`` says that the candidate was not judged, because too little was held out to judge by.
+    ``waits`` says that the candidate was not judged, because too little was held out to judge by. ``error`` is one
+    standard error of the difference in acceptance per position.
     """
 
     passed: bool
@@ -32,6 +33,7 @@ class GateDecision:
     reason: str
     candidate: GateFigures | None = None
     baseline: GateFigures | None = None
+    error: float = 0.0
 
     def figures(self) -> dict[str, Any]:
         """Both sets of figures as JSON: the candidate's, and the baseline's named ``baseline_...``."""
@@ -70,20 +72,20 @@ class Gate:
 
     def decide(self, candidate: GateFigures, baseline: GateFigures) -> GateDecision:
         """Compare figures of the same positions."""
-        tolerance = min(_standard_error(candidate, baseline), _TOLERANCE)
+        error = _standard_error(candidate, baseline)
+        tolerance = min(error, _TOLERANCE)
         difference = float((candidate.overlaps - baseline.overlaps).mean())
         # Written so that a comparison with NaN fails.
         if not difference >= -tolerance:
-            return GateDecision(
-                False, False, f"held-out acceptance per position fell by {-difference:.4f}", candidate, baseline
-            )
+            reason = f"held-out acceptance per position fell by {-difference:.4f}"
+            return GateDecision(False, False, reason, candidate, baseline, error)
         if not candidate.expected_length >= baseline.expected_length - self.depth * tolerance:
             reason = (
                 f"expected tokens per round fell from {baseline.expected_length:.3f} to {candidate.expected_length:.3f}"
             )
-            return GateDecision(False, False, reason, candidate, baseline)
+            return GateDecision(False, False, reason, candidate, baseline, error)
         reason = f"expected tokens per round {baseline.expected_length:.3f} -> {candidate.expected_length:.3f}"
-        return GateDecision(True, False, reason, candidate, baseline)
+        return GateDecision(True, False, reason, candidate, baseline, error)
 
 
 def _standard_error(candidate: GateFigures, baseline: GateFigures) -> float:

@@ -16,9 +16,11 @@ from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch, collate, pack
 from osd.learning.buffers import Key
 from osd.learning.distiller import Distiller, DistillerError, Step
+from osd.learning.drift import Drift
 from osd.learning.gate import MIN_POSITIONS, Gate, GateDecision
 from osd.learning.recalled import Recalled
 from osd.learning.replay import Added, Replay, Sample
+from osd.learning.value import Value
 
 ENOUGH_TOKENS = 2 * MIN_POSITIONS
 """Completion tokens until which more is held out than ``trainer.held_out`` says."""
@@ -175,6 +177,7 @@ class Learner:
         self.distiller, self.replay, self.gate = distiller, replay, gate
         self.trigger = TrainingTrigger(settings)
         self.counters = Counters()
+        self.value = Value(gate.depth, settings.drift_records)
         self.next_candidate = settings.steps_per_candidate
         self._settings, self._vocabulary, self._recalled = settings, vocabulary, recalled
 
@@ -183,6 +186,7 @@ class Learner:
         added = self.replay.add(trace)
         if added.part != "duplicate":
             self.counters.records += 1
+            self.value.arrived()
             self.counters.held_out += added.part == "held_out"
         if added.part == "train":
             self.trigger.arrived(trace.completion_ids.shape[0])
@@ -208,6 +212,15 @@ class Learner:
         self.trigger.worked(positions)
         return Learned(step, positions, fresh)
 
+    def worked(self, seconds: float) -> None:
+        """The last micro-step took so many CPU seconds."""
+        self.value.learned(seconds)
+
+    def drifted(self, drift: Drift) -> None:
+        """Acceptance fell: what is new is to be learned at once, and there is more to gain than before."""
+        self.trigger.drifted()
+        self.value.drifted(drift.before, drift.now)
+
     @property
     def due(self) -> bool:
         """Whether it is time for a candidate."""
@@ -230,6 +243,7 @@ class Learner:
         every = self._settings.steps_per_candidate
         self.next_candidate = self.distiller.steps + (max(every // 5, 1) if decision.waits else every)
         self.trigger.judged(decision, self.counters.held_out)
+        self.value.judged(decision)
 
     def adapt_vocabulary(self) -> None:
         """Adapt the draft vocabulary to the traffic so far: the first records show few of its tokens."""
@@ -250,6 +264,7 @@ class Learner:
             "counters": asdict(self.counters),
             "next_gate": self.next_candidate,
             "random": self.replay.random_state(),
+            "value": self.value.state(),
         }
 
     def resume(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -264,7 +279,9 @@ class Learner:
             next_candidate = int(state["next_gate"])
             self.distiller.load_state_dict(tensors, state["distiller"])
             self.replay.set_random_state(state["random"])
-        except (KeyError, TypeError, AttributeError) as error:
+            if "value" in state:  # a checkpoint from before has none
+                self.value.resume(state["value"])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DistillerError(f"the learner's state cannot be read: {error!r}") from None
         self.counters = counters
         # A smaller steps_per_candidate than last time counts at once.

@@ -25,6 +25,7 @@ Kind = Literal[
     "drift",
     "keys_refused",
     "train_step",
+    "investment",
 ]
 
 MAX_EVENTS = 1000
@@ -55,7 +56,7 @@ class Events(RedisClient):
             raise ValueError("event figure 'time': the event has a time of its own")
         cut = {name: value[:MOST_TEXT] if isinstance(value, str) else value for name, value in figures.items()}
         event = {"time": time.time(), "kind": kind, "domain": domain, "version": version, **cut}
-        key = _STEPS if kind == "train_step" else _MILESTONES
+        key = _STEPS if kind in ("train_step", "investment") else _MILESTONES
         with self._client.pipeline(transaction=False) as pipe:
             pipe.lpush(key, msgspec.json.encode(event))
             pipe.ltrim(key, 0, MAX_EVENTS - 1)

@@ -1,16 +1,22 @@
-"""How busy replicas are: each reports its load to Redis, and the trainer reads when to pause."""
+"""How busy replicas are, and with what: each reports to Redis, and the trainer reads when to pause and what pays."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import msgspec
 from redis.exceptions import DataError
 
+from osd.metrics import RoundShare
 from osd.redis_client import RedisClient
 
 EXPIRY_MS = 2000
 """A replica that has not reported for so long is gone."""
 
-_KEY, _READ_KEY = "osd:load", "osd:load:read"
+ROUNDS_EXPIRY_MS = 10_000
+"""The same for the kinds of its rounds."""
+
+_KEY, _ROUNDS_KEY, _READ_KEY = "osd:load", "osd:rounds", "osd:load:read"
 
 # Reports carry the server's time: the clocks of replicas and trainer may differ.
 _REPORT = """
@@ -39,10 +45,15 @@ return fresh
 """
 
 
+_Said = TypeVar("_Said")
+
+
 class ReplicaLoad(msgspec.Struct, frozen=True):
     """What a replica does now: requests running and waiting, its drafter version, completion tokens per second.
 
     ``inter_token_ms`` is the mean time between two tokens of a request since the report before, 0 without tokens.
+    Since the replica started its forwards took ``forward_seconds``, and would have taken ``rest_seconds`` with the
+    machine to itself.
     """
 
     running: int
@@ -50,10 +61,16 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     drafter_version: int
     tokens_per_second: float
     inter_token_ms: float = 0.0
+    forward_seconds: float = 0.0
+    rest_seconds: float = 0.0
+
+
+Rounds = dict[str, list[RoundShare]]
+"""By domain of the drafters that could draft in them."""
 
 
 class ReplicaLoads(RedisClient):
-    """The loads of all replicas, in one Redis hash; each method is one round trip.
+    """The loads of all replicas and the kinds of their rounds, in two Redis hashes; each method is one round trip.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
@@ -68,16 +85,31 @@ class ReplicaLoads(RedisClient):
         """Report a replica's load; it stays for two seconds."""
         self._report(keys=[_KEY], args=[replica_id, msgspec.json.encode(load), EXPIRY_MS])
 
+    def report_rounds(self, replica_id: str, rounds: Rounds) -> None:
+        """Report what rounds a replica spends its time in; it stays for ten seconds."""
+        self._report(keys=[_ROUNDS_KEY], args=[replica_id, msgspec.json.encode(rounds), ROUNDS_EXPIRY_MS])
+
     def read(self) -> dict[str, ReplicaLoad]:
         """The loads of the replicas that reported within the last two seconds.
 
         Raises:
             redis.exceptions.RedisError: also when Redis takes no reports now.
         """
-        fields: list[bytes] = self._read(keys=[_KEY, _READ_KEY], args=[EXPIRY_MS])
+        return self._fresh(_KEY, EXPIRY_MS, ReplicaLoad)
+
+    def rounds(self) -> dict[str, Rounds]:
+        """The kinds of rounds of the replicas that reported them within the last ten seconds.
+
+        Raises:
+            redis.exceptions.RedisError: also when Redis takes no reports now.
+        """
+        return self._fresh(_ROUNDS_KEY, ROUNDS_EXPIRY_MS, Rounds)
+
+    def _fresh(self, key: str, expiry_ms: int, kind: type[_Said]) -> dict[str, _Said]:
+        fields: list[bytes] = self._read(keys=[key, _READ_KEY], args=[expiry_ms])
         try:
             return {
-                name.decode(): msgspec.json.decode(data, type=ReplicaLoad)
+                name.decode(): msgspec.json.decode(data, type=kind)
                 for name, data in zip(fields[::2], fields[1::2], strict=True)
             }
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

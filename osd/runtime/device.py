@@ -80,6 +80,11 @@ def one_core() -> None:
     torch.set_num_threads(1)
 
 
+def cores(count: int) -> int:
+    """How many cores a setting of ``count`` threads means, 0 for all of the machine."""
+    return count or os.cpu_count() or 1
+
+
 def several_cores(count: int) -> None:
     """Let the calling thread compute on ``count`` cores, 0 for all of the machine."""
-    torch.set_num_threads(count or os.cpu_count() or 1)
+    torch.set_num_threads(cores(count))

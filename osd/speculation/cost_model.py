@@ -87,7 +87,8 @@ class LiveCurve:
             noise: standard deviation of the logarithm of a measurement.
             spread: standard deviation of the logarithm of the shape, where nothing was seen for long.
         """
-        self._rest, self._known, self._seen = Curve(points or {1: 1.0}), bool(points), 0
+        self._measured = self._known = bool(points)
+        self._rest, self._seen = Curve(points or {1: 1.0}), 0
         self._noise, self._spread = noise**2, spread**2
         self._level, self._variance = 0.0, _LOAD if points else _ANYTHING
         self._shape = [0.0] * len(_SIZES)
@@ -101,6 +102,10 @@ class LiveCurve:
         return self._rest.at(count) * math.exp(
             self._level + sum(share * self._now(size)[0] for size, share in _near(count))
         )
+
+    def at_rest(self, count: int) -> float:
+        """The seconds that were measured at rest, 0 when none were."""
+        return self._rest.at(count) if self._measured else 0.0
 
     def unsure(self, count: int) -> bool:
         """Whether it is long ago that such a count was seen."""
@@ -164,6 +169,10 @@ class CostModel:
     def forward(self, rows: int) -> float:
         """A forward of the target with so many rows."""
         return self._forward.at(rows)
+
+    def at_rest(self, rows: int) -> float:
+        """The same on the machine at rest, as it was measured; 0 when it was not."""
+        return self._forward.at_rest(rows)
 
     def round(self, rows: int) -> float:
         """The same with all that a round does beside it but proposing: choosing, keeping and sending tokens."""

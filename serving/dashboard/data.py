@@ -89,8 +89,9 @@ def ledger(totals: Totals, domain: str) -> dict[str, Any]:
 
     Versions that are not counted apart any more are the one named "older".
     ``saved`` is ``plain - decode``, see ``osd.engine.savings``: seconds of the engine, on all the cores that it has.
-    ``training`` are CPU seconds of the trainer; those since the last version count in the total only. ``net`` is
-    ``saved - training``.
+    ``training`` are CPU seconds of the trainer and what rounds lost beside it, in all ``slowed``; those since the last
+    version count in the total only. ``net`` is ``saved - training``. ``payback`` are the seconds in service after which
+    a version, or everything, is expected to have paid; None where it never does, or nobody knows.
     """
     tokens, plain, decode = (
         {labels[1]: value for labels, value in totals.by_label(f"version_{name}").items() if labels[0] == domain}
@@ -102,9 +103,14 @@ def ledger(totals: Totals, domain: str) -> dict[str, Any]:
         saved, training = plain.get(version, 0.0) - decode.get(version, 0.0), spent.get(version, 0.0)
         rows.append({"version": version, "tokens": tokens.get(version, 0), "plain": plain.get(version, 0.0)})
         rows[-1] |= {"decode": decode.get(version, 0.0), "saved": saved, "training": training, "net": saved - training}
-    total = {name: sum(row[name] for row in rows) for name in ("tokens", "plain", "decode", "saved")}
-    total |= {"training": totals.spent.total, "net": total["saved"] - totals.spent.total}
-    return {"versions": rows, "unpublished": totals.spent.unpublished, "total": total}
+        rows[-1]["payback"] = None if isinstance(version, str) else totals.spent.payback(version)
+    total: dict[str, float | None] = {
+        name: sum(row[name] for row in rows) for name in ("tokens", "plain", "decode", "saved")
+    }
+    total |= {"training": totals.spent.total, "net": sum(row["saved"] for row in rows) - totals.spent.total}
+    total["payback"] = totals.spent.payback_of_all
+    unpublished, slowed = totals.spent.unpublished, totals.spent.slowed
+    return {"versions": rows, "unpublished": unpublished, "slowed": slowed, "total": total}
 
 
 def compose(

@@ -179,6 +179,7 @@ export function ledger({ ledger: { versions, unpublished, total } }) {
       cell.append(element("span", seconds(values[column]), mood));
       row.append(cell);
     }
+    row.append(element("td", values.payback == null ? "–" : `${whole(values.payback)} s`, "number"));
     return row;
   };
   const rows = [...versions].reverse().map((values) => line(values.version === "older" ? "older" : `v${values.version}`, values));

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from osd.learning.distiller import Distiller
+from osd.metrics import RoundShare
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.unit.learning.toys import Toy
 from trainer.executor import Local
@@ -122,4 +123,32 @@ def test_beside_running_requests_training_and_judging_take_their_duty_of_the_tim
     share = sum(took for began, took in worked if began > since) / seconds
     assert least < share < most, share
     assert worker.status()["gate"]
+    loads.close()
+
+
+def test_beside_requests_it_trains_only_where_their_rounds_are_worth_it_and_says_why(make_loop, eventually):
+    dear, cheap = ({"general": [RoundShare(4, 0, 0.9, costs)]} for costs in ((1.0, 9.0, 9.0), (1.0, 1.01, 1.02)))
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(40)
+    loads = ReplicaLoads(loop.url)
+
+    def serve(running, rounds):
+        loads.report("replica", ReplicaLoad(running, 0, 1, 100.0))
+        loads.report_rounds("replica", rounds)
+        return True
+
+    serve(8, dear)
+    worker = loop.start()
+    eventually(lambda: serve(8, dear) and "cost more" in worker.status()["detail"])
+    assert worker.status()["steps"] == 0
+    eventually(lambda: serve(0, dear) and worker.status()["steps"] > 3)
+    eventually(lambda: serve(8, dear) and "cost more" in worker.status()["detail"])
+    before = worker.status()["steps"]
+    assert worker.learner is not None
+    worker.learner.value.horizon.passed(80_000)
+    eventually(lambda: serve(8, cheap) and worker.status()["steps"] > before + 3)
+    told = [event for event in loop.events.recent() if event["kind"] == "investment"]
+    assert [event["pays"] for event in told] == [False, True, False, True]
+    assert [event["price"] for event in told] == [1.0, 0.0, 1.0, 1.0]
     loads.close()

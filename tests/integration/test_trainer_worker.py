@@ -52,9 +52,9 @@ def test_a_version_is_named_before_it_is_counted(make_loop, eventually, monkeypa
     told = []
     charge = CostMeter.published
 
-    def published(meter, version):
+    def published(meter, version, saving):
         told.append((worker.status()["published"], worker.status()["version"], version))
-        charge(meter, version)
+        charge(meter, version, saving)
 
     monkeypatch.setattr(CostMeter, "published", published)
     loop = make_loop()

@@ -128,13 +128,15 @@ def test_the_ledger_sets_what_serving_saved_against_what_training_took():
         for drafted_by, values in seconds.items()
         for name, value in zip(names, values, strict=True)
     }
-    shown = ledger(Totals(counters, [], Spent({2: 2.0, 3: 1.0}, 0.5)), "general")
+    shown = ledger(Totals(counters, [], Spent({2: 2.0, 3: 1.0}, 0.5, slowed=0.25, saving={2: 0.01, 3: 0.0})), "general")
     older, one, two, three = shown["versions"]
     assert (older["version"], older["tokens"], older["saved"], older["training"]) == ("older", 50, 1.0, 0.0)
     assert (one["version"], one["saved"], one["training"], one["net"]) == (1, -1.0, 0.0, -1.0)
     assert (two["version"], two["saved"], two["training"], two["net"]) == (2, 6.0, 2.0, 4.0)
     assert (three["version"], three["tokens"], three["saved"], three["net"]) == (3, 0, 0.0, -1.0)
-    assert shown["unpublished"] == 0.5
+    assert (shown["unpublished"], shown["slowed"]) == (0.5, 0.25)
+    assert [row["payback"] for row in shown["versions"]] == [None, None, 200.0, None]
     assert shown["total"] == {
         "tokens": 450, "plain": 22.0, "decode": 16.0, "saved": 6.0, "training": 3.5, "net": 2.5,
+        "payback": 350.0,
     }  # fmt: skip

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from osd.engine.counters import EngineLoad
@@ -28,7 +31,7 @@ TOTALS = Totals(
         "traces_dropped": 2,
     },
     [Report("r1", 1.0, 3, True, EngineLoad(4, 1), 0.002, {}, others={"code": 7})],
-    Spent({2: 4.0, 3: 6.0}, 1.5),
+    Spent({2: 4.0, 3: 6.0}, 1.5, slowed=1.0, saving={2: 0.0, 3: 0.05}),
 )
 
 
@@ -69,7 +72,11 @@ def test_prometheus_can_parse_it_and_ours_is_labelled():
     assert samples["osd_version_accepted_tokens_total", ("domain", "code"), ("version", "3")] == 4
     assert samples["osd_version_plain_seconds_total", ("domain", "general"), ("version", "3")] == 7.5
     assert samples["osd_version_decode_seconds_total", ("domain", "general"), ("version", "3")] == 5.0
-    assert samples["osd_training_cpu_seconds_total", ("domain", "general")] == 11.5
+    assert samples["osd_training_cpu_seconds_total", ("domain", "general")] == 10.5
+    assert samples["osd_training_slowed_seconds_total", ("domain", "general")] == 1.0
+    assert samples["osd_version_payback_seconds", ("domain", "general"), ("version", "2")] == math.inf
+    assert samples["osd_version_payback_seconds", ("domain", "general"), ("version", "3")] == pytest.approx(120)
+    assert samples["osd_payback_seconds", ("domain", "general")] == pytest.approx(230)
     assert samples["osd_version_training_cpu_seconds_total", ("domain", "general"), ("version", "3")] == 6.0
     assert samples["osd_running_requests", ("domain", "general"), ("replica", "r1")] == 4
     assert samples["osd_drafter_version", ("domain", "general"), ("replica", "r1")] == 3

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
-from osd.metrics import SpeculationCounts
+from osd.metrics import RoundShare, SpeculationCounts
 from serving.reporter import LOAD_SECONDS, Reporter, Switches
 
 
@@ -26,6 +26,9 @@ class Engine:
     def counters(self):
         return EngineCounters(**vars(self.counts))
 
+    def rounds(self):
+        return {"general": [RoundShare(1, 0, 0.5, (1.0, 1.1))]}
+
     def set_speculation(self, enabled):
         pass
 
@@ -34,10 +37,13 @@ class Loads:
     """Keeps every report with its time."""
 
     def __init__(self):
-        self.reported = []
+        self.reported, self.rounds = [], []
 
     def report(self, name, load):
         self.reported.append((time.monotonic(), load))
+
+    def report_rounds(self, name, rounds):
+        self.rounds.append((time.monotonic(), rounds))
 
 
 class Control:
@@ -62,6 +68,12 @@ def test_waiting_requests_are_told_at_once_and_that_none_waits_any_more_too(scen
         while not loads.reported or loads.reported[-1][1].waiting != waiting:
             assert time.monotonic() - changed < 0.08, "the load was reported too late"
             time.sleep(0.001)
+
+
+def test_the_rounds_that_the_time_goes_into_are_told_once_a_second(scene):
+    engine, loads, _ = scene
+    time.sleep(1.3)
+    assert [rounds for _, rounds in loads.rounds] == 2 * [engine.rounds()]
 
 
 def test_a_load_that_does_not_change_is_told_regularly(scene):

@@ -29,7 +29,7 @@ class Redis(Events):
     def __init__(self, *answers):
         self.answers = list(answers)
         self.moves = []
-        self.events, self.recalled = [], []
+        self.events, self.recalled, self.paybacks = [], [], []
 
     def get(self, domain):
         if self.moves:
@@ -48,6 +48,7 @@ class Redis(Events):
     def add(self, kind, domain, version, **figures):
         self.events.append((kind, version))
         self.recalled.append(figures.get("recall"))
+        self.paybacks.append(figures.get("payback_seconds"))
 
 
 def publisher_of(registry, redis, settings):
@@ -75,7 +76,13 @@ def propose(tmp_path):
         def judge(one, other):
             return gate.judge(one, other, lambda: batches)
 
-        return publisher.propose(candidate, judge, {"steps": 1}, ["aa"]), registry, publisher
+        return (
+            publisher.propose(
+                candidate, judge, lambda decision: {"trained_on": {"steps": 1}, "worth": {"payback_seconds": 9.0}}
+            ),
+            registry,
+            publisher,
+        )
 
     return run
 
@@ -85,8 +92,10 @@ def test_a_candidate_that_passes_is_published_and_put_in_service(propose):
     outcome, registry, _ = propose(redis)
     assert outcome.version == 2
     assert [move.stable for move in redis.moves] == [2]
-    assert registry.load("general", 2).manifest["parent"] == 1
+    manifest = registry.load("general", 2).manifest
+    assert (manifest["parent"], manifest["trained_on"]) == (1, {"steps": 1})
     assert redis.events == [("published", 2)]
+    assert redis.paybacks == [9.0]
 
 
 def test_a_pointer_that_somebody_moved_during_the_evaluation_is_left_alone(propose):
@@ -214,7 +223,7 @@ def test_a_decision_of_somebody_else_is_left_alone(canary):
 
 def test_while_a_canary_is_on_trial_the_next_candidate_waits(canary):
     publisher, registry, _ = canary
-    outcome = publisher.propose(Toy(), lambda: [], {"steps": 2}, [])
+    outcome = publisher.propose(Toy(), lambda: [], lambda decision: {})
     assert outcome.decision.waits
     assert outcome.decision.reason == "version 2 is still a canary"
     assert len(registry.list("general")) == 2

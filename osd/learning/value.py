@@ -1,0 +1,314 @@
+"""What training is worth: what a better drafter would save at the present traffic, against what learning it costs.
+
+    length(x) = length(0) + b (1 - exp(-x / t))            tokens per round after x CPU seconds of learning
+    G = sum over rounds of share (S / S(before) - S / S(after))    seconds saved in each second
+    train the next L seconds if  threads (H - L / pace) G > price L
+
+S is the tokens per second of a kind of round at the length in service, with the number of drafted tokens that gives the
+most; H the seconds for which the traffic is expected to stay as it is. Several L are looked at, and one that pays is
+enough: a drafter too weak to be asked at all brings nothing at first. As the curve is concave, this is the rule
+``H dG/dx > price / threads`` wherever the first seconds count as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from osd.learning.gate import GateDecision
+from osd.metrics import RoundShare
+
+SLICE = 30.0
+"""CPU seconds of learning between two looks, and before the first candidate."""
+
+_LOOKS = tuple(SLICE * 2**n for n in range(6))
+_TIMES = np.geomspace(10.0, 3000.0, 24)
+"""CPU seconds t in which a drafter may learn all but 1 / e of what there is."""
+
+_GAIN, _SECONDS, _SPREAD = 0.5, 150.0, 1.0
+"""Expected of a drafter that nothing is known of: tokens per round to gain, in how long, and how far that may be off.
+
+The gain is uncertain by its own size, the logarithm of the seconds by ``_SPREAD``.
+"""
+
+_ERROR = 0.01
+"""Tokens per round that a gate may be off even where all records say the same."""
+
+_POINTS = 32
+
+_BEGUN, _DAY = 600.0, 86_400.0
+
+_JUDGING = 3.0
+"""CPU seconds that gates of a slice are taken for before any was seen."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The rounds of one domain's drafter as they are now, where it gives ``length`` tokens per round in service.
+
+    A drafter of a length is taken for one that is accepted alike at each of ``depth`` places.
+    """
+
+    rounds: Sequence[RoundShare]
+    depth: int
+    length: float
+
+    def saving_rate(self, before: float, after: float) -> float:
+        """Seconds of the engine that ``after`` tokens per round save in each second, against ``before``."""
+        return sum(
+            one.share * self._speed(one, self.length) * (1 / self._speed(one, before) - 1 / self._speed(one, after))
+            for one in self.rounds
+        )
+
+    def _speed(self, one: RoundShare, length: float) -> float:
+        """Tokens a second of such rounds, where each stream drafts as many tokens as give the most."""
+        chances = [alike(length, self.depth) ** place for place in range(1, len(one.seconds))]
+        lengths = accumulate(chances, initial=1.0)
+        return max(one.streams * tokens / seconds for tokens, seconds in zip(lengths, one.seconds, strict=True))
+
+
+def alike(length: float, depth: int) -> float:
+    """The acceptance, the same at each of ``depth`` places, that gives chains of this expected length."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if chain_length(middle, depth) < length else (low, middle)
+    return (low + high) / 2
+
+
+def chain_length(acceptance: float, depth: int) -> float:
+    """Tokens per round, the bonus token included, of chains that are accepted alike at each of ``depth`` places."""
+    return sum(acceptance**place for place in range(depth + 1))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A gate: tokens per round gained after so many CPU ``seconds`` of learning, known up to ``error``."""
+
+    seconds: float
+    gained: float
+    error: float
+
+
+class LearningCurve:
+    """Tokens per round gained, ``b (1 - exp(-x / t))``, as far as the gates tell.
+
+    For each t of a grid, b has a normal distribution that the points sharpen; what the points say of t weighs the grid.
+    So a curve without any is what is expected beforehand, and three or more points all but determine it.
+    """
+
+    def __init__(self, gain: float = _GAIN, seconds: float = _SECONDS, points: Sequence[Point] = ()) -> None:
+        """Expect to gain ``gain``, most of it within ``seconds``; ``points`` are what was seen."""
+        self.expected_gain, self.expected_seconds = gain, seconds
+        self.points = list(points)
+
+    def add(self, point: Point) -> None:
+        """Take in a gate; of many the latest are kept."""
+        self.points = [*self.points, point][-_POINTS:]
+
+    def gained(self, seconds: float) -> float:
+        """Tokens per round expected to be gained after so many seconds in all."""
+        weights, gains = self._posterior()
+        return float((weights * gains * -np.expm1(-seconds / _TIMES)).sum())
+
+    @property
+    def most(self) -> float:
+        """All that is expected to be gained in the end."""
+        weights, gains = self._posterior()
+        return float((weights * gains).sum())
+
+    @property
+    def seconds(self) -> float:
+        """Within how many seconds all of that but 1 / e."""
+        return float(np.exp((self._posterior()[0] * np.log(_TIMES)).sum()))
+
+    def _posterior(self) -> tuple[np.ndarray, np.ndarray]:
+        """How probable each t is, and the gain expected with it, never below 0; [times] both."""
+        x, y = (np.array([getattr(point, name) for point in self.points]) for name in ("seconds", "gained"))
+        variance = np.array([point.error**2 + _ERROR**2 for point in self.points])
+        shape = -np.expm1(-x / _TIMES[:, None])  # [times, points]
+        prior = self.expected_gain**2
+        precision = 1 / prior + (shape**2 / variance).sum(1)
+        mean = (self.expected_gain / prior + (shape * y / variance).sum(1)) / precision
+        # The evidence: what is left of the squares, and how much room the prior left (Bishop 2006, 3.86).
+        left = ((y - mean[:, None] * shape) ** 2 / variance).sum(1) + (mean - self.expected_gain) ** 2 / prior
+        off = np.log(_TIMES / self.expected_seconds) / _SPREAD
+        log = -0.5 * (left + np.log(precision) + off**2)
+        weights = np.exp(log - log.max())
+        spread = precision**-0.5
+        ratio = mean / spread
+        inside = np.array([0.5 * math.erfc(-one / math.sqrt(2)) for one in ratio])
+        gains = mean * inside + spread * np.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)  # of max(b, 0)
+        return weights / weights.sum(), gains
+
+
+class Horizon:
+    """For how long the traffic is expected to stay as it is: as long again as it has, on average of its alarms.
+
+    It is told what passes, and forgets it within a day: ``(observed + 600) / (alarms + 1)`` seconds, at most a day.
+    """
+
+    def __init__(self, observed: float = 0.0, alarms: float = 0.0) -> None:
+        self.observed, self.alarms = observed, alarms
+
+    def passed(self, seconds: float) -> None:
+        """So many seconds went by."""
+        kept = math.exp(-seconds / _DAY)
+        self.observed, self.alarms = kept * self.observed + seconds, kept * self.alarms
+
+    def alarm(self) -> None:
+        """Acceptance fell."""
+        self.alarms += 1
+
+    @property
+    def seconds(self) -> float:
+        """The seconds expected."""
+        return min((self.observed + _BEGUN) / (self.alarms + 1), _DAY)
+
+
+@dataclass(frozen=True)
+class Investment:
+    """Whether the next ``seconds`` of learning pay, and all numbers of the decision.
+
+    Attributes:
+        pays: whether what they earn is more than they cost; what costs nothing pays.
+        seconds: CPU seconds of learning that were looked ahead.
+        gain: tokens per round expected to be gained in them.
+        saving_rate: seconds of the engine that this saves in each second.
+        horizon: seconds for which the traffic is expected to stay.
+        price: what a CPU second of training costs, in seconds of a core.
+        earns: seconds of a core saved until the horizon.
+        costs: seconds of a core, gates included.
+    """
+
+    pays: bool
+    seconds: float
+    gain: float
+    saving_rate: float
+    horizon: float
+    price: float
+    earns: float
+    costs: float
+
+    def figures(self) -> dict[str, Any]:
+        """The numbers as JSON, for an event."""
+        return {name: value if isinstance(value, bool) else round(value, 6) for name, value in vars(self).items()}
+
+
+class Value:
+    """What is known of a drafter's learning, and what more of it is worth.
+
+    ``seconds`` were learned since the curve began, which it does anew when acceptance falls, and after so many records
+    without a gate that nothing older can be relied on. ``length`` is what the drafter in service gives, None before the
+    first gate.
+    """
+
+    def __init__(self, depth: int, stale: int) -> None:
+        """Of chains of ``depth`` tokens; what gates said is stale after ``stale`` further records."""
+        self._depth, self._stale = depth, stale
+        self.curve, self.horizon = LearningCurve(), Horizon()
+        self.seconds, self.length = 0.0, 1.0
+        self._level, self._unseen = 0.0, 0  # gained by what is in service; records since the last gate
+        self._learned, self._judged = 0.0, 0.0  # CPU seconds of all time
+
+    def learned(self, seconds: float) -> None:
+        """So many CPU seconds went into micro-steps."""
+        self.seconds += seconds
+        self._learned += seconds
+
+    def charged(self, seconds: float) -> None:
+        """So many CPU seconds went into gates and publishing."""
+        self._judged += seconds
+
+    def arrived(self) -> None:
+        """A record came."""
+        self._unseen += 1
+        if self._unseen >= self._stale:
+            self._restart((self.curve.most + _GAIN) / 2)
+
+    def drifted(self, before: float, now: float) -> None:
+        """Acceptance per tested token fell: at least what was lost can be gained again."""
+        self.horizon.alarm()
+        lost = chain_length(before, self._depth) - chain_length(now, self._depth)
+        self.length = max(self.length - lost, 1.0)
+        self._restart(max(lost, self.curve.most))
+
+    def judged(self, decision: GateDecision) -> None:
+        """Take in what a gate said of a candidate beside the drafter in service."""
+        if decision.candidate is None or decision.baseline is None:
+            return
+        candidate, baseline = (side.length_beside_recall for side in (decision.candidate, decision.baseline))
+        if not (math.isfinite(candidate) and math.isfinite(baseline)):
+            return
+        gained, error = self._level + candidate - baseline, self._depth * decision.error
+        self.curve.add(Point(self.seconds, gained, error))
+        self.length, self._unseen = baseline, 0
+        if decision.passed:
+            self.length, self._level = candidate, gained
+
+    @property
+    def overhead(self) -> float:
+        """CPU seconds of gates and publishing for each of learning."""
+        return (self._judged + _JUDGING) / (self._learned + SLICE)
+
+    def traffic(self, rounds: Sequence[RoundShare]) -> Traffic:
+        """The present ``rounds`` with the drafter in service."""
+        return Traffic(rounds, self._depth, self.length)
+
+    def invest(self, rounds: Sequence[RoundShare], price: float, threads: int, pace: float) -> Investment:
+        """Decide on the next slice.
+
+        Args:
+            rounds: of this domain's drafter at present.
+            price: of a CPU second of training, in seconds of a core.
+            threads: cores of the engine.
+            pace: CPU seconds of training a second.
+        """
+        traffic, horizon = self.traffic(rounds), self.horizon.seconds
+
+        def look(seconds: float) -> Investment:
+            gain = self.curve.gained(self.seconds + seconds) - self._level
+            rate = traffic.saving_rate(self.length, self.length + gain)
+            computed = seconds * (1 + self.overhead)
+            earns = threads * max(horizon - computed / pace, 0.0) * max(rate, 0.0)
+            costs = price * computed
+            return Investment(costs == 0 or earns > costs, seconds, gain, rate, horizon, price, earns, costs)
+
+        return max(map(look, _LOOKS), key=lambda one: (one.pays, one.earns - one.costs))
+
+    def state(self) -> dict[str, Any]:
+        """All of it as JSON, for ``resume``."""
+        curve = self.curve
+        return {
+            "expected": [curve.expected_gain, curve.expected_seconds],
+            "points": [[point.seconds, point.gained, point.error] for point in curve.points],
+            "horizon": [self.horizon.observed, self.horizon.alarms],
+            "spent": [self.seconds, self._learned, self._judged],
+            "served": [self.length, self._level],
+            "unseen": self._unseen,
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state`` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it cannot be read; nothing changes.
+        """
+        gain, seconds = map(float, state["expected"])
+        curve = LearningCurve(gain, seconds, [Point(*map(float, point)) for point in state["points"]])
+        observed, alarms = map(float, state["horizon"])
+        learning, learned, judged = map(float, state["spent"])
+        length, level = map(float, state["served"])
+        self._unseen, self.curve, self.horizon = int(state["unseen"]), curve, Horizon(observed, alarms)
+        self.seconds, self._learned, self._judged = learning, learned, judged
+        self.length, self._level = length, level
+
+    def _restart(self, gain: float) -> None:
+        """Begin a curve on which ``gain`` is expected, as fast as on the one before."""
+        self.curve = LearningCurve(max(gain, _ERROR), self.curve.seconds)
+        self.seconds, self._level, self._unseen = 0.0, 0.0, 0

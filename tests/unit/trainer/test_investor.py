@@ -1,0 +1,103 @@
+"""The shell around the learner's value: what replicas report, the price of the moment, and who is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from osd.config import Settings
+from osd.learning.value import LearningCurve, Value
+from osd.metrics import RoundShare
+from tests.unit.learning.test_value import decision
+from trainer import investor
+from trainer.investor import Investor
+
+WORTHLESS = {"r1": {"general": [RoundShare(8, 0, 0.9, (1.0, 3.0, 5.0, 7.0))]}}
+DEAR = {"r1": {"general": [RoundShare(1, 0, 0.5, (1.0, 1.1, 1.2, 1.3))]}}
+
+
+class Scene:
+    def __init__(self, monkeypatch, said, beside=True, **trainer):
+        self.now, self.said, self.told, self.reads = 0.0, said, [], 0
+        monkeypatch.setattr(investor.time, "monotonic", lambda: self.now)
+        settings = Settings(trainer=trainer, engine={"threads": 2})  # type: ignore[arg-type]
+        self.learner = SimpleNamespace(value=Value(3, 1000), next_candidate=100)
+        self.learner.value.curve = LearningCurve(gain=2.0, seconds=100)
+        self.learner.value.horizon.passed(40_000)
+        self.capacity, self.slowing = SimpleNamespace(beside_requests=beside), SimpleNamespace(per_second=0.0)
+        self.it = Investor(settings, self, self.capacity, self.slowing, self.told.append)  # type: ignore[arg-type]
+
+    def rounds(self):
+        self.reads += 1
+        if self.said is None:
+            raise RedisConnectionError("gone")
+        return self.said
+
+    def pays(self, passed=0.0):
+        self.now += passed
+        return self.it.pays(self.learner)
+
+
+def test_it_trains_beside_requests_where_that_pays_and_freely_while_none_runs(monkeypatch):
+    assert Scene(monkeypatch, DEAR).pays()
+    scene = Scene(monkeypatch, WORTHLESS)
+    assert not scene.pays()
+    scene.capacity.beside_requests = False
+    assert scene.pays()
+    assert not Scene(monkeypatch, WORTHLESS, beside=False, price_idle=0.5).pays()
+
+
+def test_what_its_rounds_lose_is_part_of_the_price(monkeypatch):
+    scene = Scene(monkeypatch, DEAR)
+    scene.slowing.per_second = 1.5
+    scene.pays()
+    assert scene.told[0].price == 1 + 2 * 1.5
+    scene = Scene(monkeypatch, WORTHLESS, price=0)
+    scene.slowing.per_second = 1.5
+    assert scene.pays(), "training that is free beside requests too, as on a machine of its own"
+
+
+def test_until_a_replica_says_what_its_rounds_are_training_goes_on(monkeypatch):
+    for nothing in (None, {}):
+        scene = Scene(monkeypatch, nothing)
+        assert scene.pays()
+        assert scene.told == []
+    scene.said = {"r1": {"code": DEAR["r1"]["general"]}}
+    assert not scene.pays(1.0), "what this domain's drafter does is known now: nothing"
+
+
+def test_replicas_are_asked_once_a_second_and_the_last_answer_stays_without_redis(monkeypatch):
+    scene = Scene(monkeypatch, WORTHLESS)
+    for _ in range(5):
+        assert not scene.pays(0.1)
+    assert scene.reads == 1
+    scene.said = None
+    assert not scene.pays(1.0)
+    assert scene.reads == 2
+    assert scene.learner.value.horizon.observed > 600
+
+
+def test_a_decision_is_told_with_its_numbers_when_it_changes_and_after_each_gate(monkeypatch):
+    scene = Scene(monkeypatch, WORTHLESS)
+    scene.pays()
+    scene.pays(2.0)
+    assert len(scene.told) == 1
+    scene.learner.next_candidate = 200
+    scene.pays(2.0)
+    scene.said = DEAR
+    scene.pays(2.0)
+    assert [one.pays for one in scene.told] == [False, False, True]
+    assert {"gain", "saving_rate", "horizon", "price", "earns", "costs"} <= scene.told[-1].figures().keys()
+
+
+def test_a_manifest_says_what_a_version_is_expected_to_save_in_seconds_of_a_core(monkeypatch):
+    scene = Scene(monkeypatch, DEAR)
+    assert scene.it.worth(scene.learner, decision(1.5, 2.0)) == {}
+    scene.pays()
+    scene.learner.value.length = 1.5
+    found = scene.it.worth(scene.learner, decision(1.5, 2.0))
+    rate = scene.learner.value.traffic(DEAR["r1"]["general"]).saving_rate(1.5, 2.0)
+    assert found["saving_rate"] == pytest.approx(2 * rate, abs=1e-6)
+    assert rate > 0.05
