@@ -151,7 +151,7 @@ class OfflineAcceptance:
     def _open(self, slot: int, index: int, trace: Trace) -> _Text:
         prompt, completion = trace.prompt_ids.numpy().tolist(), trace.completion_ids.numpy().tolist()
         request = Request(trace.request_id, tuple(prompt), self._tokens, SamplingParams(temperature=0))
-        sequence = Running(request, self._policy, lambda update: None, self._tokenizer, trace.domain)
+        sequence = Running(request, self._policy, lambda update: None, self._tokenizer, trace.domain, frozenset())
         sequence.slot = slot
         hidden = None
         if self._reads_hidden and trace.hidden is not None:
