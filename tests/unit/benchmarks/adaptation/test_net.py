@@ -304,7 +304,7 @@ def test_the_plots_show_acceptance_and_speed_of_every_way(tmp_path):
         (["--requests", "33"], "there are 32 distinct prompts for 33 requests"),
         (["--requests", "32"], "there are 20 arrivals for 32 requests"),
         (["--arrivals", "nowhere.csv"], "cannot read nowhere.csv"),
-        (["--before", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--before", "nowhere.jsonl"], "nowhere.jsonl is neither a file nor one of unittest, stdlib, pydoc"),
         (["--markdown", "/nowhere/a.md"], "--markdown: cannot write /nowhere/a.md"),
         (["--plot", "a.png"], "--plot: the name must end with .svg, not a.png"),
     ],
