@@ -115,8 +115,10 @@ class Capacity:
     def working(self) -> Generator[None]:
         """Take note of the work inside, to rest after it."""
         began, before = time.monotonic(), self._clock()
-        yield
-        self._began, self._worked = began, self._clock() - before
+        try:
+            yield
+        finally:
+            self._began, self._worked = began, self._clock() - before
 
     def fit(self) -> float:
         """Adapt ``tokens`` to how much the last work was, a micro-step; returns its seconds."""

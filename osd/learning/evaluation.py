@@ -105,49 +105,73 @@ class ExpectedAcceptance(Metric):
         return self.accepted / self.weights.clamp(min=1e-9)
 
 
-@torch.inference_mode()
-def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, divergence: str) -> GateFigures:
-    """Evaluate a drafter over a chain of ``depth`` tokens on the distributions that verification captured.
+class Evaluation:
+    """Evaluates a drafter over a chain of ``depth`` tokens on the distributions that verification captured.
 
     Positions count by their weights. The drafter stays as it is, in its mode too. The same batches in the same order
     make figures that can be paired.
     """
-    index = draft_index(drafter.draft_ids)
-    expected = ExpectedAcceptance(depth)
-    divergences = MeanMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
-    overlaps, groups, weights = [], [], []
-    sequences = 0
-    training = drafter.training
-    drafter.eval()
-    try:
-        for batch in batches:
-            valid = torch.stack([batch.rows_at(d) for d in range(depth)], 1)  # [N, depth]
-            accepted = torch.zeros(valid.shape, dtype=torch.float64)
-            for d, logits in enumerate(drafter.unroll(batch, depth)):
-                events = overlap(logits, batch.target_ids, batch.target_logp, batch.target_tail, index)
-                if d == 0:
-                    divergences.update(DIVERGENCES[divergence](events)[valid[:, 0]].double())
-                accepted[:, d] = events.accepted().double()
-            weight = torch.ones(len(valid), dtype=torch.float64) if batch.weight is None else batch.weight
-            expected.update(accepted, valid, weight)
-            accepted = torch.where(valid, accepted, 0.0)
-            seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
-            overlaps.append((accepted.sum(1) / valid.sum(1).clamp(min=1) * weight)[seen])
-            weights.append(weight[seen])
-            groups.append((batch.sequence + sequences)[seen])
-            sequences += len(batch.lengths)
-    finally:
-        drafter.train(training)
-    if not overlaps:
+
+    def __init__(self, drafter: Trainable, depth: int, divergence: str) -> None:
+        """Begin with nothing."""
+        self._drafter, self._depth, self._divergence = drafter, depth, DIVERGENCES[divergence]
+        self._index = draft_index(drafter.draft_ids)
+        self._expected = ExpectedAcceptance(depth)
+        self._divergences = MeanMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
+        self._overlaps: list[Tensor] = []
+        self._groups: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self.positions = self.sequences = 0
+
+    @torch.inference_mode()
+    def add(self, batch: DistillBatch) -> Tensor:
+        """Take in a batch; returns the mean of ``GateFigures.overlaps`` of each sequence that has positions."""
+        training = self._drafter.training
+        self._drafter.eval()
+        try:
+            logits = self._drafter.unroll(batch, self._depth)
+        finally:
+            self._drafter.train(training)
+        valid = torch.stack([batch.rows_at(d) for d in range(self._depth)], 1)  # [N, depth]
+        accepted = torch.zeros(valid.shape, dtype=torch.float64)
+        for d, level in enumerate(logits):
+            events = overlap(level, batch.target_ids, batch.target_logp, batch.target_tail, self._index)
+            if d == 0:
+                self._divergences.update(self._divergence(events)[valid[:, 0]].double())
+            accepted[:, d] = events.accepted().double()
+        weight = torch.ones(len(valid), dtype=torch.float64) if batch.weight is None else batch.weight
+        self._expected.update(accepted, valid, weight)
+        accepted = torch.where(valid, accepted, 0.0)
+        seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
+        overlaps = (accepted.sum(1) / valid.sum(1).clamp(min=1) * weight)[seen]
+        sequence = batch.sequence[seen]
+        self._overlaps.append(overlaps)
+        self._weights.append(weight[seen])
+        self._groups.append(sequence + self.sequences)
+        self.sequences += len(batch.lengths)
+        self.positions += len(overlaps)
+        count = torch.bincount(sequence, minlength=len(batch.lengths))
+        return (torch.bincount(sequence, overlaps, minlength=len(count)) / count)[count > 0]
+
+    def figures(self) -> GateFigures:
+        """The figures of all batches so far."""
+        if not self._overlaps:
+            return GateFigures(
+                0, (0.0,) * self._depth, 0.0, torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+            )
         return GateFigures(
-            0, (0.0,) * depth, 0.0, torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+            positions=self.positions,
+            per_depth=tuple(self._expected.compute().view(self._depth).tolist()),
+            divergence=float(self._divergences.compute()) if self.positions else 0.0,
+            overlaps=torch.cat(self._overlaps),
+            groups=torch.cat(self._groups),
+            weight=float(torch.cat(self._weights).mean()) if self.positions else 1.0,
         )
-    worth = torch.cat(overlaps)
-    return GateFigures(
-        positions=len(worth),
-        per_depth=tuple(expected.compute().view(depth).tolist()),
-        divergence=float(divergences.compute()) if len(worth) else 0.0,
-        overlaps=worth,
-        groups=torch.cat(groups),
-        weight=float(torch.cat(weights).mean()) if len(worth) else 1.0,
-    )
+
+
+def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, divergence: str) -> GateFigures:
+    """The figures of a drafter over all ``batches``; see ``Evaluation``."""
+    evaluation = Evaluation(drafter, depth, divergence)
+    for batch in batches:
+        evaluation.add(batch)
+    return evaluation.figures()

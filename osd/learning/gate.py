@@ -10,7 +10,8 @@ import torch
 
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
-from osd.learning.evaluation import GateFigures, evaluate
+from osd.learning.evaluation import Evaluation, GateFigures
+from osd.learning.sequential import PairedTest
 
 _TOLERANCE = 0.005
 """Largest drop of acceptance that is taken for noise, however large the standard error."""
@@ -60,15 +61,27 @@ class Gate:
     def judge(
         self, candidate: Trainable, baseline: Trainable, batches: Callable[[], Iterable[DistillBatch]]
     ) -> GateDecision:
-        """Evaluate both and decide; ``batches`` gives the held-out positions anew at each call."""
+        """Evaluate both and decide; ``batches`` gives the held-out positions, as many as are asked for.
+
+        Both sides see a batch before the next one is asked for. With enough positions, the rest is left out as soon as
+        a test that may be looked at after every record is clear (``osd.learning.sequential``), unless the figures so
+        far contradict it.
+        """
         for name, weight in candidate.weights().items():
             if not torch.isfinite(weight).all():
                 return GateDecision(False, False, f"weight {name} has a number that is not finite")
-        first = evaluate(candidate, batches(), self.depth, self.divergence)
+        first, second = (Evaluation(drafter, self.depth, self.divergence) for drafter in (candidate, baseline))
+        test = PairedTest()
+        for batch in batches():
+            test.add((first.add(batch) - second.add(batch)).tolist())
+            if test.better is not None and first.positions >= self.min_positions:
+                decision = self.decide(first.figures(), second.figures())
+                if decision.passed == (test.better == "first"):
+                    return decision
         if first.positions < self.min_positions:
             reason = f"not enough held-out records: {first.positions} positions of {self.min_positions}"
-            return GateDecision(False, True, reason, first)
-        return self.decide(first, evaluate(baseline, batches(), self.depth, self.divergence))
+            return GateDecision(False, True, reason, first.figures())
+        return self.decide(first.figures(), second.figures())
 
     def decide(self, candidate: GateFigures, baseline: GateFigures) -> GateDecision:
         """Compare figures of the same positions."""

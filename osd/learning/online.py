@@ -20,7 +20,7 @@ from osd.learning.drift import Drift
 from osd.learning.gate import MIN_POSITIONS, Gate, GateDecision
 from osd.learning.recalled import Recalled
 from osd.learning.replay import Added, Replay, Sample
-from osd.learning.value import Value
+from osd.learning.value import SLICE, Value
 
 ENOUGH_TOKENS = 2 * MIN_POSITIONS
 """Completion tokens until which more is held out than ``trainer.held_out`` says."""
@@ -213,8 +213,11 @@ class Learner:
         return Learned(step, positions, fresh)
 
     def worked(self, seconds: float) -> None:
-        """The last micro-step took so many CPU seconds."""
+        """The last micro-step took so many CPU seconds; after the first 30, and after 30 since a fall, one is due."""
+        begun = self.value.seconds
         self.value.learned(seconds)
+        if begun < SLICE <= self.value.seconds:
+            self.next_candidate = min(self.next_candidate, self.distiller.steps)
 
     def drifted(self, drift: Drift) -> None:
         """Acceptance fell: what is new is to be learned at once, and there is more to gain than before."""

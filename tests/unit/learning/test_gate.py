@@ -42,6 +42,35 @@ def test_a_worse_drafter_is_rejected_with_the_reason():
     assert "acceptance per position fell" in verdict.reason
 
 
+class Given:
+    """Held-out records, as many as are asked for."""
+
+    def __init__(self, records):
+        self.records, self.asked = records, 0
+
+    def __call__(self):
+        for batch in held_out(self.records):
+            self.asked += 1
+            yield batch
+
+
+@pytest.mark.parametrize(("one", "other", "passed"), [(0.9, 0.1, True), (0.1, 0.9, False)])
+def test_what_is_clear_is_decided_before_all_records_were_looked_at(one, other, passed):
+    given = Given(60)
+    verdict = GATE.judge(drafter(one), drafter(other), given)
+    assert (verdict.passed, verdict.waits) == (passed, False)
+    assert 4 <= given.asked <= 25, "and not before there are enough positions"
+    assert verdict.candidate is not None
+    assert verdict.baseline is not None
+    assert verdict.candidate.positions == verdict.baseline.positions == 30 * given.asked
+
+
+def test_what_is_not_clear_is_decided_by_all_records():
+    given = Given(20)
+    assert GATE.judge(drafter(0.5), drafter(0.5), given).passed
+    assert given.asked == 20
+
+
 def test_the_same_drafter_passes():
     assert GATE.judge(drafter(0.5), drafter(0.5), held_out).passed
 

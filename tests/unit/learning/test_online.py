@@ -11,6 +11,7 @@ import torch
 from osd.config import TrainerSettings
 from osd.drafters.base import DrafterError
 from osd.learning.distiller import Distiller, DistillerError
+from osd.learning.drift import Drift
 from osd.learning.gate import Gate
 from osd.learning.online import PASSES, Learner, Local, empty_replay
 from osd.learning.replay import is_held_out
@@ -133,6 +134,24 @@ def test_what_it_learns_passes_the_gate_against_what_it_began_with_and_not_the_o
     it.distiller.load_weights(begun.weights())
     worse = it.propose(better)
     assert (worse.passed, worse.waits) == (False, False)
+
+
+def test_the_first_candidate_is_due_after_thirty_cpu_seconds_and_one_after_each_fall():
+    it = fed(steps_per_candidate=10_000)
+    for _ in range(5):
+        assert not it.due
+        it.step(TOKENS, Local())
+        it.worked(6.5)
+    assert it.due
+    it.propose(Toy())
+    it.step(TOKENS, Local())
+    it.worked(100.0)
+    assert not it.due
+    it.drifted(Drift("general", 1, before=0.7, now=0.4))
+    it.worked(29.0)
+    assert not it.due
+    it.worked(1.0)
+    assert it.due
 
 
 def test_a_candidate_has_all_that_was_gathered():
