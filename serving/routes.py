@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's paths, the tokenizer, health, metrics, and the dashboard."""
+"""The HTTP application: OpenAI's paths that generate, the tokenizer's, and those of the other files of this folder."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-import osd
-from osd.config import tenant_of
 from osd.engine.policy import Policy
 from osd.engine.request import Request as Sequence
 from osd.engine.request import SamplingParams, Update
-from serving import dashboard, errors, prometheus
+from serving import dashboard, errors
 from serving.access.budget_guard import BudgetGuard
 from serving.access.caller import Caller, caller_of
 from serving.access.guard import KeyGuard
 from serving.admin import AdminRoutes
-from serving.errors import ApiError, invalid
+from serving.errors import invalid
 from serving.generation import Disconnected, Generation, seed_of
 from serving.hosts import HostGuard, allowed_hosts
 from serving.limits import (
@@ -37,6 +35,7 @@ from serving.limits import (
     policy_of,
     read_body,
 )
+from serving.model_routes import ModelRoutes
 from serving.responses import Answer, EventStream, Logprobs, collect, events
 from serving.schemas import (
     ChatRequest,
@@ -46,7 +45,8 @@ from serving.schemas import (
     Message,
     TokenizeRequest,
 )
-from serving.service import ChatTemplateError, Model, Service
+from serving.server_routes import ServerRoutes
+from serving.service import ChatTemplateError, Service
 from serving.tokenizing import Tokenizing
 
 COMPLETION_TOKENS = 16
@@ -59,9 +59,10 @@ def create_app(service: Service) -> FastAPI:
     """The application in front of one replica."""
     app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)
-    app.include_router(Routes(service).router)
+    models = ModelRoutes(service)
+    for routes in (Routes(service, models), models, ServerRoutes(service), AdminRoutes(service)):
+        app.include_router(routes.router)
     app.include_router(dashboard.router(service))
-    app.include_router(AdminRoutes(service).router)
     # The one that is added last sees a request first.
     app.add_middleware(BudgetGuard, budgets=service.access.budgets)
     app.add_middleware(KeyGuard, keyring=service.access.keyring, open_paths=dashboard.OPEN_PATHS)
@@ -88,8 +89,8 @@ class Asked:
 class Routes:
     """Handlers over one service; all state is the counts of arriving requests and of admitted sequences."""
 
-    def __init__(self, service: Service) -> None:
-        self.service, self.limits = service, service.settings.serving
+    def __init__(self, service: Service, models: ModelRoutes) -> None:
+        self.service, self.limits, self._models = service, service.settings.serving, models
         self.admission = Admission(self.limits.max_queue)
         self.arrivals = Arrivals(self.limits.max_queue, max(ARRIVING_BYTES, self.limits.max_body_bytes))
         self.tokenizing = Tokenizing()
@@ -97,14 +98,8 @@ class Routes:
         add = self.router.add_api_route
         add("/v1/chat/completions", self.chat, methods=["POST"])
         add("/v1/completions", self.complete, methods=["POST"])
-        add("/v1/models", self.models, methods=["GET"])
-        add("/v1/models/{model:path}", self.model, methods=["GET"])
         add("/tokenize", self.tokenize, methods=["POST"])
         add("/detokenize", self.detokenize, methods=["POST"])
-        add("/health", self.health, methods=["GET"])
-        add("/load", self.load, methods=["GET"])
-        add("/version", self.version, methods=["GET"])
-        add("/metrics", self.metrics, methods=["GET"])
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -124,16 +119,6 @@ class Routes:
             asked = await self._asked(body, prompts, domain)
         return await self._generate(request, asked, COMPLETION_TOKENS)
 
-    async def models(self, request: Request) -> Response:
-        """``GET /v1/models``: the model, and the same with each of the caller's domains that has a drafter."""
-        domains = await self._domains(caller_of(request).tenant)
-        cards = [_card(self.service.model, domain) for domain in (None, *domains)]
-        return JSONResponse({"object": "list", "data": cards})
-
-    async def model(self, request: Request, model: str) -> Response:
-        """``GET /v1/models/{id}``."""
-        return JSONResponse(_card(self.service.model, await self._domain_of(model, caller_of(request).tenant)))
-
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
         with self.arrivals.one() as arrived:
@@ -152,35 +137,12 @@ class Routes:
             text = await self.tokenizing.run(len(body.tokens), self.service.decode, body.tokens)
         return JSONResponse({"prompt": text})
 
-    async def health(self) -> Response:
-        """``GET /health``: 200 while this replica can decode."""
-        try:
-            self.service.check_health()
-        except Exception as error:
-            raise ApiError(503, f"This replica cannot decode: {error}.", kind="server_error") from error
-        return JSONResponse({"status": "ok"})
-
-    async def load(self) -> Response:
-        """``GET /load``: requests that run or wait, in all replicas."""
-        loads = [replica.load for replica in (await self.service.totals()).replicas]
-        return JSONResponse({"server_load": sum(load.running + load.waiting for load in loads)})
-
-    async def version(self) -> Response:
-        """``GET /version``."""
-        return JSONResponse({"version": osd.__version__})
-
-    async def metrics(self) -> Response:
-        """``GET /metrics``: Prometheus text, summed over all replicas."""
-        settings, model = self.service.settings, self.service.model
-        text = prometheus.render(await self.service.totals(), settings.domain, model.id)
-        return Response(text, media_type=prometheus.CONTENT_TYPE)
-
     async def _read(
         self, request: Request, schema: type[AnyBody], arrived: Callable[[int], None]
     ) -> tuple[AnyBody, str | None]:
         """The body, and the domain that its ``model`` names."""
         body = await read_body(request, schema, self.limits, arrived)
-        return body, await self._domain_of(body.model, caller_of(request).tenant)
+        return body, await self._models.domain_of(body.model, caller_of(request).tenant)
 
     async def _asked(self, body: Generate, prompts: list[list[int]], domain: str | None) -> Asked:
         """``domain`` is that of its ``model``."""
@@ -283,31 +245,6 @@ class Routes:
             tenant=caller.tenant,
         )
 
-    async def _domain_of(self, name: str | None, tenant: str) -> str | None:
-        """The domain that a model's name ends with, None for the name alone.
-
-        Raises:
-            ApiError: 404, there is no such model, or no drafter for the domain.
-        """
-        model = self.service.model.id
-        if name is None or name == model:
-            return None
-        domain = name.removeprefix(f"{model}:")
-        if domain != name and domain in await self._domains(tenant):
-            return domain
-        message = (
-            f"The model does not exist; this server serves '{model}', and '{model}:DOMAIN' for /v1/models' domains."
-        )
-        raise ApiError(404, message, param="model", code="model_not_found")
-
-    async def _domains(self, tenant: str) -> list[str]:
-        """What ``tenant`` calls the domains that have a drafter in some replica; "" is no tenant."""
-        settings = self.service.settings
-        known = {settings.domain} if settings.drafts else set[str]()
-        for replica in (await self.service.totals()).replicas:
-            known.update(replica.others)
-        return sorted(name.removeprefix(f"{tenant}.") for name in known if tenant_of(name) == tenant)
-
     async def _encode(self, text: str, special: bool) -> list[int]:
         return await self.tokenizing.run(len(text), self.service.encode, text, special)
 
@@ -321,18 +258,6 @@ class Routes:
 
     def _texts(self, ids: list[int]) -> list[str]:
         return [self.service.decode([token]) for token in ids]
-
-
-def _card(model: Model, domain: str | None) -> dict[str, Any]:
-    return {
-        "id": model.id if domain is None else f"{model.id}:{domain}",
-        "object": "model",
-        "created": model.created,
-        "owned_by": "osd",
-        "root": model.root,
-        "parent": None if domain is None else model.id,
-        "max_model_len": model.context,
-    }
 
 
 async def _again(first: tuple[int, Update], rest: AsyncIterator[tuple[int, Update]]) -> AsyncIterator[Any]:

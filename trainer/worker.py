@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -37,6 +36,7 @@ from trainer.intake import Forgetting, Intake
 from trainer.investor import Investor
 from trainer.rollout import Publisher, Service
 from trainer.slowing import Slowing
+from trainer.spare_time import SpareTime
 from trainer.status import Status
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ class Worker:
         self._capacity = Capacity(
             self._loads, trainer, lambda: executor.clock() / (executor.size * trainer.threads), self._slowed
         )
+        self._spare_time = SpareTime(self._domain, self._scheduler, self._capacity, self._say)
         events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
         root = settings.registry_dir
         self._lease = Lease(PointerFiles(root), self._domain)
@@ -92,7 +93,6 @@ class Worker:
         )
         self.learner: Learner | None = None
         self._told_at = 0.0
-        self._stop, self._paused, self._resting = threading.Event(), threading.Event(), threading.Event()
 
     def run(self) -> None:
         """Work until ``stop``; ends with a checkpoint. At most one thread may run this.
@@ -103,12 +103,12 @@ class Worker:
         lower_priority(self._settings.trainer.threads)
         try:
             with suppress(StoppedError):
-                while not self._stop.is_set():
-                    if self._paused.is_set():
-                        self._rest("paused")
+                while not self._spare_time.over.is_set():
+                    if self._spare_time.paused:
+                        self._spare_time.rest("paused")
                         self._look()
                     elif (learner := self.learner or self._open()) is None:
-                        self._stop.wait(0.5)
+                        self._spare_time.over.wait(0.5)
                     else:
                         self._turn(learner)
             self.checkpoint()
@@ -124,17 +124,15 @@ class Worker:
 
     def stop(self) -> None:
         """End ``run`` after the micro-step that is under way."""
-        self._stop.set()
+        self._spare_time.over.set()
 
     def pause(self, timeout: float = 5.0) -> bool:
         """Train no more; True as soon as the loop is at rest, False when it is not within ``timeout`` seconds."""
-        self._resting.clear()
-        self._paused.set()
-        return self._resting.wait(timeout)
+        return self._spare_time.pause(timeout)
 
     def resume(self) -> None:
         """Undo ``pause``."""
-        self._paused.clear()
+        self._spare_time.resume()
 
     def status(self) -> dict[str, Any]:
         """A ``Status`` as a dict, from any thread."""
@@ -227,23 +225,9 @@ class Worker:
             self._service.tell("train_step", None, **self._accounts.figures(learner))
 
     def _spare(self, idle: Callable[[], None]) -> bool:
-        """Wait for the turn, and until serving leaves room for a micro-step; False when the loop shall end.
-
-        ``idle`` is called now and then while that takes.
-        """
+        """Wait for spare time, with ``idle`` now and then; False when the loop shall end."""
         self._accounts.cost.tell()
-        idle()
-
-        def rest(why: str) -> None:
-            self._rest(why)
-            idle()
-
-        while self._scheduler.take(self._domain, self._stop):
-            if not self._capacity.wait(self._stop, self._paused, rest):
-                return False
-            if self._scheduler.has(self._domain):
-                return True
-        return False
+        return self._spare_time.wait(idle)
 
     def _alive(self) -> None:
         """Say that this trainer goes on."""
@@ -254,13 +238,6 @@ class Worker:
         """The same, and forget what is asked for."""
         self._alive()
         self._forgetting.look()
-
-    def _rest(self, why: str) -> None:
-        self._scheduler.give(self._domain)
-        self._say(why, "")
-        if why == "paused":
-            self._resting.set()
-            self._stop.wait(0.02)
 
     def _say(self, state: str, detail: str) -> None:
         status = self._accounts.status

@@ -1,0 +1,60 @@
+"""When the worker of a domain may compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from trainer.capacity import Capacity
+from trainer.domain_scheduler import DomainScheduler
+
+
+class SpareTime:
+    """A worker's time: in its turn among the domains, where serving leaves room, and neither paused nor over.
+
+    ``over`` is set when the worker shall end. ``say`` hears of the worker's state, and what is missing.
+    """
+
+    def __init__(
+        self, domain: str, scheduler: DomainScheduler, capacity: Capacity, say: Callable[[str, str], None]
+    ) -> None:
+        self._domain, self._scheduler, self._capacity, self._say = domain, scheduler, capacity, say
+        self.over, self._paused, self._resting = threading.Event(), threading.Event(), threading.Event()
+
+    def pause(self, timeout: float) -> bool:
+        """Leave no more of it; True as soon as the worker rests, False when it does not within ``timeout`` seconds."""
+        self._resting.clear()
+        self._paused.set()
+        return self._resting.wait(timeout)
+
+    def resume(self) -> None:
+        """Undo ``pause``."""
+        self._paused.clear()
+
+    @property
+    def paused(self) -> bool:
+        """Whether it is paused."""
+        return self._paused.is_set()
+
+    def rest(self, why: str) -> None:
+        """Let the other domains have their turn."""
+        self._scheduler.give(self._domain)
+        self._say(why, "")
+        if why == "paused":
+            self._resting.set()
+            self.over.wait(0.02)
+
+    def wait(self, idle: Callable[[], None]) -> bool:
+        """Wait until a micro-step may run; False when it is over. ``idle`` is called at first, and now and then."""
+        idle()
+
+        def rest(why: str) -> None:
+            self.rest(why)
+            idle()
+
+        while self._scheduler.take(self._domain, self.over):
+            if not self._capacity.wait(self.over, self._paused, rest):
+                return False
+            if self._scheduler.has(self._domain):
+                return True
+        return False
