@@ -1,17 +1,17 @@
-"""What learning earns when it is charged: the same traffic through the whole service, with the trainer on and off."""
+"""What learning earns when it is charged: the same traffic through the whole service, in one way after another."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import ray
 from ray.exceptions import GetTimeoutError
 from torch import Tensor
@@ -19,32 +19,33 @@ from torch import Tensor
 from benchmarks import serve
 from benchmarks.adaptation.service_sampler import ServiceSampler
 from benchmarks.adaptation.turn import Turn, turn_of
+from benchmarks.machine import Machine
 from benchmarks.pair import BenchError
 from deploy.embedded import Embedded
-from osd.config import Settings
-from osd.registry.pointer import Pointer, Rollout
+from osd import files
+from osd.config import DrafterSettings, MixedSettings, NoDrafterSettings, RecallDrafterSettings, Settings
+from osd.drafters.trainable import Trainable
 from osd.registry.versions import Registry
-from osd.traffic.arrivals import Arrival, paced
+from osd.traffic.arrivals import Arrival, paced, with_valley
 from osd.traffic.open_loop import Load
 from osd.traffic.prompt import Prompt, TrafficError
 
-FROZEN, TRAINING, FED = "frozen", "trainer on", "versions fed"
-WAYS = (FROZEN, TRAINING, FED)
-
-ORDERS = ((FROZEN, TRAINING, FED), (TRAINING, FED, FROZEN), (TRAINING, FROZEN, FED))
-"""Of the ways in a turn, one after the other: what is fed must have been trained before."""
+PLAIN, FROZEN, TRAINED = "plain", "frozen", "trained"
+RECALL, RECALL_FROZEN, RECALL_TRAINED = "recall", "recall + frozen", "recall + trained"
+WAYS = (PLAIN, FROZEN, TRAINED, RECALL, RECALL_FROZEN, RECALL_TRAINED)
 
 FIRST_VERSION = 1
-"""The number of the drafter that every service starts with."""
+"""The number of the drafter that a service starts with."""
 
 _START_SECONDS = 120.0
 
 Report = Callable[[str], None]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class First:
-    """The drafter that every service starts with."""
+    """The drafter that a service starts with."""
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
@@ -52,13 +53,14 @@ class First:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Prompts in order, when each arrives, and how long its answer may be."""
+    """Prompts in order, when each arrives, and how long its answer may be; with a valley if ``valley`` says so."""
 
     prompts: Sequence[Prompt]
     arrivals: Sequence[Arrival]
+    valley: bool = False
 
     @classmethod
-    def of(cls, prompts: Iterable[Prompt], arrivals: Sequence[Arrival], requests: int) -> Traffic:
+    def of(cls, prompts: Iterable[Prompt], arrivals: Sequence[Arrival], requests: int, valley: bool = False) -> Traffic:
         """The first ``requests`` of both; a prompt that came before is left out.
 
         Raises:
@@ -70,7 +72,12 @@ class Traffic:
         for name, there in (("distinct prompts", len(distinct)), ("arrivals", len(arrivals))):
             if there < requests:
                 raise TrafficError(f"there are {there} {name} for {requests} requests")
-        return cls(list(distinct.values())[:requests], arrivals[:requests])
+        return cls(list(distinct.values())[:requests], arrivals[:requests], valley)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest answer."""
+        return max(arrival.tokens for arrival in self.arrivals)
 
     def spread(self, count: int) -> Traffic:
         """So many of the requests, evenly over the whole, all of them at once."""
@@ -80,27 +87,18 @@ class Traffic:
         return Traffic([self.prompts[index] for index in picked], arrivals)
 
     def at(self, rate: float) -> Traffic:
-        """The same at ``rate`` requests a second."""
-        longest = max(arrival.tokens for arrival in self.arrivals)
-        return Traffic(self.prompts, paced(self.arrivals, rate, longest))
+        """The same at ``rate`` requests a second, outside the valley."""
+        arrivals = paced(self.arrivals, rate, self.longest)
+        return replace(self, arrivals=with_valley(arrivals) if self.valley else arrivals)
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the service with the first drafter can take at most, by a burst of ``requests`` that came at once."""
+    """What the service takes at most without drafts, by a burst of ``requests`` that came at once."""
 
     requests: int
     requests_per_second: float
     tokens_per_second: float
-
-
-@dataclass(frozen=True)
-class Due:
-    """A version of another service's registry, and the seconds after which it comes into service here."""
-
-    seconds: float
-    registry: Registry
-    version: int
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,43 @@ class Found:
     turns: list[dict[str, Turn]]
 
 
+class Results:
+    """What was measured, a file for each result, under the home directory: what is there is not measured again.
+
+    Other settings, traffic, or another machine have other files. Whatever else changed is for the user to know.
+    """
+
+    def __init__(self, settings: Settings, knows: Sequence[Any], traffic: Traffic) -> None:
+        """Those of a service with these settings under this traffic; ``knows`` tells what its first drafter learnt."""
+        facts = [
+            settings.model_dump(mode="json", exclude={"home", "redis_url", "redis_prefix", "serving"}),
+            *(list(knows), [asdict(prompt) for prompt in traffic.prompts], [asdict(one) for one in traffic.arrivals]),
+            *(traffic.valley, asdict(Machine.here())),
+        ]
+        key = hashlib.blake2b(json.dumps(facts).encode(), digest_size=6).hexdigest()
+        self.root = settings.home_dir / "passes" / key
+
+    def once(self, name: str, kind: type[_T], measure: Callable[[], _T]) -> _T:
+        """A result by its name, measured now if it never was."""
+        path = self.root / f"{name}.json"
+        if not path.is_file():
+            files.replace(path, msgspec.json.encode(measure()))
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+
+    def first(self, domain: str, drafter: Trainable, learn: Callable[[], None]) -> First:
+        """The first drafter: what ``drafter`` learnt once, or what it is after ``learn``."""
+        registry = Registry(self.root / "first")
+        if not registry.list(domain):
+            learn()
+            registry.publish(domain, drafter.weights(), drafter.config(), {})
+        version = registry.load(domain, FIRST_VERSION)
+        drafter.load_weights(version.weights)
+        return First(version.config, version.weights)
+
+
 def net(
     settings: Settings,
+    results: Results,
     first: First,
     traffic: Traffic,
     load: float,
@@ -122,14 +155,12 @@ def net(
 ) -> Found:
     """Bring the service up for each pass, on a home of its own, and send it the traffic.
 
-    The first drafter stays in service (FROZEN), or the trainer follows the traffic (TRAINING), or the versions that it
-    brought into service are brought into service again at the same time, and nobody trains (FED).
-
     Args:
-        settings: of the service; the trainer is switched by the way, everything else stays.
-        first: what it starts with.
+        settings: of the service with a trained drafter; drafter and trainer are switched by the way.
+        results: passes that were measured before, and where those of now are kept.
+        first: what each service with a trained drafter starts with.
         traffic: what is sent; its arrivals keep their pattern and are stretched to the load.
-        load: share of the requests a second that the service with the first drafter can take.
+        load: share of the requests a second that the service can take without drafts.
         turns: of each way.
         report: told what is done.
 
@@ -137,61 +168,63 @@ def net(
         deploy.embedded.StartError: the service does not come up.
         BenchError: a request or the trainer failed.
     """
-    report("measuring what the service can take")
-    size = min(4 * settings.engine.slots, settings.serving.max_queue, len(traffic.arrivals))
-    with _homes(settings) as chosen:
-        burst = one_pass(chosen[FROZEN], first, traffic.spread(size), FROZEN, (), report).clients
-    seconds = burst["seconds"]
-    capacity = Capacity(burst["finished"], burst["finished"] / seconds, burst["tokens"] / seconds)
+
+    def burst() -> Capacity:
+        report("measuring what the service can take")
+        size = min(4 * settings.engine.slots, settings.serving.max_queue, len(traffic.arrivals))
+        clients = one_pass(settings, first, traffic.spread(size), PLAIN, report).clients
+        seconds = clients["seconds"]
+        return Capacity(clients["finished"], clients["finished"] / seconds, clients["tokens"] / seconds)
+
+    capacity = results.once("capacity", Capacity, burst)
     rate = load * capacity.requests_per_second
     report(f"{rate:.3f} requests a second are {load:.0%} of what it can take")
     found = Found(capacity, rate, [])
     for turn in range(turns):
         done: dict[str, Turn] = {}
-        due: list[Due] = []
-        with _homes(settings) as chosen:
-            for way in ORDERS[turn % len(ORDERS)]:
+        for way in (*WAYS[turn % len(WAYS) :], *WAYS[: turn % len(WAYS)]):
+
+            def measured(way: str = way, turn: int = turn) -> Turn:
                 report(f"turn {turn + 1} of {turns}: {way}")
-                done[way] = one_pass(chosen[way], first, traffic.at(rate), way, due if way == FED else (), report)
-                if way == TRAINING:
-                    trained = Registry(chosen[way].registry_dir)
-                    due = [
-                        Due(seconds, trained, version)
-                        for seconds, version in done[way].versions
-                        if version > FIRST_VERSION
-                    ]
+                return one_pass(settings, first, traffic.at(rate), way, report)
+
+            done[way] = results.once(f"load {load:g}, turn {turn + 1}, {way}", Turn, measured)
         found.turns.append(done)
     return found
 
 
-@contextmanager
-def _homes(settings: Settings) -> Generator[dict[str, Settings]]:
-    """The settings of each way, each with a home and a Redis of its own, gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="osd-net-") as root:
-        yield {
-            way: settings.model_copy(
-                update={
-                    "home": Path(root) / str(index),
-                    "redis_url": None,
-                    "trainer": settings.trainer.model_copy(update={"enabled": way == TRAINING}),
-                }
-            )
-            for index, way in enumerate(WAYS)
-        }
+def settings_of(settings: Settings, way: str, home: Path) -> Settings:
+    """Those of a service that drafts in this way, on a home and a Redis of its own."""
+    alone = settings.drafter.distilled
+    drafters: dict[str, DrafterSettings] = {
+        PLAIN: NoDrafterSettings(),
+        FROZEN: alone,
+        TRAINED: alone,
+        RECALL: RecallDrafterSettings(recall=settings.recall),
+    }
+    drafter = drafters.get(way) or MixedSettings(trained=alone, recall=settings.recall)
+    trainer = settings.trainer.model_copy(update={"enabled": way in (TRAINED, RECALL_TRAINED)})
+    return settings.model_copy(update={"home": home, "redis_url": None, "drafter": drafter, "trainer": trainer})
 
 
-def one_pass(settings: Settings, first: First, traffic: Traffic, way: str, due: Sequence[Due], report: Report) -> Turn:
+def one_pass(settings: Settings, first: First, traffic: Traffic, way: str, report: Report) -> Turn:
     """Send all of ``traffic`` to a service of its own, one way."""
-    own = Registry(settings.registry_dir)
-    own.publish(settings.domain, first.weights, first.config, {"parent": None, "trained_on": {}})
+    with tempfile.TemporaryDirectory(prefix="osd-net-") as home:
+        return _served(settings_of(settings, way, Path(home)), first, traffic, way, report)
+
+
+def _served(settings: Settings, first: First, traffic: Traffic, way: str, report: Report) -> Turn:
+    trainable = settings.drafter.trainable
+    if trainable:
+        manifest = {"parent": None, "trained_on": {}}
+        Registry(settings.registry_dir).publish(settings.domain, first.weights, first.config, manifest)
     key = settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
-    longest = max(arrival.tokens for arrival in traffic.arrivals)
-    load = Load(1.0, max_tokens=longest, arrivals=tuple(traffic.arrivals))
+    load = Load(1.0, max_tokens=traffic.longest, arrivals=tuple(traffic.arrivals))
     said: dict[str, Any] = {}
     with Embedded(settings) as service:
         if service.trainer is not None:
             _wait_for(service.trainer)
-        with ServiceSampler(service.url, key) as sampler, feeding(settings, own, service.redis_url, due):
+        with ServiceSampler(service.url, key) as sampler:
             clients = serve.measure(traffic.prompts, service.url, load, key, report)
             if service.trainer is not None:
                 _answer(service.trainer.pause.remote())  # what the last counters say is what the traffic cost
@@ -201,8 +234,8 @@ def one_pass(settings: Settings, first: First, traffic: Traffic, way: str, due: 
         raise BenchError(f"{clients.tally.failed} of {clients.tally.sent} requests failed: {reason}")
     if said.get("failure"):
         raise BenchError(f"the trainer failed: {said['failure']}")
-    turn = turn_of(way, clients.figures(), sampler.samples, settings, said)
-    if not turn.versions or turn.versions[0][1] != FIRST_VERSION:
+    turn = turn_of(way, clients.figures(), sampler, settings, said)
+    if trainable and (not turn.versions or turn.versions[0].number != FIRST_VERSION):
         raise BenchError("the service did not begin with the first drafter: it does not fit the drafter's settings")
     return turn
 
@@ -229,28 +262,3 @@ def _wait_for(trainer: Any) -> None:
         if said["failure"] or time.monotonic() > deadline:
             raise BenchError(f"the trainer does not start: {said['failure'] or f'not within {_START_SECONDS:.0f} s'}")
         time.sleep(0.1)
-
-
-@contextmanager
-def feeding(settings: Settings, own: Registry, redis_url: str, due: Sequence[Due]) -> Generator[None]:
-    """Bring each of ``due`` into service when its time has come, counted from now, until the traffic is over."""
-    stop, begun = threading.Event(), time.monotonic()
-
-    def feed() -> None:
-        with Pointer(redis_url, own.root) as pointer:
-            for one in due:
-                if stop.wait(max(begun + one.seconds - time.monotonic(), 0.0)):
-                    return
-                version = one.registry.load(settings.domain, one.version)
-                number = own.publish(settings.domain, version.weights, version.config, version.manifest)
-                rollout = Rollout(stable=number, canary=None, share=0.0, changed=time.time())
-                if not pointer.replace(settings.domain, pointer.get(settings.domain), rollout):
-                    raise BenchError(f"somebody else moved the rollout pointer of {settings.domain}")
-
-    with ThreadPoolExecutor(1, "feed") as pool:
-        feeding = pool.submit(feed)
-        try:
-            yield
-        finally:
-            stop.set()
-        feeding.result()

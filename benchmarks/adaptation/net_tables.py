@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 
-from benchmarks.adaptation.net import FED, FROZEN, TRAINING, WAYS, Found
+from benchmarks.adaptation.accounts import accounts, payback
+from benchmarks.adaptation.net import FROZEN, PLAIN, RECALL, RECALL_FROZEN, RECALL_TRAINED, TRAINED, WAYS, Found
 from benchmarks.adaptation.report import Plot, Table
 from benchmarks.adaptation.turn import Turn
+from osd.metrics import acceptance_rate
+
+Figure = Callable[[Turn], float | None]
+
+_COMPARED = (
+    *((way, PLAIN) for way in WAYS if way != PLAIN),
+    (TRAINED, FROZEN),
+    (RECALL_FROZEN, RECALL),
+    (RECALL_TRAINED, RECALL),
+    (RECALL_TRAINED, RECALL_FROZEN),
+    (RECALL_TRAINED, FROZEN),
+)
+_LEARNING = ((TRAINED, FROZEN), (RECALL_TRAINED, RECALL))
+"""What trains, beside the same without training."""
 
 
-def _milliseconds(name: str) -> Callable[[Turn], float | None]:
+def _milliseconds(name: str) -> Figure:
     def value(turn: Turn) -> float | None:
         seconds = turn.clients[name]
         return None if seconds is None else 1e3 * seconds
@@ -18,15 +34,19 @@ def _milliseconds(name: str) -> Callable[[Turn], float | None]:
     return value
 
 
-FIGURES: dict[str, Callable[[Turn], float | None]] = {
-    "tokens per busy second": lambda turn: turn.speed,
-    "the same, training CPU charged": lambda turn: turn.charged_speed,
+_SPEED, _CHARGED, _GAPS = "tokens per busy second", "the same, training CPU charged", "between two pieces, p99 ms"
+_RATIOS = (_SPEED, _CHARGED, _GAPS)
+
+FIGURES: dict[str, Figure] = {
+    _SPEED: lambda turn: turn.speed,
+    _CHARGED: lambda turn: turn.charged_speed,
     "tokens per CPU second": lambda turn: turn.tokens_per_cpu_second,
     "CPU seconds, all processes": lambda turn: turn.cpu_seconds,
-    "CPU seconds, training": lambda turn: turn.training_cpu_seconds,
+    "CPU seconds, training": lambda turn: turn.end.training,
     "tokens/s at the clients": lambda turn: turn.clients["tokens_per_second"],
+    "tokens of an answer": lambda turn: turn.end.tokens / turn.end.requests,
     "between two pieces, p50 ms": _milliseconds("gaps_p50"),
-    "between two pieces, p99 ms": _milliseconds("gaps_p99"),
+    _GAPS: _milliseconds("gaps_p99"),
     "a token after the first, p50 ms": _milliseconds("per_token_p50"),
     "a token after the first, p99 ms": _milliseconds("per_token_p99"),
     "first token, p50 ms": _milliseconds("first_token_p50"),
@@ -37,22 +57,49 @@ FIGURES: dict[str, Callable[[Turn], float | None]] = {
 }
 
 
-def net_table(found: Found) -> Table:
-    """Medians over the turns with the range, and the ratios to the frozen drafter within a turn."""
-    rows = []
+def net_tables(found: Found) -> list[Table]:
+    """Medians over the turns with the range; ratios of ways within a turn; what versions saved, and were to save."""
+    figures = Table("the same traffic, served", ("", *WAYS), [])
     for name, value in FIGURES.items():
-        values = {way: [value(turn[way]) for turn in found.turns] for way in WAYS}
-        cells = [_median(values[way], None) for way in WAYS]
-        rows.append((name, *cells, *(_median(_ratios(values[way], values[FROZEN]), 3) for way in (TRAINING, FED))))
-    columns = ("", *WAYS, f"{TRAINING} / {FROZEN}", f"{FED} / {FROZEN}")
-    return Table("the same traffic, served", columns, rows)
+        figures.rows.append((name, *(_median([value(turn[way]) for turn in found.turns], None) for way in WAYS)))
+    ratios = Table("within a turn", ("", *_RATIOS), [])
+    for one, other in _COMPARED:
+        of_ways = [[_ratio(FIGURES[name], turn[one], turn[other]) for turn in found.turns] for name in _RATIOS]
+        ratios.rows.append((f"{one} / {other}", *(_median(values, 3) for values in of_ways)))
+    return [figures, ratios, _paybacks(found), _predictions(found)]
+
+
+def _paybacks(found: Found) -> Table:
+    columns = ("turn", "core seconds spent", "saved", "paid back after s", "of s")
+    table = Table("what training cost and saved", columns, [])
+    for number, turn in enumerate(found.turns, 1):
+        for one, other in _LEARNING:
+            account = accounts(turn[one], turn[other])
+            last, seconds = account[-1], payback(account)
+            paid = "not in this pass" if seconds is None else f"{seconds:.0f}"
+            figures = (f"{last.cost:.1f}", f"{last.saved:.1f}", paid, f"{last.seconds:.0f}")
+            table.rows.append((f"{number}, {one} / {other}", *figures))
+    return table
+
+
+def _predictions(found: Found) -> Table:
+    columns = ("turn and version", "from s", "to s", "predicted", "by the ledger")
+    table = Table("seconds of a core saved in each second, against the version before", columns, [])
+    for number, turn in enumerate(found.turns, 1):
+        for way, _ in _LEARNING:
+            for before, one in itertools.pairwise(turn[way].versions):
+                predicted = "-" if one.predicted is None else f"{one.predicted:.4f}"
+                seen = f"{one.saving_rate - before.saving_rate:.4f}"
+                figures = (f"{one.since:.0f}", f"{one.until:.0f}", predicted, seen)
+                table.rows.append((f"{number}, {way}, {one.number}", *figures))
+    return table
 
 
 def capacity_note(found: Found) -> str:
     """How the load came about."""
     capacity = found.capacity
     return (
-        f"With the first drafter {capacity.requests} requests at once were answered at "
+        f"Without drafts {capacity.requests} requests at once were answered at "
         f"{capacity.requests_per_second:.3f} requests and {capacity.tokens_per_second:.1f} tokens a second; "
         f"the traffic came at {found.rate:.3f} requests a second, "
         f"{found.rate / capacity.requests_per_second:.0%} of that."
@@ -60,19 +107,39 @@ def capacity_note(found: Found) -> str:
 
 
 def net_plots(found: Found) -> list[Plot]:
-    """The first turn's acceptance rate, and its tokens per busy second as a share of the largest."""
+    """Of the first turn: acceptance, tokens per busy second of the largest, and what training cost and saved.
+
+    Savings below 0 are drawn as 0.
+    """
     turn = found.turns[0]
-    most = max(speed for one in turn.values() for _, _, speed in one.curve)
-    acceptance = {way: [(requests, rate) for requests, rate, _ in turn[way].curve] for way in WAYS}
-    speeds = {way: [(requests, speed / most) for requests, _, speed in turn[way].curve] for way in WAYS}
-    return [
-        Plot("acceptance rate: accepted / drafted", acceptance),
-        Plot(f"tokens per busy second, of {most:.0f}", speeds),
+    acceptance: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS if way != PLAIN}
+    speeds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for way in WAYS:
+        for one, two in itertools.pairwise(turn[way].curve):
+            speeds[way].append((two.requests, (two.tokens - one.tokens) / (two.busy - one.busy)))
+            if way in acceptance:
+                rate = acceptance_rate(two.accepted - one.accepted, two.drafted - one.drafted)
+                acceptance[way].append((two.requests, rate))
+    fastest = max(speed for line in speeds.values() for _, speed in line)
+    shares = {way: [(requests, speed / fastest) for requests, speed in line] for way, line in speeds.items()}
+    plots = [
+        Plot("acceptance rate: accepted / drafted", acceptance, unit="requests"),
+        Plot(f"tokens per busy second, of {fastest:.0f}", shares, unit="requests"),
     ]
+    for one, other in _LEARNING:
+        account = accounts(turn[one], turn[other])
+        most = max(1.0, *(max(each.cost, each.saved) for each in account))
+        lines = {
+            "spent": [(each.seconds, each.cost / most) for each in account],
+            "saved": [(each.seconds, max(each.saved, 0.0) / most) for each in account],
+        }
+        plots.append(Plot(f"{one} / {other}: seconds of a core, of {most:.0f}", lines, unit="seconds"))
+    return plots
 
 
-def _ratios(mine: Sequence[float | None], theirs: Sequence[float | None]) -> list[float | None]:
-    return [one / other if one is not None and other else None for one, other in zip(mine, theirs, strict=True)]
+def _ratio(value: Figure, mine: Turn, theirs: Turn) -> float | None:
+    one, other = value(mine), value(theirs)
+    return one / other if one is not None and other else None
 
 
 def _median(values: Sequence[float | None], places: int | None) -> str:

@@ -49,6 +49,14 @@ class Served:
         return statistics.median(ratios), min(ratios), max(ratios)
 
 
+@dataclass(frozen=True)
+class Captured:
+    """Decoding with and without capture, and the ``traces`` written and dropped meanwhile."""
+
+    speeds: Served
+    traces: dict[str, int]
+
+
 def served(experiment: Experiment, drafter: Drafter, traces: Sequence[Trace], turns: int, report: Report) -> Served:
     """Send the prompts of ``traces`` with governed drafts, and plainly."""
     growth = experiment.settings.growth.model_copy(update={"governed": True})
@@ -57,10 +65,8 @@ def served(experiment: Experiment, drafter: Drafter, traces: Sequence[Trace], tu
     return _compare(engine, experiment, traces, ways, turns, report)
 
 
-def captured(
-    experiment: Experiment, drafter: Drafter, traces: Sequence[Trace], turns: int, report: Report
-) -> tuple[Served, dict[str, int]]:
-    """Send the prompts of ``traces`` with capture to a real Redis, and without; also the records written and dropped.
+def captured(experiment: Experiment, drafter: Drafter, traces: Sequence[Trace], turns: int, report: Report) -> Captured:
+    """Send the prompts of ``traces`` with capture to a real Redis, and without.
 
     What is captured is over when the last record is written, so that the writer's thread is charged as well.
 
@@ -89,7 +95,7 @@ def captured(
             found = _compare(engine, experiment, traces, ways, turns, report, finish)
         finally:
             writer.close()
-        return found, writer.counters()
+        return Captured(found, writer.counters())
     finally:
         redis.close()
 

@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import httpx2
 import psutil
@@ -59,6 +59,7 @@ class ServiceSampler:
     """Looks at a service from entering to leaving, in a thread; leaving waits until the last counters were told.
 
     A look in between that the service does not answer in time is left out; the first and the last must succeed.
+    ``dashboard`` is what the dashboard showed in the end.
 
     Raises:
         httpx2.HTTPError: on entering and leaving: the service does not answer.
@@ -67,6 +68,7 @@ class ServiceSampler:
     url: str
     key: str | None = None
     samples: list[Sample] = field(default_factory=list)
+    dashboard: dict[str, Any] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
@@ -89,6 +91,7 @@ class ServiceSampler:
         with closing(self._client):
             if kind is None:
                 self._look()
+                self.dashboard = self._client.get("/dashboard/data").raise_for_status().json()
 
     def _run(self) -> None:
         while not self._stop.wait(LOOK_SECONDS):

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.adaptation.service_sampler import Sample
+from benchmarks.adaptation.service_sampler import Sample, ServiceSampler
 from osd.config import Settings
 from osd.metrics import acceptance_rate
 
 _REQUESTS = "osd_requests"
 _DRAFTED, _ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
-_TOKENS, _BUSY = "osd_completion_tokens", "osd_busy_seconds"
+_TOKENS, _BUSY, _TRAINING = "osd_completion_tokens", "osd_busy_seconds", "osd_training_cpu_seconds"
 _POINTS = 20  # of a curve
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was done ``seconds`` after the first look, since that look; ``busy`` and ``training`` are seconds too."""
+
+    seconds: float
+    requests: float
+    tokens: float
+    drafted: float
+    accepted: float
+    busy: float
+    training: float
+
+
+@dataclass(frozen=True)
+class Version:
+    """A drafter in service from ``since`` to ``until``, as far as looks a second apart show.
+
+    The trainer expected it to save ``predicted`` seconds of a core in each second, against the one before, None where
+    it did not say; by the ledger, serving with it ``saved`` so many seconds of a core, against plain decoding.
+    """
+
+    number: int
+    since: float
+    until: float
+    predicted: float | None
+    saved: float
+
+    @property
+    def saving_rate(self) -> float:
+        """Seconds of a core that it saved in each second, by the ledger; 0 where the last look alone saw it."""
+        return self.saved / (self.until - self.since) if self.until > self.since else 0.0
 
 
 @dataclass(frozen=True)
@@ -25,57 +57,52 @@ class Turn:
     Attributes:
         way: what was done, one of ``net.WAYS``.
         clients: what the clients saw, as ``benchmarks.serve`` counts it.
-        tokens: of all answers, by the engine's count.
-        busy_seconds: in which the engine computed.
         cpu_seconds: of all processes of the service, training included; the clients are left out.
-        training_cpu_seconds: of the trainer's process.
         cores: threads of the engine.
-        drafted: tokens.
-        accepted: of them.
         swaps: of drafters, counted in each replica.
-        versions: (seconds, version): since when each was in service, as far as looks a second apart show.
-        curve: (requests, acceptance rate, tokens per busy second) of each twentieth of the requests.
+        versions: of trained drafters, in the order in which they came into service.
+        curve: from nothing to the end, at each twentieth of the requests as far as looks can tell them apart.
         trainer: what it said of itself in the end.
     """
 
     way: str
     clients: dict[str, Any]
-    tokens: float
-    busy_seconds: float
     cpu_seconds: float
-    training_cpu_seconds: float
     cores: int
-    drafted: float
-    accepted: float
     swaps: float
-    versions: list[tuple[float, int]]
-    curve: list[tuple[float, float, float]]
+    versions: list[Version]
+    curve: list[Point]
     trainer: dict[str, Any]
+
+    @property
+    def end(self) -> Point:
+        """All that was done."""
+        return self.curve[-1]
 
     @property
     def busy(self) -> float:
         """Share of the time that the engine computed."""
-        return self.busy_seconds / self.clients["seconds"]
+        return self.end.busy / self.clients["seconds"]
 
     @property
     def speed(self) -> float:
         """Tokens per second in which the engine computed: what it costs to serve, whatever arrives."""
-        return self.tokens / self.busy_seconds
+        return self.end.tokens / self.end.busy
 
     @property
     def charged_speed(self) -> float:
         """``speed``, as if the engine had stood still while the trainer computed on all its cores."""
-        return self.tokens / (self.busy_seconds + self.training_cpu_seconds / self.cores)
+        return self.end.tokens / (self.end.busy + self.end.training / self.cores)
 
     @property
     def tokens_per_cpu_second(self) -> float:
         """Of all processes, training included."""
-        return self.tokens / self.cpu_seconds
+        return self.end.tokens / self.cpu_seconds
 
     @property
     def acceptance(self) -> float:
         """Accepted / drafted, 0 when nothing was drafted."""
-        return acceptance_rate(self.accepted, self.drafted)
+        return acceptance_rate(self.end.accepted, self.end.drafted)
 
     def figures(self) -> dict[str, Any]:
         """All of it, as JSON."""
@@ -84,51 +111,51 @@ class Turn:
 
 
 def turn_of(
-    way: str, clients: dict[str, Any], samples: Sequence[Sample], settings: Settings, said: dict[str, Any]
+    way: str, clients: dict[str, Any], looked: ServiceSampler, settings: Settings, said: dict[str, Any]
 ) -> Turn:
     """What a pass did, by what its clients saw, the looks at its service and what its trainer ``said``."""
-    begin, end = samples[0], samples[-1]
-
-    def spent(name: str) -> float:
-        return end.count(name) - begin.count(name)
-
-    versions: list[tuple[float, int]] = []
-    for sample in samples:
-        version = sample.versions.get(settings.domain)
-        if version is not None and (not versions or versions[-1][1] != version):
-            versions.append((sample.seconds, version))
+    begin, end = looked.samples[0], looked.samples[-1]
+    cores = settings.engine.threads or os.cpu_count() or 1
     return Turn(
         way=way,
         clients=clients,
-        tokens=spent(_TOKENS),
-        busy_seconds=spent(_BUSY),
         cpu_seconds=end.cpu_seconds - begin.cpu_seconds,
-        training_cpu_seconds=spent("osd_training_cpu_seconds"),
-        cores=settings.engine.threads or os.cpu_count() or 1,
-        drafted=spent(_DRAFTED),
-        accepted=spent(_ACCEPTED),
-        swaps=spent("osd_swaps"),
-        versions=versions,
-        curve=curve(samples),
+        cores=cores,
+        swaps=end.count("osd_swaps") - begin.count("osd_swaps"),
+        versions=versions(looked.samples, looked.dashboard, settings.domain, cores),
+        curve=curve(looked.samples),
         trainer=said,
     )
 
 
-def curve(samples: Sequence[Sample], points: int = _POINTS) -> list[tuple[float, float, float]]:
-    """(requests so far, acceptance rate, tokens per busy second) of each part, as far as looks can tell them apart."""
+def versions(samples: Sequence[Sample], dashboard: dict[str, Any], domain: str, cores: int) -> list[Version]:
+    """Those that were in service, with what the dashboard says of them."""
+    seen: list[tuple[float, int]] = []
+    for sample in samples:
+        number = sample.versions.get(domain)
+        if number is not None and (not seen or seen[-1][1] != number):
+            seen.append((sample.seconds, number))
+    saved = {row["version"]: cores * row["saved"] for row in dashboard["ledger"]["versions"]}
+    worth = {one["number"]: one["manifest"].get("worth", {}).get("saving_rate") for one in dashboard["versions"]}
+    ends = [since for since, _ in seen[1:]] + [samples[-1].seconds]
+    return [
+        Version(number, since, until, worth.get(number), saved.get(number, 0.0))
+        for (since, number), until in zip(seen, ends, strict=True)
+    ]
+
+
+def curve(samples: Sequence[Sample], points: int = _POINTS) -> list[Point]:
+    """What was done until each part of the requests was answered, as far as looks can tell them apart."""
     begin, end = samples[0], samples[-1]
-    requests = end.count(_REQUESTS) - begin.count(_REQUESTS)
-    edges = [begin]
+    found = [_point(begin, begin)]
     for point in range(1, points + 1):
-        goal = begin.count(_REQUESTS) + requests * point / points
+        goal = begin.count(_REQUESTS) + (end.count(_REQUESTS) - begin.count(_REQUESTS)) * point / points
         edge = end if point == points else next(sample for sample in samples if sample.count(_REQUESTS) >= goal)
-        if edge.count(_BUSY) > edges[-1].count(_BUSY):
-            edges.append(edge)
-    found = []
-    for one, two in itertools.pairwise(edges):
-        drafted, accepted, tokens, busy = (
-            two.count(name) - one.count(name) for name in (_DRAFTED, _ACCEPTED, _TOKENS, _BUSY)
-        )
-        rate = acceptance_rate(accepted, drafted)
-        found.append((two.count(_REQUESTS) - begin.count(_REQUESTS), rate, tokens / busy))
+        if edge.count(_BUSY) - begin.count(_BUSY) > found[-1].busy:
+            found.append(_point(begin, edge))
     return found
+
+
+def _point(begin: Sample, edge: Sample) -> Point:
+    names = (_REQUESTS, _TOKENS, _DRAFTED, _ACCEPTED, _BUSY, _TRAINING)
+    return Point(edge.seconds - begin.seconds, *(edge.count(name) - begin.count(name) for name in names))

@@ -36,9 +36,13 @@ def net(
         Path, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; it is stretched to the load.", metavar="FILE")
     ],
     drafter: Kind = "eagle",
-    load: Annotated[
-        float, typer.Option(min=0.05, max=1, help="Of what the service with the first drafter can take.")
-    ] = 0.6,
+    load: Annotated[float, typer.Option(min=0.05, max=1, help="Of what the service can take without drafts.")] = 0.6,
+    valley: Annotated[
+        bool, typer.Option("--valley", help="For a fifth of the time a tenth of the requests arrive.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Answers may have all of --tokens, whatever the trace says.")
+    ] = False,
     requests: Annotated[int, typer.Option(min=16, help="Of each pass.")] = 300,
     turns: Annotated[int, typer.Option(min=1, help="Passes of each way.")] = 3,
     records: Records = 100,
@@ -52,10 +56,11 @@ def net(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Send the same traffic to the service with the trainer on and off: speed, latency, CPU time, and capture's cost.
+    """Send the same traffic to the service, plain, with drafters, with recall, trained and not: does training pay?
 
-    Every pass begins with a drafter that was distilled on other traffic: it stays in service, or the trainer follows
-    the traffic, or the versions that were trained come into service at the same times while nobody trains.
+    Every service with a trained drafter begins with one that was distilled on other traffic. It stays, or the trainer
+    follows the traffic; alone, or beside recall. Passes are kept in the home directory: a command that was cut off goes
+    on, and one with more turns adds to those before.
     """
     settings = settings_of(config, overrides)
     check_files(json_file, plot, markdown)
@@ -67,49 +72,61 @@ def net(
     settings = settings.model_copy(update={"drafter": drafter_of(drafter, settings.drafter)})
     from benchmarks.adaptation import net as bench
     from benchmarks.adaptation.learner import distill
-    from benchmarks.adaptation.net_tables import capacity_note, net_plots, net_table
-    from benchmarks.adaptation.served import captured
+    from benchmarks.adaptation.net_tables import capacity_note, net_plots, net_tables
+    from benchmarks.adaptation.served import Captured, captured
     from benchmarks.adaptation.tables import served_table
     from benchmarks.pair import BenchError
     from deploy.embedded import START_ERRORS, check_port
     from osd.runtime.device import one_core
-    from osd.traffic.arrivals import paced, read
+    from osd.traffic.arrivals import Arrival, paced, read
     from osd.traffic.file import read as prompts_of
     from osd.traffic.prompt import TrafficError
 
     try:
-        traffic = bench.Traffic.of(prompts_of(stream), paced(read(arrivals), None, tokens), requests)
+        arriving = read(arrivals)
+        if full:
+            arriving = [Arrival(one.due, tokens) for one in arriving]
+        traffic = bench.Traffic.of(prompts_of(stream), paced(arriving, None, tokens), requests, valley)
         check_port(settings.serving.host, settings.serving.port)
     except (TrafficError, *START_ERRORS) as error:
         fail(error)
-    opened = open_experiment(
-        settings, [before], [drafter_of(drafter, settings.drafter)], records, _CAPTURE_PROMPTS, tokens, minutes
-    )
+    opened = open_experiment(settings, [before], [settings.drafter], records, _CAPTURE_PROMPTS, tokens, minutes)
     with opened as (experiment, (known,)):
-        first = experiment.fresh(drafter)
-        say(f"distilling on {len(known.arriving)} records of {known.name}")
-        work = distill(first, known.arriving, experiment.recipe(passes, 8, 0), most)
+        knows = [known.name, [trace.request_id for trace in known.arriving], passes, most]
+        results = bench.Results(settings, knows, traffic)
+
+        fresh = experiment.fresh(drafter)
+
+        def learn() -> None:
+            say(f"distilling on {len(known.arriving)} records of {known.name}")
+            distill(fresh, known.arriving, experiment.recipe(passes, 8, 0), most)
+
         try:
-            speed, traces = captured(experiment, first, known.unseen, _CAPTURE_TURNS, say)
+            first = results.first(settings.domain, fresh, learn)
+
+            def capturing() -> Captured:
+                return captured(experiment, fresh, known.unseen, _CAPTURE_TURNS, say)
+
+            capture = results.once("capture", Captured, capturing)
             one_core()  # from here on the replica and the trainer compute, not this process
             target = settings.target.model_copy(update={"source": str(experiment.setup.directory)})
             service = settings.model_copy(update={"target": target})
-            found = bench.net(service, bench.First(first.config(), first.weights()), traffic, load, turns, say)
+            found = bench.net(service, results, first, traffic, load, turns, say)
         except (BenchError, *START_ERRORS) as error:
             fail(error)
-    written, dropped = traces["written"], traces["dropped"]
-    tables = [net_table(found), served_table(f"capture: {written} traces written, {dropped} dropped", speed)]
     figures = {
         "target": settings.target.source,
         "drafter": drafter,
         "trainer": settings.trainer.model_dump(),
-        "before": {"name": known.name, "records": len(known.arriving), "work": asdict(work)},
-        "stream": {"name": stream.stem, "requests": requests, "tokens": tokens},
-        "arrivals": arrivals.name,
+        "before": {"name": known.name, "records": len(known.arriving)},
+        "stream": {"name": stream.stem, "requests": requests, "tokens": tokens, "full": full},
+        "arrivals": {"name": arrivals.name, "valley": valley},
         "load": load,
         "capacity": asdict(found.capacity),
         "requests_per_second": found.rate,
         "turns": [{way: one.figures() for way, one in turn.items()} for turn in found.turns],
-        "capture": {**asdict(speed), "traces": traces},
+        "capture": asdict(capture),
     }
+    title = f"capture: {capture.traces['written']} traces written, {capture.traces['dropped']} dropped"
+    tables = [*net_tables(found), served_table(title, capture.speeds)]
     conclude(tables, net_plots(found), [capacity_note(found)], figures, (json_file, plot, markdown))

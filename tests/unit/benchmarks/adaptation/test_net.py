@@ -12,25 +12,48 @@ import torch
 from pydantic import SecretStr
 
 from benchmarks.adaptation import net
-from benchmarks.adaptation.net import FED, FROZEN, ORDERS, TRAINING, WAYS, Traffic
-from benchmarks.adaptation.net_tables import FIGURES, capacity_note, net_plots, net_table
+from benchmarks.adaptation.accounts import accounts, payback
+from benchmarks.adaptation.net import (
+    FROZEN,
+    PLAIN,
+    RECALL,
+    RECALL_FROZEN,
+    RECALL_TRAINED,
+    TRAINED,
+    WAYS,
+    Results,
+    Traffic,
+)
+from benchmarks.adaptation.net_tables import FIGURES, capacity_note, net_plots, net_tables
 from benchmarks.adaptation.report import write_plot
-from benchmarks.adaptation.service_sampler import Sample
-from benchmarks.adaptation.turn import Turn, turn_of
+from benchmarks.adaptation.service_sampler import Sample, ServiceSampler
+from benchmarks.adaptation.turn import Point, Turn, Version, turn_of
 from benchmarks.pair import BenchError
 from benchmarks.serve import Found
-from osd.config import EngineSettings, ServingSettings, Settings, TrainerSettings
+from osd.config import EngineSettings, ServingSettings, Settings
 from osd.registry.versions import Registry
-from osd.traffic.arrivals import Arrival
+from osd.traffic.arrivals import Arrival, with_valley
 from osd.traffic.open_loop import Tally
 from osd.traffic.prompt import TrafficError
 from tests.unit.benchmarks.adaptation.conftest import made_up
 from tests.unit.benchmarks.adaptation.test_experiments import command, streams_of
+from tests.unit.learning.toys import Toy
 
 CLIENTS = {
     "finished": 40, "tokens": 400, "seconds": 100.0, "tokens_per_second": 4.0, "gaps_p50": 0.01, "gaps_p99": 0.05,
     "per_token_p50": 0.008, "per_token_p99": 0.02, "first_token_p50": 0.1, "first_token_p99": 0.3,
 }  # fmt: skip
+
+
+DASHBOARD = {
+    "ledger": {
+        "versions": [{"version": "older", "saved": 9.0}, {"version": 1, "saved": 4.0}, {"version": 3, "saved": 6.0}]
+    },
+    "versions": [
+        {"number": 1, "manifest": {}},
+        {"number": 3, "manifest": {"worth": {"saving_rate": 0.25, "horizon": 600.0}}},
+    ],
+}
 
 
 def look(seconds, requests=0.0, tokens=0.0, busy=0.0, drafted=0.0, accepted=0.0, training=0.0, cpu=0.0, version=1):
@@ -46,16 +69,24 @@ def look(seconds, requests=0.0, tokens=0.0, busy=0.0, drafted=0.0, accepted=0.0,
     return Sample(seconds, counters, {"general": version, "code": 9}, cpu)
 
 
+def looked(*samples) -> ServiceSampler:
+    return ServiceSampler("http://nowhere", samples=list(samples), dashboard=DASHBOARD)
+
+
 def turn(way=FROZEN, **changes) -> Turn:
-    samples = [look(0.0, 5, 50, 5, 60, 20, 3, 30), look(100.0, 45, 450, 55, 260, 120, 23, 130, 3)]
-    made = turn_of(way, CLIENTS, samples, Settings(engine=EngineSettings(threads=2)), {})
-    return replace(made, **changes)
+    """A pass of 40 requests in 100 s; ``changes`` of its last point or of itself."""
+    seen = looked(look(0.0, 5, 50, 5, 60, 20, 3, 30), look(100.0, 45, 450, 55, 260, 120, 23, 130, 3))
+    made = turn_of(way, CLIENTS, seen, Settings(engine=EngineSettings(threads=2)), {})
+    last = {name: value for name, value in changes.items() if name in Point.__dataclass_fields__}
+    more = {name: value for name, value in changes.items() if name not in last}
+    return replace(made, curve=[*made.curve[:-1], replace(made.curve[-1], **last)], **more)
 
 
 def test_a_turn_is_what_was_counted_since_its_first_look():
     found = turn()
-    assert (found.tokens, found.busy_seconds, found.cpu_seconds, found.training_cpu_seconds) == (400, 50, 100, 20)
-    assert (found.drafted, found.accepted, found.swaps) == (200, 100, 2)
+    assert found.curve[0] == Point(0, 0, 0, 0, 0, 0, 0)
+    assert found.end == Point(seconds=100, requests=40, tokens=400, drafted=200, accepted=100, busy=50, training=20)
+    assert (found.cpu_seconds, found.swaps) == (100, 2)
     assert found.busy == 0.5
     assert found.speed == 8.0
     assert found.charged_speed == pytest.approx(400 / (50 + 20 / 2))  # two cores compute for the trainer
@@ -64,22 +95,44 @@ def test_a_turn_is_what_was_counted_since_its_first_look():
     assert json.loads(json.dumps(found.figures()))["charged_speed"] == found.charged_speed
 
 
-def test_a_turn_tells_when_each_version_of_the_own_domain_came_into_service():
-    samples = [look(float(n), version=version) for n, version in enumerate([1, 1, 2, 2, 4, 4])]
-    assert turn_of(TRAINING, CLIENTS, samples, Settings(), {}).versions == [(0.0, 1), (2.0, 2), (4.0, 4)]
+def test_a_turn_tells_when_each_version_of_the_own_domain_served_and_what_it_saved():
+    samples = [look(float(n), version=version) for n, version in enumerate([1, 1, 2, 2, 3, 3])]
+    found = turn_of(TRAINED, CLIENTS, looked(*samples), Settings(engine=EngineSettings(threads=2)), {}).versions
+    assert found == [
+        Version(1, 0.0, 2.0, None, 8.0),  # two cores for each second of the engine
+        Version(2, 2.0, 4.0, None, 0.0),
+        Version(3, 4.0, 5.0, 0.25, 12.0),
+    ]
+    assert [one.saving_rate for one in found] == [4.0, 0.0, 12.0]
 
 
-def test_a_curve_has_the_rates_of_each_part_and_not_of_all_so_far():
-    samples = [look(n, requests=n, tokens=10 * n, busy=n, drafted=10 * n) for n in range(21)]
-    samples += [look(20 + n, 20 + n, 200 + 10 * n, 20 + n / 2, 200 + 10 * n, 5 * n) for n in range(1, 21)]
-    points = turn_of(FROZEN, CLIENTS, samples, Settings(), {}).curve
-    assert [requests for requests, _, _ in points] == list(range(2, 41, 2))
-    assert [(rate, speed) for _, rate, speed in points] == [(0.0, 10.0)] * 10 + [(0.5, 20.0)] * 10
+def test_a_curve_has_what_was_done_until_each_part_of_the_requests():
+    samples = [look(n, requests=n, tokens=10 * n, busy=n, drafted=10 * n) for n in range(41)]
+    points = turn_of(FROZEN, CLIENTS, looked(*samples), Settings(), {}).curve
+    assert [point.requests for point in points] == list(range(0, 41, 2))
+    assert [point.tokens for point in points] == list(range(0, 401, 20))
+    assert [point.seconds for point in points] == [point.busy for point in points]
 
 
 def test_looks_that_are_far_apart_make_a_curve_of_fewer_points():
     samples = [look(0.0), look(1.0, 10, 100, 10, 10, 1), look(2.0, 40, 400, 40, 40, 4)]
-    assert [point[0] for point in turn_of(FROZEN, CLIENTS, samples, Settings(), {}).curve] == [10, 40]
+    assert [point.requests for point in turn_of(FROZEN, CLIENTS, looked(*samples), Settings(), {}).curve] == [0, 10, 40]
+
+
+def of_points(curve) -> Turn:
+    """A pass with points of (requests, busy seconds, training seconds), ten seconds apart."""
+    return replace(turn(), curve=[Point(10.0 * n, r, 10 * r, 0, 0, b, t) for n, (r, b, t) in enumerate(curve)])
+
+
+def test_an_account_sets_what_training_cost_against_the_seconds_that_the_engine_was_spared():
+    trained = of_points([(0, 0, 0), (10, 12, 6), (20, 20, 6), (30, 26, 6)])
+    without = of_points([(0, 0, 0), (20, 20, 0), (40, 40, 0)])
+    found = accounts(trained, without)
+    assert [(one.cost, one.saved) for one in found] == [(0, 0), (6, -4), (6, 0), (6, 8)]  # on two cores
+    assert [one.seconds for one in found] == [0, 10, 20, 30]
+    assert payback(found) == 30
+    assert payback(found[:-1]) is None
+    assert payback([*found, replace(found[-1], seconds=40.0, cost=9.0)]) is None
 
 
 def test_traffic_is_the_first_of_the_stream_and_no_prompt_comes_again():
@@ -107,7 +160,12 @@ class Service:
     def __init__(self, monkeypatch) -> None:
         self.calls, self.tally, self.samples = [], Tally(sent=2, finished=2, tokens=9), [look(0.0), look(9.0, busy=3)]
         self.said = [{"detail": "starting", "failure": ""}, {"detail": "waiting", "failure": ""}]
-        self.url, self.redis_url, self.trainer = "http://nowhere", "redis://127.0.0.1:1", None
+        self.url, self.redis_url, self.trainer, self.dashboard = (
+            "http://nowhere",
+            "redis://127.0.0.1:1",
+            None,
+            DASHBOARD,
+        )
         monkeypatch.setattr(net, "Embedded", self.embedded)
         monkeypatch.setattr(net, "ServiceSampler", self.sampler)
         monkeypatch.setattr(net.serve, "measure", self.measure)
@@ -116,7 +174,11 @@ class Service:
     @contextmanager
     def embedded(self, settings):
         self.calls.append("up")
-        if settings.trainer.enabled:
+        self.settings = settings
+        if settings.drafter.trainable:
+            first = Registry(settings.registry_dir).load(settings.domain, 1)
+            assert first.weights["w"].equal(torch.ones(2))
+        if settings.trains:
             self.trainer = SimpleNamespace(
                 pause=SimpleNamespace(remote=lambda: self.calls.append("pause")),
                 status=SimpleNamespace(remote=self.say),
@@ -145,21 +207,14 @@ def service(monkeypatch):
     return Service(monkeypatch)
 
 
-def passed(tmp_path, way):
-    settings = Settings(
-        home=tmp_path,
-        trainer=TrainerSettings(enabled=way == TRAINING),
-        serving=ServingSettings(api_key=SecretStr("key")),
-    )
+def passed(way):
+    settings = Settings(drafter={"kind": "medusa"}, serving=ServingSettings(api_key=SecretStr("key")))
     traffic = Traffic(made_up(2), [Arrival(0.0, 5), Arrival(1.0, 9)])
-    first = net.First({"kind": "toy"}, {"w": torch.ones(2)})
-    found = net.one_pass(settings, first, traffic, way, (), lambda step: None)
-    assert Registry(settings.registry_dir).load(settings.domain, 1).weights["w"].equal(torch.ones(2))
-    return found
+    return net.one_pass(settings, net.First({"kind": "toy"}, {"w": torch.ones(2)}), traffic, way, lambda step: None)
 
 
-def test_training_is_up_before_the_first_look_and_at_rest_before_the_last(service, tmp_path):
-    found = passed(tmp_path, TRAINING)
+def test_training_is_up_before_the_first_look_and_at_rest_before_the_last(service):
+    found = passed(TRAINED)
     look, sent = "first look at http://nowhere with key", "2 prompts of up to 9 tokens to http://nowhere with key"
     assert service.calls == ["up", "status", "status", look, sent, "pause", "status", "last look", "down"]
     assert [arrival.tokens for arrival in service.load.arrivals] == [5, 9]
@@ -169,33 +224,59 @@ def test_training_is_up_before_the_first_look_and_at_rest_before_the_last(servic
     assert found.busy == pytest.approx(1 / 3)
 
 
-def test_without_a_trainer_none_is_asked(service, tmp_path):
-    assert passed(tmp_path, FROZEN).trainer == {}
+@pytest.mark.parametrize("way", [PLAIN, FROZEN, RECALL, RECALL_FROZEN])
+def test_without_a_trainer_none_is_asked(service, way):
+    assert passed(way).trainer == {}
     assert not {"pause", "status"} & set(service.calls)
 
 
-def test_requests_that_failed_are_an_error(service, tmp_path):
+@pytest.mark.parametrize(
+    ("way", "kind", "trained", "trains"),
+    [
+        (PLAIN, "none", None, False),
+        (FROZEN, "medusa", "medusa", False),
+        (TRAINED, "medusa", "medusa", True),
+        (RECALL, "recall", None, False),
+        (RECALL_FROZEN, "mixed", "medusa", False),
+        (RECALL_TRAINED, "mixed", "medusa", True),
+    ],
+)
+def test_each_way_is_a_service_with_its_drafter_on_a_home_and_a_redis_of_its_own(tmp_path, way, kind, trained, trains):
+    recall = {"megabytes": 3}
+    given = Settings(
+        drafter={"kind": "mixed", "trained": {"kind": "medusa"}, "recall": recall}, redis_url="redis://x:1"
+    )
+    settings = net.settings_of(given, way, tmp_path)
+    assert settings.drafter.kind == kind
+    assert trained in (None, settings.drafter.distilled.kind)
+    assert settings.trains == trains
+    assert (settings.home, settings.redis_url) == (tmp_path, None)
+    if kind in ("recall", "mixed"):
+        assert settings.recall.megabytes == 3
+
+
+def test_requests_that_failed_are_an_error(service):
     service.tally = Tally(sent=5, finished=3, failed=2, errors=Counter({"HTTP 503": 2}))
     with pytest.raises(BenchError, match="2 of 5 requests failed: HTTP 503"):
-        passed(tmp_path, FROZEN)
+        passed(FROZEN)
 
 
-def test_a_trainer_that_failed_is_an_error(service, tmp_path):
+def test_a_trainer_that_failed_is_an_error(service):
     service.said = [{"detail": "", "failure": ""}, {"detail": "", "failure": "ValueError: no"}]
     with pytest.raises(BenchError, match="the trainer failed: ValueError: no"):
-        passed(tmp_path, TRAINING)
+        passed(TRAINED)
 
 
-def test_a_trainer_that_does_not_start_is_an_error(service, tmp_path):
+def test_a_trainer_that_does_not_start_is_an_error(service):
     service.said = [{"detail": "starting", "failure": "OSError: no"}]
     with pytest.raises(BenchError, match="the trainer does not start: OSError: no"):
-        passed(tmp_path, TRAINING)
+        passed(TRAINED)
 
 
-def test_a_service_that_takes_another_drafter_is_an_error(service, tmp_path):
+def test_a_service_that_takes_another_drafter_is_an_error(service):
     service.samples = [look(0.0, version=2), look(9.0, busy=3, version=2)]
     with pytest.raises(BenchError, match="did not begin with the first drafter"):
-        passed(tmp_path, FROZEN)
+        passed(FROZEN)
 
 
 @pytest.fixture
@@ -203,28 +284,28 @@ def passes(monkeypatch):
     """What ``net`` lets through a service, where none is started."""
     seen = []
 
-    def through(settings, first, traffic, way, due, report):
-        seen.append((settings, traffic, way, [(one.seconds, one.registry.root, one.version) for one in due]))
-        return turn(way, versions=[(0.0, 1), (3.0 + len(seen), 2)] if way == TRAINING else [(0.0, 1)])
+    def through(settings, first, traffic, way, report):
+        seen.append((traffic, way))
+        return turn(way)
 
     monkeypatch.setattr(net, "one_pass", through)
     return seen
 
 
-def run(passes, turns, requests=20, **settings):
-    traffic = Traffic(made_up(requests), [Arrival(float(n), 8) for n in range(requests)])
-    found = net.net(Settings(**settings), net.First({}, {}), traffic, 0.6, turns)
-    return found, traffic
+def run(home, turns, requests=20, load=0.6, valley=False, knows=(), **settings):
+    traffic = Traffic(made_up(requests), [Arrival(float(n), 8) for n in range(requests)], valley)
+    chosen = Settings(home=home, **settings)
+    return net.net(chosen, Results(chosen, knows, traffic), net.First({}, {}), traffic, load, turns), traffic
 
 
-def test_the_load_is_a_share_of_what_a_burst_showed(passes):
-    found, traffic = run(passes, 1, requests=30, engine=EngineSettings(slots=2))
-    _, burst, way, _ = passes[0]
-    assert way == FROZEN
+def test_the_load_is_a_share_of_what_a_burst_without_drafts_showed(passes, tmp_path):
+    found, traffic = run(tmp_path, 1, requests=30, engine=EngineSettings(slots=2))
+    burst, way = passes[0]
+    assert way == PLAIN
     assert [arrival.due for arrival in burst.arrivals] == [0.0] * 8
     assert found.capacity == net.Capacity(40, 0.4, 4.0)
     assert found.rate == pytest.approx(0.24)
-    for _, sent, _, _ in passes[1:]:
+    for sent, _ in passes[1:]:
         assert sent.prompts == traffic.prompts
         assert sent.arrivals[-1].due == pytest.approx(29 / 0.24)
         assert sent.arrivals[1].due == pytest.approx(1 / 0.24)
@@ -232,63 +313,112 @@ def test_the_load_is_a_share_of_what_a_burst_showed(passes):
     assert "0.240 requests a second, 60% of that" in capacity_note(found)
 
 
-def test_every_way_comes_once_a_turn_another_one_begins_and_each_has_a_home_of_its_own(passes, tmp_path):
-    trainer = TrainerSettings(min_records=99, enabled=True)
-    run(passes, 3, home=tmp_path, redis_url="redis://elsewhere:1", trainer=trainer)
-    assert tuple(way for _, _, way, _ in passes[1:]) == tuple(way for order in ORDERS for way in order)
-    assert all(sorted(order) == sorted(WAYS) for order in ORDERS)
-    assert len({order[0] for order in ORDERS}) > 1
-    assert len({settings.home for settings, *_ in passes}) == len(passes)
-    for settings, _, way, _ in passes:
-        assert settings.trainer == trainer.model_copy(update={"enabled": way == TRAINING})
-        assert settings.redis_url is None
-        assert settings.home != tmp_path
-        assert not settings.home.exists()
+def test_every_way_comes_once_a_turn_and_another_one_begins(passes, tmp_path):
+    run(tmp_path, 2)
+    first, second = ([way for _, way in passes[begin : begin + 6]] for begin in (1, 7))
+    assert first == list(WAYS)
+    assert sorted(second) == sorted(WAYS)
+    assert second[0] != first[0]
 
 
-def test_what_was_trained_in_a_turn_and_nothing_else_is_fed_in_it(passes):
-    run(passes, 2)
-    trained = {index: settings.registry_dir for index, (settings, _, way, _) in enumerate(passes) if way == TRAINING}
-    for settings, _, way, due in passes:
-        assert bool(due) == (way == FED)
-        for seconds, registry, version in due:
-            assert version == 2
-            at = round(seconds) - 4
-            assert trained[at] == registry
-            assert registry.parent.parent == settings.home.parent  # of the same turn
+def test_what_was_measured_is_not_measured_again_and_other_traffic_or_settings_are_measured(passes, tmp_path):
+    found, _ = run(tmp_path, 1)
+    assert len(passes) == 7
+    assert run(tmp_path, 1)[0] == found
+    assert len(passes) == 7
+    run(tmp_path, 2)  # the second turn alone
+    assert len(passes) == 13
+    run(tmp_path, 1, load=0.25)  # the capacity is known
+    assert len(passes) == 19
+    for change in ({"requests": 19}, {"valley": True}, {"knows": ["gsm8k"]}, {"drafter": {"kind": "medusa"}}):
+        before = len(passes)
+        run(tmp_path, 1, **change)
+        assert len(passes) == before + 7, change
 
 
-def test_the_table_has_medians_and_ratios_within_a_turn():
-    turns = [{FROZEN: turn(), TRAINING: turn(tokens=400 * gain), FED: turn(tokens=500.0)} for gain in (1.0, 2.0, 1.5)]
+def test_the_first_drafter_learns_once(tmp_path):
+    traffic = Traffic(made_up(2), [Arrival(0.0, 5), Arrival(1.0, 9)])
+    results = Results(Settings(home=tmp_path), [], traffic)
+    drafter, learnt = Toy(), []
+
+    def learn():
+        learnt.append(True)
+        drafter.load_weights({name: weight + 1 for name, weight in drafter.weights().items()})
+
+    first = results.first("general", drafter, learn)
+    again = Toy()
+    second = results.first("general", again, lambda: learnt.append(True))
+    assert learnt == [True]
+    assert first.config == second.config == drafter.config()
+    for name, weight in drafter.weights().items():
+        assert again.weights()[name].equal(weight)
+        assert second.weights[name].equal(weight)
+
+
+def test_a_valley_is_a_fifth_of_the_time_with_a_tenth_of_the_rate():
+    even = [Arrival(float(n), 8) for n in range(4101)]
+    found = with_valley(even)
+    whole = found[-1].due
+    inside = [one.due for one in found if 0.4 * whole <= one.due <= 0.6 * whole]
+    outside = len(found) - len(inside)
+    assert len(inside) / (0.2 * whole) == pytest.approx(0.1, rel=0.02)
+    assert outside / (0.8 * whole) == pytest.approx(1, rel=0.01)
+    assert [one.tokens for one in found] == [8] * 4101
+    stretched = Traffic(made_up(2), [Arrival(0.0, 8), Arrival(10.0, 8)], valley=True).at(0.1)
+    assert stretched.arrivals[-1].due == pytest.approx(10 + 9 * 10 / 41)
+
+
+def of_ways(**changes):
+    return {way: turn(way, **changes.get(way.replace(" + ", "_"), {})) for way in WAYS}
+
+
+def test_the_tables_have_medians_and_ratios_within_a_turn():
+    turns = [of_ways(trained={"tokens": 400 * gain}) for gain in (1.0, 2.0, 1.5)]
     turns[2][FROZEN] = turn(tokens=800.0)
-    found = net.Found(net.Capacity(8, 1.0, 10.0), 0.6, turns)
-    rows = {row[0]: row[1:] for row in net_table(found).rows}
+    served, ratios, *_ = net_tables(net.Found(net.Capacity(8, 1.0, 10.0), 0.6, turns))
+    rows = {row[0]: dict(zip(served.columns[1:], row[1:], strict=True)) for row in served.rows}
     assert list(rows) == list(FIGURES)
-    assert rows["tokens per busy second"] == (
-        "8.0 (8.0 to 16.0)",
-        "12.0 (8.0 to 16.0)",
-        "10.0 (10.0 to 10.0)",
-        "1.000 (0.750 to 2.000)",
-        "1.250 (0.625 to 1.250)",
-    )
-    assert rows["between two pieces, p99 ms"][0] == "50.0 (50.0 to 50.0)"
+    speeds = rows["tokens per busy second"]
+    assert (speeds[FROZEN], speeds[TRAINED]) == ("8.0 (8.0 to 16.0)", "12.0 (8.0 to 16.0)")
+    compared = {row[0]: row[1] for row in ratios.rows}
+    assert compared["trained / frozen"] == "1.000 (0.750 to 2.000)"
+    assert compared["trained / plain"] == "1.500 (1.000 to 2.000)"
+    assert compared["recall + trained / recall"] == "1.000 (1.000 to 1.000)"
+
+
+def test_the_tables_say_what_training_cost_when_it_paid_and_how_well_that_was_foretold():
+    found = net.Found(net.Capacity(8, 1.0, 10.0), 0.6, [of_ways(trained={"busy": 30.0}, recall_trained={"busy": 49.0})])
+    _, _, paid, foretold = net_tables(found)
+    assert paid.rows == [
+        ("1, trained / frozen", "20.0", "40.0", "100", "100"),
+        ("1, recall + trained / recall", "20.0", "2.0", "not in this pass", "100"),
+    ]
+    assert foretold.columns[-2:] == ("predicted", "by the ledger")
+    versions = [Version(1, 0.0, 10.0, None, 1.0), Version(2, 10.0, 20.0, 0.25, 4.0)]
+    turns = [of_ways(trained={"versions": versions}, recall_trained={"versions": versions[:1]})]
+    assert net_tables(net.Found(net.Capacity(8, 1, 1), 1, turns))[3].rows == [
+        ("1, trained, 2", "10", "20", "0.2500", "0.3000")
+    ]
 
 
 def test_a_figure_that_a_turn_has_not_is_no_number():
-    alone = {way: turn(way) for way in WAYS}
-    alone[TRAINING] = turn(TRAINING, clients={**CLIENTS, "gaps_p99": None})
-    rows = {row[0]: row[1:] for row in net_table(net.Found(net.Capacity(8, 1, 1), 1, [alone])).rows}
-    assert rows["between two pieces, p99 ms"] == ("50.0", "-", "50.0", "-", "1.000")
+    alone = of_ways(trained={"clients": {**CLIENTS, "gaps_p99": None}})
+    served, ratios, *_ = net_tables(net.Found(net.Capacity(8, 1, 1), 1, [alone]))
+    (row,) = [row for row in served.rows if row[0] == "between two pieces, p99 ms"]
+    assert row[1:] == ("50.0", "50.0", "-", "50.0", "50.0", "50.0")
+    assert {row[0]: row[3] for row in ratios.rows}["trained / plain"] == "-"
 
 
-def test_the_plots_show_acceptance_and_speed_of_every_way(tmp_path):
-    speeds = {FROZEN: [(20, 0.1, 50.0), (40, 0.1, 25.0)], TRAINING: [(40, 0.4, 100.0)], FED: [(40, 0.5, 75.0)]}
-    found = net.Found(net.Capacity(8, 1, 1), 1, [{way: turn(way, curve=curve) for way, curve in speeds.items()}])
-    acceptance, speed = net_plots(found)
-    assert acceptance.lines[FROZEN] == [(20, 0.1), (40, 0.1)]
-    assert speed.lines == {FROZEN: [(20, 0.5), (40, 0.25)], TRAINING: [(40, 1.0)], FED: [(40, 0.75)]}
-    write_plot(tmp_path / "p.svg", [acceptance, speed])
-    assert "of 100" in (tmp_path / "p.svg").read_text()
+def test_the_plots_show_acceptance_speed_and_what_training_cost_and_saved(tmp_path):
+    rows = of_ways(trained={"busy": 25.0, "accepted": 150.0})
+    acceptance, speed, alone, _ = net_plots(net.Found(net.Capacity(8, 1, 1), 1, [rows]))
+    assert PLAIN not in acceptance.lines
+    assert acceptance.lines[TRAINED] == [(40, 0.75)]
+    assert (speed.lines[PLAIN], speed.lines[TRAINED]) == ([(40, 0.5)], [(40, 1.0)])
+    assert alone.title == "trained / frozen: seconds of a core, of 50"
+    assert alone.lines == {"spent": [(0, 0), (100, 0.4)], "saved": [(0, 0), (100, 1.0)]}
+    write_plot(tmp_path / "p.svg", [acceptance, speed, alone])
+    assert "of 16" in (tmp_path / "p.svg").read_text()
     assert ElementTree.parse(tmp_path / "p.svg")  # noqa: S314 - our own file
 
 
