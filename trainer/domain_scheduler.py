@@ -1,20 +1,18 @@
-"""The workers of several domains take turns: one computes at a time, and drift gets it more of the time."""
+"""The workers of several domains take turns: one computes at a time, where it is worth most."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
 
-DRIFT_WEIGHT = 4.0
-"""How much more of the time a domain gets whose acceptance fell, until its next candidate."""
-
 
 class DomainScheduler:
-    """Whose turn it is, by stride scheduling (Waldspurger and Weihl, 1995): each waits for its share and no longer.
+    """Whose turn it is: of those that wait the one whose next slice is worth most.
 
-    A domain's pass grows by the seconds that it computed over its weight, and of those that wait the one with the
-    lowest pass is next. Who comes back from a rest starts level with the others: rest is not saved up.
+    Where these are worth the same, by stride scheduling (Waldspurger and Weihl, 1995): the one that computed least so
+    far is next. Who comes back from a rest starts level with the others: rest is not saved up.
     """
 
     def __init__(self, domains: Iterable[str], clock: Callable[[], float] = time.process_time) -> None:
@@ -24,26 +22,30 @@ class DomainScheduler:
         self._passes = dict.fromkeys(domains, 0.0)
         self._charged = dict.fromkeys(self._passes, 0.0)
         self._mark = clock()
-        self._weights: dict[str, float] = {}
+        self._worth: dict[str, float] = {}
         self._waiting: set[str] = set()
         self._holder: str | None = None
         self._since = self._level = 0.0
 
-    def weigh(self, domain: str, weight: float) -> None:
-        """Let a domain's seconds count for so much less than another's of weight 1."""
+    def value(self, domain: str, worth: float) -> None:
+        """A second of this domain is worth so much; 0 until it is said."""
         with self._changed:
-            self._weights[domain] = weight
+            self._worth[domain] = worth
 
-    def take(self, domain: str, stop: threading.Event) -> bool:
-        """Wait for the turn; False when ``stop`` was set. Who has it already gives others the chance first."""
+    def take(self, domain: str, stop: threading.Event, patience: float = math.inf) -> bool:
+        """Wait for the turn; False when ``stop`` was set, or after ``patience`` seconds.
+
+        Who has it already gives others the chance first.
+        """
+        deadline = time.monotonic() + patience
         with self._changed:
             rested = self._holder != domain
             self._give(domain)
             if rested:
                 self._passes[domain] = max(self._passes[domain], self._level)
             self._waiting.add(domain)
-            while not stop.is_set():
-                if self._holder is None and domain == min(self._waiting, key=lambda name: (self._passes[name], name)):
+            while not stop.is_set() and time.monotonic() < deadline:
+                if self._holder is None and domain == min(self._waiting, key=self._order):
                     self._waiting.discard(domain)
                     self._charge()
                     self._holder, self._since = domain, time.monotonic()
@@ -74,6 +76,9 @@ class DomainScheduler:
             self._charge()
             return self._charged[domain]
 
+    def _order(self, domain: str) -> tuple[float, float, str]:
+        return -self._worth.get(domain, 0.0), self._passes[domain], domain
+
     def _charge(self) -> None:
         now = self._clock()
         spent, self._mark = now - self._mark, now
@@ -85,6 +90,6 @@ class DomainScheduler:
         if self._holder != domain:
             return
         self._charge()
-        self._passes[domain] += (time.monotonic() - self._since) / self._weights.get(domain, 1.0)
+        self._passes[domain] += time.monotonic() - self._since
         self._holder = None
         self._changed.notify_all()

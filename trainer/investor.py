@@ -31,7 +31,7 @@ class Investor:
 
     While no request runs a CPU second costs ``trainer.price_idle``; beside requests ``trainer.price``, for itself and
     for what it was measured to take from their rounds. As long as no replica has said what its rounds are, training
-    is taken to pay: there is nothing to reckon with. ``told`` hears of each decision that differs from the one before,
+    goes on: there is nothing to reckon with. ``told`` hears of each decision that differs from the one before,
     and of the first one after each gate.
     """
 
@@ -45,8 +45,8 @@ class Investor:
         self._looked_at: float | None = None
         self._verdict: tuple[bool, int] | None = None
 
-    def pays(self, learner: Learner) -> bool:
-        """Whether the next slice pays."""
+    def next_slice(self, learner: Learner) -> Investment | None:
+        """The decision; None as long as there is nothing to reckon with."""
         now = time.monotonic()
         if self._looked_at is None or now - self._looked_at >= _LOOK_SECONDS:
             if self._looked_at is not None:
@@ -54,7 +54,7 @@ class Investor:
             self._looked_at = now
             self._look()
         if self._rounds is None:
-            return True
+            return None
         trainer, beside = self._settings.trainer, self._capacity.beside_requests
         price = trainer.price * (1 + self._threads * self._slowing.per_second) if beside else trainer.price_idle
         pace = trainer.threads * trainer.workers * (trainer.duty if beside else 1.0)
@@ -63,7 +63,7 @@ class Investor:
         if verdict != self._verdict:
             self._verdict = verdict
             self._told(investment)
-        return investment.pays
+        return investment
 
     def worth(self, learner: Learner, decision: GateDecision) -> dict[str, Any]:
         """What a candidate is expected to save, for its manifest; nothing while the traffic is not known.

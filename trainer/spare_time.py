@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -44,15 +45,18 @@ class SpareTime:
             self._resting.set()
             self.over.wait(0.02)
 
-    def wait(self, idle: Callable[[], None]) -> bool:
-        """Wait until a micro-step may run; False when it is over. ``idle`` is called at first, and now and then."""
+    def wait(self, idle: Callable[[], None], patience: float = math.inf) -> bool:
+        """Wait until a micro-step may run; False when it is over, or other domains had the turn for so long.
+
+        ``idle`` is called at first, and now and then while serving leaves no room.
+        """
         idle()
 
         def rest(why: str) -> None:
             self.rest(why)
             idle()
 
-        while self._scheduler.take(self._domain, self.over):
+        while self._scheduler.take(self._domain, self.over, patience):
             if not self._capacity.wait(self.over, self._paused, rest):
                 return False
             if self._scheduler.has(self._domain):

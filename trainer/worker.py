@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,7 +31,7 @@ from trainer.beginning import NotYet, lacking, learner_of, take_up
 from trainer.candidates import Candidates, LiveRequests, StoppedError
 from trainer.capacity import Capacity, lower_priority
 from trainer.checkpoint import Checkpoints
-from trainer.domain_scheduler import DRIFT_WEIGHT, DomainScheduler
+from trainer.domain_scheduler import DomainScheduler
 from trainer.executor import TargetContext
 from trainer.intake import Forgetting, Intake
 from trainer.investor import Investor
@@ -45,6 +46,7 @@ CHECKPOINT_SECONDS = 30.0
 """Training that a crash may lose, and how long a record that was trained on waits for its acknowledgement."""
 
 _IDLE_MS = 200
+_PATIENCE = 0.5  # seconds without the turn, after which the stream is read again
 _TELL_SECONDS = 1.0
 
 
@@ -164,10 +166,9 @@ class Worker:
         return learner
 
     def _drifted(self, drift: Drift) -> None:
-        """Learn what is new at once, and compute for longer until the next candidate."""
+        """Learn what is new at once."""
         if self.learner is not None:
             self.learner.drifted(drift)
-        self._scheduler.weigh(self._domain, DRIFT_WEIGHT)
 
     def _slowed(self, loads: Mapping[str, ReplicaLoad]) -> None:
         """Charge what the rounds beside this domain's training lost since the last look."""
@@ -191,7 +192,6 @@ class Worker:
         if self._candidates.due(learner):
             self._say("training", "evaluating a candidate")
             if self._candidates.propose(learner):
-                self._scheduler.weigh(self._domain, 1.0)
                 self.checkpoint()
         self._accounts.status.version = self._publisher.stable
         if self._checkpoints.age(learner, self.intake.finished) > CHECKPOINT_SECONDS:
@@ -201,14 +201,16 @@ class Worker:
         """Whether there is something worth a micro-step; otherwise says what is missing."""
         least, refused = self._settings.trainer.min_records, self._accounts.status.refused
         missing = lacking(learner, least, refused, self.replay.fresh_records)
-        if not missing and not self._investor.pays(learner):
-            missing = "further training would cost more than it is expected to save"
+        if not missing and (investment := self._investor.next_slice(learner)) is not None:
+            self._scheduler.value(self._domain, investment.worth)
+            if not investment.pays:
+                missing = "further training would cost more than it is expected to save"
         if missing:
             self._say("waiting", missing)
         return not missing
 
     def _train(self, learner: Learner) -> None:
-        if not self._spare(self._look):
+        if not self._spare(self._look, _PATIENCE):
             return
         self._say("training", "")
         with self._capacity.working():
@@ -224,10 +226,10 @@ class Worker:
             self._accounts.status.lag = self.intake.lag()
             self._service.tell("train_step", None, **self._accounts.figures(learner))
 
-    def _spare(self, idle: Callable[[], None]) -> bool:
-        """Wait for spare time, with ``idle`` now and then; False when the loop shall end."""
+    def _spare(self, idle: Callable[[], None], patience: float = math.inf) -> bool:
+        """Wait for spare time, see ``SpareTime.wait``."""
         self._accounts.cost.tell()
-        return self._spare_time.wait(idle)
+        return self._spare_time.wait(idle, patience)
 
     def _alive(self) -> None:
         """Say that this trainer goes on."""

@@ -195,6 +195,11 @@ class Investment:
     earns: float
     costs: float
 
+    @property
+    def worth(self) -> float:
+        """Seconds of a core that each second of the learning earns beyond its cost."""
+        return (self.earns - self.costs) / self.seconds
+
     def figures(self) -> dict[str, Any]:
         """The numbers as JSON, for an event."""
         return {name: value if isinstance(value, bool) else round(value, 6) for name, value in vars(self).items()}

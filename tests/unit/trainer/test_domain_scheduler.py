@@ -48,11 +48,24 @@ def test_each_gets_the_same_time_however_long_its_steps_are(race: Callable[..., 
     assert spent["a"] == pytest.approx(spent["b"], rel=0.3)
 
 
-def test_a_heavier_one_gets_more(race: Callable[..., dict[str, float]]):
+def test_the_one_that_is_worth_more_computes_until_it_is_no_longer(race: Callable[..., dict[str, float]]):
     turns = DomainScheduler("ab")
-    turns.weigh("a", 3.0)
-    spent = race(turns, {"a": 0.01, "b": 0.01}, 0.6)
-    assert spent["a"] / spent["b"] == pytest.approx(3.0, rel=0.3)
+    turns.value("b", 1.0)
+    turns.value("a", 3.0)
+    threading.Timer(0.4, turns.value, ("a", 0.5)).start()
+    spent = race(turns, {"a": 0.01, "b": 0.01}, 0.8)
+    assert spent["a"] == pytest.approx(0.4, rel=0.3)
+    assert spent["b"] == pytest.approx(0.4, rel=0.3)
+
+
+def test_who_is_not_worth_most_can_wait_for_a_while_only():
+    turns, stop = DomainScheduler("ab"), threading.Event()
+    assert turns.take("a", stop)
+    began = time.monotonic()
+    assert not turns.take("b", stop, 0.2)
+    assert 0.2 <= time.monotonic() - began < 2
+    turns.value("b", 1.0)  # who waits no more is not in the way of others
+    assert turns.take("a", stop, 0.2)
 
 
 def test_one_alone_never_waits_and_rest_is_not_saved_up():

@@ -36,8 +36,10 @@ class Scene:
         return self.said
 
     def pays(self, passed=0.0):
+        """Whether it trains: it is worth it, or nothing is known."""
         self.now += passed
-        return self.it.pays(self.learner)
+        investment = self.it.next_slice(self.learner)
+        return investment is None or investment.pays
 
 
 def test_it_trains_beside_requests_where_that_pays_and_freely_while_none_runs(monkeypatch):

@@ -1,0 +1,80 @@
+"""When a worker may compute: its turn, what serving leaves, pauses and the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from trainer.domain_scheduler import DomainScheduler
+from trainer.spare_time import SpareTime
+
+
+class Room:
+    """Serving that leaves room as soon as ``room`` is set."""
+
+    def __init__(self):
+        self.room = threading.Event()
+
+    def wait(self, stop, paused, say):
+        while not stop.is_set():
+            if paused.is_set():
+                say("paused")
+            elif self.room.is_set():
+                return True
+            else:
+                say("yielding")
+            stop.wait(0.01)
+        return False
+
+
+@pytest.fixture
+def scene():
+    """A worker's time beside another domain's turns, what it said, and serving."""
+    scheduler, room, said = DomainScheduler("ab"), Room(), []
+    return SpareTime("a", scheduler, room, lambda *state: said.append(state)), scheduler, room, said
+
+
+def test_it_waits_for_room_and_looks_around_meanwhile(scene):
+    spare, scheduler, room, said = scene
+    looks = []
+
+    def look():
+        looks.append(scheduler.has("a"))
+        if len(looks) == 3:
+            room.room.set()
+
+    assert spare.wait(look)
+    assert scheduler.has("a")
+    assert looks == [False] * 3, "who cannot compute leaves the turn to others"
+    assert set(said) == {("yielding", "")}
+
+
+def test_while_another_domain_has_the_turn_it_comes_back_to_what_else_there_is(scene):
+    spare, scheduler, room, _ = scene
+    room.room.set()
+    assert scheduler.take("b", threading.Event())
+    began = time.monotonic()
+    assert not spare.wait(lambda: None, 0.1)
+    assert time.monotonic() - began < 5
+    scheduler.give("b")
+    assert spare.wait(lambda: None, 5.0)
+
+
+def test_a_pause_waits_until_the_worker_rests_and_the_end_ends_everything(scene):
+    spare, scheduler, room, said = scene
+    room.room.set()
+    assert not spare.pause(0.05), "nobody rests"
+    results = []
+    worker = threading.Thread(target=lambda: results.append(spare.wait(lambda: None)))
+    worker.start()
+    assert spare.pause(5)
+    assert spare.paused
+    assert ("paused", "") in said
+    assert not scheduler.has("a")
+    spare.resume()
+    worker.join(5)
+    assert results == [True]
+    spare.over.set()
+    assert not spare.wait(lambda: None)
