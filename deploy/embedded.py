@@ -22,6 +22,7 @@ from deploy.running import announce, lock, withdraw
 from osd.capture.server import RedisError, open_redis, public_url
 from osd.capture.supervisor import RedisSupervisor
 from osd.config import ConfigError, Settings
+from osd.registry.pointer import Pointer
 from osd.target.load import TargetError, commit_of, target_directory
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,18 @@ class Embedded:
             TimeoutError: the trainer does not answer.
         """
         return self._ask_trainer(method, _ACTOR_SECONDS)
+
+    def stable(self) -> int:
+        """The drafter version in service.
+
+        Raises:
+            StartError: the rollout pointer is gone.
+        """
+        with Pointer(self.redis_url, self.settings.registry_dir) as pointer:
+            rollout = pointer.get(self.settings.domain)
+        if rollout is None:
+            raise StartError(f"the rollout pointer of {self.settings.domain} is gone")
+        return rollout.stable
 
     def about(self) -> str:
         """In a line what runs: target, replicas and Redis."""

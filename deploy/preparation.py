@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.warm_store import WarmStore
 from osd import files
 from osd.config import ConfigError, Settings, tenant_of
 from osd.engine.policy import Policy
@@ -60,12 +61,15 @@ def check_settings(settings: Settings) -> None:
 def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:
     """Make sure that the rollout pointer of the domain names a version of the configured drafter; return its number.
 
-    Where it does not, the newest version that fits comes into service; a domain without any is given the drafter's
-    initial weights as a version, and those of ``trainer.extra_domains`` the drafter that this domain has. Other domains
-    that have a version are treated in the same way, and where none fits they stay as they are.
+    Where it does not, the newest version that fits comes into service; a domain without any is given what warm-up
+    left, else the drafter's initial weights, as a version, and those of ``trainer.extra_domains`` the drafter that this
+    domain has. Other domains that have a version are treated in the same way, and where none fits they stay as they
+    are. A domain that recalls nothing yet is given what warm-up left of that, too.
     """
     registry = Registry(settings.registry_dir)
-    first = _First(settings, target)
+    first, store = _First(settings, target), WarmStore(settings.home_dir, target)
+    if settings.recalls and not registry.numbers(settings.domain):
+        store.recall(settings.recall, registry.root / settings.domain)
     with Pointer(redis_url, settings.registry_dir) as pointer:
 
         def choose(domain: str, before: Rollout | None) -> Rollout | None:
@@ -73,7 +77,10 @@ def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:
             if rollout is not None:
                 return rollout
             if domain == settings.domain:
-                manifest = {"parent": None, "trained_on": {}}
+                manifest: dict[str, Any] = {"parent": None, "trained_on": {}}
+                if (warm := store.drafter(first.config)) is not None:
+                    manifest["warm_up"] = warm.manifest.get("warm_up")
+                    return _at(registry.publish(domain, warm.weights, warm.config, manifest))
                 return _at(registry.publish(domain, first.drafter.weights(), first.config, manifest))
             own = pointer.get(settings.domain)
             if own is None or domain not in settings.trainer.extra_domains:

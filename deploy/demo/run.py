@@ -19,16 +19,14 @@ from rich.live import Live
 
 from deploy.demo.measure import Served, measure
 from deploy.demo.report import Sample, Story, line, panel, show, write
-from deploy.embedded import Embedded, StartError
+from deploy.embedded import Embedded
 from osd.config import Settings
 from osd.drafters.recall.snapshot import SNAPSHOT, Snapshots
 from osd.metrics import SpeculationCounts
-from osd.registry.pointer import Pointer
 from osd.traffic import SOURCES, load
 from osd.traffic.open_loop import Load, replay
-from osd.traffic.prompt import Prompt, TrafficError, split
+from osd.traffic.prompt import HELD_OUT, Prompt, TrafficError, split
 
-_HELD_OUT = 0.1
 _SAMPLE_SECONDS = 2.0
 _LINE_SECONDS = 20.0
 _MINUTE = 60.0
@@ -53,7 +51,7 @@ def run(settings: Settings, plan: Plan, report: Path | None) -> None:
         Exception: one of ``deploy.embedded.START_ERRORS``.
     """
     console = Console(highlight=False)
-    send, hold = split(load(plan.source), _HELD_OUT)
+    send, hold = split(load(plan.source), HELD_OUT)
     if not send or not hold:
         raise TrafficError(f"{plan.source} holds too few prompts to keep some for the measurement")
     # A domain of its own: whatever was learnt in earlier runs, this one starts from the first version.
@@ -82,10 +80,10 @@ def _run(
         service.start()
     try:
         console.print(f"Dashboard   {service.url}/dashboard")
-        story.first = _stable(settings, service.redis_url)
+        story.first = service.stable()
         story.begun = time.monotonic()
         asyncio.run(_live(service, settings, plan, send, story, console, folder))
-        story.last = _stable(settings, service.redis_url)
+        story.last = service.stable()
     finally:
         with _steps(console, "stopping the service"):
             service.stop()
@@ -195,11 +193,3 @@ def _display(story: Story, console: Console) -> Generator[Callable[[], None]]:
             console.print(line(story), soft_wrap=True)
 
     yield print_line
-
-
-def _stable(settings: Settings, redis_url: str) -> int:
-    with Pointer(redis_url, settings.registry_dir) as pointer:
-        rollout = pointer.get(settings.domain)
-    if rollout is None:
-        raise StartError(f"the rollout pointer of {settings.domain} is gone")
-    return rollout.stable

@@ -177,6 +177,11 @@ class Settings(Section):
         return self.trainer.enabled and self.drafter.trainable
 
     @property
+    def recalls(self) -> bool:
+        """Whether what the target said before is drafted again."""
+        return hasattr(self.drafter, "recall")
+
+    @property
     def recall(self) -> RecallSettings:
         """Of the drafter, where it recalls."""
         return getattr(self.drafter, "recall", RecallSettings())

@@ -112,21 +112,22 @@ async def replay(
     at meanwhile; ``on_change`` is called after each request that begins or ends.
     """
     tally = Tally() if tally is None else tally
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-    timeout = httpx2.Timeout(300, connect=10)
-    async with (
-        httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as client,
-        asyncio.TaskGroup() as conversations,
-    ):
+    async with client_of(url, api_key) as client, asyncio.TaskGroup() as conversations:
         start = time.monotonic()
         for prompt, arrival in zip(itertools.cycle(prompts), load.starts(len(prompts)), strict=False):
             await asyncio.sleep(max(0.0, start + arrival.due - time.monotonic()))
-            conversations.create_task(_converse(client, prompt, load, arrival.tokens, tally, on_change))
+            conversations.create_task(converse(client, prompt, load, arrival.tokens, tally, on_change))
     return tally
 
 
-async def _converse(
+def client_of(url: str, api_key: str | None) -> httpx2.AsyncClient:
+    """A client of the service at ``url`` that waits long for answers."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+    return httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=httpx2.Timeout(300, connect=10))
+
+
+async def converse(
     client: httpx2.AsyncClient,
     prompt: Prompt,
     load: Load,

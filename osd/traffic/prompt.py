@@ -6,6 +6,9 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+HELD_OUT = 0.1
+"""Share of the built-in prompts that are only measured on: whatever learns from the others has never seen them."""
+
 
 class TrafficError(ValueError):
     """A prompt source cannot be used; the message is one line that says why."""

@@ -30,8 +30,9 @@ def test_with_capture_every_request_is_written_and_that_takes_its_time(experimen
         return encode(trace)
 
     monkeypatch.setattr("osd.capture.stream.encode", slowly)  # the thread that writes calls it
-    found, counters = captured(experiment, experiment.fresh("eagle"), traces, 2, lambda step: None)
-    assert counters == {"written": 3 * 3, "dropped": 0}  # a warming turn and two, of the way that captures
+    capture = captured(experiment, experiment.fresh("eagle"), traces, 2, lambda step: None)
+    found = capture.speeds
+    assert capture.traces == {"written": 3 * 3, "dropped": 0}  # a warming turn and two, of the way that captures
     assert len(found.one.speeds) == len(found.other.speeds) == 2
     assert max(found.one.speeds) < 3 * experiment.size.tokens / (3 * WRITE)
     assert min(found.other.speeds) > 0

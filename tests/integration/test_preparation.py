@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deploy.preparation import ensure_version
+from deploy.warm_store import WarmStore
 from osd.capture.server import RedisServer
-from osd.config import RecallDrafterSettings, Settings, load_settings
-from osd.drafters import from_config
+from osd.config import MixedSettings, RecallDrafterSettings, RecallSettings, Settings, load_settings
+from osd.drafters import from_config, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
+from osd.drafters.recall.memories import Memories
+from osd.drafters.recall.snapshot import SNAPSHOT, Snapshots
 from osd.registry.pointer import Pointer, Rollout
-from osd.registry.versions import Registry
+from osd.registry.versions import Registry, Version
+from osd.target.identity import identify
 from tests.pointers import put
 
 
@@ -203,3 +209,46 @@ def test_a_drafter_is_made_once_and_not_again_while_settings_and_target_are_the_
     wider = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"layers": 2})})
     with pytest.raises(pytest.fail.Exception):
         ensure_version(wider, restarted(server), tiny_target)
+
+
+def test_a_fresh_domain_begins_with_what_warm_up_left_of_its_target_and_configuration(settings, server, tiny_target):
+    store = WarmStore(settings.home_dir, tiny_target)
+    mixed = settings.model_copy(update={"drafter": MixedSettings(trained=settings.drafter)})
+    first = initial(settings.drafter, tiny_target, settings.home_dir)
+    learnt = {name: weight + 1 for name, weight in first.weights().items()}
+    about = {"requests": 7}
+    store.keep_drafter(Version(1, learnt, json.loads(json.dumps(first.config())), {}), {"parent": None, "warm_up": about})
+    snapshots, target = Snapshots(settings.home_dir / "elsewhere"), identify("tiny", tiny_target)
+    snapshots.write("general", Memories(mixed.recall).of(""), target)
+    store.keep_recalled(settings.home_dir / "elsewhere" / "general" / SNAPSHOT, mixed.recall)
+
+    assert ensure_version(mixed, server.url, tiny_target) == 1
+    registry = Registry(settings.registry_dir)
+    version = registry.load("general", 1)
+    assert all(version.weights[name].equal(weight) for name, weight in learnt.items())
+    assert version.manifest["warm_up"] == about
+    found = Memories(mixed.recall).of("")
+    assert Snapshots(settings.registry_dir).restore("general", found, target) is not None
+
+    other = mixed.model_copy(update={"domain": "code"})
+    assert ensure_version(other, restarted(server), tiny_target) == 1
+    assert "warm_up" in registry.load("code", 1).manifest
+    small = RecallSettings(megabytes=3)
+    wider = MixedSettings(trained=settings.drafter.model_copy(update={"layers": 2}), recall=small)
+    ensure_version(mixed.model_copy(update={"domain": "wide", "drafter": wider}), restarted(server), tiny_target)
+    assert "warm_up" not in registry.load("wide", 1).manifest
+    assert not (registry.root / "wide" / SNAPSHOT).exists(), "the table has another size"
+
+
+def test_a_domain_that_has_learnt_keeps_what_it_knows_when_a_warm_up_comes_later(settings, server, tiny_target):
+    mixed = settings.model_copy(update={"drafter": MixedSettings(trained=settings.drafter)})
+    ensure_version(mixed, server.url, tiny_target)
+    first = Registry(settings.registry_dir).load("general", 1)
+    store = WarmStore(settings.home_dir, tiny_target)
+    store.keep_drafter(replace(first, weights={name: weight + 1 for name, weight in first.weights.items()}), {})
+    snapshots = Snapshots(settings.home_dir / "elsewhere")
+    snapshots.write("general", Memories(mixed.recall).of(""), identify("tiny", tiny_target))
+    store.keep_recalled(settings.home_dir / "elsewhere" / "general" / SNAPSHOT, mixed.recall)
+    assert ensure_version(mixed, restarted(server), tiny_target) == 1
+    assert Registry(settings.registry_dir).numbers("general") == [1]
+    assert not (settings.registry_dir / "general" / SNAPSHOT).exists()

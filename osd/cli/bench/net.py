@@ -77,7 +77,7 @@ def net(
     from benchmarks.adaptation.tables import served_table
     from benchmarks.pair import BenchError
     from deploy.embedded import START_ERRORS, check_port
-    from osd.runtime.device import one_core
+    from osd.runtime.device import one_core, several_cores
     from osd.traffic.arrivals import Arrival, paced, read
     from osd.traffic.file import read as prompts_of
     from osd.traffic.prompt import TrafficError
@@ -94,24 +94,23 @@ def net(
     with opened as (experiment, (known,)):
         knows = [known.name, [trace.request_id for trace in known.arriving], passes, most]
         results = bench.Results(settings, knows, traffic)
-
         fresh = experiment.fresh(drafter)
 
         def learn() -> None:
             say(f"distilling on {len(known.arriving)} records of {known.name}")
             distill(fresh, known.arriving, experiment.recipe(passes, 8, 0), most)
 
+        def capturing() -> Captured:
+            return captured(experiment, fresh, known.unseen, _CAPTURE_TURNS, say)
+
         try:
             first = results.first(settings.domain, fresh, learn)
-
-            def capturing() -> Captured:
-                return captured(experiment, fresh, known.unseen, _CAPTURE_TURNS, say)
-
-            capture = results.once("capture", Captured, capturing)
-            one_core()  # from here on the replica and the trainer compute, not this process
+            one_core()  # the replica and the trainer compute, not this process
             target = settings.target.model_copy(update={"source": str(experiment.setup.directory)})
             service = settings.model_copy(update={"target": target})
             found = bench.net(service, results, first, traffic, load, turns, say)
+            several_cores(settings.engine.threads)
+            capture = results.once("capture", Captured, capturing)
         except (BenchError, *START_ERRORS) as error:
             fail(error)
     figures = {

@@ -1,0 +1,70 @@
+"""What warm-up left under a home, for every service there to begin with: drafters, and what is recalled."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from osd import files
+from osd.config import RecallSettings
+from osd.drafters.recall.snapshot import SNAPSHOT
+from osd.registry.versions import Registry, Version, VersionError
+from osd.target.identity import identify
+
+_OWNER_ONLY = 0o600
+
+
+class WarmStore:
+    """``home``/warm/<target>: of the target in ``directory``, whatever that is called. Nothing in it is users' text."""
+
+    def __init__(self, home: Path, directory: Path) -> None:
+        self._root = home / "warm" / identify("", directory).weights[:16]
+        self._registry = Registry(self._root)
+
+    def keep_drafter(self, version: Version, manifest: dict[str, Any]) -> None:
+        """Keep a drafter version, in the place of the one of its kind before.
+
+        Raises:
+            OSError: the disk does not take it; what was there stays.
+        """
+        kind = version.config["kind"]
+        number = self._registry.publish(kind, version.weights, version.config, manifest)
+        for before in self._registry.list(kind):
+            if before.number < number:
+                shutil.rmtree(before.path, ignore_errors=True)
+
+    def drafter(self, config: dict[str, Any]) -> Version | None:
+        """The drafter that is kept, None where there is none of this configuration."""
+        for number in reversed(self._registry.numbers(config["kind"])):
+            try:
+                version = self._registry.load(config["kind"], number)
+            except VersionError:
+                continue
+            if version.config == config:
+                return version
+        return None
+
+    def keep_recalled(self, snapshot: Path, settings: RecallSettings) -> None:
+        """Keep a snapshot of what is recalled under these settings, in the place of the one before.
+
+        Raises:
+            OSError: it cannot be read, or the disk does not take it; what was there stays.
+        """
+        files.replace(self._recalled(settings), snapshot.read_bytes(), mode=_OWNER_ONLY)
+
+    def recall(self, settings: RecallSettings, folder: Path) -> bool:
+        """Give a domain's ``folder`` the snapshot that is kept, if it has none; whether it was given one.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        kept, to = self._recalled(settings), folder / SNAPSHOT
+        if to.exists() or not kept.is_file():
+            return False
+        files.replace(to, kept.read_bytes(), mode=_OWNER_ONLY)
+        return True
+
+    def _recalled(self, settings: RecallSettings) -> Path:
+        """Tables of other sizes are not taken up."""
+        return self._root / f"recall-{settings.megabytes}.safetensors"
