@@ -22,6 +22,8 @@ from osd.registry.learnt import REQUESTS
 from serving.access.caller import caller_of
 from serving.errors import ApiError
 from serving.limits import Arrivals, read_body
+from serving.reference.operation import described
+from serving.reference.shapes import DrafterDomains, Purged
 from serving.schemas import Body
 from serving.service import Service
 
@@ -57,12 +59,15 @@ class AdminRoutes:
         self.arrivals = Arrivals(_AT_ONCE, service.settings.serving.max_body_bytes)
         self.router = APIRouter(prefix="/admin")
         add = self.router.add_api_route
-        add("/drafters", self.drafters, methods=["GET"])
-        add("/drafters/promote", self.promote, methods=["POST"])
-        add("/drafters/rollback", self.rollback, methods=["POST"])
-        add("/drafters/pin", self.pin, methods=["POST"])
-        add("/drafters/unpin", self.unpin, methods=["POST"])
-        add("/traces/purge", self.purge, methods=["POST"])
+        add("/drafters", self.drafters, methods=["GET"], **described("The versions of each domain.", DrafterDomains))
+        for path, handler, said in (
+            ("/drafters/promote", self.promote, described("End the trial of the canary.", Moved, OfDomain)),
+            ("/drafters/rollback", self.rollback, described("Serve an earlier version.", Moved, OfVersion)),
+            ("/drafters/pin", self.pin, described("Keep a version in service.", Moved, OfVersion)),
+            ("/drafters/unpin", self.unpin, described("Let the trainer go on.", Moved, OfDomain)),
+            ("/traces/purge", self.purge, described("Forget a request.", Purged, OfRequest)),
+        ):
+            add(path, handler, methods=["POST"], **said)
 
     async def drafters(self) -> Response:
         """``GET /admin/drafters``: the versions of every domain."""

@@ -10,6 +10,8 @@ from fastapi.responses import JSONResponse, Response
 from osd.config import tenant_of
 from serving.access.caller import caller_of
 from serving.errors import ApiError
+from serving.reference.operation import described
+from serving.reference.shapes import ModelCard, ModelList
 from serving.service import Model, Service
 
 
@@ -19,8 +21,9 @@ class ModelRoutes:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.router = APIRouter()
-        self.router.add_api_route("/v1/models", self.models, methods=["GET"])
-        self.router.add_api_route("/v1/models/{model:path}", self.model, methods=["GET"])
+        add = self.router.add_api_route
+        add("/v1/models", self.models, methods=["GET"], **described("The model, with each domain.", ModelList))
+        add("/v1/models/{model:path}", self.model, methods=["GET"], **described("One of these.", ModelCard))
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``: the model, and the same with each of the caller's domains that has a drafter."""

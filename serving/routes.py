@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from osd.engine.policy import Policy
 from osd.engine.request import Request as Sequence
 from osd.engine.request import SamplingParams, Update
-from serving import dashboard, errors
+from serving import dashboard, errors, reference
 from serving.access.budget_guard import BudgetGuard
 from serving.access.caller import Caller, caller_of
 from serving.access.guard import KeyGuard
@@ -36,6 +36,8 @@ from serving.limits import (
     read_body,
 )
 from serving.model_routes import ModelRoutes
+from serving.reference.operation import described
+from serving.reference.shapes import ChatChunk, ChatCompletion, Completion, CompletionChunk, Detokenized, Tokenized
 from serving.responses import Answer, EventStream, Logprobs, collect, events
 from serving.schemas import (
     ChatRequest,
@@ -60,12 +62,12 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)
     models = ModelRoutes(service)
-    for routes in (Routes(service, models), models, ServerRoutes(service), AdminRoutes(service)):
-        app.include_router(routes.router)
-    app.include_router(dashboard.router(service))
+    described = [one.router for one in (Routes(service, models), models, ServerRoutes(service), AdminRoutes(service))]
+    for router in (*described, reference.router(described), dashboard.router(service)):
+        app.include_router(router)
     # The one that is added last sees a request first.
     app.add_middleware(BudgetGuard, budgets=service.access.budgets)
-    app.add_middleware(KeyGuard, keyring=service.access.keyring, open_paths=dashboard.OPEN_PATHS)
+    app.add_middleware(KeyGuard, keyring=service.access.keyring, open_paths=dashboard.OPEN_PATHS | reference.OPEN_PATHS)
     if (names := allowed_hosts(service.settings.serving)) is not None:
         app.add_middleware(HostGuard, names=names)
     return app
@@ -95,11 +97,13 @@ class Routes:
         self.arrivals = Arrivals(self.limits.max_queue, max(ARRIVING_BYTES, self.limits.max_body_bytes))
         self.tokenizing = Tokenizing()
         self.router = APIRouter()
-        add = self.router.add_api_route
-        add("/v1/chat/completions", self.chat, methods=["POST"])
-        add("/v1/completions", self.complete, methods=["POST"])
-        add("/tokenize", self.tokenize, methods=["POST"])
-        add("/detokenize", self.detokenize, methods=["POST"])
+        for path, handler, said in (
+            ("/v1/chat/completions", self.chat, described("Answer a chat.", ChatCompletion, ChatRequest, ChatChunk)),
+            ("/v1/completions", self.complete, described("Go on.", Completion, CompletionRequest, CompletionChunk)),
+            ("/tokenize", self.tokenize, described("The token ids of a text or a chat.", Tokenized, TokenizeRequest)),
+            ("/detokenize", self.detokenize, described("The text of token ids.", Detokenized, DetokenizeRequest)),
+        ):
+            self.router.add_api_route(path, handler, methods=["POST"], **said)
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+from typing_extensions import TypedDict
 
 from osd.config import DOMAIN, GrowthSettings, ServingSettings, Verification
 
@@ -57,6 +67,14 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Tell of neutral fields too."""
+        schema = handler(core)
+        fields = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        fields.update({name: {"enum": list(values)} for name, values in cls.neutral.items()})
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -122,6 +140,17 @@ def _text(value: Any) -> Any:
     return "".join(parts)
 
 
+class TextPart(TypedDict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+_Stop = Annotated[str, Field(min_length=1)]
+_Ids = list[Annotated[int, Field(ge=0)]]
+
+
 def _biases(value: Any) -> Any:
     """A JSON object from token ids to numbers, as pairs."""
     if value is None:
@@ -154,6 +183,12 @@ def _prompts(value: Any, info: ValidationInfo) -> Any:
         if not (isinstance(prompt, str) or ids):
             raise ValueError("must be a text, a list of token ids, or a list of these")
     return value
+
+
+_STOPS = BeforeValidator(_stops, json_schema_input_type=_Stop | list[_Stop] | None)
+_CONTENT = BeforeValidator(_text, json_schema_input_type=str | list[TextPart])
+_BIASES = BeforeValidator(_biases, json_schema_input_type=dict[str, float] | None)
+_PROMPTS = BeforeValidator(_prompts, json_schema_input_type=str | _Ids | list[str | _Ids])
 
 
 class StreamOptions(Body):
@@ -203,9 +238,9 @@ class Generate(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
-    logit_bias: Annotated[list[tuple[int, float]] | None, BeforeValidator(_biases)] = None
+    logit_bias: Annotated[list[tuple[int, float]] | None, _BIASES] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]] | None, BeforeValidator(_stops)] = None
+    stop: Annotated[list[_Stop] | None, _STOPS] = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, BeforeValidator(_stop_ids)] = None
     min_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=8)
@@ -242,7 +277,7 @@ class Message(Body):
     neutral = _MESSAGE_NEUTRAL
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text)]
+    content: Annotated[str, _CONTENT]
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
@@ -294,7 +329,7 @@ class CompletionRequest(Generate):
 
     neutral = _COMPLETION_NEUTRAL
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], _PROMPTS]
     logprobs: int | None = Field(None, ge=0, le=5)
 
     @property

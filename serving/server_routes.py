@@ -8,6 +8,8 @@ from fastapi.responses import JSONResponse, Response
 import osd
 from serving import prometheus
 from serving.errors import ApiError
+from serving.reference.operation import described
+from serving.reference.shapes import Health, ServerLoad, ServerVersion
 from serving.service import Service
 
 
@@ -17,11 +19,13 @@ class ServerRoutes:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.router = APIRouter()
-        add = self.router.add_api_route
-        add("/health", self.health, methods=["GET"])
-        add("/load", self.load, methods=["GET"])
-        add("/version", self.version, methods=["GET"])
-        add("/metrics", self.metrics, methods=["GET"])
+        for path, handler, said in (
+            ("/health", self.health, described("200 while the replica decodes.", Health)),
+            ("/load", self.load, described("Requests that run or wait, in all replicas.", ServerLoad)),
+            ("/version", self.version, described("Which osd this is.", ServerVersion)),
+            ("/metrics", self.metrics, described("Metrics of all replicas together, as Prometheus reads them.")),
+        ):
+            self.router.add_api_route(path, handler, methods=["GET"], **said)
 
     async def health(self) -> Response:
         """``GET /health``: 200 while this replica can decode."""

@@ -1,0 +1,258 @@
+"""The shapes of answers, as the reference tells them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+
+class Problem(TypedDict):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """A request that was refused or failed."""
+
+    error: Problem
+
+
+class CachedTokens(TypedDict):
+    """Tokens of the prompt that were not read again."""
+
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens; a prompt counts once for all its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class SpeculativeDecoding(TypedDict):
+    """How drafts did, all choices together."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+
+
+class Metrics(TypedDict):
+    """Figures of one request."""
+
+    speculative_decoding: SpeculativeDecoding
+
+
+class TokenLogprob(TypedDict):
+    """A token, the model's own log-probability of it, and its UTF-8 bytes where it is whole characters."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class PlaceLogprobs(TokenLogprob):
+    """The chosen token, and the most probable ones."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """Of each token of a choice."""
+
+    content: list[PlaceLogprobs]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    """Of each token of a choice, side by side."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+Finish = Literal["stop", "length"]
+
+
+class AnswerMessage(TypedDict):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(TypedDict):
+    """One of ``n`` answers."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+
+
+class _Root(TypedDict):
+    id: str
+    created: int
+    model: str
+
+
+class ChatCompletion(_Root):
+    """An answer to a chat."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: Metrics
+
+
+class Delta(TypedDict):
+    """What a choice says further; its first event has the role."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: str
+
+
+class ChatChunkChoice(TypedDict):
+    """A choice's part of an event."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+
+
+class ChatChunk(_Root):
+    """An event of a streamed answer to a chat; the last one, with usage, has no choice."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[Metrics]
+
+
+class CompletionChoice(TypedDict):
+    """One of ``n`` continuations of a prompt, or its part of an event."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+
+
+class Completion(_Root):
+    """Continuations of prompts."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+    metrics: Metrics
+
+
+class CompletionChunk(_Root):
+    """An event of streamed continuations; the last one, with usage, has no choice."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[Metrics]
+
+
+class ModelCard(TypedDict):
+    """The model, or the model with a domain's drafter."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    """What may be asked for as ``model``."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokenized(TypedDict):
+    """Token ids, how many, and how many fit."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Detokenized(TypedDict):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class Health(TypedDict):
+    """The replica decodes."""
+
+    status: Literal["ok"]
+
+
+class ServerLoad(TypedDict):
+    """Requests that run or wait, in all replicas."""
+
+    server_load: int
+
+
+class ServerVersion(TypedDict):
+    """Which osd it is."""
+
+    version: str
+
+
+class DrafterVersion(TypedDict):
+    """A version of a drafter; ``removed`` at that time, ``problem`` where it cannot be used."""
+
+    number: int
+    problem: str | None
+    removed: float | None
+    manifest: dict[str, Any]
+
+
+class DrafterDomain(TypedDict):
+    """The versions of a domain's drafter, and which of them serve."""
+
+    domain: str
+    stable: int | None
+    canary: int | None
+    share: float
+    pinned: bool
+    versions: list[DrafterVersion]
+
+
+class DrafterDomains(TypedDict):
+    """All domains."""
+
+    domains: list[DrafterDomain]
+
+
+class Purged(TypedDict):
+    """What a purge removed, and the versions that learnt from the request and stay."""
+
+    request: str
+    streamed: int
+    remembered: int
+    entries: int
+    learning: list[str]
+    versions: dict[str, list[int]]

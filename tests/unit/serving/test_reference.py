@@ -1,0 +1,187 @@
+"""The reference says what the server takes and answers: real requests and real answers keep to it."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from pydantic import ValidationError
+
+from osd import __version__
+from osd.config import Settings
+from osd.engine.request import TokenLogprobs, Update
+from osd.metrics import SpeculationCounts
+from serving.dashboard import router as dashboard_router
+from serving.routes import create_app
+from tests.e2e.generated import PATHS, bodies
+from tests.unit.serving.answers import CHAT, asking, events_of
+from tests.unit.serving.scripted import ScriptedService
+
+DOCUMENT = asking(ScriptedService(Settings())).get("/openapi.json").json()
+
+
+def fits(name: str) -> Draft202012Validator:
+    """Whether a value is what the document calls so."""
+    components = {"components": DOCUMENT["components"]}
+    return Draft202012Validator({"$ref": f"#/components/schemas/{name}", **components})
+
+
+def check(name: str, value: object) -> None:
+    problems = [error.message for error in fits(name).iter_errors(value)]
+    assert not problems
+
+
+def without_kind(path: str) -> str:
+    return re.sub(r":\w+}", "}", path)
+
+
+def test_every_path_is_described_but_the_dashboards_and_the_references_own():
+    routers = [route.original_router for route in create_app(ScriptedService(Settings())).routes]
+    there = {without_kind(route.path) for router in routers for route in router.routes}
+    others = {without_kind(route.path) for route in dashboard_router(ScriptedService(Settings())).routes}
+    assert there - set(DOCUMENT["paths"]) == others | {"/openapi.json", "/docs", "/docs/style.css"}
+    assert set(DOCUMENT["paths"]) <= there
+    assert DOCUMENT["openapi"] == "3.1.0"
+    assert DOCUMENT["info"]["version"] == __version__
+
+
+def test_the_document_is_sound():
+    names = set(re.findall(r'"#/components/schemas/(\w+)"', str(DOCUMENT).replace("'", '"')))
+    assert names <= set(DOCUMENT["components"]["schemas"])
+    for schema in DOCUMENT["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
+    for path, operations in DOCUMENT["paths"].items():
+        for said in operations.values():
+            assert said["summary"].endswith(".")
+            assert ("{" in path) == ("parameters" in said)
+    ids = [said["operationId"] for operations in DOCUMENT["paths"].values() for said in operations.values()]
+    assert len(ids) == len(set(ids))
+
+
+def test_keys_are_asked_for_where_the_server_asks_for_them():
+    said = {path: next(iter(operations.values())).get("security") for path, operations in DOCUMENT["paths"].items()}
+    assert said["/health"] is None
+    assert said["/v1/models"] == [{"key": []}, {}]
+    assert said["/admin/drafters"] == [{"key": []}]
+    locked = asking(ScriptedService(Settings(serving={"api_key": "right"})))
+    assert locked.get("/openapi.json").status_code == 200
+    assert locked.get("/docs").status_code == 200
+    assert locked.get("/v1/models").status_code == 401
+
+
+def places(tokens):
+    return tuple(TokenLogprobs(token, -0.5, ((token, -0.5), (token + 1, -2.0))) for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer", "event"),
+    [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, "ChatCompletion", "ChatChunk"),
+        ("/v1/completions", {"prompt": "hi", "logprobs": 2, "n": 2}, "Completion", "CompletionChunk"),
+    ],
+)
+def test_answers_whole_and_streamed_are_what_is_said(client, service, path, body, answer, event):
+    service.script = lambda request: [
+        Update(request.id, (72,), "H", logprobs=places([72])),
+        Update(request.id, (105,), "i", "stop", SpeculationCounts(2, 4, 1, [1, 0], [1, 1]), logprobs=places([105])),
+    ]
+    check(answer, client.post(path, json=body).json())
+    for options in ({"include_usage": True}, {"continuous_usage_stats": True}, {}):
+        response = client.post(path, json={**body, "stream": True, "stream_options": options})
+        for one in events_of(response):
+            check(event, one)
+
+
+def test_other_answers_are_what_is_said(client):
+    check("ModelList", client.get("/v1/models").json())
+    check("ModelCard", client.get("/v1/models/tiny").json())
+    check("Tokenized", client.post("/tokenize", json={"prompt": "hi"}).json())
+    check("Detokenized", client.post("/detokenize", json={"tokens": [72]}).json())
+    check("Health", client.get("/health").json())
+    check("ServerLoad", client.get("/load").json())
+    check("ServerVersion", client.get("/version").json())
+    for response in (client.get("/v1/models/other"), client.post("/tokenize", json={}), client.get("/nowhere")):
+        check("Error", response.json())
+
+
+RIGHT = [
+    ("ChatRequest", CHAT),
+    ("ChatRequest", {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}),
+    ("ChatRequest", {**CHAT, "stop": "x", "logit_bias": {"7": -3}, "tools": [], "response_format": {"type": "text"}}),
+    ("ChatRequest", {**CHAT, "osd": {"growth": {"kind": "dynamic_tree", "budget": 8}, "verification": "traversal"}}),
+    ("CompletionRequest", {"prompt": [1, 2], "stop": ["x", "y"]}),
+    ("CompletionRequest", {"prompt": ["a", [1]], "best_of": 1}),
+]
+WRONG = [
+    ("ChatRequest", {}),
+    ("ChatRequest", {**CHAT, "best_of": 1}),
+    ("ChatRequest", {**CHAT, "temperature": 3}),
+    ("ChatRequest", {**CHAT, "tools": [{}]}),
+    ("ChatRequest", {**CHAT, "osd": {"growth": {"kind": "no such"}}}),
+    ("ChatRequest", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ("CompletionRequest", {"prompt": {"text": "hi"}}),
+    ("CompletionRequest", {"prompt": "hi", "best_of": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "body"), RIGHT)
+def test_requests_that_are_taken_are_what_is_said(client, name, body):
+    path = {"ChatRequest": "/v1/chat/completions", "CompletionRequest": "/v1/completions"}[name]
+    assert client.post(path, json=body).status_code == 200
+    check(name, body)
+
+
+@pytest.mark.parametrize(("name", "body"), WRONG)
+def test_requests_that_are_refused_for_their_form_are_not(client, name, body):
+    path = {"ChatRequest": "/v1/chat/completions", "CompletionRequest": "/v1/completions"}[name]
+    assert client.post(path, json=body).status_code == 400
+    assert not fits(name).is_valid(body)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_whatever_is_taken_is_what_is_said(data):
+    path = data.draw(st.sampled_from(sorted(PATHS)))
+    body = data.draw(bodies(path))
+    try:
+        PATHS[path].model_validate_json(body)
+    except ValidationError:
+        return
+    check(PATHS[path].__name__, json.loads(body))
+
+
+class Page(HTMLParser):
+    """What a page links to and holds."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links, self.anchors, self.tags, self.text = [], set(), set(), ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        given = dict(attrs)
+        self.links += [given[name] for name in ("href", "src") if name in given]
+        self.anchors |= {given["id"]} if "id" in given else set()
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_shows_it_all_without_a_script_and_without_another_server(client):
+    response = client.get("/docs")
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    page = Page(response.text)
+    assert not page.tags & {"script", "iframe", "img"}
+    inside = {link.removeprefix("#") for link in page.links if link.startswith("#")}
+    assert inside <= page.anchors
+    assert {link for link in page.links if not link.startswith("#")} == {"docs/style.css", "openapi.json"}
+    assert client.get("/docs/style.css").headers["content-type"].startswith("text/css")
+    for words in ("POST /v1/chat/completions", "GET /v1/models/{model}", "min_tokens", "speculative_decoding"):
+        assert words in page.text
