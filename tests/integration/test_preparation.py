@@ -217,7 +217,9 @@ def test_a_fresh_domain_begins_with_what_warm_up_left_of_its_target_and_configur
     first = initial(settings.drafter, tiny_target, settings.home_dir)
     learnt = {name: weight + 1 for name, weight in first.weights().items()}
     about = {"requests": 7}
-    store.keep_drafter(Version(1, learnt, json.loads(json.dumps(first.config())), {}), {"parent": None, "warm_up": about})
+    store.keep_drafter(
+        Version(1, learnt, json.loads(json.dumps(first.config())), {}), {"parent": None, "warm_up": about}
+    )
     snapshots, target = Snapshots(settings.home_dir / "elsewhere"), identify("tiny", tiny_target)
     snapshots.write("general", Memories(mixed.recall).of(""), target)
     store.keep_recalled(settings.home_dir / "elsewhere" / "general" / SNAPSHOT, mixed.recall)
