@@ -44,9 +44,13 @@ class Investor:
         self._rounds: list[RoundShare] | None = None
         self._looked_at: float | None = None
         self._verdict: tuple[bool, int] | None = None
+        self._decided: tuple[tuple[float, bool, int], Investment] | None = None
 
     def next_slice(self, learner: Learner) -> Investment | None:
-        """The decision; None as long as there is nothing to reckon with."""
+        """The decision; None as long as there is nothing to reckon with.
+
+        It stays for a second, until a gate, or until requests come or end: asking costs next to nothing.
+        """
         now = time.monotonic()
         if self._looked_at is None or now - self._looked_at >= _LOOK_SECONDS:
             if self._looked_at is not None:
@@ -56,6 +60,9 @@ class Investor:
         if self._rounds is None:
             return None
         trainer, beside = self._settings.trainer, self._capacity.beside_requests
+        moment = (self._looked_at, beside, learner.next_candidate)
+        if self._decided is not None and self._decided[0] == moment:
+            return self._decided[1]
         price = trainer.price * (1 + self._threads * self._slowing.per_second) if beside else trainer.price_idle
         pace = trainer.threads * trainer.workers * (trainer.duty if beside else 1.0)
         investment = learner.value.invest(self._rounds, price, self._threads, pace)
@@ -63,6 +70,7 @@ class Investor:
         if verdict != self._verdict:
             self._verdict = verdict
             self._told(investment)
+        self._decided = moment, investment
         return investment
 
     def worth(self, learner: Learner, decision: GateDecision) -> dict[str, Any]:

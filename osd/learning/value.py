@@ -60,16 +60,20 @@ class Traffic:
 
     def saving_rate(self, before: float, after: float) -> float:
         """Seconds of the engine that ``after`` tokens per round save in each second, against ``before``."""
+        now, was, would = (self._lengths(length) for length in (self.length, before, after))
         return sum(
-            one.share * self._speed(one, self.length) * (1 / self._speed(one, before) - 1 / self._speed(one, after))
-            for one in self.rounds
+            one.share * _speed(one, now) * (1 / _speed(one, was) - 1 / _speed(one, would)) for one in self.rounds
         )
 
-    def _speed(self, one: RoundShare, length: float) -> float:
-        """Tokens a second of such rounds, where each stream drafts as many tokens as give the most."""
-        chances = [alike(length, self.depth) ** place for place in range(1, len(one.seconds))]
-        lengths = accumulate(chances, initial=1.0)
-        return max(one.streams * tokens / seconds for tokens, seconds in zip(lengths, one.seconds, strict=True))
+    def _lengths(self, length: float) -> list[float]:
+        """Tokens per round of drafts of 0, 1, ... tokens, as far as any round has them."""
+        acceptance, most = alike(length, self.depth), max((len(one.seconds) for one in self.rounds), default=1)
+        return list(accumulate((acceptance**place for place in range(1, most)), initial=1.0))
+
+
+def _speed(one: RoundShare, lengths: Sequence[float]) -> float:
+    """Tokens a second of such rounds, where each stream drafts as many tokens as give the most."""
+    return max(one.streams * tokens / seconds for tokens, seconds in zip(lengths, one.seconds, strict=False))
 
 
 def alike(length: float, depth: int) -> float:

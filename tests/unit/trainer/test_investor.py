@@ -103,3 +103,19 @@ def test_a_manifest_says_what_a_version_is_expected_to_save_in_seconds_of_a_core
     rate = scene.learner.value.traffic(DEAR["r1"]["general"]).saving_rate(1.5, 2.0)
     assert found["saving_rate"] == pytest.approx(2 * rate, abs=1e-6)
     assert rate > 0.05
+
+
+def test_between_two_looks_the_decision_stays_and_a_gate_or_the_end_of_requests_makes_another(monkeypatch):
+    scene, reckoned = Scene(monkeypatch, WORTHLESS), []
+    invest = scene.learner.value.invest
+    scene.learner.value.invest = lambda *given: reckoned.append(given) or invest(*given)
+    for _ in range(50):
+        assert not scene.pays(0.01)
+    assert len(reckoned) == 1
+    scene.learner.next_candidate += 1
+    assert not scene.pays(0.01)
+    scene.capacity.beside_requests = False
+    assert scene.pays(0.01)
+    assert len(reckoned) == 3
+    scene.pays(1.0)
+    assert len(reckoned) == 4
