@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 
 class ConfigError(ValueError):
@@ -32,6 +34,21 @@ def by_kind(classes: Sequence[type[Any]]) -> dict[str, type[Any]]:
     return {one.model_fields["kind"].default: one for one in classes}
 
 
+@dataclass(frozen=True)
+class _OfKind(BeforeValidator):
+    """Its JSON schema asks for a ``kind`` wherever that is not the ``default``: without one a value is of that kind."""
+
+    default: str = ""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        said = handler(schema)
+        for kind, reference in said["discriminator"]["mapping"].items():
+            if kind != self.default:
+                of_it = handler.resolve_ref_schema({"$ref": reference})
+                of_it["required"] = sorted({"kind", *of_it.get("required", ())})
+        return said
+
+
 def of_kind(kinds: Mapping[str, type[Any]], default: str) -> BeforeValidator:
     """Annotate a union of ``kinds``: values without a ``kind`` mean ``default``, and errors name the key alone."""
 
@@ -53,7 +70,7 @@ def of_kind(kinds: Mapping[str, type[Any]], default: str) -> BeforeValidator:
                 raise refused(InitErrorDetails(type=error, loc=(str(name),), input=value))
         return kinds[kind].model_validate(given)
 
-    return BeforeValidator(chosen)
+    return _OfKind(chosen, default=default)
 
 
 def refused(error: InitErrorDetails) -> ValidationError:

@@ -114,6 +114,7 @@ RIGHT = [
     ("ChatRequest", {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}),
     ("ChatRequest", {**CHAT, "stop": "x", "logit_bias": {"7": -3}, "tools": [], "response_format": {"type": "text"}}),
     ("ChatRequest", {**CHAT, "osd": {"growth": {"kind": "dynamic_tree", "budget": 8}, "verification": "traversal"}}),
+    ("ChatRequest", {**CHAT, "osd": {"growth": {}}}),
     ("CompletionRequest", {"prompt": [1, 2], "stop": ["x", "y"]}),
     ("CompletionRequest", {"prompt": ["a", [1]], "best_of": 1}),
 ]
