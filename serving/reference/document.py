@@ -29,7 +29,7 @@ def document(routes: Iterable[BaseRoute], open_paths: frozenset[str]) -> dict[st
     paths: dict[str, dict[str, Any]] = {}
     for route, operation in described:
         path = _PARAMETER.sub(r"{\1}", route.path)
-        for method in sorted(route.methods):
+        for method in sorted(route.methods or ()):
             said = _operation(operation, schemas) | {"operationId": route.name}
             if names := _PARAMETER.findall(route.path):
                 said["parameters"] = [
