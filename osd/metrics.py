@@ -11,23 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True)
-class RoundShare:
-    """Rounds of one kind, as a drafter's domain sees them.
-
-    Attributes:
-        streams: sequences that draw a token in such a round.
-        prompts: rows of prompts that are read beside them, about.
-        share: of the time, that sequences of this domain spend in such rounds.
-        seconds: that such a round takes when each stream drafts a chain of 0, 1, 2, ... tokens.
-    """
-
-    streams: int
-    prompts: int
-    share: float
-    seconds: tuple[float, ...]
-
-
 def acceptance_rate(accepted: float, drafted: float) -> float:
     """Accepted per drafted token, 0 when nothing was drafted."""
     return accepted / drafted if drafted else 0.0

@@ -45,7 +45,7 @@ BY_VERSION = {
     "version_rounds": ("osd_version_rounds", "Rounds that drafted, by drafter version."),
     "version_drafted": ("osd_version_draft_tokens", "Draft tokens, by drafter version."),
     "version_accepted": ("osd_version_accepted_tokens", "Accepted draft tokens, by drafter version."),
-    "version_tokens": ("osd_version_tokens", "Tokens of rounds with drafts, by drafter version."),
+    "version_tokens": ("osd_version_tokens", "Tokens of sequences that it drafts for, by drafter version."),
     "version_plain_seconds": (
         "osd_version_plain_seconds",
         "Seconds that plain decoding would have taken for these tokens, by drafter version.",

@@ -151,7 +151,7 @@ class Reporter:
         # The last second of (time, tokens): the difference of its ends is the speed.
         window: deque[tuple[float, int]] = deque(maxlen=round(1 / LOAD_SECONDS) + 1)
         failing, waited, told_at, told = False, False, 0.0, self._engine.counters()
-        rounds_at = 0.0
+        workloads_at = 0.0
         while not self._stop.wait(LOOK_SECONDS):
             load, now = self._engine.load(), time.monotonic()
             if now - told_at < LOAD_SECONDS and bool(load.waiting) == waited:
@@ -168,9 +168,9 @@ class Reporter:
                     counts.forward_seconds, counts.rest_seconds,
                 )  # fmt: skip
                 self._loads.report(self._name, mine)
-                if now - rounds_at >= REPORT_SECONDS:
-                    rounds_at = now
-                    self._loads.report_rounds(self._name, self._engine.rounds())
+                if now - workloads_at >= REPORT_SECONDS:
+                    workloads_at = now
+                    self._loads.report_workloads(self._name, self._engine.workloads())
                 self.set_speculation(self._control.get().speculation)
             except RedisError as error:
                 if not failing:

@@ -13,9 +13,9 @@ from osd.config import Settings
 from osd.learning.gate import GateDecision
 from osd.learning.online import Learner
 from osd.learning.value import Investment
-from osd.metrics import RoundShare
 from osd.registry.replica_loads import ReplicaLoads
 from osd.runtime.device import cores
+from osd.speculation.demand import Workload
 from trainer.capacity import Capacity
 from trainer.slowing import Slowing
 
@@ -30,7 +30,7 @@ class Investor:
     """Decides for one domain, once a second, on the next slice of learning.
 
     While no request runs a CPU second costs ``trainer.price_idle``; beside requests ``trainer.price``, for itself and
-    for what it was measured to take from their rounds. As long as no replica has said what its rounds are, training
+    for what it was measured to take from their rounds. As long as no replica has said what is asked of it, training
     goes on: there is nothing to reckon with. ``told`` hears of each decision that differs from the one before,
     and of the first one after each gate.
     """
@@ -41,7 +41,7 @@ class Investor:
         self._settings, self._loads, self._capacity = settings, loads, capacity
         self._slowing, self._told = slowing, told
         self._threads = cores(settings.engine.threads)
-        self._rounds: list[RoundShare] | None = None
+        self._workloads: list[Workload] | None = None
         self._looked_at: float | None = None
         self._verdict: tuple[bool, int] | None = None
         self._decided: tuple[tuple[float, bool, int], Investment] | None = None
@@ -57,7 +57,7 @@ class Investor:
                 learner.value.horizon.passed(now - self._looked_at)
             self._looked_at = now
             self._look()
-        if self._rounds is None:
+        if self._workloads is None:
             return None
         trainer, beside = self._settings.trainer, self._capacity.beside_requests
         moment = (self._looked_at, beside, learner.next_candidate)
@@ -65,7 +65,7 @@ class Investor:
             return self._decided[1]
         price = trainer.price * (1 + self._threads * self._slowing.per_second) if beside else trainer.price_idle
         pace = trainer.threads * trainer.workers * (trainer.duty if beside else 1.0)
-        investment = learner.value.invest(self._rounds, price, self._threads, pace)
+        investment = learner.value.invest(self._workloads, price, self._threads, pace)
         verdict = (investment.pays, learner.next_candidate)
         if verdict != self._verdict:
             self._verdict = verdict
@@ -79,18 +79,18 @@ class Investor:
         ``saving_rate`` are seconds of a core in each second, against the version in service; ``horizon`` the seconds
         for which that is expected to stay.
         """
-        if self._rounds is None or decision.candidate is None or decision.baseline is None:
+        if self._workloads is None or decision.candidate is None or decision.baseline is None:
             return {}
         before, after = decision.baseline.length_beside_recall, decision.candidate.length_beside_recall
-        rate = learner.value.traffic(self._rounds).saving_rate(before, after) * self._threads
+        rate = learner.value.traffic(self._workloads).saving_rate(before, after) * self._threads
         return {"saving_rate": round(rate, 6), "horizon": round(learner.value.horizon.seconds, 1)}
 
     def _look(self) -> None:
         try:
-            replicas = self._loads.rounds()
+            replicas = self._loads.workloads()
         except RedisError as error:
-            logger.debug("the rounds of replicas cannot be read, the last ones stay: %s", error)
+            logger.debug("what is asked of replicas cannot be read, what was known stays: %s", error)
             return
         if replicas:
             domain = self._settings.domain
-            self._rounds = [one for rounds in replicas.values() for one in rounds.get(domain, [])]
+            self._workloads = [workloads[domain] for workloads in replicas.values() if domain in workloads]

@@ -61,7 +61,7 @@ class EngineLoad:
 
 @dataclass
 class DecodeSeconds:
-    """Tokens of rounds with drafts, what plain decoding would have taken for them, and what they took, in seconds."""
+    """Tokens that could have been drafted, the seconds plain decoding would have taken for them, and those it took."""
 
     tokens: int = 0
     plain: float = 0.0

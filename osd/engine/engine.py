@@ -18,8 +18,8 @@ from osd.engine.pool import DomainHandle, DrafterPool
 from osd.engine.request import Request, Update
 from osd.engine.sequence import Sequence
 from osd.engine.tracing import TraceSink
-from osd.metrics import RoundShare
 from osd.runtime.model import SlotModel
+from osd.speculation.demand import Workload
 
 OnUpdate = Callable[[Update], None]
 
@@ -149,11 +149,11 @@ class Engine:
         with self._changed:
             return self.loop.counters.copy()
 
-    def rounds(self) -> dict[str, list[RoundShare]]:
-        """By domain the rounds that its sequences spend their time in; see ``osd.engine.round_mix``."""
+    def workloads(self) -> dict[str, Workload]:
+        """By drafter domain what is asked of the engine; nothing before the first answer."""
         with self._changed:
             depth = self.settings.growth.lookahead
-            return self.loop.mix.shares(time.monotonic(), self.loop.planner.costs, depth)
+            return self.loop.demand.workloads(time.monotonic(), self.loop.planner.costs, depth)
 
     @property
     def rests(self) -> bool:

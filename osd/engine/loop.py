@@ -12,14 +12,14 @@ from osd.config import Settings
 from osd.drafters.base import Drafter
 from osd.engine.calibration import forward_seconds
 from osd.engine.counters import DecodeSeconds, EngineCounters, of_version
+from osd.engine.demand_meter import DemandMeter
 from osd.engine.health import Health
 from osd.engine.planner import Planner
 from osd.engine.policy import Policy
 from osd.engine.pool import DrafterPool
 from osd.engine.request_router import RequestRouter
 from osd.engine.round import Keeping, Outcome, SequenceOutcome, commit, draft, verify
-from osd.engine.round_mix import RoundMix
-from osd.engine.savings import savings
+from osd.engine.savings import plain_round, savings
 from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import Sequence
 from osd.engine.slots import SlotManager
@@ -44,7 +44,7 @@ class DecodeLoop:
         planner: how much is drafted.
         router: of requests that do not say their domain, None where nothing can tell them apart.
         counters: what was done so far.
-        mix: which rounds the time goes into.
+        demand: what is asked of the engine.
         health: whether rounds end.
         cancelled: ids of requests that are to end.
         speculate: whether rounds draft.
@@ -75,7 +75,7 @@ class DecodeLoop:
         self.scheduler = Scheduler(settings.engine, self._slots, self.planner, self.pool, self.router, self._tracer)
         self._keeping = Keeping(settings.capture.top_k, settings.trainer.samples != "teacher")
         self.counters = EngineCounters()
-        self.mix = RoundMix(time.monotonic())
+        self.demand = DemandMeter(time.monotonic(), settings.engine.slots)
         self.health = Health()
         self.cancelled: set[str] = set()
         self.speculate = True
@@ -181,7 +181,9 @@ class DecodeLoop:
             self._try(s, self.scheduler.end)
 
     def _round(self) -> None:
-        start = time.perf_counter()
+        began, start = time.monotonic(), time.perf_counter()
+        running = len(self.scheduler.running)
+        there = running + len(self.scheduler.waiting)
         scheduled = self.scheduler.plan(self.speculate)
         drafted = draft(scheduled, self._target.device)
         verified = verify(drafted, self._target, self._keeping.top_k)
@@ -199,9 +201,12 @@ class DecodeLoop:
             if not outcome.captured:
                 self.counters.forward_seconds += outcome.forward_seconds
                 self.counters.rest_seconds += self.planner.costs.at_rest(outcome.rows)
-                self.mix.observe(outcome, seconds)
-            for version, added in savings(outcome, seconds, self.planner.costs).items():
-                of_version(self.counters.seconds_by_version, version, DecodeSeconds).add(added)
+                plain = plain_round(outcome, seconds, self.planner.costs, running)
+                left = len(self.scheduler.everything())
+                self.demand.observe(outcome, began, seconds, plain, there, left, self.counters.requests)
+                self.demand.look(began, self.planner.costs)
+                for version, added in savings(outcome, seconds, plain, self.demand.stretch).items():
+                    of_version(self.counters.seconds_by_version, version, DecodeSeconds).add(added)
 
     def _settle(self, one: SequenceOutcome, s: Sequence) -> None:
         """Tell a sequence's client and its trace what the round gave it, and let it go where it has finished."""

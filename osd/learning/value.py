@@ -1,13 +1,13 @@
 """What training is worth: what a better drafter would save at the present traffic, against what learning it costs.
 
-    length(x) = length(0) + b (1 - exp(-x / t))            tokens per round after x CPU seconds of learning
-    G = sum over rounds of share (S / S(before) - S / S(after))    seconds saved in each second
+    length(x) = length(0) + b (1 - exp(-x / t))    tokens per round after x CPU seconds of learning
+    G = share (C(before) - C(after)) / C           seconds of the engine saved in each second
     train the next L seconds if  threads (H - L / pace) G > price L
 
-S is the tokens per second of a kind of round at the length in service, with the number of drafted tokens that gives the
-most; H the seconds for which the traffic is expected to stay as it is. Several L are looked at, and one that pays is
-enough: a drafter too weak to be asked at all brings nothing at first. As the curve is concave, this is the rule
-``H dG/dx > price / threads`` wherever the first seconds count as well.
+C is the busy seconds of a token at the length in service and the present demand, where each number of streams drafts as
+many tokens as give the most; H the seconds for which the traffic is expected to stay as it is. Several L are looked at,
+and one that pays is enough: a drafter too weak to be asked at all brings nothing at first. As the curve is concave,
+this is the rule ``H dG/dx > price / threads`` wherever the first seconds count as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from osd.learning.gate import GateDecision
-from osd.metrics import RoundShare
+from osd.speculation.demand import Workload
 
 SLICE = 30.0
 """CPU seconds of learning between two looks, and before the first candidate."""
@@ -49,31 +49,25 @@ _JUDGING = 3.0
 
 @dataclass(frozen=True)
 class Traffic:
-    """The rounds of one domain's drafter as they are now, where it gives ``length`` tokens per round in service.
+    """What is asked of the replicas now, where the drafter gives ``length`` tokens per round in service.
 
     A drafter of a length is taken for one that is accepted alike at each of ``depth`` places.
     """
 
-    rounds: Sequence[RoundShare]
+    workloads: Sequence[Workload]
     depth: int
     length: float
 
     def saving_rate(self, before: float, after: float) -> float:
-        """Seconds of the engine that ``after`` tokens per round save in each second, against ``before``."""
+        """Seconds of an engine that ``after`` tokens per round save in each second, against ``before``."""
         now, was, would = (self._lengths(length) for length in (self.length, before, after))
-        return sum(
-            one.share * _speed(one, now) * (1 / _speed(one, was) - 1 / _speed(one, would)) for one in self.rounds
-        )
+        return sum(one.saving_rate(now, was, would) for one in self.workloads)
 
     def _lengths(self, length: float) -> list[float]:
         """Tokens per round of drafts of 0, 1, ... tokens, as far as any round has them."""
-        acceptance, most = alike(length, self.depth), max((len(one.seconds) for one in self.rounds), default=1)
+        most = max((len(seconds) for one in self.workloads for seconds in one.rounds), default=1)
+        acceptance = alike(length, self.depth)
         return list(accumulate((acceptance**place for place in range(1, most)), initial=1.0))
-
-
-def _speed(one: RoundShare, lengths: Sequence[float]) -> float:
-    """Tokens a second of such rounds, where each stream drafts as many tokens as give the most."""
-    return max(one.streams * tokens / seconds for tokens, seconds in zip(lengths, one.seconds, strict=False))
 
 
 def alike(length: float, depth: int) -> float:
@@ -265,20 +259,20 @@ class Value:
         """CPU seconds of gates and publishing for each of learning."""
         return (self._judged + _JUDGING) / (self._learned + SLICE)
 
-    def traffic(self, rounds: Sequence[RoundShare]) -> Traffic:
-        """The present ``rounds`` with the drafter in service."""
-        return Traffic(rounds, self._depth, self.length)
+    def traffic(self, workloads: Sequence[Workload]) -> Traffic:
+        """The present ``workloads`` with the drafter in service."""
+        return Traffic(workloads, self._depth, self.length)
 
-    def invest(self, rounds: Sequence[RoundShare], price: float, threads: int, pace: float) -> Investment:
+    def invest(self, workloads: Sequence[Workload], price: float, threads: int, pace: float) -> Investment:
         """Decide on the next slice.
 
         Args:
-            rounds: of this domain's drafter at present.
+            workloads: what is asked of each replica for this domain at present.
             price: of a CPU second of training, in seconds of a core.
             threads: cores of the engine.
             pace: CPU seconds of training a second.
         """
-        traffic, horizon = self.traffic(rounds), self.horizon.seconds
+        traffic, horizon = self.traffic(workloads), self.horizon.seconds
 
         def look(seconds: float) -> Investment:
             gain = self.curve.gained(self.seconds + seconds) - self._level

@@ -1,4 +1,4 @@
-"""How busy replicas are, and with what: each reports to Redis, and the trainer reads when to pause and what pays."""
+"""How busy replicas are, and with what: each tells Redis, and the trainer reads when to pause and what pays."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import TypeVar
 import msgspec
 from redis.exceptions import DataError
 
-from osd.metrics import RoundShare
 from osd.redis_client import RedisClient
+from osd.speculation.demand import Workload
 
 EXPIRY_MS = 2000
 """A replica that has not reported for so long is gone."""
 
-ROUNDS_EXPIRY_MS = 10_000
-"""The same for the kinds of its rounds."""
+WORKLOADS_EXPIRY_MS = 10_000
+"""The same for what is asked of it."""
 
-_KEY, _ROUNDS_KEY, _READ_KEY = "osd:load", "osd:rounds", "osd:load:read"
+_KEY, _WORKLOADS_KEY, _READ_KEY = "osd:load", "osd:workloads", "osd:load:read"
 
 # Reports carry the server's time: the clocks of replicas and trainer may differ.
 _REPORT = """
@@ -65,12 +65,12 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     rest_seconds: float = 0.0
 
 
-Rounds = dict[str, list[RoundShare]]
-"""By domain of the drafters that could draft in them."""
+Workloads = dict[str, Workload]
+"""By drafter domain."""
 
 
 class ReplicaLoads(RedisClient):
-    """The loads of all replicas and the kinds of their rounds, in two Redis hashes; each method is one round trip.
+    """The loads of all replicas and what is asked of them, in two Redis hashes; each method is one round trip.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
@@ -85,9 +85,10 @@ class ReplicaLoads(RedisClient):
         """Report a replica's load; it stays for two seconds."""
         self._report(keys=[_KEY], args=[replica_id, msgspec.json.encode(load), EXPIRY_MS])
 
-    def report_rounds(self, replica_id: str, rounds: Rounds) -> None:
-        """Report what rounds a replica spends its time in; it stays for ten seconds."""
-        self._report(keys=[_ROUNDS_KEY], args=[replica_id, msgspec.json.encode(rounds), ROUNDS_EXPIRY_MS])
+    def report_workloads(self, replica_id: str, workloads: Workloads) -> None:
+        """Report what is asked of a replica; it stays for ten seconds."""
+        data = msgspec.json.encode(workloads)
+        self._report(keys=[_WORKLOADS_KEY], args=[replica_id, data, WORKLOADS_EXPIRY_MS])
 
     def read(self) -> dict[str, ReplicaLoad]:
         """The loads of the replicas that reported within the last two seconds.
@@ -97,13 +98,13 @@ class ReplicaLoads(RedisClient):
         """
         return self._fresh(_KEY, EXPIRY_MS, ReplicaLoad)
 
-    def rounds(self) -> dict[str, Rounds]:
-        """The kinds of rounds of the replicas that reported them within the last ten seconds.
+    def workloads(self) -> dict[str, Workloads]:
+        """What is asked of the replicas that reported it within the last ten seconds.
 
         Raises:
             redis.exceptions.RedisError: also when Redis takes no reports now.
         """
-        return self._fresh(_ROUNDS_KEY, ROUNDS_EXPIRY_MS, Rounds)
+        return self._fresh(_WORKLOADS_KEY, WORKLOADS_EXPIRY_MS, Workloads)
 
     def _fresh(self, key: str, expiry_ms: int, kind: type[_Said]) -> dict[str, _Said]:
         fields: list[bytes] = self._read(keys=[key, _READ_KEY], args=[expiry_ms])

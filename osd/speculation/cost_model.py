@@ -14,7 +14,7 @@ _FRESH = 16  # forwards after which the costs of all rounds are looked up again
 
 # Kernels work on a few rows at a time, so costs rise in steps; the first sizes are told apart.
 _SIZES = (*range(1, 25), *(step << octave for octave in range(2, 10) for step in (5, 6, 7, 8) if step << octave > 24))
-_FORWARD, _HOST = (0.08, 0.15), (0.3, 1.0)  # noise and spread of what a forward takes, and of what is beside it
+_FORWARD = 0.08, 0.15  # noise and spread of what a forward takes
 _LOAD, _ANYTHING = 0.1, 100.0  # variance of the level of a machine that may be loaded, and of one that is unknown
 _DRIFT = 0.03  # of a measurement's variance, by which that of the level grows until the next one
 _MEMORY = 1500  # measurements after which 1 / e of a shape is left where nothing is seen
@@ -155,7 +155,7 @@ class CostModel:
 
     def __init__(self, forwards: Mapping[int, float] | None = None) -> None:
         """Begin with measured seconds of forwards by their rows."""
-        self._host, self._plain_host = LiveCurve({}, *_HOST), LiveCurve({}, *_HOST)
+        self._host, self._plain_host = Curve(), Curve()
         self._rounds, self._observed = np.empty(0), 0
         self._proposals: dict[str, dict[int, Curve]] = {}  # seconds a node, by the bucket of sequences
         self._readings: dict[str, Curve] = {}
@@ -221,11 +221,13 @@ class CostModel:
 
     def observe_host(self, rows: int, seconds: float) -> None:
         """Take in what a round took beside its proposals and its forward of ``rows`` rows."""
-        self._host.observe(rows, seconds)
+        if seconds > 0:
+            self._host.observe(rows, seconds)
 
     def observe_plain_host(self, rows: int, seconds: float) -> None:
         """The same of a round without drafts, and without what was done for drafters alone."""
-        self._plain_host.observe(rows, seconds)
+        if seconds > 0:
+            self._plain_host.observe(rows, seconds)
 
     def observe_proposal(self, kind: str, sequences: int, nodes: int, seconds: float, missed: int = 0) -> None:
         """Take in a proposal of up to ``nodes`` nodes for each of several sequences.

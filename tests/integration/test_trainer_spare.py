@@ -7,8 +7,8 @@ import time
 import pytest
 
 from osd.learning.distiller import Distiller
-from osd.metrics import RoundShare
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from tests.unit.learning.test_value import workload
 from tests.unit.learning.toys import Toy
 from trainer.executor import Local
 
@@ -127,15 +127,15 @@ def test_beside_running_requests_training_and_judging_take_their_duty_of_the_tim
 
 
 def test_beside_requests_it_trains_only_where_their_rounds_are_worth_it_and_says_why(make_loop, eventually):
-    dear, cheap = ({"general": [RoundShare(4, 0, 0.9, costs)]} for costs in ((1.0, 9.0, 9.0), (1.0, 1.01, 1.02)))
+    dear, cheap = ({"general": workload(0.9, costs, 4)} for costs in ((1.0, 9.0, 9.0), (1.0, 1.01, 1.02)))
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
     loop.send(40)
     loads = ReplicaLoads(loop.url)
 
-    def serve(running, rounds):
+    def serve(running, workloads):
         loads.report("replica", ReplicaLoad(running, 0, 1, 100.0))
-        loads.report_rounds("replica", rounds)
+        loads.report_workloads("replica", workloads)
         return True
 
     serve(8, dear)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.streams import settled
 from osd.engine.counters import DecodeSeconds
-from osd.engine.savings import savings
+from osd.engine.savings import PlainRound, plain_round, savings
 from osd.speculation.cost_model import CostModel
 from tests.unit.engine.harness import prompts, running
 
@@ -20,7 +20,9 @@ class DrafterOf(NamedTuple):
     version: int
 
 
-def a_round(costs, drawn, *, rows, plain_rows=None, seconds=None, asking=0.0, upkeep=0.0, drafted=1):
+def a_round(
+    costs, drawn, *, rows, plain_rows=None, running=None, seconds=None, asking=0.0, upkeep=0.0, drafted=1, stretch=1.0
+):
     """What ``drawn``, pairs of a version and its tokens, add in a round that took what it should, or ``seconds``."""
     tree = SimpleNamespace(tokens=[0] * drafted)
     drafters = [None if version is None else DrafterOf("general", version) for version, _ in drawn]
@@ -35,7 +37,8 @@ def a_round(costs, drawn, *, rows, plain_rows=None, seconds=None, asking=0.0, up
         plain_rows=plain_rows, rows=rows, sequences=sequences, draft_seconds=asked, upkeep_seconds=kept
     )
     seconds = costs.round(rows) + asking if seconds is None else seconds
-    added = savings(outcome, seconds, costs)  # type: ignore[arg-type]
+    plain = plain_round(outcome, seconds, costs, len(drawn) if running is None else running)  # type: ignore[arg-type]
+    added = savings(outcome, seconds, plain, stretch)  # type: ignore[arg-type]
     assert all(domain == "general" for domain, _ in added)
     return {version: of_version for (_, version), of_version in added.items()}
 
@@ -69,14 +72,20 @@ def test_sequences_share_a_round_and_each_version_gets_its_own():
     assert added[2] == DecodeSeconds(3, pytest.approx(0.0165), pytest.approx(0.0085))  # type: ignore[arg-type]
 
 
+def test_who_still_reads_would_share_the_further_rounds():
+    """Two draw three tokens each while two read: of four that decode each token costs a quarter of 13 ms."""
+    mine = a_round(CostModel(MEASURED), [(1, 3), (1, 3)], rows=16, plain_rows=8, running=4)[1]
+    assert mine.plain == pytest.approx(0.017 + 4 * 0.013 / 4)
+
+
 def test_who_is_asked_in_vain_is_charged_for_it():
     added = a_round(CostModel(MEASURED), [(1, 1), (None, 1), (2, 1)], rows=3, asking=0.003, drafted=0)
-    assert added == {1: DecodeSeconds(0, 0.0, 0.001), 2: DecodeSeconds(0, 0.0, 0.001)}
+    assert {version: one.decode - one.plain for version, one in added.items()} == pytest.approx({1: 0.001, 2: 0.001})
 
 
 def test_what_is_done_for_drafters_beside_asking_them_is_charged_too():
     added = a_round(CostModel(MEASURED), [(1, 1), (None, 1), (2, 1)], rows=3, upkeep=0.004, drafted=0)
-    assert added == {1: DecodeSeconds(0, 0.0, 0.002), 2: DecodeSeconds(0, 0.0, 0.002)}
+    assert {version: one.decode - one.plain for version, one in added.items()} == pytest.approx({1: 0.002, 2: 0.002})
     drafted = a_round(CostModel(MEASURED), [(1, 1)], rows=8, seconds=0.020, upkeep=0.003)[1]
     assert drafted.decode == pytest.approx(0.020), "a round with drafts has it among its seconds"
 
@@ -91,6 +100,24 @@ def test_rows_of_prompts_cost_plain_decoding_as_much_and_save_nothing():
         assert mine.plain == pytest.approx(mine.decode)
 
 
+def test_where_other_numbers_would_run_together_plain_decoding_takes_longer_or_shorter():
+    usual, stretched = (a_round(CostModel(MEASURED), [(1, 3)], rows=8, stretch=by)[1] for by in (1.0, 0.75))
+    assert stretched.plain == pytest.approx(0.75 * usual.plain)
+    assert stretched.decode == usual.decode
+
+
+@pytest.mark.parametrize("drafted", [0, 1])
+def test_what_is_spent_on_prompts_is_told_apart(drafted):
+    sequence = SimpleNamespace(
+        sequence=SimpleNamespace(drafter=None), tokens=1, tree=SimpleNamespace(tokens=[0] * drafted)
+    )
+    outcome = SimpleNamespace(plain_rows=8, rows=8, sequences=[sequence], draft_seconds={}, upkeep_seconds={})
+    found = plain_round(outcome, 0.034, CostModel(MEASURED), 1)  # type: ignore[arg-type]
+    assert (found.each, found.reading) == ([pytest.approx(0.034)], pytest.approx(2 * (0.017 - 0.010)))
+    nobody = SimpleNamespace(plain_rows=8, rows=8, sequences=[], draft_seconds={}, upkeep_seconds={})
+    assert plain_round(nobody, 0.02, CostModel(MEASURED), 1) == PlainRound([], 0.02)  # type: ignore[arg-type]
+
+
 def test_a_machine_that_became_slower_makes_plain_decoding_slower_too():
     cost = CostModel(MEASURED)
     for _ in range(100):
@@ -102,7 +129,7 @@ def test_without_a_measurement_nothing_is_claimed():
     assert a_round(CostModel(), [(1, 3)], rows=4, seconds=0.02)[1].plain == 0.0
 
 
-def test_the_engine_counts_the_seconds_of_rounds_with_drafts_and_of_each_token(target_dir: Path) -> None:
+def test_the_engine_counts_the_seconds_of_its_rounds_and_of_each_token(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         for name, prompt in enumerate(prompts([5, 9])):
             client.submit(str(name), prompt, 12, ignore_eos=True)
@@ -110,16 +137,20 @@ def test_the_engine_counts_the_seconds_of_rounds_with_drafts_and_of_each_token(t
         counters = settled(client.engine)
         assert set(counters.seconds_by_version) == {("general", 1)}
         mine = counters.seconds_by_version["general", 1]
-        assert 0 < mine.tokens <= counters.completion_tokens == 24
+        assert mine.tokens == counters.completion_tokens == 24
         assert 0 < mine.decode <= counters.busy_seconds
         assert mine.plain > 0
         assert counters.busy_seconds < counters.token_seconds < 2 * counters.busy_seconds + 1e-6
+        workload = client.engine.workloads()["general"]
+        assert 0 < workload.share <= 1
+        assert workload.demand.answer == 12
+        assert len(workload.rounds) == client.engine.settings.engine.slots
         client.engine.set_speculation(False)
         client.submit("plain", prompts([5])[0], 12, ignore_eos=True)
         client.wait()
         after = settled(client.engine).seconds_by_version["general", 1]
-        assert (after.tokens, after.plain) == (mine.tokens, mine.plain), "nothing was drafted"
-        assert after.decode > mine.decode, "but the drafter was kept up to date"
+        assert after.decode - mine.decode > 0
+        assert after.plain - mine.plain < after.decode - mine.decode, "it saved nothing, and was kept up to date"
         assert settled(client.engine).token_seconds > counters.token_seconds
 
 

@@ -11,10 +11,17 @@ import torch
 from osd.learning.evaluation import GateFigures
 from osd.learning.gate import GateDecision
 from osd.learning.value import SLICE, Horizon, LearningCurve, Point, Traffic, Value, alike, chain_length
-from osd.metrics import RoundShare
+from osd.speculation.demand import Demand, Workload
+
+
+def workload(share, seconds, streams=1):
+    """Of so many users who each ask again at once, whose rounds take these ``seconds`` by the tokens drafted."""
+    always = Demand(((0, streams, 1.0), (streams, streams + 1, 0.0)), 10.0, 0.0)
+    return Workload(share, always, (seconds,) * streams, streams)
+
 
 # A round takes a second, each drafted token a tenth of one more.
-ROUNDS = [RoundShare(1, 0, 0.5, (1.0, 1.1, 1.2, 1.3))]
+WORK = [workload(0.5, (1.0, 1.1, 1.2, 1.3))]
 EMPTY = torch.empty(0)
 
 
@@ -42,19 +49,19 @@ def test_an_acceptance_and_the_length_of_its_chains_are_each_others_inverse():
 
 def test_a_saving_rate_is_the_time_that_the_same_tokens_no_longer_need():
     # Two tokens per round, three drafted: 2 / 1.3 tokens a second; with 2.5 it is 2.5 / 1.3.
-    found = Traffic(ROUNDS, 3, 2.0).saving_rate(2.0, 2.5)
+    found = Traffic(WORK, 3, 2.0).saving_rate(2.0, 2.5)
     assert found == pytest.approx(0.5 * (1 - 2.0 / 2.5), rel=1e-6)
-    assert Traffic(ROUNDS, 3, 2.0).saving_rate(2.5, 2.0) == pytest.approx(-found)
-    assert Traffic(ROUNDS * 2, 3, 2.0).saving_rate(2.0, 2.5) == pytest.approx(2 * found)
+    assert Traffic(WORK, 3, 2.0).saving_rate(2.5, 2.0) == pytest.approx(-found)
+    assert Traffic(WORK * 2, 3, 2.0).saving_rate(2.0, 2.5) == pytest.approx(2 * found)
 
 
 def test_nothing_is_saved_where_rows_are_too_dear_for_any_draft():
-    dear = [RoundShare(8, 0, 0.9, (1.0, 3.0, 5.0, 7.0))]
+    dear = [workload(0.9, (1.0, 3.0, 5.0, 7.0), 8)]
     assert Traffic(dear, 3, 2.0).saving_rate(1.5, 3.5) == 0
 
 
 def test_drafters_too_weak_to_be_asked_are_worth_the_same():
-    it = Traffic([RoundShare(1, 0, 1.0, (1.0, 1.4, 1.8, 2.2))], 3, 1.0)
+    it = Traffic([workload(1.0, (1.0, 1.4, 1.8, 2.2))], 3, 1.0)
     assert it.saving_rate(1.0, 1.3) == 0
     assert it.saving_rate(1.0, 2.5) > 0.1
 
@@ -109,12 +116,12 @@ def test_training_pays_while_much_is_to_be_gained_and_no_longer_when_it_is_learn
     steep, flat = taught(most=1.0, time=200, gates=2), taught(most=1.0, time=200, gates=30)
     for it in (steep, flat):
         it.horizon.passed(7200)
-    first, later = (it.invest(ROUNDS, price=1.0, threads=2, pace=0.2) for it in (steep, flat))
+    first, later = (it.invest(WORK, price=1.0, threads=2, pace=0.2) for it in (steep, flat))
     assert first.pays
     assert first.earns > first.costs > 0
     assert not later.pays
     assert later.earns < later.costs
-    assert flat.invest(ROUNDS, price=0.0, threads=2, pace=0.2).pays, "what costs nothing pays"
+    assert flat.invest(WORK, price=0.0, threads=2, pace=0.2).pays, "what costs nothing pays"
 
 
 @pytest.mark.parametrize(
@@ -122,15 +129,15 @@ def test_training_pays_while_much_is_to_be_gained_and_no_longer_when_it_is_learn
     [
         ({}, True),
         ({"price": 30.0}, False),
-        ({"rounds": [RoundShare(1, 0, 0.001, (1.0, 1.1, 1.2, 1.3))]}, False),
-        ({"rounds": []}, False),
+        ({"workloads": [workload(0.001, (1.0, 1.1, 1.2, 1.3))]}, False),
+        ({"workloads": []}, False),
         ({"pace": 0.005}, False),
     ],
 )
 def test_a_slice_pays_by_price_traffic_and_the_time_that_it_takes(change, pays):
     it = taught(most=1.0, time=200, gates=2)
     it.horizon.passed(3600)
-    asked = {"rounds": ROUNDS, "price": 1.0, "threads": 2, "pace": 0.2} | change
+    asked = {"workloads": WORK, "price": 1.0, "threads": 2, "pace": 0.2} | change
     assert it.invest(**asked).pays is pays
 
 
@@ -138,7 +145,7 @@ def test_where_the_first_seconds_bring_nothing_a_longer_look_finds_what_pays():
     it = Value(depth=3, stale=1000)
     it.horizon.passed(20_000)
     it.curve = LearningCurve(gain=1.5, seconds=300)
-    dear = [RoundShare(1, 0, 1.0, (1.0, 1.3, 1.6, 1.9))]
+    dear = [workload(1.0, (1.0, 1.3, 1.6, 1.9))]
     assert it.traffic(dear).saving_rate(1.0, 1.0 + it.curve.gained(SLICE)) == 0
     found = it.invest(dear, price=1.0, threads=2, pace=0.5)
     assert found.pays
@@ -148,9 +155,9 @@ def test_where_the_first_seconds_bring_nothing_a_longer_look_finds_what_pays():
 def test_after_a_fall_of_acceptance_there_is_something_to_gain_again_and_less_time_for_it():
     it = taught(most=1.0, time=100, gates=20)
     it.horizon.passed(3600)
-    before = it.invest(ROUNDS, 1.0, 2, 0.2)
+    before = it.invest(WORK, 1.0, 2, 0.2)
     it.drifted(0.7, 0.4)
-    after = it.invest(ROUNDS, 1.0, 2, 0.2)
+    after = it.invest(WORK, 1.0, 2, 0.2)
     assert not before.pays
     assert after.pays
     assert after.gain > 5 * before.gain
@@ -160,12 +167,12 @@ def test_after_a_fall_of_acceptance_there_is_something_to_gain_again_and_less_ti
 
 def test_what_gates_said_long_ago_is_looked_at_again():
     it = taught(most=0.0, time=100, gates=6)
-    flat = it.invest(ROUNDS, 1.0, 2, 0.2).gain
+    flat = it.invest(WORK, 1.0, 2, 0.2).gain
     for _ in range(999):
         it.arrived()
-    assert it.invest(ROUNDS, 1.0, 2, 0.2).gain == flat
+    assert it.invest(WORK, 1.0, 2, 0.2).gain == flat
     it.arrived()
-    assert it.invest(ROUNDS, 1.0, 2, 0.2).gain > flat + 0.03
+    assert it.invest(WORK, 1.0, 2, 0.2).gain > flat + 0.03
 
 
 def test_beside_recall_a_drafter_is_worth_what_it_adds_to_it():
@@ -196,7 +203,7 @@ def test_gates_are_charged_to_the_slices_between_them():
     for it, seconds in ((cheap, 3.0), (dear, 60.0)):
         it.learned(60)
         it.charged(seconds)
-    costs = [it.invest(ROUNDS, 1.0, 2, 1.0) for it in (cheap, dear)]
+    costs = [it.invest(WORK, 1.0, 2, 1.0) for it in (cheap, dear)]
     assert costs[1].costs / costs[1].seconds > 1.4 * costs[0].costs / costs[0].seconds
 
 
@@ -209,7 +216,7 @@ def test_it_goes_on_from_its_state_and_leaves_everything_as_it_is_when_that_cann
     other = Value(3, 1000)
     other.resume(state)
     assert other.state() == it.state()
-    assert other.invest(ROUNDS, 1.0, 2, 0.2) == it.invest(ROUNDS, 1.0, 2, 0.2)
+    assert other.invest(WORK, 1.0, 2, 0.2) == it.invest(WORK, 1.0, 2, 0.2)
     for broken in ({**state, "horizon": [1]}, {**state, "unseen": "x"}, {**state, "points": [[1, 2]]}):
         with pytest.raises((KeyError, TypeError, ValueError)):
             other.resume(broken)

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
-from osd.metrics import RoundShare, SpeculationCounts
+from osd.metrics import SpeculationCounts
+from osd.speculation.demand import Demand, Workload
 from serving.reporter import LOAD_SECONDS, Reporter, Switches
 
 
@@ -26,8 +27,8 @@ class Engine:
     def counters(self):
         return EngineCounters(**vars(self.counts))
 
-    def rounds(self):
-        return {"general": [RoundShare(1, 0, 0.5, (1.0, 1.1))]}
+    def workloads(self):
+        return {"general": Workload(0.5, Demand(((0, 1, 2.0),), 90.0, 0.001), ((1.0, 1.1),), 4)}
 
     def set_speculation(self, enabled):
         pass
@@ -37,13 +38,13 @@ class Loads:
     """Keeps every report with its time."""
 
     def __init__(self):
-        self.reported, self.rounds = [], []
+        self.reported, self.workloads = [], []
 
     def report(self, name, load):
         self.reported.append((time.monotonic(), load))
 
-    def report_rounds(self, name, rounds):
-        self.rounds.append((time.monotonic(), rounds))
+    def report_workloads(self, name, workloads):
+        self.workloads.append((time.monotonic(), workloads))
 
 
 class Control:
@@ -70,10 +71,10 @@ def test_waiting_requests_are_told_at_once_and_that_none_waits_any_more_too(scen
             time.sleep(0.001)
 
 
-def test_the_rounds_that_the_time_goes_into_are_told_once_a_second(scene):
+def test_what_is_asked_of_the_engine_is_told_once_a_second(scene):
     engine, loads, _ = scene
     time.sleep(1.3)
-    assert [rounds for _, rounds in loads.rounds] == 2 * [engine.rounds()]
+    assert [said for _, said in loads.workloads] == 2 * [engine.workloads()]
 
 
 def test_a_load_that_does_not_change_is_told_regularly(scene):

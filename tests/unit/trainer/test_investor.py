@@ -9,13 +9,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.config import Settings
 from osd.learning.value import LearningCurve, Value
-from osd.metrics import RoundShare
-from tests.unit.learning.test_value import decision
+from tests.unit.learning.test_value import decision, workload
 from trainer import investor
 from trainer.investor import Investor
 
-WORTHLESS = {"r1": {"general": [RoundShare(8, 0, 0.9, (1.0, 3.0, 5.0, 7.0))]}}
-DEAR = {"r1": {"general": [RoundShare(1, 0, 0.5, (1.0, 1.1, 1.2, 1.3))]}}
+WORTHLESS = {"r1": {"general": workload(0.9, (1.0, 3.0, 5.0, 7.0), 8)}}
+DEAR = {"r1": {"general": workload(0.5, (1.0, 1.1, 1.2, 1.3))}}
 
 
 class Scene:
@@ -29,7 +28,7 @@ class Scene:
         self.capacity, self.slowing = SimpleNamespace(beside_requests=beside), SimpleNamespace(per_second=0.0)
         self.it = Investor(settings, self, self.capacity, self.slowing, self.told.append)  # type: ignore[arg-type]
 
-    def rounds(self):
+    def workloads(self):
         self.reads += 1
         if self.said is None:
             raise RedisConnectionError("gone")
@@ -61,7 +60,7 @@ def test_what_its_rounds_lose_is_part_of_the_price(monkeypatch):
     assert scene.pays(), "training that is free beside requests too, as on a machine of its own"
 
 
-def test_until_a_replica_says_what_its_rounds_are_training_goes_on(monkeypatch):
+def test_until_a_replica_says_what_is_asked_of_it_training_goes_on(monkeypatch):
     for nothing in (None, {}):
         scene = Scene(monkeypatch, nothing)
         assert scene.pays()
@@ -100,7 +99,7 @@ def test_a_manifest_says_what_a_version_is_expected_to_save_in_seconds_of_a_core
     scene.pays()
     scene.learner.value.length = 1.5
     found = scene.it.worth(scene.learner, decision(1.5, 2.0))
-    rate = scene.learner.value.traffic(DEAR["r1"]["general"]).saving_rate(1.5, 2.0)
+    rate = scene.learner.value.traffic([DEAR["r1"]["general"]]).saving_rate(1.5, 2.0)
     assert found["saving_rate"] == pytest.approx(2 * rate, abs=1e-6)
     assert rate > 0.05
 

@@ -1,0 +1,104 @@
+"""What is asked of an engine, however fast it decodes, and how long it would be busy with that at other speeds.
+
+The number of requests in an engine goes up when clients send some, at rates that belong to the traffic: those of users
+who wait for an answer before they ask again are high only while few are there, those of many independent ones are
+always the same. It goes down as fast as the engine decodes. With the rates up as they were seen, and any seconds a
+token in the place of those that were, the shares of time in which so many requests are there follow from the flow
+across each number: what goes up across it comes down again. This is the flow-equivalent server of operational analysis
+(Denning and Buzen, "The Operational Analysis of Queueing Network Models", ACM Computing Surveys 10(3), 1978).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_HUGE = 1e100
+
+
+@dataclass(frozen=True)
+class Demand:
+    """When requests come, and how long their answers are.
+
+    Attributes:
+        arrivals: how often in a second the number of requests goes up from one to another while it is the first, as
+            (from, to, rate). A number of which nothing is said is like the one below it.
+        answer: tokens of an answer.
+        reading: seconds of the engine that go into prompts for each token of an answer.
+    """
+
+    arrivals: tuple[tuple[int, int, float], ...]
+    answer: float
+    reading: float
+
+    def seconds_a_token(self, decoding: Sequence[float]) -> float:
+        """Busy seconds of the engine for each token of an answer, prompts included.
+
+        Args:
+            decoding: seconds a token while 1, 2, ... requests are there; no more than these are ever looked at.
+
+        Raises:
+            ValueError: ``decoding`` is empty.
+        """
+        if not decoding:
+            raise ValueError("decoding says nothing of any number of requests")
+        most = len(decoding)
+        up: dict[int, list[tuple[int, float]]] = {}
+        for start, to, rate in self.arrivals:
+            up.setdefault(start, []).append((to - start, rate))
+        jumps = [(1, 1.0)]
+        # crossing[n]: what goes up across n - 1 | n, by the time in which fewer than n are there.
+        crossing = [0.0] * (most + 1)
+        time, tokens, share = 0.0, 0.0, 1.0
+        for number in range(1, most + 1):
+            jumps = up.get(number - 1, jumps)
+            for more, rate in jumps:
+                for across in range(number, min(number - 1 + more, most) + 1):
+                    crossing[across] += share * rate
+            each = decoding[number - 1] + self.reading
+            share = crossing[number] * self.answer * each
+            time += share
+            tokens += share / each
+            if share > _HUGE:
+                crossing = [one / _HUGE for one in crossing]
+                time, tokens, share = time / _HUGE, tokens / _HUGE, share / _HUGE
+        return time / tokens if tokens else decoding[0] + self.reading
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What an engine does for the sequences of one drafter's domain.
+
+    Attributes:
+        share: of the time, in which the engine is busy for them.
+        demand: of all domains together.
+        rounds: seconds of a round in which 1, 2, ... streams each draft a chain of 0, 1, 2, ... tokens; of more streams
+            as many decode at once as are listed.
+        most: requests in the engine that are looked at, those that wait included.
+    """
+
+    share: float
+    demand: Demand
+    rounds: tuple[tuple[float, ...], ...]
+    most: int
+
+    def saving_rate(self, now: Sequence[float], before: Sequence[float], after: Sequence[float]) -> float:
+        """Seconds of the engine saved in each second if drafts go from ``before`` to ``after``.
+
+        Args:
+            now: tokens per round of drafts of 0, 1, 2, ... tokens in service.
+            before: the same of what is compared with.
+            after: the same of what it is to be.
+        """
+        busy = self._busy(now)
+        was = busy if before == now else self._busy(before)
+        return self.share * (was - self._busy(after)) / busy
+
+    def _busy(self, lengths: Sequence[float]) -> float:
+        """Seconds a token where each stream drafts as many tokens as give the most."""
+        decoding = [
+            min(seconds / (streams * tokens) for tokens, seconds in zip(lengths, each, strict=False))
+            for streams, each in enumerate(self.rounds, 1)
+        ]
+        decoding += decoding[-1:] * (self.most - len(decoding))
+        return self.demand.seconds_a_token(decoding)

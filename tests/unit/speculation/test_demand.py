@@ -1,0 +1,68 @@
+"""How long an engine is busy with what is asked of it, where that can be worked out."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from osd.speculation.demand import Demand, Workload
+
+ALONE = Demand(((0, 1, 1.0), (1, 2, 0.0)), 10.0, 0.0)
+
+
+def test_many_independent_users_of_an_engine_that_decodes_any_number_at_once():
+    """M/M/inf: a round takes 20 ms however many draw a token; so many requests are there as Poisson's law says."""
+    demand = Demand(((0, 1, 1.5),), 100.0, 0.0)
+    decoding = [0.02 / number for number in range(1, 60)]
+    offered = 1.5 * 100 * 0.02
+    busy = 1 - math.exp(-offered)
+    assert demand.seconds_a_token(decoding) == pytest.approx(busy / (1.5 * 100), rel=1e-9)
+
+
+def test_what_costs_the_same_with_any_number_costs_that():
+    demand = Demand(((0, 1, 3.0), (0, 2, 0.5), (1, 4, 0.1)), 50.0, 0.003)
+    assert demand.seconds_a_token([0.01] * 20) == pytest.approx(0.013)
+
+
+def test_users_who_wait_for_their_answers_are_always_as_many():
+    demand = Demand(((0, 1, 1e4), (1, 2, 1e4), (2, 3, 1e4), (3, 4, 0.0)), 100.0, 0.0)
+    assert demand.seconds_a_token([0.01, 0.007, 0.005, 0.004]) == pytest.approx(0.005, rel=0.01)
+
+
+def test_requests_that_come_together_end_one_after_another():
+    demand = Demand(((0, 3, 1.0), (1, 2, 0.0), (2, 3, 0.0), (3, 4, 0.0)), 100.0, 0.0)
+    assert demand.seconds_a_token([0.01, 0.007, 0.004]) == pytest.approx((0.01 + 0.007 + 0.004) / 3)
+
+
+def test_more_than_can_be_decoded_is_decoded_with_as_many_at_once_as_there_can_be():
+    demand = Demand(((0, 1, 50.0),), 100.0, 0.0)
+    assert demand.seconds_a_token([0.01, 0.007, 0.005] + 2000 * [0.005]) == pytest.approx(0.005, rel=1e-3)
+
+
+def test_of_users_who_ask_again_at_once_the_same_number_is_saved_as_of_one_alone():
+    work = Workload(0.5, ALONE, ((1.0, 1.1, 1.2, 1.3),), 1)
+    assert work.saving_rate([1, 1.5, 1.7], [1, 1.5, 1.7], [1, 1.8, 2.4]) == pytest.approx(
+        0.5 * (1.2 / 1.7 - 1.2 / 2.4) / (1.2 / 1.7)
+    )
+    assert work.saving_rate([1, 1.5], [1, 1.5], [1, 1.5]) == 0
+
+
+def test_where_users_are_independent_less_is_saved_as_fewer_requests_share_a_round():
+    rounds = tuple(tuple(1.0 + 0.1 * streams * (1 + nodes) for nodes in range(3)) for streams in range(1, 9))
+    before, after = [1, 1.2, 1.3], [1, 1.8, 2.4]
+    waiting = Demand(((0, 4, 1e4), (1, 4, 1e4), (2, 4, 1e4), (3, 4, 1e4), (4, 5, 0.0)), 10.0, 0.0)
+    open_ = Demand(((0, 1, 0.35),), 10.0, 0.0)
+    saved = [Workload(1.0, demand, rounds, 32).saving_rate(before, before, after) for demand in (waiting, open_)]
+    assert 0 < saved[1] < 0.8 * saved[0]
+
+
+def test_a_workload_goes_through_redis_as_it_is():
+    work = Workload(0.5, Demand(((0, 1, 1.5), (1, 3, 0.25)), 90.5, 0.001), ((1.0, 1.5), (2.0, 2.5)), 8)
+    assert msgspec.json.decode(msgspec.json.encode(work), type=Workload) == work
+
+
+def test_nothing_can_be_said_of_no_number():
+    with pytest.raises(ValueError, match="of any number"):
+        ALONE.seconds_a_token([])
