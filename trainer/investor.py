@@ -10,12 +10,12 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from osd.config import Settings
+from osd.demand import Workload
 from osd.learning.gate import GateDecision
 from osd.learning.online import Learner
 from osd.learning.value import Investment
 from osd.registry.replica_loads import ReplicaLoads
 from osd.runtime.device import cores
-from osd.speculation.demand import Workload
 from trainer.capacity import Capacity
 from trainer.slowing import Slowing
 

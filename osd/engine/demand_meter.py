@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TypeVar
 
+from osd.demand import Demand, Workload
 from osd.engine.round import Outcome
 from osd.engine.savings import PlainRound
 from osd.speculation.cost_model import CostModel
-from osd.speculation.demand import Demand, Workload
 
 WINDOW_SECONDS = 300.0
 """Of the past that is looked at, the nearest the most."""
@@ -46,7 +46,7 @@ class _Seen:
 
 
 class DemandMeter:
-    """Watches the rounds of an engine; see ``osd.speculation.demand`` for what is made of it.
+    """Watches the rounds of an engine; see ``osd.demand`` for what is made of it.
 
     A round belongs to the domains of its sequences by their number. Sequences that asked not to be drafted for belong
     to none: no drafter could save them anything.

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.config import Settings, in_tenant
+from osd.demand import Workload
 from osd.drafters.base import Drafter
 from osd.engine.counters import EngineCounters, EngineLoad
 from osd.engine.loop import DecodeLoop
@@ -19,7 +20,6 @@ from osd.engine.request import Request, Update
 from osd.engine.sequence import Sequence
 from osd.engine.tracing import TraceSink
 from osd.runtime.model import SlotModel
-from osd.speculation.demand import Workload
 
 OnUpdate = Callable[[Update], None]
 

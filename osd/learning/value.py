@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from osd.demand import Workload
 from osd.learning.gate import GateDecision
-from osd.speculation.demand import Workload
 
 SLICE = 30.0
 """CPU seconds of learning between two looks, and before the first candidate."""

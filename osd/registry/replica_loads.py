@@ -7,8 +7,8 @@ from typing import TypeVar
 import msgspec
 from redis.exceptions import DataError
 
+from osd.demand import Workload
 from osd.redis_client import RedisClient
-from osd.speculation.demand import Workload
 
 EXPIRY_MS = 2000
 """A replica that has not reported for so long is gone."""

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
+from osd.demand import Demand, Workload
 from osd.learning.evaluation import GateFigures
 from osd.learning.gate import GateDecision
 from osd.learning.value import SLICE, Horizon, LearningCurve, Point, Traffic, Value, alike, chain_length
-from osd.speculation.demand import Demand, Workload
 
 
 def workload(share, seconds, streams=1):

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
+from osd.demand import Demand, Workload
 from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
 from osd.metrics import SpeculationCounts
-from osd.speculation.demand import Demand, Workload
 from serving.reporter import LOAD_SECONDS, Reporter, Switches
 
 

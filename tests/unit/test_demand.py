@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from osd.speculation.demand import Demand, Workload
+from osd.demand import Demand, Workload
 
 ALONE = Demand(((0, 1, 1.0), (1, 2, 0.0)), 10.0, 0.0)
 
