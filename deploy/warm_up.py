@@ -37,6 +37,7 @@ _TOKENS = 96  # of an answer
 _AT_ONCE = 8  # prompts that the target writes together
 _MARK = "\N{SYMBOL FOR START OF TEXT}"
 _WAITING = 5  # seconds in which the trainer finds nothing to do, until it is done
+_ENDING = 20.0  # seconds in which the service ends, and what it learnt is kept
 _FIRST_VERSION = 1
 
 
@@ -77,7 +78,7 @@ def warm_up(
         WarmUpError: no request was answered.
         Exception: one of ``deploy.embedded.START_ERRORS``.
     """
-    end = time.monotonic() + 60 * minutes
+    end = time.monotonic() + max(60 * minutes - _ENDING, 0.0)
     directory = target_directory(settings, report)
     store = WarmStore(settings.home_dir, directory)
     opening = user_opening(load_tokenizer(directory))

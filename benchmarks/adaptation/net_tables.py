@@ -87,10 +87,9 @@ def _predictions(found: Found) -> Table:
     table = Table("seconds of a core saved in each second, against the version before", columns, [])
     for number, turn in enumerate(found.turns, 1):
         for way, _ in _LEARNING:
-            for before, one in itertools.pairwise(turn[way].versions):
+            for one, gain in turn[way].gains():
                 predicted = "-" if one.predicted is None else f"{one.predicted:.4f}"
-                seen = f"{one.saving_rate - before.saving_rate:.4f}"
-                figures = (f"{one.since:.0f}", f"{one.until:.0f}", predicted, seen)
+                figures = (f"{one.since:.0f}", f"{one.until:.0f}", predicted, f"{gain:.4f}")
                 table.rows.append((f"{number}, {way}, {one.number}", *figures))
     return table
 

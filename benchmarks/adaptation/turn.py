@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from benchmarks.adaptation.service_sampler import Sample, ServiceSampler
 from osd.config import Settings
@@ -43,11 +46,6 @@ class Version:
     until: float
     predicted: float | None
     saved: float
-
-    @property
-    def saving_rate(self) -> float:
-        """Seconds of a core that it saved in each second, by the ledger; 0 where the last look alone saw it."""
-        return self.saved / (self.until - self.since) if self.until > self.since else 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,25 @@ class Turn:
     def acceptance(self) -> float:
         """Accepted / drafted, 0 when nothing was drafted."""
         return acceptance_rate(self.end.accepted, self.end.drafted)
+
+    def gains(self) -> list[tuple[Version, float]]:
+        """Each version but the first, and what it saved in each second beyond what the one before would have.
+
+        In seconds of a core, by the ledger and from token to token: traffic is not always as dense. 0 for one that the
+        last look alone saw, and where nothing was answered.
+        """
+        found: list[tuple[Version, float]] = []
+        for before, one in itertools.pairwise(self.versions):
+            tokens, tokens_before = self._tokens(one), self._tokens(before)
+            by_token = one.saved / tokens - before.saved / tokens_before if tokens and tokens_before else 0.0
+            found.append((one, by_token * tokens / (one.until - one.since) if tokens else 0.0))
+        return found
+
+    def _tokens(self, one: Version) -> float:
+        """Those that were answered with a version."""
+        seconds, tokens = [point.seconds for point in self.curve], [point.tokens for point in self.curve]
+        since, until = np.interp([one.since, one.until], seconds, tokens)
+        return float(until - since)
 
     def figures(self) -> dict[str, Any]:
         """All of it, as JSON."""

@@ -175,7 +175,7 @@ def warm_up(
         str | None,
         typer.Option(help="JSON lines of prompts, or unittest, stdlib or pydoc; else all of these.", metavar="FILE"),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.5, help="For everything.")] = 8.0,
+    minutes: Annotated[float, typer.Option(min=1.0, help="For everything.")] = 8.0,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

@@ -92,7 +92,7 @@ class LiveCurve:
         self._noise, self._spread = noise**2, spread**2
         self._level, self._variance = 0.0, _LOAD if points else _ANYTHING
         self._shape = [0.0] * len(_SIZES)
-        self._variances = [self._noise if points else self._spread] * len(_SIZES)
+        self._variances = [self._spread] * len(_SIZES)
         self._moments = [0] * len(_SIZES)  # when each was seen last
 
     def at(self, count: int) -> float:

@@ -195,7 +195,7 @@ def test_the_version_in_service_and_the_table_are_kept(scene, tmp_path):
     assert (tmp_path / "domain" / SNAPSHOT).read_bytes() == b"table"
     assert not store.recall(RecallSettings(), tmp_path / "domain"), "it has one"
     assert seen.service.asked[-1] == "pause"
-    assert 50 < seen.seconds <= 60
+    assert 45 < seen.seconds <= 50, "half of two minutes, and ending takes some"
     assert tokenizer().decode(seen.opening) == "<|user|>"
 
 
@@ -238,7 +238,7 @@ def test_without_an_answer_nothing_is_kept_and_the_reason_is_told(scene, tmp_pat
     [
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl is neither a file nor one of unittest, stdlib, pydoc"),
         (["--set", "drafter.kind=none"], "drafter.kind none learns nothing"),
-        (["--minutes", "0"], "0.5"),
+        (["--minutes", "0"], "greater than or equal to 1"),
     ],
 )
 def test_what_cannot_warm_up_is_one_sentence(tmp_path, arguments, sentence):

@@ -103,6 +103,20 @@ def test_a_plain_round_has_what_is_beside_forwards_of_rounds_without_drafts() ->
     assert costs.plain_round(1) == pytest.approx(11.0, rel=0.01)
 
 
+def test_a_size_wants_to_be_seen_before_others_are_compared_with_it() -> None:
+    """Many rows take twice what they took at rest, beside others on the machine; one row takes no longer."""
+    costs = CostModel({1: 10.0, 2: 10.5, 4: 11.0, 8: 12.0, 16: 14.0, 32: 20.0})
+    seen = 0
+    while costs.unsure(1):
+        costs.observe_forward(1, 10.0)
+        seen += 1
+    assert 0 < seen < 10
+    for _ in range(100):
+        costs.observe_forward(32, 40.0)
+    assert costs.forward(32) == pytest.approx(40.0, rel=0.05)
+    assert costs.forward(1) < 13.0, "not twice as long"
+
+
 def test_a_size_that_was_not_seen_for_long_wants_to_be_seen_again() -> None:
     costs = CostModel({1: 10.0, 8: 12.0})
     for _ in range(5):

@@ -103,7 +103,13 @@ def test_a_turn_tells_when_each_version_of_the_own_domain_served_and_what_it_sav
         Version(2, 2.0, 4.0, None, 0.0),
         Version(3, 4.0, 5.0, 0.25, 12.0),
     ]
-    assert [one.saving_rate for one in found] == [4.0, 0.0, 12.0]
+
+
+def test_what_a_version_saved_beyond_the_one_before_is_counted_from_token_to_token():
+    versions = [Version(1, 0.0, 10.0, None, 10.0), Version(2, 10.0, 30.0, 0.5, 20.0), Version(3, 30.0, 30.0, 0.5, 0.0)]
+    curve = [Point(seconds, 0.0, tokens, 0.0, 0.0, 0.0, 0.0) for seconds, tokens in ((0, 0), (10, 1000), (30, 1500))]
+    found = replace(turn(), versions=versions, curve=curve).gains()
+    assert found == [(versions[1], pytest.approx((20 / 500 - 10 / 1000) * 500 / 20)), (versions[2], 0.0)]
 
 
 def test_a_curve_has_what_was_done_until_each_part_of_the_requests():
