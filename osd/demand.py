@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+QUEUE = 4
+"""Requests that are told apart, for each that is decoded at once: beyond, a longer queue changes nothing."""
+
 _HUGE = 1e100
 
 
@@ -74,13 +77,11 @@ class Workload:
         demand: of all domains together.
         rounds: seconds of a round in which 1, 2, ... streams each draft a chain of 0, 1, 2, ... tokens; of more streams
             as many decode at once as are listed.
-        most: requests in the engine that are looked at, those that wait included.
     """
 
     share: float
     demand: Demand
     rounds: tuple[tuple[float, ...], ...]
-    most: int
 
     def saving_rate(self, now: Sequence[float], before: Sequence[float], after: Sequence[float]) -> float:
         """Seconds of the engine saved in each second if drafts go from ``before`` to ``after``.
@@ -100,5 +101,5 @@ class Workload:
             min(seconds / (streams * tokens) for tokens, seconds in zip(lengths, each, strict=False))
             for streams, each in enumerate(self.rounds, 1)
         ]
-        decoding += decoding[-1:] * (self.most - len(decoding))
+        decoding += decoding[-1:] * ((QUEUE - 1) * len(decoding))
         return self.demand.seconds_a_token(decoding)

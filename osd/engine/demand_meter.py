@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from osd.demand import Demand, Workload
+from osd.demand import QUEUE, Demand, Workload
 from osd.engine.round import Outcome
 from osd.engine.savings import PlainRound
 from osd.speculation.cost_model import CostModel
@@ -14,7 +15,6 @@ WINDOW_SECONDS = 300.0
 """Of the past that is looked at, the nearest the most."""
 
 _LOOK_SECONDS = 1.0  # between two looks at how plain decoding would fare
-_QUEUE = 4  # times the slots: so many requests are told apart
 _PRIOR = 1.0  # arrivals that every number of requests is taken to have seen, at the rate of them all
 _FORGOTTEN = 1e-6  # seconds, or times
 _PRIOR_SECONDS = 0.5  # for which drafts are taken to do at a number of requests what they do at one less
@@ -23,26 +23,29 @@ _PRIOR_SECONDS = 0.5  # for which drafts are taken to do at a number of requests
 _Key = TypeVar("_Key")
 
 
+@dataclass
 class _Seen:
-    """What happened, in seconds and counts by the number of requests that were there."""
+    """What happened, the nearest the most: seconds and counts by the number of requests that were there."""
 
-    def __init__(self) -> None:
-        self.time: dict[int, float] = {}  # rounds, and nothing to do
-        self.plain: dict[int, float] = {}  # what plain decoding would have needed for these rounds
-        self.tokens: dict[int, float] = {}
-        self.jumps: dict[tuple[int, int], float] = {}
-        self.by_domain: dict[str, float] = {}  # busy seconds
-        self.answers = self.reading = self.unshared = self.window = 0.0
+    faded: float  # when
+    time: dict[int, float] = field(default_factory=dict)  # rounds, and nothing to do
+    plain: dict[int, float] = field(default_factory=dict)  # what plain decoding would have needed for these rounds
+    tokens: dict[int, float] = field(default_factory=dict)
+    jumps: dict[tuple[int, int], float] = field(default_factory=dict)
+    by_domain: dict[str, float] = field(default_factory=dict)  # busy seconds
+    answers: float = 0.0
+    reading: float = 0.0
+    unshared: float = 0.0
 
-    def add(self, other: _Seen, kept: float) -> None:
-        """Keep that share of everything, and take in what ``other`` saw."""
-        for name, value in vars(self).items():
-            more = getattr(other, name)
-            if isinstance(value, dict):
-                both = {key: kept * value.get(key, 0.0) + more.get(key, 0.0) for key in value.keys() | more.keys()}
-                setattr(self, name, {key: one for key, one in both.items() if one > _FORGOTTEN})
-            else:
-                setattr(self, name, kept * value + more)
+    def fade(self, now: float) -> None:
+        """Let all of it matter less, once a second."""
+        if now - self.faded < _LOOK_SECONDS:
+            return
+        kept = math.exp((self.faded - now) / WINDOW_SECONDS)
+        self.faded = now
+        for counts in (self.time, self.plain, self.tokens, self.jumps, self.by_domain):
+            _fade(counts, kept)
+        self.answers, self.reading, self.unshared = (kept * one for one in (self.answers, self.reading, self.unshared))
 
 
 class DemandMeter:
@@ -54,9 +57,9 @@ class DemandMeter:
 
     def __init__(self, now: float, slots: int) -> None:
         """Begin at ``now``, in seconds of the clock that all later calls give, for an engine of so many ``slots``."""
-        self._slots, self._most = slots, _QUEUE * slots
-        self._seen, self._new = _Seen(), _Seen()
-        self._folded, self._ended, self._looked = now, now, now
+        self._slots, self._most = slots, QUEUE * slots
+        self._seen = _Seen(now)
+        self._ended, self._looked = now, now
         self._there = self._requests = 0
         self._drafters: dict[str, str] = {}
         self.stretch = 1.0
@@ -77,10 +80,11 @@ class DemandMeter:
             left: the same now.
             asked: requests that ever came.
         """
-        seen, streams = self._new, len(outcome.sequences)
+        seen, streams = self._seen, len(outcome.sequences)
+        seen.fade(began)
         came, self._requests = asked - self._requests, asked
         before = max(there - self._there, 0)
-        _count(seen.time, self._number(self._there), max(began - self._ended, 0.0))
+        _count(seen.time, self._number(self._there), _lately(began - self._ended))
         ended = sum(bool(one.sequence.finish) for one in outcome.sequences)
         self._jump(self._there, there)
         self._jump(there - ended, there - ended + came - before)  # who waits for an answer asks after it
@@ -123,36 +127,38 @@ class DemandMeter:
         demand = self._demand(now)
         if demand is None:
             return {}
+        passed = sum(self._time(now).values())
         return {
             domain: Workload(
-                min(spent / self._seen.window, 1.0) if self._seen.window else 1.0,
+                min(spent / passed, 1.0),
                 demand,
                 tuple(_chains(costs, self._drafters[domain], streams, depth) for streams in range(1, self._slots + 1)),
-                self._most,
             )
             for domain, spent in sorted(self._seen.by_domain.items())
         }
 
     def _demand(self, now: float) -> Demand | None:
         """What is asked for; None before the first answer."""
-        kept = math.exp(-(now - self._folded) / WINDOW_SECONDS)
-        self._new.window = WINDOW_SECONDS * (1 - kept)
-        self._seen.add(self._new, kept)
-        self._new, self._folded = _Seen(), now
         seen = self._seen
-        tokens, time = sum(seen.tokens.values()), sum(seen.time.values())
-        came = sum(seen.jumps.values())
-        if not (seen.answers and tokens and came and time):
+        seen.fade(now)
+        time = self._time(now)
+        tokens, came = sum(seen.tokens.values()), sum(seen.jumps.values())
+        if not (seen.answers and tokens and came):
             return None
-        rate = came / time
+        rate = came / sum(time.values())
         jumps = dict(seen.jumps)
-        for number in seen.time:
+        for number in time:
             _count(jumps, (number, number + 1), _PRIOR)
         arrivals = tuple(
-            (start, to, count / (seen.time.get(start, 0.0) + _PRIOR / rate))
-            for (start, to), count in sorted(jumps.items())
+            (start, to, count / (time.get(start, 0.0) + _PRIOR / rate)) for (start, to), count in sorted(jumps.items())
         )
         return Demand(arrivals, tokens / seen.answers, seen.reading / tokens)
+
+    def _time(self, now: float) -> dict[int, float]:
+        """Seconds by the number of requests that were there, up to ``now``."""
+        time = dict(self._seen.time)
+        _count(time, self._number(self._there), _lately(now - self._ended))
+        return time
 
     def _plain_token(self, number: int, costs: CostModel) -> float:
         """Seconds a token of plain decoding while so many requests are there."""
@@ -162,7 +168,7 @@ class DemandMeter:
     def _jump(self, start: int, to: int) -> None:
         start, to = self._number(start), self._number(to)
         if to > start:
-            _count(self._new.jumps, (start, to), 1)
+            _count(self._seen.jumps, (start, to), 1)
 
     def _number(self, there: int) -> int:
         return min(there, self._most)
@@ -170,6 +176,18 @@ class DemandMeter:
 
 def _count(counts: dict[_Key, float], key: _Key, more: float) -> None:
     counts[key] = counts.get(key, 0.0) + more
+
+
+def _fade(counts: dict[Any, float], kept: float) -> None:
+    for key in list(counts):
+        counts[key] *= kept
+        if counts[key] < _FORGOTTEN:
+            del counts[key]
+
+
+def _lately(seconds: float) -> float:
+    """What so many ``seconds`` that end now count for."""
+    return WINDOW_SECONDS * -math.expm1(-max(seconds, 0.0) / WINDOW_SECONDS)
 
 
 def _chains(costs: CostModel, drafter: str, streams: int, depth: int) -> tuple[float, ...]:

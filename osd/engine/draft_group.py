@@ -109,20 +109,22 @@ class DraftGroup:
         """Of each sequence."""
         return [NOTHING] * len(self.sequences) if self.proposal is None else self.proposal.trees
 
+    def ranked(self, logits: Tensor) -> bool:
+        """Whether the most probable tokens of the target's ``logits`` say what is drawn."""
+        return self.asked.greedy and self.asked.penalties is None and orders_equals(logits)
+
     def unread(self, logits: Tensor, rows: Sequence[int], tops: Top | None) -> Tensor | None:
         """[n] int64 what ``decide`` wants to be read from the device, None where it asks for itself.
 
         Args:
             logits: [R, vocabulary] of the target.
             rows: those after the root and after each node, of one sequence after the other.
-            tops: the most probable tokens of these rows, where they are looked at anyway.
+            tops: the most probable tokens of these rows, where they were looked for.
         """
         if not self.asked.greedy:
             return None
-        if tops is not None and self.asked.penalties is None and orders_equals(logits):
-            best = tops.ids[:, 0]
-        else:
-            best = most_probable(self._penalised(logits, rows))
+        ranked = self.ranked(logits)
+        best = tops.ids[:, 0] if ranked and tops is not None else most_probable(self._penalised(logits, rows))
         pending = None if self.proposal is None else self.proposal.pending
         return best if pending is None else torch.cat([best, pending.sizes, pending.drafted.flatten()])
 

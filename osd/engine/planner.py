@@ -38,8 +38,8 @@ class Planner:
     ) -> tuple[dict[Decoding, int], dict[Decoding, int], Worth | None]:
         """How many nodes each sequence may draft, what the drafters of governed ones would first have to read.
 
-        And what a round is worth without the drafts that are as large as pays, where there are such. A round as plain
-        decoding has it, which was not seen for long, is one without drafts: it tells what these have to beat.
+        And what a round is worth without the drafts that are as large as pays, where there are such. A round that reads
+        no prompt, of a size that was not seen for long, is one without drafts: it tells what these have to beat.
 
         Args:
             scheduled: what feeds in this round, without limits.
@@ -49,7 +49,8 @@ class Planner:
         missed: dict[Decoding, int] = {}
         if not self._governed:
             return limits, missed, None
-        if self.costs.unsure(sum(one.count for one in scheduled)):
+        rows, ends = sum(one.count for one in scheduled), sum(one.ends for one in scheduled)
+        if rows == ends and self.costs.unsure(rows):
             return {}, missed, None
         if self._policy.growth.by_worth:
             return limits, missed, self._worth(scheduled, limits, running)
@@ -57,8 +58,6 @@ class Planner:
         for s, limit in limits.items():
             if limit and s.drafter is not None and s.policy is self._policy:
                 by_drafter[s.drafter].append(s)
-        ends = sum(one.ends for one in scheduled)
-        rows = sum(one.count for one in scheduled)
         rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
         for drafter, mine in by_drafter.items():
             ready = [Ready(s.missed, s.remaining) for s in mine]

@@ -113,9 +113,9 @@ class Upkeep:
 class Verified:
     """The target's logits, what each sequence that ends keeps of its draft, and the seconds of both models.
 
-    ``tops`` are the target's most probable tokens at the rows of each group whose drafter reads them. ``upkeep`` counts
-    what is done for drafters alone, beside their proposals. ``captured`` says that a CUDA graph was made, so that times
-    are longer than they will be.
+    ``tops`` are the target's most probable tokens at the rows of each group that draws the first of them, or whose
+    drafter reads them. ``upkeep`` counts what is done for drafters alone, beside their proposals. ``captured`` says
+    that a CUDA graph was made, so that times are longer than they will be.
     """
 
     scheduled: Scheduled
@@ -203,7 +203,8 @@ def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
 def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
     """Run the target over all drafts of all sequences in one forward, and decide what each keeps.
 
-    Drafters that read the target's rows get the ``top_k`` most probable tokens of each.
+    The ``top_k`` most probable tokens are looked for at the rows of greedy requests, and of drafters that read them:
+    one look serves what is drawn, what is recalled and what is traced.
     """
     begun = mark(target.device)
     packed, rows = _packed(drafted, target.vocabulary)
@@ -212,9 +213,10 @@ def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
     upkeep = Upkeep()
     tops: list[Top | None] = []
     for group, mine in zip(drafted.groups, rows, strict=True):
+        ranked = group.ranked(forward.logits)
         reads = group.drafter is not None and group.drafter.needs.target_rows
-        with upkeep.of([group.drafter]):
-            tops.append(top(forward.logits, mine, top_k) if reads else None)
+        with upkeep.of([None if ranked else group.drafter]):
+            tops.append(top(forward.logits, mine, top_k) if ranked or reads else None)
     asked = zip(drafted.groups, rows, tops, strict=True)
     read = read_together([group.unread(forward.logits, mine, found) for group, mine, found in asked])
     decisions: dict[Decoding, Decision] = {}

@@ -14,8 +14,8 @@ _FRESH = 16  # forwards after which the costs of all rounds are looked up again
 
 # Kernels work on a few rows at a time, so costs rise in steps; the first sizes are told apart.
 _SIZES = (*range(1, 25), *(step << octave for octave in range(2, 10) for step in (5, 6, 7, 8) if step << octave > 24))
-_FORWARD = 0.08, 0.15  # noise and spread of what a forward takes
-_LOAD, _ANYTHING = 0.1, 100.0  # variance of the level of a machine that may be loaded, and of one that is unknown
+# Variances of logarithms: of a measurement, of a shape where nothing was seen for long, and of the level at the start.
+_NOISE, _SPREAD, _LOAD = 0.08**2, 0.15**2, 0.25
 _DRIFT = 0.03  # of a measurement's variance, by which that of the level grows until the next one
 _MEMORY = 1500  # measurements after which 1 / e of a shape is left where nothing is seen
 _UNSURE = 0.09  # standard deviation of a shape that wants to be seen again, some two hundred measurements after it was
@@ -79,33 +79,23 @@ class LiveCurve:
     is seen the shape returns to what it was at rest: a size that was dear once is not avoided for ever.
     """
 
-    def __init__(self, points: Mapping[int, float], noise: float, spread: float) -> None:
-        """Begin with ``points`` that were measured at rest; without any, with the same seconds for every size.
-
-        Args:
-            points: seconds by count.
-            noise: standard deviation of the logarithm of a measurement.
-            spread: standard deviation of the logarithm of the shape, where nothing was seen for long.
-        """
-        self._measured = self._known = bool(points)
-        self._rest, self._seen = Curve(points or {1: 1.0}), 0
-        self._noise, self._spread = noise**2, spread**2
-        self._level, self._variance = 0.0, _LOAD if points else _ANYTHING
+    def __init__(self, points: Mapping[int, float]) -> None:
+        """Begin with ``points``, seconds by count, that were measured at rest; without any nothing is ever known."""
+        self._rest, self._seen = Curve(points), 0
+        self._level, self._variance = 0.0, _LOAD
         self._shape = [0.0] * len(_SIZES)
-        self._variances = [self._spread] * len(_SIZES)
+        self._variances = [_SPREAD] * len(_SIZES)
         self._moments = [0] * len(_SIZES)  # when each was seen last
 
     def at(self, count: int) -> float:
-        """The seconds expected, 0 when nothing is known."""
-        if not self._known:
-            return 0.0
+        """The seconds expected, 0 when nothing was measured."""
         return self._rest.at(count) * math.exp(
             self._level + sum(share * self._now(size)[0] for size, share in _near(count))
         )
 
     def at_rest(self, count: int) -> float:
         """The seconds that were measured at rest, 0 when none were."""
-        return self._rest.at(count) if self._measured else 0.0
+        return self._rest.at(count)
 
     def unsure(self, count: int) -> bool:
         """Whether it is long ago that such a count was seen."""
@@ -113,17 +103,16 @@ class LiveCurve:
 
     def observe(self, count: int, seconds: float) -> None:
         """Take in one measurement; what took no time says nothing."""
-        if seconds <= 0:
+        at_rest = self._rest.at(count)
+        if seconds <= 0 or not at_rest:
             return
         self._seen += 1
-        self._variance += _DRIFT * self._noise
+        self._variance += _DRIFT * _NOISE
         near = [(size, share, *self._now(size)) for size, share in _near(count)]
         expected = self._level + sum(share * shape for _, share, shape, _ in near)
-        variance = self._variance + self._noise + sum(share**2 * of_shape for _, share, _, of_shape in near)
-        surprise = math.log(seconds / self._rest.at(count)) - expected
-        if self._known:
-            surprise = min(max(surprise, -_OUTLIER * variance**0.5), _OUTLIER * variance**0.5)
-        self._known = True
+        variance = self._variance + _NOISE + sum(share**2 * of_shape for _, share, _, of_shape in near)
+        surprise = math.log(seconds / at_rest) - expected
+        surprise = min(max(surprise, -_OUTLIER * variance**0.5), _OUTLIER * variance**0.5)
         self._level += self._variance / variance * surprise
         self._variance *= 1 - self._variance / variance
         for size, share, shape, of_shape in near:
@@ -134,7 +123,7 @@ class LiveCurve:
     def _now(self, size: int) -> tuple[float, float]:
         """The shape at one of ``_SIZES``, and its variance."""
         kept = math.exp((self._moments[size] - self._seen) / _MEMORY)
-        return kept * self._shape[size], kept**2 * self._variances[size] + (1 - kept**2) * self._spread
+        return kept * self._shape[size], kept**2 * self._variances[size] + (1 - kept**2) * _SPREAD
 
 
 def _near(count: int) -> list[tuple[int, float]]:
@@ -163,7 +152,7 @@ class CostModel:
 
     def measure(self, forwards: Mapping[int, float]) -> None:
         """Take measured seconds of forwards by their rows, of a machine at rest, for what they cost from now on."""
-        self._forward, self._measured = LiveCurve(forwards, *_FORWARD), sorted(forwards)
+        self._forward, self._measured = LiveCurve(forwards), sorted(forwards)
         self._rounds = np.empty(0)
 
     def forward(self, rows: int) -> float:

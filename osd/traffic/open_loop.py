@@ -134,8 +134,11 @@ async def converse(
     max_tokens: int,
     tally: Tally,
     on_change: Callable[[Tally], None],
-) -> None:
-    """Say each turn after the answer to the one before; a failed turn ends the conversation."""
+) -> bool:
+    """Say each turn after the answer to the one before, and return whether all were answered.
+
+    A failed turn ends the conversation.
+    """
     messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for turn in prompt.turns:
         messages.append({"role": "user", "content": turn})
@@ -155,7 +158,7 @@ async def converse(
         except (httpx2.HTTPError, httpx2.InvalidURL, _Failed) as error:
             tally.failed += 1
             tally.errors[str(error) or type(error).__name__] += 1
-            return
+            return False
         else:
             tally.finished += 1
             tally.tokens += tokens
@@ -167,6 +170,7 @@ async def converse(
         finally:
             on_change(tally)
         messages.append({"role": "assistant", "content": answer})
+    return True
 
 
 async def _ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[str, int, list[float]]:

@@ -42,7 +42,7 @@ def test_more_than_can_be_decoded_is_decoded_with_as_many_at_once_as_there_can_b
 
 
 def test_of_users_who_ask_again_at_once_the_same_number_is_saved_as_of_one_alone():
-    work = Workload(0.5, ALONE, ((1.0, 1.1, 1.2, 1.3),), 1)
+    work = Workload(0.5, ALONE, ((1.0, 1.1, 1.2, 1.3),))
     assert work.saving_rate([1, 1.5, 1.7], [1, 1.5, 1.7], [1, 1.8, 2.4]) == pytest.approx(
         0.5 * (1.2 / 1.7 - 1.2 / 2.4) / (1.2 / 1.7)
     )
@@ -54,12 +54,12 @@ def test_where_users_are_independent_less_is_saved_as_fewer_requests_share_a_rou
     before, after = [1, 1.2, 1.3], [1, 1.8, 2.4]
     waiting = Demand(((0, 4, 1e4), (1, 4, 1e4), (2, 4, 1e4), (3, 4, 1e4), (4, 5, 0.0)), 10.0, 0.0)
     open_ = Demand(((0, 1, 0.35),), 10.0, 0.0)
-    saved = [Workload(1.0, demand, rounds, 32).saving_rate(before, before, after) for demand in (waiting, open_)]
+    saved = [Workload(1.0, demand, rounds).saving_rate(before, before, after) for demand in (waiting, open_)]
     assert 0 < saved[1] < 0.8 * saved[0]
 
 
 def test_a_workload_goes_through_redis_as_it_is():
-    work = Workload(0.5, Demand(((0, 1, 1.5), (1, 3, 0.25)), 90.5, 0.001), ((1.0, 1.5), (2.0, 2.5)), 8)
+    work = Workload(0.5, Demand(((0, 1, 1.5), (1, 3, 0.25)), 90.5, 0.001), ((1.0, 1.5), (2.0, 2.5)))
     assert msgspec.json.decode(msgspec.json.encode(work), type=Workload) == work
 
 

@@ -64,7 +64,7 @@ def test_each_user_waits_for_an_answer_before_asking_again_until_the_time_is_ove
     assert tally.tokens == 7 * tally.finished
 
 
-def test_whose_request_fails_asks_no_more():
+def test_who_is_refused_again_and_again_asks_no_more():
     async def answer(body):
         return "HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"
 
@@ -72,7 +72,23 @@ def test_whose_request_fails_asks_no_more():
         return GIVEN[0]
 
     tally = session(answer, lambda client: keep_asking(client, prompt, 2, 20.0, 5))
-    assert (tally.sent, tally.failed) == (2, 2)
+    assert (tally.sent, tally.failed) == (16, 16)
+
+
+def test_a_prompt_that_fails_keeps_nobody_from_the_next():
+    asked = 0
+
+    async def answer(body):
+        nonlocal asked
+        asked += 1
+        return await chatting(body) if asked % 8 == 0 else "HTTP/1.1 400 Too long\r\nContent-Length: 0\r\n\r\n"
+
+    async def prompt():
+        return GIVEN[0]
+
+    tally = session(answer, lambda client: keep_asking(client, prompt, 1, 0.3, 5))
+    assert tally.finished > 1
+    assert tally.failed >= 7 * tally.finished
 
 
 def written(texts):

@@ -135,6 +135,17 @@ def test_a_round_belongs_to_the_domains_of_its_sequences_and_to_none_where_nobod
     assert all(one.share < 1e-6 for one in it.workloads(10.0 + 40 * WINDOW_SECONDS, COSTS, 3).values())
 
 
+def test_after_a_long_silence_what_comes_is_what_counts():
+    it, number = DemandMeter(0.0, SLOTS), 0
+    for begins in (0.0, 100 * WINDOW_SECONDS):
+        for place in range(600):
+            it.observe(a_round([10], [True]), begins + place, 0.1, PlainRound([0.1], 0.0), 1, 0, number + 1)
+            number += 1
+    demand = it.workloads(100 * WINDOW_SECONDS + 600, COSTS, 1)["general"].demand
+    rates = {start: rate for start, _, rate in demand.arrivals}
+    assert rates[0] == pytest.approx(1 / (1 + 0.1353 / 0.8647), rel=0.15), "the silence is as much as a window holds"
+
+
 def test_nothing_is_said_before_the_first_answer():
     it = DemandMeter(0.0, SLOTS)
     it.observe(a_round([1], [False]), 0.0, 0.01, PlainRound([0.01], 0.0), 1, 1, 1)

@@ -17,7 +17,7 @@ from osd.learning.value import SLICE, Horizon, LearningCurve, Point, Traffic, Va
 def workload(share, seconds, streams=1):
     """Of so many users who each ask again at once, whose rounds take these ``seconds`` by the tokens drafted."""
     always = Demand(((0, streams, 1.0), (streams, streams + 1, 0.0)), 10.0, 0.0)
-    return Workload(share, always, (seconds,) * streams, streams)
+    return Workload(share, always, (seconds,) * streams)
 
 
 # A round takes a second, each drafted token a tenth of one more.

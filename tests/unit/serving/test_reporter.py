@@ -28,7 +28,7 @@ class Engine:
         return EngineCounters(**vars(self.counts))
 
     def workloads(self):
-        return {"general": Workload(0.5, Demand(((0, 1, 2.0),), 90.0, 0.001), ((1.0, 1.1),), 4)}
+        return {"general": Workload(0.5, Demand(((0, 1, 2.0),), 90.0, 0.001), ((1.0, 1.1),))}
 
     def set_speculation(self, enabled):
         pass
