@@ -12,6 +12,7 @@ from benchmarks.adaptation.experiment import Experiment, Stream
 from benchmarks.adaptation.learner import Online, Recipe, Work, copied
 from benchmarks.adaptation.offline_acceptance import Counts, total
 from benchmarks.adaptation.samples import Rehearsal
+from osd.learning import DIVERGENCES
 
 Change = Callable[[Recipe], Recipe]
 Item = TypeVar("Item")
@@ -27,9 +28,12 @@ def _recipe(**values: object) -> Change:
 
 
 ABLATIONS: dict[str, dict[str, Change]] = {
-    "divergence": {
-        name: _trainer(divergence=name)
-        for name in ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "hybrid")
+    "divergence": {name: _trainer(divergence=name) for name in DIVERGENCES},
+    "losses": {
+        "forward KL": _trainer(),
+        "LK hybrid": _trainer(divergence="lk_hybrid"),
+        "depths by length": _trainer(depths="length"),
+        "both": _trainer(divergence="lk_hybrid", depths="length"),
     },
     "samples": {name: _trainer(samples=name) for name in ("teacher", "student", "mixed")},
     "positions": {name: _trainer(positions=name) for name in ("all", "rejected", "weighted")},

@@ -18,9 +18,9 @@ class TrainerSettings(Section):
     """Online distillation."""
 
     enabled: bool = True
-    divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "hybrid"] = (
-        "forward_kl"
-    )
+    divergence: Literal[
+        "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "hybrid", "lk_hybrid"
+    ] = "forward_kl"
     jensen_shannon_beta: float = Field(default=0.5, gt=0, lt=1, description="weight of the target in the mixture")
     positions: Literal["all", "rejected", "weighted"] = "all"
     rejected_weight: float = Field(default=4.0, gt=0, description="with weighted positions; the others weigh 1")
@@ -31,6 +31,10 @@ class TrainerSettings(Section):
         default=1e-3, gt=0, description="of AdamW; embeddings of prompt tokens learn ten times as fast"
     )
     unroll: int = Field(default=3, ge=1, le=8, description="steps that training feeds a drafter its own output")
+    depths: Literal["decay", "length"] = Field(
+        default="decay",
+        description="how much each further step counts: 0.8 of the one before, or what it adds to the accepted length",
+    )
     micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
     replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")

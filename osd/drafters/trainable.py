@@ -34,11 +34,13 @@ class Batch(Protocol):
 class Loss:
     """The loss of a micro-batch, a scalar, and the number of positions that have a weight in it.
 
-    ``value`` has no gradient where there is nothing to learn from.
+    ``value`` has no gradient where there is nothing to learn from. ``kept`` is the expected acceptance of the positions
+    at each depth, NaN where there were none.
     """
 
     value: Tensor
     positions: int
+    kept: Sequence[float] = ()
 
 
 class Objective(Protocol):
@@ -51,6 +53,10 @@ class Objective(Protocol):
 
     def drafted(self, batch: Batch) -> Tensor | None:
         """[B, L] the tokens that later steps read, None for the batch's own."""
+        ...
+
+    def share(self, depth: int) -> float:
+        """How much the loss of a ``depth`` counts, 1 of the first."""
         ...
 
     def loss(

@@ -12,6 +12,7 @@ from osd.learning.divergences import (
     forward_kl,
     hybrid,
     jensen_shannon,
+    lk_hybrid,
     reverse_kl,
     total_variation,
 )
@@ -25,5 +26,6 @@ DIVERGENCES: dict[str, Divergence] = {
     "total_variation": total_variation,
     "acceptance": acceptance,
     "hybrid": hybrid,
+    "lk_hybrid": lk_hybrid,
 }
 """What ``trainer.divergence`` may name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ _CLIP = 0.5
 
 _SPIKE = 20.0
 """A gradient that is longer than so many times the median of the last ones is no gradient of this traffic."""
+
+_LATELY = 0.05
+"""Of a micro-step in the running mean of acceptance by depth."""
 
 _NORMS = 64
 _FEWEST_NORMS = 16
@@ -75,6 +79,7 @@ class Distiller:
             self._trained.values(), lr=settings.learning_rate * drafter.pace, betas=(0.9, 0.95), fused=True
         )
         self._gathered = 0
+        self._kept: list[float] = []
         self._norms: deque[float] = deque(maxlen=_NORMS)
 
     def adapt_vocabulary(self, counts: Tensor) -> None:
@@ -109,7 +114,7 @@ class Distiller:
         if self._head is not None:
             loss = self._head.gather(batch, self.steps)
             self.head_loss = self.head_loss if loss is None else loss
-        loss = self.drafter.loss(batch, Objective.of(self._settings, self.steps))
+        loss = self.drafter.loss(batch, Objective.of(self._settings, self.steps, self._kept))
         value = float(loss.value.detach())
         if not loss.value.requires_grad:
             return Step(value, True)
@@ -118,6 +123,7 @@ class Distiller:
             return Step(value, True)
         (loss.value * loss.positions).backward()
         self._gathered += loss.positions
+        self._note(loss.kept)
         self.steps += 1
         return Step(value, False)
 
@@ -152,7 +158,7 @@ class Distiller:
         if self._head is not None:
             moments |= self._head.state_dict()
         tensors = {_WEIGHT + name: weight.detach() for name, weight in self.drafter.weights().items()}
-        return tensors | moments, {"steps": self.steps, "skipped": self.skipped}
+        return tensors | moments, {"steps": self.steps, "skipped": self.skipped, "kept": self._kept}
 
     def load_state_dict(self, tensors: dict[str, Tensor], counters: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` gave.
@@ -168,6 +174,7 @@ class Distiller:
             raise DistillerError(str(error)) from None
         try:
             steps, skipped = int(counters["steps"]), int(counters["skipped"])
+            kept = [float(one) for one in counters.get("kept", ())]  # older checkpoints have none
         except (KeyError, TypeError, ValueError) as error:
             raise DistillerError(f"the counters cannot be read: {error!r}") from None
         weights = {key.removeprefix(_WEIGHT): value for key, value in tensors.items() if key.startswith(_WEIGHT)}
@@ -175,7 +182,7 @@ class Distiller:
         restore(self._optimizer, state)
         if self._head is not None:
             self._head.resume(head)
-        self.steps, self.skipped = steps, skipped
+        self.steps, self.skipped, self._kept = steps, skipped, kept
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Go on with the weights of a version; what is gathered stays.
@@ -184,6 +191,16 @@ class Distiller:
             osd.drafters.base.DrafterError: they are not this drafter's.
         """
         self.drafter.load_weights(weights)
+
+    def _note(self, kept: Sequence[float]) -> None:
+        """Take in the acceptance of each depth of a micro-step."""
+        for depth, rate in enumerate(kept):
+            if math.isnan(rate):
+                continue
+            if depth < len(self._kept):
+                self._kept[depth] += _LATELY * (rate - self._kept[depth])
+            else:
+                self._kept.append(rate)
 
     def _is_spike(self, norm: float) -> bool:
         known = len(self._norms) >= _FEWEST_NORMS

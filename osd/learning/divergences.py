@@ -23,6 +23,9 @@ _LOG_ZERO = -1e9
 # Stands for a target mass of zero where its log is taken: below every probability that half precision can hold.
 _LEAST_MASS = 1e-30
 
+_LK = 3.0
+"""How fast the hybrid of arXiv 2602.23881 goes from forward KL to total variation as acceptance grows."""
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -157,6 +160,18 @@ def hybrid(events: Overlap) -> Tensor:
     The first is one minus the acceptance, but flat where the drafter knows nothing yet; the second leads it there.
     """
     return total_variation(events) + forward_kl(events)
+
+
+def lk_hybrid(events: Overlap) -> Tensor:
+    """Forward KL first and total variation later, as acceptance grows, of each place, [N].
+
+    ``w KL + (1 - w) TV`` with ``w = exp(-3 a)``, a the mean acceptance of these places. LK losses, arXiv 2602.23881.
+    """
+    apart = total_variation(events)
+    draftable = events.p.sum(-1) > 0
+    accepted = (1 - apart)[draftable].sum() / draftable.sum().clamp(min=1)
+    weight = torch.exp(-_LK * accepted.detach())
+    return weight * forward_kl(events) + (1 - weight) * apart
 
 
 def _events(events: Overlap) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from operator import mul
 from typing import cast
 
 import torch
@@ -22,31 +25,41 @@ from osd.learning.targets import OwnSamples
 _DECAY = 0.8
 """Weight of each further unrolled step, as in EAGLE-3 (arXiv 2503.01840)."""
 
+_SURE = 0.95
+"""Acceptance that drafts are taken to have at most beyond the depths that were seen."""
+
 _USUAL_DEPTH, _WHOLE_EVERY = 2, 4
 """Steps that most micro-steps unroll at most, and which of them go all the way."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of one micro-step: sum_d 0.8^d times the mean divergence of the positions that exist at depth d.
+    """The loss of one micro-step: the mean divergence of the positions that exist at each depth, weighed and added.
 
     Every fourth micro-step unrolls ``trainer.unroll`` steps, the others two at most: a drafter that was never unrolled
     as far as it drafts is confident and wrong there, yet what it learns at two depths carries over to the next ones,
     and each step costs as much as the first. Behind the first step the drafter reads the target's tokens or, as
     ``trainer.samples`` says, its ``own`` where it was rejected and the batch knows them: "mixed" takes turns.
+
+    ``kept`` is the acceptance of each depth lately, as far as it is known.
     """
 
     settings: TrainerSettings
     depth: int
     own: bool
+    kept: Sequence[float] = ()
 
     @classmethod
-    def of(cls, settings: TrainerSettings, step: int) -> Objective:
+    def of(cls, settings: TrainerSettings, step: int, kept: Sequence[float] = ()) -> Objective:
         """That of the ``step``-th micro-step."""
         depth = settings.unroll if step % _WHOLE_EVERY == 0 else min(settings.unroll, _USUAL_DEPTH)
         turn = step // _WHOLE_EVERY + step  # so that whole ones are read both ways
         own = settings.samples == "student" or (settings.samples == "mixed" and turn % 2 == 1)
-        return cls(settings, depth, own)
+        return cls(settings, depth, own, kept)
+
+    def share(self, depth: int) -> float:
+        """How much the loss of a ``depth`` counts, 1 of the first."""
+        return _SHARES[self.settings.depths](depth, self.kept)
 
     def drafted(self, batch: Batch) -> Tensor | None:
         """[B, L] the tokens that later steps read, None for the batch's own."""
@@ -65,21 +78,25 @@ class Objective:
         weights, samples = weigh(batch, self.settings), self._samples(batch)
         divergence, index = divergence_of(self.settings), draft_index(draft_ids)
         loss = torch.zeros((), device=batch.target_logp.device)
-        values, before = loss, None
+        values, accepted, before = loss, loss, None
+        kept: list[float] = []
         for depth, logits in enumerate(levels):
             off = None if left_out is None else left_out[depth]
-            if not self._rows(batch, depth, off).any():
+            rows = self._rows(batch, depth, off)
+            if not rows.any():
+                kept.append(math.nan)
                 continue
             # A drafter that reads no hidden states predicts the same at every depth.
             if logits is not before:
-                kept: DistillBatch | OwnSamples = batch if samples is None or not depth else samples
-                events = overlap(logits, kept.target_ids, kept.target_logp, kept.target_tail, index)
-                values, before = divergence(events), logits
+                said: DistillBatch | OwnSamples = batch if samples is None or not depth else samples
+                events = overlap(logits, said.target_ids, said.target_logp, said.target_tail, index)
+                values, accepted, before = divergence(events), events.accepted().detach(), logits
+            kept.append(float(accepted[rows].mean()))
             loss = loss + self.mean(batch, depth, values, off)
-        return Loss(loss, int(weights.count_nonzero()))
+        return Loss(loss, int(weights.count_nonzero()), kept)
 
     def mean(self, batch: Batch, depth: int, values: Tensor, left_out: Tensor | None = None) -> Tensor:
-        """0.8^depth times the weighted mean of ``values`` [N] of one step, over the positions that exist there.
+        """The weighted mean of ``values`` [N] of one step times its share, over the positions that exist there.
 
         Those ``left_out`` [N] do not count. A constant 0 where none is left.
         """
@@ -88,7 +105,7 @@ class Objective:
         if not rows.any():
             return torch.zeros((), device=values.device)
         weights = weigh(batch, self.settings)[rows]
-        return _DECAY**depth * (values[rows] * weights / weights.mean()).mean()
+        return self.share(depth) * (values[rows] * weights / weights.mean()).mean()
 
     def surprise(self, batch: Batch, logits: Tensor, draft_ids: Tensor | None) -> Tensor:
         """[N] minus the log-probability of the target's most probable token; 0 where it cannot be drafted."""
@@ -107,6 +124,29 @@ class Objective:
 
     def _samples(self, batch: Batch) -> OwnSamples | None:
         return cast(DistillBatch, batch).own if self.own else None
+
+
+def _decayed(depth: int, kept: Sequence[float]) -> float:
+    """0.8^depth."""
+    return _DECAY**depth
+
+
+def _by_length(depth: int, kept: Sequence[float]) -> float:
+    """What the log-acceptance at one depth adds to the expected accepted length, by what that of the first adds.
+
+    With A_m the chance that a draft is kept down to depth m it is ``sum_{m >= depth} A_m / sum_{m >= 0} A_m``. Depths
+    that were not seen are taken to be accepted like the last one that was. D-PACE, arXiv 2605.18810.
+    """
+    rates = [*kept, *(min(kept[-1] if kept else _DECAY, _SURE) for _ in range(depth + 1 - len(kept)))]
+    last = min(rates[-1], _SURE)
+    chances = list(accumulate(rates, mul))
+    further = chances[-1] * last / (1 - last)
+    total = sum(chances) + further
+    return (sum(chances[depth:]) + further) / total if total else float(not depth)
+
+
+_SHARES: dict[str, Callable[[int, Sequence[float]], float]] = {"decay": _decayed, "length": _by_length}
+"""What ``trainer.depths`` may name."""
 
 
 def divergence_of(settings: TrainerSettings) -> Divergence:

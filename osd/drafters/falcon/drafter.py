@@ -153,7 +153,7 @@ class Falcon(TargetHeadDrafter):
             feature = F.smooth_l1_loss(normed[d], goal, reduction="none").mean(-1)
             hard = objective.surprise(batch, levels[d], self.draft_ids)
             value = value + objective.mean(batch, d, feature + _DISTILLED * (1 - _SOFT) * hard, off)
-        return Loss(value, loss.positions)
+        return Loss(value, loss.positions, loss.kept)
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """See ``Trainable.unroll``; the first tokens of a draft come of one call, and read no token of it."""

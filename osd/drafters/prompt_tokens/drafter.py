@@ -13,6 +13,7 @@ other drafter, where the paper has typical acceptance.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,9 +30,6 @@ from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.runtime.causal_lm import check_table, decoder_layers, decoder_of, ends_of
 from osd.speculation.tree import repeats
 from osd.target.model import load_model
-
-_DECAY = 0.8
-"""Weight of each further prompt token."""
 
 _CUTS = 32
 """Places at which a micro-step cuts its text off, at most: each of them is as many rows as there are embeddings."""
@@ -128,7 +126,7 @@ class PromptTokens(Trainable):
         return _PACE
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
-        """See ``Trainable.loss``: ``1/n sum_i 0.8^i`` of what the objective says of the i-th prompt token, from 0 on.
+        """See ``Trainable.loss``: of n prompt tokens, what the objective says of each, by its share and n.
 
         The texts are cut off at some of their places, drawn anew for each micro-step, which is keyed by ``steps``.
         """
@@ -143,16 +141,17 @@ class PromptTokens(Trainable):
         logits = self._answers(batch, text, cut, self.levels)  # [C, levels, vocabulary]
         number = torch.full_like(batch.token_ids, -1)  # which position a place is
         number[batch.sequence, batch.place] = torch.arange(len(batch.place), device=number.device)
-        positions = 0
+        positions, kept = 0, [math.nan] * self.levels
         for level in range(self.levels):
             after = cut + 2 + level
             found = number[text, after.clamp(max=number.shape[1] - 1)]
             there = (found >= 0) & (after < number.shape[1])
             if there.any():
                 one = objective.loss(batch.select(found[there]), [logits[there, level]], None)
-                value = value + _DECAY**level / self.levels * one.value
+                value = value + objective.share(level) / self.levels * one.value
                 positions += one.positions
-        return Loss(value, positions)
+                kept[level] = one.kept[0]
+        return Loss(value, positions, kept)
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """See ``Trainable.unroll``; prompt tokens read no drafted token."""

@@ -15,6 +15,7 @@ from osd.learning.batch import collate
 from osd.learning.distiller import Distiller, DistillerError
 from osd.learning.divergences import overlap
 from osd.learning.evaluation import evaluate
+from osd.learning.objective import Objective
 from tests.unit.learning.toys import VOCABULARY, Toy, Watched, make_trace
 
 HELD_OUT = [collate([make_trace(f"h{n}", completion=30, seed=1000 + n)]) for n in range(4)]
@@ -58,6 +59,37 @@ def test_a_step_minimises_the_weighted_sum_over_depths():
     uniform = (log_p.exp() * (log_p + torch.tensor(float(VOCABULARY)).log())).sum(1)
     step = Distiller(Fixed(), settings(unroll=2)).step(data)
     assert step.loss == pytest.approx(0.8 * uniform.mean().item(), rel=1e-3)
+
+
+def test_what_a_depth_adds_to_the_accepted_length_is_what_it_weighs():
+    """Of drafts of four tokens, by the gradient of their expected accepted length: the tail is cut off far behind."""
+    rates = torch.tensor([0.7, 0.5, 0.9, 0.6], dtype=torch.float64).log().requires_grad_()
+    deep = torch.cat([rates, rates[-1:].detach().expand(200)])
+    deep.cumsum(0).exp().sum().backward()
+    found = [Objective.of(settings(depths="length"), 0, rates.exp().tolist()).share(depth) for depth in range(4)]
+    assert rates.grad is not None
+    assert found == pytest.approx((rates.grad / rates.grad[0]).tolist(), rel=1e-6)
+    unknown, sure = (Objective.of(settings(depths="length"), 0, kept) for kept in ((), (1.0, 1.0)))
+    assert [unknown.share(depth) for depth in range(3)] == pytest.approx([1, 0.8, 0.64])
+    assert sure.share(0) == 1
+    assert 0 < sure.share(5) < 1
+    assert Objective.of(settings(depths="length"), 0, (0.0, 0.0)).share(0) == 1
+
+
+def test_how_much_is_accepted_at_each_depth_is_seen_while_learning_and_kept():
+    """Perfect where it sees the target, uniform one step on."""
+
+    class Fixed(Toy):
+        def unroll(self, batch, depth, drafted=None):
+            good = torch.zeros(len(batch.place), VOCABULARY).scatter(1, batch.target_ids, batch.target_logp)
+            return [good + 0 * self.read.weight.sum(), torch.zeros_like(good) + 0 * self.read.weight.sum()]
+
+    data = batch(0, completion=20)
+    distiller = Distiller(Fixed(), settings(unroll=2, depths="length"))
+    first = distiller.step(data)
+    again = Distiller(Fixed(), settings(unroll=2, depths="length"))
+    again.load_state_dict(*distiller.state_dict())
+    assert again.step(data).loss < 0.9 * first.loss, "what is rarely reached weighs less"
 
 
 def test_positions_that_do_not_exist_at_a_depth_are_left_out():
