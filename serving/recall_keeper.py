@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from osd.capture.purge import Member, PurgeFollower, Purges, Removed
@@ -16,7 +14,7 @@ from osd.drafters.recall.memories import Memories
 from osd.drafters.recall.snapshot import SnapshotError, Snapshots
 from osd.recall.memory import Memory, mark_of
 from osd.runtime.device import one_core
-from osd.target.identity import Identity, identify
+from osd.target.identity import Identity
 from serving.recall_listener import RecallListener
 
 if TYPE_CHECKING:
@@ -38,10 +36,10 @@ class RecallKeeper:
     each learns what the others decoded.
     """
 
-    def __init__(self, settings: Settings, redis_url: str, name: str, directory: Path, engine: Engine) -> None:
-        """Look after the tables of ``engine``, of the replica ``name``, whose target lies in ``directory``."""
+    def __init__(self, settings: Settings, redis_url: str, name: str, target: Identity, engine: Engine) -> None:
+        """Look after the tables of ``engine``, of the replica ``name``, which decodes ``target``."""
         assert engine.pool is not None  # noqa: S101  the replica has a drafter
-        self._settings, self._directory = settings, directory
+        self._settings, self._target = settings, target
         self._engine, self._pool = engine, engine.pool
         self._snapshots = Snapshots(settings.registry_dir)
         self._known: dict[str, Memories] = {}
@@ -54,7 +52,7 @@ class RecallKeeper:
         self._stop = threading.Event()
         if settings.recall.shared and settings.serving.replicas > 1:
             vocabulary = engine.target.vocab_size
-            self._listener = RecallListener(settings, redis_url, name, vocabulary, self._stop)
+            self._listener = RecallListener(settings, redis_url, name, target.label, vocabulary, self._stop)
         self._thread = threading.Thread(target=self._run, name="recall-keeper", daemon=True)
 
     def start(self) -> None:
@@ -110,10 +108,6 @@ class RecallKeeper:
             self._failing = True
         else:
             self._saved, self._changed, self._failing = done, False, False
-
-    @cached_property
-    def _target(self) -> Identity:
-        return identify(self._settings.target.source, self._directory)
 
     def _shared(self, known: dict[str, Memories]) -> dict[str, Memory]:
         """The table of each domain, none where each client has its own."""

@@ -28,9 +28,11 @@ class RecallListener:
     It pauses every few tokens, so that the engine, which shares an interpreter with it, is never held up.
     """
 
-    def __init__(self, settings: Settings, redis_url: str, name: str, vocabulary: int, stop: threading.Event) -> None:
-        """Listen for the replica ``name``, whose target has ``vocabulary`` ids, until ``stop``."""
-        self._settings, self._vocabulary, self._stop = settings, vocabulary, stop
+    def __init__(
+        self, settings: Settings, redis_url: str, name: str, target: str, vocabulary: int, stop: threading.Event
+    ) -> None:
+        """Listen for the replica ``name``, whose ``target`` of that label has ``vocabulary`` ids, until ``stop``."""
+        self._settings, self._target, self._vocabulary, self._stop = settings, target, vocabulary, stop
         self._tail = TraceTail(redis_url, settings.capture, name)
         self._text = backend().text(settings.engine.context)
 
@@ -61,7 +63,7 @@ class RecallListener:
             return False
         if any(belongs(trace.request_id, request) for request in purged):
             return False
-        target, context = self._settings.target.source, self._settings.engine.context
+        target, context = self._target, self._settings.engine.context
         try:
             if trace.target != target:
                 raise TraceError(f"it is of the target {trace.target}, not of {target}")

@@ -28,6 +28,7 @@ from osd.registry.versions import Registry
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
+from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config, load_model
 from serving.access.access import Access
@@ -86,8 +87,9 @@ class Replica:
         start: Start | None = None
         if settings.drafts:
             start = starting_drafter(settings, registry, self._pointer, directory)
+        target = identify(settings.target.source, directory)
         self._writer = TraceWriter(redis_url, settings.capture, name) if settings.capture.enabled else None
-        self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer)
+        self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer, target.label)
         self._watchers: list[Watcher] = []
         if start is not None:
             cache = DrafterCache(start.drafter, settings, directory)
@@ -96,7 +98,7 @@ class Replica:
             self._watchers = [VersionWatcher(versions, own, start), DomainWatcher(versions, self.engine)]
         self._keeper: RecallKeeper | None = None
         if self.engine.pool is not None:
-            self._keeper = RecallKeeper(settings, redis_url, name, directory, self.engine)
+            self._keeper = RecallKeeper(settings, redis_url, name, target, self.engine)
         self._feeds = data.Feeds(settings, redis_url, registry, self._events)
         self._reporter = Reporter(
             name, self.engine, self._writer, self._watchers, self._loads, self._control, self._push
@@ -195,8 +197,12 @@ def make_engine(
     tokenizer: PreTrainedTokenizerBase,
     start: Start | None,
     writer: TraceWriter | None,
+    label: str = "",
 ) -> Engine:
-    """Load the target from ``directory`` and put an engine around it; ``start`` None decodes plainly."""
+    """Load the target from ``directory`` and put an engine around it; ``start`` None decodes plainly.
+
+    What ``writer`` is given says that it is of the target ``label``.
+    """
     one_core()
     model = load_model(directory, settings.target.dtype, settings.target.device)
     layers = len(decoder_layers(model))
@@ -212,6 +218,7 @@ def make_engine(
         scratch=settings.engine.max_draft + 1 + (start.drafter.needs.riders if start else 0),
         taps=taps,
         embeddings=settings.engine.slots * (start.drafter.needs.embeddings if start else 0),
+        label=label,
     )
     sink = writer.offer if writer else None
     if start is None:

@@ -130,6 +130,7 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
     from transformers import AutoConfig
 
     from osd.drafters import from_config, trainable
+    from osd.target.identity import identify
     from osd.target.load import target_directory
     from trainer.executor import Local, TargetContext
 
@@ -139,4 +140,5 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
     def build(config: dict[str, Any]) -> Trainable:
         return trainable(from_config(config, directory))
 
-    return TargetContext(config.vocab_size, config.hidden_size, build, executor or Local())
+    target = identify(settings.target.source, directory)
+    return TargetContext(target.label, config.vocab_size, config.hidden_size, build, executor or Local())

@@ -20,6 +20,7 @@ from osd.learning.gate import GateDecision
 from osd.learning.online import Learner
 from osd.registry.learnt import REQUESTS
 from trainer.accounts import Accounts
+from trainer.revision import TARGET, Revision
 from trainer.rollout import WORTH, Publisher
 from trainer.status import Status
 
@@ -38,6 +39,7 @@ class Candidates:
 
     ``spare`` waits until serving can spare the capacity for a micro-batch, and is False when the loop shall end;
     ``working`` takes note of each one's work. ``worth`` says what a candidate that passed is expected to save.
+    ``target`` is the label of what it learns from; ``revision`` is there until the version in service was judged on it.
     """
 
     def __init__(
@@ -47,9 +49,14 @@ class Candidates:
         spare: Callable[[], bool],
         working: Callable[[], AbstractContextManager[None]],
         worth: Callable[[Learner, GateDecision], dict[str, Any]],
+        target: str,
+        fall: float,
     ) -> None:
         self._publisher, self._accounts = publisher, accounts
         self._spare, self._working, self._worth = spare, working, worth
+        self._target, self._fall = target, fall
+        self.revision: Revision | None = None
+        self._looked = 0
         self._gate_after = 0.0
         self._canary_after = 0.0
         self._refused = False
@@ -76,7 +83,8 @@ class Candidates:
 
         def about(decision: GateDecision) -> dict[str, Any]:
             nonlocal saving
-            manifest: dict[str, Any] = {"trained_on": trained_on, REQUESTS: accounts.learnt.state()}
+            manifest: dict[str, Any] = {"trained_on": trained_on, TARGET: self._target}
+            manifest[REQUESTS] = accounts.learnt.state()
             if worth := self._worth(learner, decision):
                 saving = worth["saving_rate"]
                 manifest[WORTH] = worth | accounts.cost.spent().published(_NEW, saving).paybacks(_NEW)
@@ -105,6 +113,36 @@ class Candidates:
             accounts.cost.keep(self._publisher.retire())
         elif not decision.waits:
             status.rejected += 1
+        return True
+
+    def judged(self, learner: Learner) -> bool:
+        """Whether the drafter in service was judged on this target, which is done as soon as enough is held out.
+
+        Where it fell by ``trainer.drift_fall`` training begins at once, from its weights; else it goes on.
+
+        Raises:
+            StoppedError: the loop shall end.
+        """
+        baseline, revision, held_out = self._publisher.baseline, self.revision, learner.counters.held_out
+        if revision is None or baseline is None:
+            return True
+        if held_out == self._looked:
+            return False
+        self._looked = held_out
+        now = learner.gate.look(baseline, self._held_out(learner))
+        if now is None:
+            return False
+        self.revision = None
+        service = self._publisher.service
+        drift = revision.fallen(now, self._fall, service.domain)
+        if drift is None:
+            learner.trigger.resumed()
+        else:
+            learner.drifted(drift)
+        ends = "it goes on" if drift is None else "training begins from its weights"
+        reason = f"acceptance was {revision.before:.3f} and is {now.acceptance:.3f}: {ends}"
+        logger.info("version %d learnt from another revision of the target: %s", revision.number, reason)
+        service.tell("revision", revision.number, reason=reason, before=revision.before, now=now.acceptance)
         return True
 
     def decide(self) -> None:

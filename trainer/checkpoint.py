@@ -68,9 +68,10 @@ class Checkpoints:
     The replay buffer itself is not kept: it fills again from the traffic, and no record of a request is in the file.
     """
 
-    def __init__(self, settings: Settings, accounts: Accounts, lease: Lease) -> None:
+    def __init__(self, settings: Settings, target: str, accounts: Accounts, lease: Lease) -> None:
+        """Those of ``settings.domain``, for the target of this label."""
         self._path = settings.home_dir / "trainer" / f"{settings.domain}.safetensors"
-        self._target, self._accounts, self._lease = settings.target.source, accounts, lease
+        self._target, self._accounts, self._lease = target, accounts, lease
         self._saved_at = time.monotonic()
         self._saved_steps = 0
         self._refused = False

@@ -42,8 +42,9 @@ class Local(online.Local):
 
 @dataclass(frozen=True)
 class TargetContext:
-    """A target's vocabulary and hidden size, how a drafter for it is made, and who trains that."""
+    """A target's label, vocabulary and hidden size, how a drafter for it is made, and who trains that."""
 
+    target: str
     vocabulary: int
     hidden_size: int
     build: Build

@@ -57,7 +57,6 @@ class Intake:
         self._context, self._status, self._observe = context, status, observe
         self._replay, self._recalled = replay, recalled
         self._domain, self._tenant = settings.domain, tenant_of(settings.domain)
-        self._target = settings.target.source
         self._reader = TraceReader(redis_url, settings.capture, group=f"trainer-{self._domain}", consumer="trainer")
         self._unfinished: dict[Key, list[str]] = {}
         self._finished: list[str] = []
@@ -114,8 +113,8 @@ class Intake:
             self._finished.append(stream_id)
             return
         try:
-            if trace.target != self._target:
-                raise TraceError(f"it is of the target {trace.target}, not of {self._target}")
+            if trace.target != self._context.target:
+                raise TraceError(f"it is of the target {trace.target}, not of {self._context.target}")
             width = len(learner.distiller.drafter.needs.taps) * self._context.hidden_size
             check(trace, self._context.vocabulary, width)
         except TraceError as error:

@@ -166,6 +166,11 @@ class Publisher:
         self.stable = 0
 
     @property
+    def baseline(self) -> Trainable | None:
+        """The drafter of ``stable``, None before the first look."""
+        return self._baseline
+
+    @property
     def canary(self) -> Canary | None:
         """The one under way, None when there is none."""
         return self._watch.canary

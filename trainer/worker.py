@@ -35,6 +35,7 @@ from trainer.domain_scheduler import DomainScheduler
 from trainer.executor import TargetContext
 from trainer.intake import Forgetting, Intake
 from trainer.investor import Investor
+from trainer.revision import Revision
 from trainer.rollout import Publisher, Service
 from trainer.slowing import Slowing
 from trainer.spare_time import SpareTime
@@ -81,7 +82,7 @@ class Worker:
         self._ledger = Ledger(redis_url)
         cost = CostMeter(self._domain, self._ledger, partial(self._scheduler.clock, self._domain), self._lease.held)
         self._accounts = Accounts(Status(), cost, Learnt())
-        self._checkpoints = Checkpoints(settings, self._accounts, self._lease)
+        self._checkpoints = Checkpoints(settings, context.target, self._accounts, self._lease)
         self.replay = empty_replay(trainer)
         self.recalled = Recalled(settings.recall) if settings.drafter.mixes else None
         live = LiveRequests(trainer, self._publisher, self._accounts.status, self._drifted)
@@ -91,8 +92,9 @@ class Worker:
         spare = partial(self._spare, self._alive)
         self._investor = Investor(settings, self._loads, self._capacity, self._slowing, self._invested)
         self._candidates = Candidates(
-            self._publisher, self._accounts, spare, self._capacity.working, self._investor.worth
-        )
+            self._publisher, self._accounts, spare, self._capacity.working, self._investor.worth, context.target,
+            trainer.drift_fall,
+        )  # fmt: skip
         self.learner: Learner | None = None
         self._told_at = 0.0
 
@@ -161,6 +163,7 @@ class Worker:
         if not self._checkpoints.resume(learner, version):
             learner = fresh()
             self._accounts.cost.resume(Spent())
+            self._candidates.revision = Revision.of(version, self._context.target)
         self._accounts.cost.keep(self._publisher.retire())
         self._accounts.status.version, self.learner = self._publisher.stable, learner
         return learner
@@ -201,6 +204,8 @@ class Worker:
         """Whether there is something worth a micro-step; otherwise says what is missing."""
         least, refused = self._settings.trainer.min_records, self._accounts.status.refused
         missing = lacking(learner, least, refused, self.replay.fresh_records)
+        if not missing and not self._candidates.judged(learner):
+            missing = "more records are needed to judge the drafter in service on this revision of the target"
         if not missing and (investment := self._investor.next_slice(learner)) is not None:
             self._scheduler.value(self._domain, investment.worth)
             if not investment.pays:

@@ -20,6 +20,7 @@ from osd.drafters.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.model import SlotModel
+from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_model
 from osd.traffic.prompt import Prompt
@@ -71,7 +72,8 @@ class RecordingSetup:
         """
         directory = target_directory(settings)
         taps = _taps(settings, readers, directory) or _taps(settings, [EagleSettings()], directory)
-        take = Take(settings.target.source, settings.target.dtype, taps, tokens, settings.capture.top_k)
+        target = identify(settings.target.source, directory).label
+        take = Take(target, settings.target.dtype, taps, tokens, settings.capture.top_k)
         return cls(settings, directory, load_tokenizer(directory), Reader(taps), take)
 
     def asked(self, prompts: Sequence[Prompt], longest: int) -> list[Asked]:

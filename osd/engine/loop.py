@@ -71,7 +71,7 @@ class DecodeLoop:
                 self.router = RequestRouter(self.pool, target)
         self.planner = Planner(policy, target.context, CostModel(), settings.growth.governed)
         self._slots = SlotManager(target, settings.engine)
-        self._tracer = Tracer(sink, settings)
+        self._tracer = Tracer(sink, settings, target.label)
         self.scheduler = Scheduler(settings.engine, self._slots, self.planner, self.pool, self.router, self._tracer)
         self._keeping = Keeping(settings.capture.top_k, settings.trainer.samples != "teacher")
         self.counters = EngineCounters()

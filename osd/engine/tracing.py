@@ -24,9 +24,10 @@ TraceSink = Callable[[Trace], object]
 class Tracer:
     """Begins traces where requests allow it, and hands on what is complete; without a sink there are none."""
 
-    def __init__(self, sink: TraceSink | None, settings: Settings) -> None:
+    def __init__(self, sink: TraceSink | None, settings: Settings, target: str) -> None:
+        """Hand traces of the target of this label to ``sink``."""
         self._sink = sink if settings.capture.enabled else None
-        self._target, self._size = settings.target.source, settings.capture.segment
+        self._target, self._size = target, settings.capture.segment
 
     def begin(self, s: Decoding) -> None:
         """Have a trace for a sequence that may be captured."""

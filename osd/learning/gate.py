@@ -10,7 +10,7 @@ import torch
 
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
-from osd.learning.evaluation import Evaluation, GateFigures
+from osd.learning.evaluation import Evaluation, GateFigures, evaluate
 from osd.learning.sequential import PairedTest
 
 _TOLERANCE = 0.005
@@ -82,6 +82,11 @@ class Gate:
             reason = f"not enough held-out records: {first.positions} positions of {self.min_positions}"
             return GateDecision(False, True, reason, first.figures())
         return self.decide(first.figures(), second.figures())
+
+    def look(self, drafter: Trainable, batches: Iterable[DistillBatch]) -> GateFigures | None:
+        """The figures of one drafter, None where too little is held out to judge by."""
+        figures = evaluate(drafter, batches, self.depth, self.divergence)
+        return figures if figures.positions >= self.min_positions else None
 
     def decide(self, candidate: GateFigures, baseline: GateFigures) -> GateDecision:
         """Compare figures of the same positions."""

@@ -23,6 +23,7 @@ Kind = Literal[
     "pinned",
     "unpinned",
     "drift",
+    "revision",
     "keys_refused",
     "train_step",
     "investment",

@@ -25,7 +25,7 @@ class SlotModel:
     ``context`` tokens fit a sequence; ``scratch`` more places hold a draft that is being verified.
     ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last. ``weights`` are
     those of the linear layers: "full" as they come, or "int8". A forward may bring up to ``embeddings`` rows that are
-    no tokens, see ``PackedRows.embedded``.
+    no tokens, see ``PackedRows.embedded``. ``label`` tells it from other targets, where somebody learns from it.
 
     On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
     ``BucketedForward``. A CPU can do the same without graphs, more slowly than it does otherwise.
@@ -42,7 +42,9 @@ class SlotModel:
         weights: str = "full",
         bucketed: bool | None = None,
         embeddings: int = 0,
+        label: str = "",
     ) -> None:
+        self.label = label
         self.model = model.eval().requires_grad_(False)
         self.config = config = text_config(model)
         self.vocab_size: int = config.vocab_size

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SAMPLE = 1 << 20
+_LABEL = 12  # hexadecimal digits
 _VOCABULARY = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
 
 
@@ -17,6 +18,11 @@ class Identity:
     name: str
     weights: str
     tokenizer: str
+
+    @property
+    def label(self) -> str:
+        """What records and versions of it are told by: another revision under the same name is another target."""
+        return f"{self.name}@{self.weights[:_LABEL]}"
 
 
 def identify(name: str, directory: Path) -> Identity:

@@ -198,6 +198,7 @@ const kinds = {
   pinned: ["pinned", "on"],
   unpinned: ["unpinned", "on"],
   drift: ["drift", "off"],
+  revision: ["new target", "off"],
   rejected: ["rejected", "off"],
   keys_refused: ["keys", "off"],
   rolled_back: ["rolled back", "off"],
@@ -214,6 +215,7 @@ function story(event) {
   if (event.kind === "pinned") return `v${event.version} stays in service until it is unpinned`;
   if (event.kind === "unpinned") return `The trainer may move on from v${event.version} again`;
   if (event.kind === "drift") return `Acceptance of ${event.source} under v${event.version} fell from ${percent(event.before)} to about ${percent(event.now)}`;
+  if (event.kind === "revision") return `v${event.version} learnt from another revision of the target${why(event)}`;
   if (event.kind === "swapped") return `v${event.version} is in service, before it v${event.previous}`;
   if (event.kind === "keys_refused") return `The keys stay as they were: ${event.reason}`;
   if (event.kind === "rejected" && event.stage === "load") return `v${event.version} was refused by a replica: ${event.reason}`;

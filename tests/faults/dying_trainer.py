@@ -133,7 +133,7 @@ def run(url: str, home: Path, number: int, before: str) -> dict[str, Any]:
     ):  # fmt: skip
         writes.watch(owner, name)
     chosen = with_canaries(home)
-    worker = Worker(chosen, url, TargetContext(VOCABULARY, HIDDEN, lambda config: Toy()))
+    worker = Worker(chosen, url, TargetContext("toy", VOCABULARY, HIDDEN, lambda config: Toy()))
     traffic = TraceWriter(url, chosen.capture.model_copy(update={"max_queue": 1000}))
 
     def end() -> None:

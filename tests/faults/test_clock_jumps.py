@@ -16,6 +16,7 @@ from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry
+from osd.target.identity import identify
 from serving.recall_keeper import RecallKeeper
 from tests.pointers import put
 from tests.unit.engine.harness import prompts, running
@@ -116,7 +117,7 @@ def test_a_purge_reaches_what_was_recalled_before_the_clock_was_set(
 ):
     with running(tiny_target, drafter=Recall()) as client:
         settings = client.engine.settings.model_copy(update={"home": tmp_path})
-        keeper = RecallKeeper(settings, redis_url, "a", tiny_target, client.engine)
+        keeper = RecallKeeper(settings, redis_url, "a", identify("tiny", tiny_target), client.engine)
         try:
             keeper.look()
             client.submit("hers", prompts([5])[0], 12, ignore_eos=True, capture=True)

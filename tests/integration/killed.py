@@ -74,7 +74,7 @@ def run(url: str, home: Path, kill_at: int) -> int:
     lines = Lines(kill_at)
     lines.watch(Candidates, "propose")
     lines.watch(Worker, "checkpoint")
-    worker = Worker(settings(home), url, TargetContext(VOCABULARY, HIDDEN, lambda config: Toy()))
+    worker = Worker(settings(home), url, TargetContext("toy", VOCABULARY, HIDDEN, lambda config: Toy()))
 
     def end() -> None:
         begun = busy = time.monotonic()

@@ -46,7 +46,7 @@ class Loop:
         self.worker: Worker | None = None
         self.thread: threading.Thread | None = None
         self.sent = 0
-        self.build = Toy
+        self.build, self.target = Toy, "toy"
         self.executor: Executor = Local()
 
     def first_version(self, drafter=None):
@@ -67,7 +67,7 @@ class Loop:
             time.sleep(0.01)
 
     def start(self):
-        context = TargetContext(VOCABULARY, HIDDEN, lambda config: self.build(), self.executor)
+        context = TargetContext(self.target, VOCABULARY, HIDDEN, lambda config: self.build(), self.executor)
         self.worker = Worker(self.settings, self.url, context)
         self.thread = threading.Thread(target=self.worker.run)
         self.thread.start()

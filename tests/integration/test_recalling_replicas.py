@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from osd.capture.trace import Array
 from osd.cli.app import app
 from osd.config import Settings
 from osd.drafters.recall.snapshot import Snapshots
+from osd.target.identity import identify
 from tests.replicas import PROMPT, Replicas, decode
 from tests.traces import small_trace
 
@@ -118,7 +120,7 @@ def written(settings, name, prompt, **changed):
     drawn = np.arange(1, 6, dtype=np.int32)
     fields = {
         "request_id": name,
-        "target": settings.target.source,
+        "target": identify(settings.target.source, Path(settings.target.source)).label,
         "created": time.time(),
         "prompt_ids": Array.of(np.array(prompt, np.int32)),
         "completion_ids": Array.of(drawn),

@@ -18,6 +18,7 @@ from osd.drafters import initial
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
+from osd.target.identity import identify
 from tests.pointers import put
 from tests.tiny import HIDDEN, VOCABULARY
 from tests.unit.learning.toys import make_trace
@@ -55,14 +56,14 @@ def settings(tiny_target, tmp_path, redis_url):
 
 
 @pytest.fixture
-def send(settings, redis_url, next_token_logits):
+def send(settings, redis_url, next_token_logits, tiny_target):
     writer = TraceWriter(redis_url, settings.capture)
 
     def write(first, count):
         for n in range(first, first + count):
             trace = make_trace(
                 f"request-{n}", prompt=6, completion=40, top_k=32, seed=n, logits=next_token_logits, width=3 * HIDDEN,
-                target=settings.target.source,
+                target=identify(settings.target.source, tiny_target).label,
             )  # fmt: skip
             assert writer.offer(trace)
 

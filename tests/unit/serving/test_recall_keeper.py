@@ -9,6 +9,7 @@ import pytest
 
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.snapshot import Snapshots
+from osd.target.identity import identify
 from serving.recall_keeper import RecallKeeper
 from tests.tiny import make_tiny
 from tests.unit.engine.harness import prompts, running
@@ -24,7 +25,7 @@ def keeping(tiny_target, tmp_path):
     def keeping(directory=tiny_target, keep_days=None, **more):
         with running(directory, drafter=Recall(), keep_days=keep_days, **more) as client:
             settings = client.engine.settings.model_copy(update={"home": tmp_path})
-            keeper = RecallKeeper(settings, NO_REDIS, "a", directory, client.engine)
+            keeper = RecallKeeper(settings, NO_REDIS, "a", identify("tiny", directory), client.engine)
             keeper.start()
             client.keeper = keeper
             try:

@@ -84,7 +84,7 @@ def training(settings):
     accounts = Accounts(Status(), CostMeter("general", Silent(), lambda: 0.0), Learnt())
     learner = Learner(distiller, settings.trainer, Gate(3, "forward_kl"), VOCABULARY, empty_replay(settings.trainer))
     lease = Lease(PointerFiles(settings.registry_dir), "general")
-    return learner, accounts, checkpoint.Checkpoints(settings, accounts, lease)
+    return learner, accounts, checkpoint.Checkpoints(settings, "toy", accounts, lease)
 
 
 def test_a_checkpoint_from_before_the_learner_had_a_state_of_its_own_is_read(tmp_path):

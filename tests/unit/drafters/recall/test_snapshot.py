@@ -161,6 +161,7 @@ def test_targets_are_told_apart_by_their_weights_and_their_tokenizer(tiny_target
     assert identify("name", tiny_target) == known
     other = identify("name", make_tiny(tmp_path, seed=1))
     assert other.weights != known.weights
+    assert other.label != known.label == f"name@{known.weights[:12]}"
     assert other.tokenizer == known.tokenizer
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text().replace("A", "B", 1))

@@ -1,0 +1,43 @@
+"""The target gets new weights: what learnt from the old ones is judged on the new ones before it is trained on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.learning.toys import VOCABULARY, target_logits
+
+
+@pytest.mark.parametrize(("change", "helps"), [(0.05, True), (4.0, False)], ids=["slight", "another model"])
+def test_the_drafter_of_another_revision_goes_on_where_it_still_helps_else_training_begins_from_it(
+    make_loop, eventually, change, helps
+):
+    loop = make_loop()
+    loop.first_version()
+    loop.send(60)
+    worker = loop.start()
+    eventually(lambda: worker.status()["published"] >= 1)
+    loop.stop()
+    stable = loop.pointer.get("general").stable
+    before = loop.registry.load("general", stable).manifest
+    assert before["target"] == "toy"
+
+    loop.target = "toy, another revision"
+    noise = np.random.default_rng(5).normal(size=(VOCABULARY, VOCABULARY))
+    loop.send(20)  # what replicas of the old one still write
+    worker = loop.start()
+    eventually(lambda: worker.status()["refused"] >= 20)
+    assert worker.status()["steps"] == 0, "the checkpoint is of the old one"
+    assert worker.status()["version"] == stable
+    loop.send(60, target=loop.target, logits=target_logits() + change * noise)
+    eventually(lambda: any(event["kind"] == "revision" for event in loop.events.recent()))
+    (told,) = [event for event in loop.events.recent() if event["kind"] == "revision"]
+    assert (told["version"], told["before"]) == (stable, before["gate"]["acceptance"])
+    assert (told["now"] > told["before"] - 0.1) is helps
+    assert ("it goes on" in told["reason"]) is helps
+    assert ("training begins from its weights" in told["reason"]) is not helps
+    if not helps:
+        eventually(lambda: loop.pointer.get("general").stable > stable)
+        newest = loop.registry.load("general", loop.pointer.get("general").stable).manifest
+        assert newest["target"] == loop.target
+        assert newest["gate"]["baseline_acceptance"] < before["gate"]["acceptance"]
