@@ -35,12 +35,14 @@ def check_settings(settings: Settings) -> None:
     Raises:
         ConfigError: a package for ``trainer.tracking`` or ``trainer.workers`` is missing, verification would bias the
             drafts of growth, the draft is larger than a slot has room for, this machine cannot compute with int8
-            weights, the domain is a tenant's, or a key of ``serving.keys_file`` is refused.
+            weights, the domain is a tenant's, a key of ``serving.keys_file`` is refused, or ``trainer.warm_start`` has
+            nothing to learn or no key.
     """
     if settings.serving.keys_file is not None:
         keys_file.load(settings.serving.keys_file)
     if tenant_of(settings.domain):
         raise ConfigError(f"domain {settings.domain} is a tenant's: a service's own serves those that have no tenant")
+    _check_warm_start(settings)
     tracking.check(settings)
     workers = settings.trainer.workers
     if settings.trains and workers > 1 and not all(map(importlib.util.find_spec, _RAY_TRAIN_NEEDS)):
@@ -56,6 +58,17 @@ def check_settings(settings: Settings) -> None:
     if largest > room:
         kind = settings.growth.kind
         raise ConfigError(f"growth.kind {kind} drafts up to {largest} tokens, and engine.max_draft is {room}")
+
+
+def _check_warm_start(settings: Settings) -> None:
+    if not settings.trainer.warm_start:
+        return
+    if not settings.drafts:
+        raise ConfigError("trainer.warm_start: drafter.kind none learns nothing")
+    if not settings.capture.enabled:
+        raise ConfigError("trainer.warm_start learns from what is captured: set capture.enabled")
+    if settings.serving.keys_file is not None:
+        raise ConfigError("trainer.warm_start has none of the keys of serving.keys_file: use osd drafters warm-up")
 
 
 def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:

@@ -45,13 +45,13 @@ class WarmStore:
                 return version
         return None
 
-    def keep_recalled(self, snapshot: Path, settings: RecallSettings) -> None:
+    def keep_recalled(self, snapshot: bytes, settings: RecallSettings) -> None:
         """Keep a snapshot of what is recalled under these settings, in the place of the one before.
 
         Raises:
-            OSError: it cannot be read, or the disk does not take it; what was there stays.
+            OSError: the disk does not take it; what was there stays.
         """
-        files.replace(self._recalled(settings), snapshot.read_bytes(), mode=_OWNER_ONLY)
+        files.replace(self._recalled(settings), snapshot, mode=_OWNER_ONLY)
 
     def recall(self, settings: RecallSettings, folder: Path) -> bool:
         """Give a domain's ``folder`` the snapshot that is kept, if it has none; whether it was given one.

@@ -52,7 +52,7 @@ class RecallKeeper:
         self._stop = threading.Event()
         if settings.recall.shared and settings.serving.replicas > 1:
             vocabulary = engine.target.vocab_size
-            self._listener = RecallListener(settings, redis_url, name, target.label, vocabulary, self._stop)
+            self._listener = RecallListener(settings, redis_url, name, target, vocabulary, self._stop)
         self._thread = threading.Thread(target=self._run, name="recall-keeper", daemon=True)
 
     def start(self) -> None:

@@ -15,6 +15,7 @@ from osd.drafters.recall.rehearsal import rehearse
 from osd.learning.batch import check, length
 from osd.recall.backends import backend
 from osd.recall.memory import Memory
+from osd.target.identity import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,9 @@ class RecallListener:
     """
 
     def __init__(
-        self, settings: Settings, redis_url: str, name: str, target: str, vocabulary: int, stop: threading.Event
+        self, settings: Settings, redis_url: str, name: str, target: Identity, vocabulary: int, stop: threading.Event
     ) -> None:
-        """Listen for the replica ``name``, whose ``target`` of that label has ``vocabulary`` ids, until ``stop``."""
+        """Listen for the replica ``name``, whose ``target`` has ``vocabulary`` ids, until ``stop``."""
         self._settings, self._target, self._vocabulary, self._stop = settings, target, vocabulary, stop
         self._tail = TraceTail(redis_url, settings.capture, name)
         self._text = backend().text(settings.engine.context)
@@ -65,8 +66,8 @@ class RecallListener:
             return False
         target, context = self._target, self._settings.engine.context
         try:
-            if trace.target != target:
-                raise TraceError(f"it is of the target {trace.target}, not of {target}")
+            if not target.wrote(trace.target):
+                raise TraceError(f"it is of the target {trace.target}, not of {target.label}")
             if length(trace) > context:
                 raise TraceError(f"it has {length(trace)} tokens, and engine.context is {context}")
             check(trace, self._vocabulary, 0)

@@ -141,4 +141,4 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
         return trainable(from_config(config, directory))
 
     target = identify(settings.target.source, directory)
-    return TargetContext(target.label, config.vocab_size, config.hidden_size, build, executor or Local())
+    return TargetContext(target, config.vocab_size, config.hidden_size, build, executor or Local())

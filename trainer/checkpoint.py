@@ -19,6 +19,7 @@ from osd.drafters.acceptance_head import without_head
 from osd.learning.online import Learner
 from osd.registry.lease import Lease
 from osd.registry.versions import Version
+from osd.target.identity import Identity
 from trainer.accounts import Accounts
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ class Checkpoints:
     The replay buffer itself is not kept: it fills again from the traffic, and no record of a request is in the file.
     """
 
-    def __init__(self, settings: Settings, target: str, accounts: Accounts, lease: Lease) -> None:
-        """Those of ``settings.domain``, for the target of this label."""
+    def __init__(self, settings: Settings, target: Identity, accounts: Accounts, lease: Lease) -> None:
+        """Those of ``settings.domain``, for this target."""
         self._path = settings.home_dir / "trainer" / f"{settings.domain}.safetensors"
         self._target, self._accounts, self._lease = target, accounts, lease
         self._saved_at = time.monotonic()
@@ -92,7 +93,7 @@ class Checkpoints:
                 return False
             tensors, state = found
             same = without_head(state.get("config") or {}) == without_head(version.config)
-            if not same or state.get("target") != self._target:
+            if not same or not self._target.wrote(state.get("target", "")):
                 raise CheckpointError(f"{self._path.name} is of another drafter or target")
             learner.resume(tensors, state)
             self._accounts.resume(state)
@@ -117,7 +118,7 @@ class Checkpoints:
             **counted,
             "counters": {**learned["counters"], **counted["counters"]},
             "config": learner.distiller.drafter.config(),
-            "target": self._target,
+            "target": self._target.label,
         }
         try:
             save(self._path, tensors, state, self._lease.held())

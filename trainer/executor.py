@@ -11,6 +11,7 @@ from osd.config import TrainerSettings
 from osd.drafters.trainable import Trainable
 from osd.learning import online
 from osd.learning.distiller import Distiller
+from osd.target.identity import Identity
 
 Build = Callable[[dict[str, Any]], Trainable]
 """Makes a drafter from a version's config."""
@@ -42,9 +43,9 @@ class Local(online.Local):
 
 @dataclass(frozen=True)
 class TargetContext:
-    """A target's label, vocabulary and hidden size, how a drafter for it is made, and who trains that."""
+    """A target's identity, vocabulary and hidden size, how a drafter for it is made, and who trains that."""
 
-    target: str
+    target: Identity
     vocabulary: int
     hidden_size: int
     build: Build

@@ -113,8 +113,8 @@ class Intake:
             self._finished.append(stream_id)
             return
         try:
-            if trace.target != self._context.target:
-                raise TraceError(f"it is of the target {trace.target}, not of {self._context.target}")
+            if not self._context.target.wrote(trace.target):
+                raise TraceError(f"it is of the target {trace.target}, not of {self._context.target.label}")
             width = len(learner.distiller.drafter.needs.taps) * self._context.hidden_size
             check(trace, self._context.vocabulary, width)
         except TraceError as error:

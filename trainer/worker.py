@@ -92,7 +92,7 @@ class Worker:
         spare = partial(self._spare, self._alive)
         self._investor = Investor(settings, self._loads, self._capacity, self._slowing, self._invested)
         self._candidates = Candidates(
-            self._publisher, self._accounts, spare, self._capacity.working, self._investor.worth, context.target,
+            self._publisher, self._accounts, spare, self._capacity.working, self._investor.worth, context.target.label,
             trainer.drift_fall,
         )  # fmt: skip
         self.learner: Learner | None = None
@@ -163,7 +163,7 @@ class Worker:
         if not self._checkpoints.resume(learner, version):
             learner = fresh()
             self._accounts.cost.resume(Spent())
-            self._candidates.revision = Revision.of(version, self._context.target)
+            self._candidates.revision = Revision.of(version, self._context.target.label)
         self._accounts.cost.keep(self._publisher.retire())
         self._accounts.status.version, self.learner = self._publisher.stable, learner
         return learner

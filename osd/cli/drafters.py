@@ -191,7 +191,8 @@ def warm_up(
 
     from deploy.embedded import START_ERRORS
     from deploy.local_ray import RayDied
-    from deploy.warm_up import WarmUpError, seeds
+    from deploy.seeding import given_prompts
+    from deploy.warm_up import WarmUpError
     from deploy.warm_up import warm_up as run
     from osd.traffic.prompt import TrafficError
 
@@ -200,7 +201,7 @@ def warm_up(
     with stop_signals():
         try:
             with console.status("starting ...") as status:
-                warmed = run(settings, seeds(prompts), minutes, lambda step: status.update(f"{step} ..."))
+                warmed = run(settings, given_prompts(prompts), minutes, lambda step: status.update(f"{step} ..."))
         except (TrafficError, WarmUpError, OSError, *START_ERRORS) as error:
             fail(error)
         except RayDied as error:

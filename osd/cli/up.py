@@ -52,10 +52,12 @@ def _follow(service: Embedded, console: Console) -> None:
 
     from osd.registry.events import Events
 
-    events, told = Events(service.redis_url), None
+    events, told, warm = Events(service.redis_url), None, ""
     try:
         while True:
             service.check()
+            if service.warm_start is not None and (said := service.warm_start.state) != warm:
+                _tell(console, time.time(), warm := said)
             try:
                 recent = events.recent(20, steps=False)
             except RedisError:

@@ -18,6 +18,10 @@ class TrainerSettings(Section):
     """Online distillation."""
 
     enabled: bool = True
+    warm_start: bool = Field(
+        default=False,
+        description="a service of osd up that has learnt nothing yet answers prompts of its own until somebody asks",
+    )
     divergence: Literal[
         "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "hybrid", "lk_hybrid"
     ] = "forward_kl"

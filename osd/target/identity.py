@@ -24,6 +24,10 @@ class Identity:
         """What records and versions of it are told by: another revision under the same name is another target."""
         return f"{self.name}@{self.weights[:_LABEL]}"
 
+    def wrote(self, label: str) -> bool:
+        """Whether what is labelled so is of this target; earlier code knew its name alone."""
+        return label in (self.label, self.name)
+
 
 def identify(name: str, directory: Path) -> Identity:
     """The identity of a target that was resolved to ``directory``.

@@ -25,6 +25,8 @@ async def keep_asking(
 ) -> Tally:
     """Let so many ``users`` ask what ``prompt`` gives them, until no conversation is begun after ``seconds``.
 
+    The service may learn from all of it.
+
     ``on_change`` is called after each request that begins or ends. A user whose conversation fails goes on with the
     next prompt, and asks no more after eight that failed in a row.
     """
@@ -33,7 +35,7 @@ async def keep_asking(
     async def user() -> None:
         failed = 0
         while time.monotonic() < end and failed < _IN_VAIN:
-            answered = await converse(client, await prompt(), Load(1.0), max_tokens, tally, on_change)
+            answered = await converse(client, await prompt(), Load(1.0, store=True), max_tokens, tally, on_change)
             failed = 0 if answered else failed + 1
 
     async with asyncio.TaskGroup() as group:

@@ -26,7 +26,8 @@ class Load:
     """What is sent: ``rate`` conversations a second, for ``seconds`` or ``limit`` of them, whichever ends first.
 
     With neither, each prompt is sent once. ``seed`` fixes the arrival times. With ``arrivals`` it is these instead of
-    ``rate``, ``max_tokens`` and ``seed`` that say when each conversation begins and how long its answers are.
+    ``rate``, ``max_tokens`` and ``seed`` that say when each conversation begins and how long its answers are. With
+    ``store`` a service may learn from it whatever it does by default.
     """
 
     rate: float
@@ -37,6 +38,7 @@ class Load:
     seed: int = 0
     arrivals: tuple[Arrival, ...] | None = None
     ignore_eos: bool = False
+    store: bool = False
 
     def starts(self, prompts: int) -> Iterable[Arrival]:
         """When each conversation begins, where each of ``prompts`` is sent once unless something else is asked for."""
@@ -149,6 +151,7 @@ async def converse(
             "stream": True,
             "stream_options": {"include_usage": True},
             **({"ignore_eos": True} if load.ignore_eos else {}),
+            **({"store": True} if load.store else {}),
         }
         tally.sent += 1
         on_change(tally)

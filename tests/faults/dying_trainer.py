@@ -30,7 +30,7 @@ from osd.config import Settings
 from osd.registry import lease
 from osd.registry.pointer_file import FencedError
 from tests.integration.killed import settings
-from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
+from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
 from trainer import accounts
 from trainer import worker as worker_module
 from trainer.accounts import CostMeter
@@ -133,7 +133,7 @@ def run(url: str, home: Path, number: int, before: str) -> dict[str, Any]:
     ):  # fmt: skip
         writes.watch(owner, name)
     chosen = with_canaries(home)
-    worker = Worker(chosen, url, TargetContext("toy", VOCABULARY, HIDDEN, lambda config: Toy()))
+    worker = Worker(chosen, url, TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy()))
     traffic = TraceWriter(url, chosen.capture.model_copy(update={"max_queue": 1000}))
 
     def end() -> None:

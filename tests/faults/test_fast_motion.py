@@ -139,7 +139,7 @@ class Service:
         number = self.registry.publish("general", self.weights, self.config, manifest)
         put(self.pointer, "general", Rollout(number, None, 0.0, time.time()))
         self.learnt.published()
-        self.cost.published(number)
+        self.cost.published(number, 0.0)
         self.cost.keep(retire(self.registry, "general", KEPT, nullcontext()))
         for _ in range(EVENTS):
             self.events.add("published", "general", number, reason="better")

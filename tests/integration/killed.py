@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from osd.config import Settings
-from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy
+from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy
 from trainer import worker as worker_module
 from trainer.candidates import Candidates
 from trainer.executor import TargetContext
@@ -74,7 +74,7 @@ def run(url: str, home: Path, kill_at: int) -> int:
     lines = Lines(kill_at)
     lines.watch(Candidates, "propose")
     lines.watch(Worker, "checkpoint")
-    worker = Worker(settings(home), url, TargetContext("toy", VOCABULARY, HIDDEN, lambda config: Toy()))
+    worker = Worker(settings(home), url, TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy()))
 
     def end() -> None:
         begun = busy = time.monotonic()

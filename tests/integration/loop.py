@@ -13,7 +13,7 @@ from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from tests.pointers import put
-from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
+from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
 from trainer.executor import Executor, Local, TargetContext
 from trainer.worker import Worker
 
@@ -46,7 +46,7 @@ class Loop:
         self.worker: Worker | None = None
         self.thread: threading.Thread | None = None
         self.sent = 0
-        self.build, self.target = Toy, "toy"
+        self.build, self.target = Toy, TARGET
         self.executor: Executor = Local()
 
     def first_version(self, drafter=None):

@@ -16,7 +16,7 @@ from osd.config import Settings
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from tests.pointers import put
-from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
+from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
 from trainer.domain_workers import DomainWorkers
 from trainer.executor import TargetContext
 
@@ -56,7 +56,7 @@ def start(redis_url: str, settings: Settings, pointer: Pointer) -> Iterator[Star
     writer = TraceWriter(redis_url, settings.capture.model_copy(update={"max_queue": 2000}))
 
     def begin(build: Callable[..., Toy] = lambda config: Toy(), **records: int) -> DomainWorkers:
-        workers = DomainWorkers(settings, redis_url, TargetContext("toy", VOCABULARY, HIDDEN, build))
+        workers = DomainWorkers(settings, redis_url, TargetContext(TARGET, VOCABULARY, HIDDEN, build))
         for domain, count in records.items():
             for n in range(count):
                 assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
@@ -106,6 +106,6 @@ def test_an_error_in_one_domain_ends_the_others_and_is_raised(
     def broken(config: dict[str, Any]) -> Toy:
         raise MemoryError("no memory")
 
-    workers = DomainWorkers(settings, redis_url, TargetContext("toy", VOCABULARY, HIDDEN, broken))
+    workers = DomainWorkers(settings, redis_url, TargetContext(TARGET, VOCABULARY, HIDDEN, broken))
     with pytest.raises(MemoryError, match="no memory"):
         workers.run()

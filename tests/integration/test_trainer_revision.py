@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from tests.unit.learning.toys import VOCABULARY, target_logits
+from tests.unit.learning.toys import TARGET, VOCABULARY, target_logits
 
 
 @pytest.mark.parametrize(("change", "helps"), [(0.05, True), (4.0, False)], ids=["slight", "another model"])
@@ -20,16 +22,16 @@ def test_the_drafter_of_another_revision_goes_on_where_it_still_helps_else_train
     loop.stop()
     stable = loop.pointer.get("general").stable
     before = loop.registry.load("general", stable).manifest
-    assert before["target"] == "toy"
+    assert before["target"] == TARGET.label
 
-    loop.target = "toy, another revision"
+    loop.target = replace(TARGET, weights="c" * 64)
     noise = np.random.default_rng(5).normal(size=(VOCABULARY, VOCABULARY))
     loop.send(20)  # what replicas of the old one still write
     worker = loop.start()
     eventually(lambda: worker.status()["refused"] >= 20)
     assert worker.status()["steps"] == 0, "the checkpoint is of the old one"
     assert worker.status()["version"] == stable
-    loop.send(60, target=loop.target, logits=target_logits() + change * noise)
+    loop.send(60, target=loop.target.label, logits=target_logits() + change * noise)
     eventually(lambda: any(event["kind"] == "revision" for event in loop.events.recent()))
     (told,) = [event for event in loop.events.recent() if event["kind"] == "revision"]
     assert (told["version"], told["before"]) == (stable, before["gate"]["acceptance"])
@@ -39,5 +41,5 @@ def test_the_drafter_of_another_revision_goes_on_where_it_still_helps_else_train
     if not helps:
         eventually(lambda: loop.pointer.get("general").stable > stable)
         newest = loop.registry.load("general", loop.pointer.get("general").stable).manifest
-        assert newest["target"] == loop.target
+        assert newest["target"] == loop.target.label
         assert newest["gate"]["baseline_acceptance"] < before["gate"]["acceptance"]

@@ -12,8 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from deploy import warm_up as warming
+from deploy.seeding import Seeds, given_prompts, user_opening
 from deploy.warm_store import WarmStore
-from deploy.warm_up import WarmUpError, seeds, user_opening, warm_up
+from deploy.warm_up import WarmUpError, warm_up
 from osd.cli.app import app
 from osd.config import EagleSettings, RecallSettings, Settings
 from osd.drafters.recall.snapshot import SNAPSHOT
@@ -98,7 +99,7 @@ def written(texts):
 
 def taken(answer, opening, count):
     async def use(client):
-        given = warming._Seeds(client, opening, GIVEN)
+        given = Seeds(client, opening, GIVEN)
         return [(await given.next()).turns[0] for _ in range(count)]
 
     return session(answer, use)
@@ -136,7 +137,7 @@ def test_a_user_begins_where_the_chat_template_puts_the_first_message():
 
 
 def test_what_measurements_hold_out_is_no_seed(tmp_path):
-    prompts = seeds(None)
+    prompts = given_prompts(None)
     assert {prompt.domain for prompt in prompts} == set(SOURCES)
     for source in SOURCES.values():
         held = {prompt.turns for prompt in split(source(), HELD_OUT)[1]}
@@ -144,7 +145,7 @@ def test_what_measurements_hold_out_is_no_seed(tmp_path):
         assert not held & {prompt.turns for prompt in prompts}
     file = tmp_path / "mine.jsonl"
     file.write_text(json.dumps({"id": "a", "domain": "d", "messages": [{"role": "user", "content": "hi"}]}))
-    assert [prompt.turns for prompt in seeds(str(file))] == [("hi",)]
+    assert [prompt.turns for prompt in given_prompts(str(file))] == [("hi",)]
 
 
 class Service:

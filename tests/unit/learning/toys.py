@@ -10,8 +10,10 @@ from torch import nn
 from osd.capture.trace import NOT_DRAFTED, REJECTED, Array, Trace
 from osd.drafters.base import Needs
 from osd.drafters.trainable import Trainable
+from osd.target.identity import Identity
 
 VOCABULARY, HIDDEN = 12, 12
+TARGET = Identity("toy", "a" * 64, "b" * 64)
 
 
 class Toy(Trainable):
@@ -99,7 +101,7 @@ def make_trace(
     domain="general",
     logits=None,
     width=HIDDEN,
-    target="toy",
+    target=TARGET.label,
 ):
     """A trace of the target, sampled from it; ``hidden`` states are noise."""
     rng = np.random.default_rng(seed)

@@ -15,7 +15,7 @@ from osd.registry.lease import Lease
 from osd.registry.ledger import Spent
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.versions import Version
-from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
+from tests.unit.learning.toys import TARGET, VOCABULARY, Toy, make_trace
 from trainer import checkpoint
 from trainer.accounts import Accounts, CostMeter
 from trainer.status import Status
@@ -84,7 +84,7 @@ def training(settings):
     accounts = Accounts(Status(), CostMeter("general", Silent(), lambda: 0.0), Learnt())
     learner = Learner(distiller, settings.trainer, Gate(3, "forward_kl"), VOCABULARY, empty_replay(settings.trainer))
     lease = Lease(PointerFiles(settings.registry_dir), "general")
-    return learner, accounts, checkpoint.Checkpoints(settings, "toy", accounts, lease)
+    return learner, accounts, checkpoint.Checkpoints(settings, TARGET, accounts, lease)
 
 
 def test_a_checkpoint_from_before_the_learner_had_a_state_of_its_own_is_read(tmp_path):

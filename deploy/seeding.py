@@ -1,0 +1,77 @@
+"""Prompts that a target answers before anybody asks: its own, and given ones that nobody measures with.
+
+In turns the target writes a prompt itself, going on where its chat template lets a user begin (Xu et al., "Magpie",
+ICLR 2025), and one is taken from those that were given.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import httpx2
+from transformers import PreTrainedTokenizerBase
+
+from osd.traffic import SOURCES, load
+from osd.traffic.closed_loop import keep_asking
+from osd.traffic.open_loop import Tally
+from osd.traffic.prompt import HELD_OUT, Prompt, shuffled, split
+
+_USERS = 4
+_TOKENS = 96  # of an answer
+_AT_ONCE = 8  # prompts that the target writes together
+_MARK = "\N{SYMBOL FOR START OF TEXT}"
+
+
+def given_prompts(file: str | None) -> list[Prompt]:
+    """The prompts of a file, or the built-in ones that no measurement holds out.
+
+    Raises:
+        TrafficError: the file cannot be used.
+    """
+    if file is not None:
+        return load(file)
+    return shuffled(prompt for source in SOURCES.values() for prompt in split(source(), HELD_OUT)[0])
+
+
+def user_opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the chat template puts before a user's first message, nothing where it has none."""
+    text = str(tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False))
+    before, found, _ = text.partition(_MARK)
+    return tokenizer(before, add_special_tokens=False).input_ids if found else []
+
+
+class Seeds:
+    """Gives a prompt that the target wrote and a given one, in turns; ``written`` are those that it was to write."""
+
+    def __init__(self, client: httpx2.AsyncClient, opening: list[int], given: Iterable[Prompt]) -> None:
+        """The service behind ``client`` writes what follows the tokens ``opening``, nothing where there are none."""
+        self.written = 0
+        self._client, self._opening = client, opening
+        self._given = itertools.cycle(given)
+        self._ready: deque[str] = deque()
+        self._own = False
+
+    async def answer(self, seconds: float, on_change: Callable[[Tally], None]) -> Tally:
+        """Have prompts answered, a few at a time, until so many ``seconds`` are over; see ``keep_asking``."""
+        return await keep_asking(self._client, self.next, _USERS, seconds, _TOKENS, on_change)
+
+    async def next(self) -> Prompt:
+        """The next one."""
+        self._own = not self._own and bool(self._opening)
+        if self._own:
+            if not self._ready:
+                await self._write()
+            if self._ready:
+                text = self._ready.popleft()
+                return Prompt(text[:32], "warm-up", (text,))
+        return next(self._given)
+
+    async def _write(self) -> None:
+        self.written += _AT_ONCE
+        body = {"prompt": self._opening, "max_tokens": _TOKENS, "temperature": 1, "n": _AT_ONCE, "store": False}
+        response = await self._client.post("/v1/completions", json=body)
+        if response.status_code == 200:
+            texts = (choice["text"].strip() for choice in response.json()["choices"])
+            self._ready.extend(text for text in texts if text)

@@ -1,0 +1,163 @@
+"""What a service does while nobody has asked it anything yet, and what is kept of that."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy import warm_start
+from deploy.preparation import check_settings
+from deploy.warm_start import WarmStart
+from deploy.warm_store import WarmStore
+from osd.config import ConfigError, Settings
+from osd.drafters.recall.snapshot import SNAPSHOT
+from osd.registry.versions import Registry
+from osd.traffic.prompt import Prompt
+from tests.tiny import make_tiny
+from tests.unit.test_traffic import USAGE, chunk, stream
+
+CONFIG = {"kind": "toy"}
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Answers as a service does, and counts what the engine would."""
+
+    def do_GET(self) -> None:
+        self._send(f'osd_requests_total{{domain="general"}} {float(self.server.came)}\n')  # type: ignore[attr-defined]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.headers["Authorization"] == "Bearer key"
+        self.server.came += body.get("n", 1)  # type: ignore[attr-defined]
+        self.server.bodies.append(body)  # type: ignore[attr-defined]
+        if "messages" not in body:
+            self._send(json.dumps({"choices": [{"text": f"own {number}"} for number in range(body["n"])]}))
+        else:
+            time.sleep(0.01)
+            self.wfile.write(stream(chunk("yes", "stop"), USAGE, "[DONE]").encode())
+
+    def _send(self, text: str) -> None:
+        self.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+
+    def log_message(self, *said: object) -> None:
+        pass
+
+
+class Service:
+    """Stands for a service that was started: its HTTP server counts, and its registry is real."""
+
+    def __init__(self, home: Path, target: Path) -> None:
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+        self.server.came, self.server.bodies = 0, []  # type: ignore[attr-defined]
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.settings = Settings(home=home, serving={"api_key": "key"})  # type: ignore[arg-type]
+        self.directory = target
+        self.registry = Registry(self.settings.registry_dir)
+
+    def publish(self, manifest) -> None:
+        self.registry.publish("general", {"w": torch.ones(2)}, CONFIG, manifest)
+
+    def recall(self) -> None:
+        (self.registry.root / "general" / SNAPSHOT).write_bytes(b"table")
+
+    def stable(self) -> int:
+        return self.registry.numbers("general")[-1]
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    monkeypatch.setattr(warm_start, "_TOLD_SECONDS", 0.1)
+    given = [Prompt(str(number), "test", (f"question {number}",)) for number in range(3)]
+    monkeypatch.setattr(warm_start, "given_prompts", lambda file: given)
+    made = Service(tmp_path / "home", make_tiny(tmp_path / "tiny"))
+    yield made
+    made.close()
+
+
+def store(service):
+    return WarmStore(service.settings.home_dir, service.directory)
+
+
+def test_what_was_learnt_before_anybody_asked_is_kept_for_other_services_of_the_home(service, eventually, tmp_path):
+    service.publish({"parent": None, "trained_on": {}})
+    warm = WarmStart(service, 2.0)
+    eventually(lambda: len(service.server.bodies) > 10)
+    service.publish({"parent": 1, "trained_on": {"records": 9}, "gate": {"acceptance": 0.4}})
+    service.recall()
+    eventually(lambda: "over" in warm.state)
+    warm.close()
+    kept = store(service).drafter(CONFIG)
+    assert kept is not None
+    assert kept.manifest["warm_up"]["gate"] == {"acceptance": 0.4}
+    assert kept.manifest["warm_up"]["requests"] > 5
+    assert store(service).recall(service.settings.recall, tmp_path)
+    asked = [body for body in service.server.bodies if "messages" in body]
+    assert all(body["store"] is True for body in asked), "learnt from, whatever requests are by default"
+    assert {"own 1", "own 2"} <= {body["messages"][0]["content"] for body in asked}
+
+
+def test_it_ends_when_somebody_asks_and_keeps_nothing_for_others(service, eventually, tmp_path):
+    service.publish({"parent": None, "trained_on": {}})
+    warm = WarmStart(service, 60.0)
+    eventually(lambda: len(service.server.bodies) > 5)
+    service.publish({"parent": 1, "trained_on": {"records": 9}})
+    service.recall()
+    service.server.came += 1
+    eventually(lambda: "over" in warm.state)
+    sent = len(service.server.bodies)
+    time.sleep(0.3)
+    assert len(service.server.bodies) == sent
+    assert store(service).drafter(CONFIG) is None
+    assert not store(service).recall(service.settings.recall, tmp_path)
+    warm.close()
+
+
+@pytest.mark.parametrize(
+    "manifest", [{"trained_on": {"records": 9}}, {"trained_on": {}, "warm_up": {}, "imported": {}}, None]
+)
+def test_a_service_that_has_learnt_something_asks_itself_nothing(service, manifest):
+    service.publish(manifest or {"trained_on": {}})
+    if manifest is None:
+        service.recall()
+    warm = WarmStart(service, 60.0)
+    time.sleep(0.2)
+    assert (warm.state, service.server.bodies) == ("", [])
+    warm.close()
+
+
+def test_it_ends_with_the_service(service, eventually):
+    service.publish({"parent": None, "trained_on": {}})
+    warm = WarmStart(service, 60.0)
+    eventually(lambda: service.server.bodies)
+    began = time.monotonic()
+    warm.close()
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"drafter": {"kind": "none"}}, "trainer.warm_start: drafter.kind none learns nothing"),
+        ({"capture": {"enabled": False}}, "trainer.warm_start learns from what is captured: set capture.enabled"),
+        ({"serving": {"keys_file": "keys.yaml"}}, "trainer.warm_start has none of the keys of serving.keys_file"),
+    ],
+)
+def test_what_cannot_warm_itself_up_is_refused_by_name(more, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys.yaml").write_text("- name: a\n  key: 0123456789abcdef\n")
+    (tmp_path / "keys.yaml").chmod(0o600)
+    with pytest.raises(ConfigError, match=sentence):
+        check_settings(Settings(trainer={"warm_start": True}, **more))  # type: ignore[arg-type]
