@@ -120,7 +120,7 @@ def test_a_checkpoint_from_before_the_learner_had_a_state_of_its_own_is_read(tmp
     assert again is not None
     nothing = {"older": 0.0, "slowed": 0.0, "saving": {}, "older_saving": 0.0}
     spent = {"by_version": {"2": 1.5}, "unpublished": 0.25, **nothing}
-    assert again[1] == {**state, "spent": spent, "value": learner.value.state()}
+    assert again[1] == {**state, "target": TARGET.label, "spent": spent, "value": learner.value.state()}
 
 
 def test_a_checkpoint_is_not_written_by_a_trainer_that_another_one_has_replaced(tmp_path):
