@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import filelock
 import ray
@@ -24,9 +24,6 @@ from osd.capture.supervisor import RedisSupervisor
 from osd.config import ConfigError, Settings
 from osd.registry.pointer import Pointer
 from osd.target.load import TargetError, commit_of, target_directory
-
-if TYPE_CHECKING:
-    from deploy.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +48,6 @@ class Embedded:
         self.redis_url = ""
         self.directory = Path()
         self.trainer: Any = None
-        self.warm_start: WarmStart | None = None
         self._report = report
         self._ray = LocalRay()
         self._serve = LocalServe(self._ray, settings)
@@ -167,11 +163,6 @@ class Embedded:
                 self.trainer = self._ray.call("start the trainer", _ACTOR_SECONDS, start)
             self._ends.callback(self._stop_trainer)
         self._ends.callback(lambda: self._serve.drain(self._report))  # as who stops it wants to be told
-        if settings.trainer.warm_start:
-            from deploy.warm_start import WarmStart
-
-            self.warm_start = WarmStart(self)
-            self._ends.callback(self.warm_start.close)
         announce(settings.home_dir, self.url, self.redis_url)
         self._ends.callback(withdraw, settings.home_dir)
 

@@ -8,19 +8,17 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
 
+from deploy.embedded import Embedded
 from deploy.seeding import Seeds, given_prompts, user_opening
 from deploy.warm_store import WarmStore
 from osd.drafters.recall.snapshot import SNAPSHOT
 from osd.registry.versions import Registry, VersionError
 from osd.target.load import load_tokenizer
 from osd.traffic.open_loop import Tally, client_of
-
-if TYPE_CHECKING:
-    from deploy.embedded import Embedded
 
 logger = logging.getLogger(__name__)
 

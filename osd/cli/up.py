@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from osd.cli.common import ConfigFile, Overrides, broken, fail, settings_of, stop_signals
@@ -41,13 +43,29 @@ def _run(settings: Settings, console: Console) -> None:
         console.print(f"OpenAI API  {service.url}/v1\nDashboard   {service.url}/dashboard")
         console.print(f"Metrics     {service.url}/metrics\nCtrl-C stops everything.")
         _tell(console, time.time(), f"started: {service.about()}")
-        _follow(service, console)
+        with _warm_start(service) as state:
+            _follow(service, console, state)
     finally:
         service.stop(lambda step: _tell(console, time.time(), step))
 
 
-def _follow(service: Embedded, console: Console) -> None:
-    """Say what happens to the drafter versions, for as long as the loop runs."""
+@contextmanager
+def _warm_start(service: Embedded) -> Generator[Callable[[], str]]:
+    """Warm the service up where that is asked for; gives what says how it goes."""
+    if not service.settings.trainer.warm_start:
+        yield lambda: ""
+        return
+    from deploy.warm_start import WarmStart
+
+    warm = WarmStart(service)
+    try:
+        yield lambda: warm.state
+    finally:
+        warm.close()
+
+
+def _follow(service: Embedded, console: Console, warm_start: Callable[[], str]) -> None:
+    """Say what happens to the drafter versions, and to the warm start, for as long as the loop runs."""
     from redis.exceptions import RedisError
 
     from osd.registry.events import Events
@@ -56,8 +74,8 @@ def _follow(service: Embedded, console: Console) -> None:
     try:
         while True:
             service.check()
-            if service.warm_start is not None and (said := service.warm_start.state) != warm:
-                _tell(console, time.time(), warm := said)
+            if (state := warm_start()) != warm:
+                _tell(console, time.time(), warm := state)
             try:
                 recent = events.recent(20, steps=False)
             except RedisError:
