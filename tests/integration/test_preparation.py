@@ -222,7 +222,7 @@ def test_a_fresh_domain_begins_with_what_warm_up_left_of_its_target_and_configur
     )
     snapshots, target = Snapshots(settings.home_dir / "elsewhere"), identify("tiny", tiny_target)
     snapshots.write("general", Memories(mixed.recall).of(""), target)
-    store.keep_recalled(settings.home_dir / "elsewhere" / "general" / SNAPSHOT, mixed.recall)
+    store.keep_recalled((settings.home_dir / "elsewhere" / "general" / SNAPSHOT).read_bytes(), mixed.recall)
 
     assert ensure_version(mixed, server.url, tiny_target) == 1
     registry = Registry(settings.registry_dir)
@@ -250,7 +250,7 @@ def test_a_domain_that_has_learnt_keeps_what_it_knows_when_a_warm_up_comes_later
     store.keep_drafter(replace(first, weights={name: weight + 1 for name, weight in first.weights.items()}), {})
     snapshots = Snapshots(settings.home_dir / "elsewhere")
     snapshots.write("general", Memories(mixed.recall).of(""), identify("tiny", tiny_target))
-    store.keep_recalled(settings.home_dir / "elsewhere" / "general" / SNAPSHOT, mixed.recall)
+    store.keep_recalled((settings.home_dir / "elsewhere" / "general" / SNAPSHOT).read_bytes(), mixed.recall)
     assert ensure_version(mixed, restarted(server), tiny_target) == 1
     assert Registry(settings.registry_dir).numbers("general") == [1]
     assert not (settings.registry_dir / "general" / SNAPSHOT).exists()
