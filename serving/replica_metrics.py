@@ -20,6 +20,19 @@ from osd.registry.ledger import Spent
 Name = str | tuple[str | int, ...]
 """What a counter is called: a name, or a name and its labels."""
 
+_SHOWN = frozenset(
+    {
+        "completion_tokens",
+        "rounds",
+        "drafted",
+        "accepted",
+        "accepted_per_position",
+        "source_drafted",
+        "source_accepted",
+    }
+)
+"""Counters of which there is a history."""
+
 HISTORY_SECONDS = 3600
 ALIVE_SECONDS = 5.0
 _KNOWN_REPLICAS = 256
@@ -32,7 +45,8 @@ class Report:
 
     ``version`` is the stable one, and ``canary`` the one that drafts for a share of requests beside it; ``others`` are
     the versions of other domains that are at hand. ``counters`` never decrease; labels are (position) or (source) of
-    draft tokens, or (domain, version) of the drafter, where "older" are those that the replica does not keep apart.
+    draft tokens, (number) of a histogram's bucket, or, of names that begin with "version_", first domain and version of
+    the drafter, where "older" are those that the replica does not keep apart.
     """
 
     replica: str
@@ -114,7 +128,7 @@ class ReplicaMetrics:
         self._totals.update(delta)
         self._fold(delta)
         second = self._second(int(report.time))
-        second.counts.update({name: value for name, value in delta.items() if value > 0 and not _of_version(name)})
+        second.counts.update({name: value for name, value in delta.items() if value > 0 and _base(name) in _SHOWN})
         second.load[report.replica] = (report.load.running, report.load.waiting)
         if len(self._last) > _KNOWN_REPLICAS:
             del self._last[min(self._last, key=lambda name: self._last[name].time)]
@@ -186,7 +200,7 @@ class ReplicaMetrics:
         for key in counted:
             if not _of_version(key) or key[1] == OTHERS:
                 continue
-            domain, version = key[1:]
+            domain, version = key[1:3]
             self._apart[domain] = apart = self._apart.pop(domain, {})  # behind all others
             if version != OLDER:
                 apart.pop(version, None)
@@ -201,7 +215,7 @@ class ReplicaMetrics:
         apart = self._apart if len(oldest) == 1 else self._apart[domain]
         del apart[oldest[-1]]
         for key in [key for key in self._totals if _of_version(key) and key[1 : 1 + len(oldest)] == oldest]:
-            self._totals[key[0], domain, OLDER] += self._totals.pop(key)
+            self._totals[key[0], domain, OLDER, *key[3:]] += self._totals.pop(key)
 
     def _mark(self, time: float, version: int) -> None:
         # Replicas swap one after the other; that is one mark.
@@ -210,8 +224,12 @@ class ReplicaMetrics:
             self._swaps.append((time, version))
 
 
-def _of_version(key: Name) -> TypeGuard[tuple[str | int, str | int, str | int]]:
-    return isinstance(key, tuple) and len(key) == 3
+def _base(key: Name) -> str | int:
+    return key[0] if isinstance(key, tuple) else key
+
+
+def _of_version(key: Name) -> TypeGuard[tuple[str | int, ...]]:
+    return isinstance(key, tuple) and str(key[0]).startswith("version_")
 
 
 def _since(before: Mapping[Name, float], now: Mapping[Name, float]) -> dict[Name, float]:
@@ -223,7 +241,7 @@ def _since(before: Mapping[Name, float], now: Mapping[Name, float]) -> dict[Name
     domains = {key[1] for key in now if _of_version(key)}
     for key in before.keys() - now.keys():
         if _of_version(key):  # the replica has added it to its older ones, and here it has been counted
-            delta[key[0], key[1] if key[1] in domains else OTHERS, OLDER] -= before[key]
+            delta[key[0], key[1] if key[1] in domains else OTHERS, OLDER, *key[3:]] -= before[key]
     return delta
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,11 @@ import msgspec
 from redis.exceptions import RedisError
 
 from osd.capture.stream import TraceWriter
+from osd.engine.counters import OLDER
+from osd.histogram import ACCEPTED
 from osd.redis_client import RedisClient, decoded
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from serving.replica_metrics import Report
+from serving.replica_metrics import Name, Report
 from serving.rollout_follower import Watcher
 
 if TYPE_CHECKING:
@@ -105,7 +108,8 @@ class Reporter:
         """This replica now."""
         counts = self._engine.counters()
         drafts = counts.speculation()
-        counters: dict[str | tuple[str | int, ...], float] = {
+        counters: defaultdict[Name, float] = defaultdict(float)
+        counters |= {
             "requests": counts.requests,
             "failed": counts.failed,
             "cancelled": counts.cancelled,
@@ -128,10 +132,19 @@ class Reporter:
             counters["version_rounds", *drafted_by] = of_version.rounds
             counters["version_drafted", *drafted_by] = of_version.drafted
             counters["version_accepted", *drafted_by] = of_version.accepted
+            for accepted, rounds in enumerate(of_version.histogram):
+                bucket = bisect_left(ACCEPTED, accepted)
+                # By domain alone: many times as many series would tell little more.
+                counters["version_round_accepted", drafted_by[0], OLDER, bucket] += rounds
         for drafted_by, took in counts.seconds_by_version.items():
             counters["version_tokens", *drafted_by] = took.tokens
             counters["version_plain_seconds", *drafted_by] = took.plain
             counters["version_decode_seconds", *drafted_by] = took.decode
+        for reason, finished in counts.finished.items():
+            counters["finished", reason] = finished
+        for name, histogram in counts.histograms.by_name.items():
+            counters[f"{name}_sum"] = histogram.sum
+            counters |= {(f"{name}_bucket", place): count for place, count in enumerate(histogram.counts) if count}
         if self._writer is not None:
             for name, value in self._writer.counters().items():
                 counters[f"traces_{name}"] = value
@@ -142,7 +155,7 @@ class Reporter:
             speculation=self.speculation,
             load=self._engine.load(),
             swap_stall_seconds_max=counts.swap_stall_seconds_max,
-            counters=counters,
+            counters=dict(counters),
             canary=self._engine.canary_version,
             others=self._engine.pool.others() if self._engine.pool else {},
         )

@@ -142,7 +142,8 @@ class Engine:
     def load(self) -> EngineLoad:
         """How many requests run and wait."""
         with self._changed:
-            return EngineLoad(len(self.loop.scheduler.running), len(self.loop.scheduler.waiting))
+            scheduler, slots = self.loop.scheduler, self.settings.engine.slots
+            return EngineLoad(len(scheduler.running), len(scheduler.waiting), slots)
 
     def counters(self) -> EngineCounters:
         """A copy of the counts so far; a request hears of its end before its last round is counted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
 from osd.metrics import SpeculationCounts
 
@@ -44,6 +45,7 @@ class Request:
     how it speculates, None as the engine does; ``domain`` is whose drafter it wants, None to find out.
     ``client`` is who sent it, as far as clients are told apart, and ``tenant`` whose the domain is, "" for nobody's.
     ``logprobs`` reports each token's log-probability and those of so many most probable tokens; None reports none.
+    It ``arrived`` at that moment of ``time.monotonic``, None for when it comes to the engine.
     """
 
     id: str
@@ -61,6 +63,7 @@ class Request:
     logprobs: int | None = None
     client: str = ""
     tenant: str = ""
+    arrived: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class Update:
 
     ``token_ids`` are new since the last update, ``text`` is their text as far as it can be shown.
     ``error`` is set when ``finish_reason`` is "error"; ``counts`` on the last update. ``logprobs`` are those of
-    ``token_ids`` when the request asks for them. ``cached_tokens`` of the prompt did not have to be read.
+    ``token_ids`` when the request asks for them. ``cached_tokens`` of the prompt did not have to be read. The last one
+    has the ``lifetime`` too, and domain and version of what ``drafted``, None where it decoded plainly.
     """
 
     request_id: str
@@ -93,3 +97,5 @@ class Update:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
+    lifetime: Lifetime | None = None
+    drafted: tuple[str, int] | None = None

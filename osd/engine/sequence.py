@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.drafters.session import Origin, TargetRows
+from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
 from osd.engine.request import FinishReason, Request, TokenLogprobs, Update
 from osd.engine.text import TextStream
@@ -60,7 +62,8 @@ class Sequence:
         domain: str,
         eos_ids: frozenset[int],
     ) -> None:
-        self.domain = domain
+        self.domain, now = domain, time.monotonic()
+        self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
         self._ends = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else eos_ids)
         self.request, self.policy, self._on_update = request, policy, on_update
         self.limit = policy.growth.first_limit
@@ -164,6 +167,9 @@ class Sequence:
 
     def _send(self, update: Update) -> None:
         self.ended = update.finish_reason is not None
+        if self.ended:
+            drafted = None if self.drafter is None else (self.drafter.domain, self.drafter.version)
+            update = replace(update, lifetime=replace(self.lifetime), drafted=drafted)
         try:
             self._on_update(update)
         except Exception:  # a receiver that is gone ends its own request and nobody else's

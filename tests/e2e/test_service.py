@@ -174,16 +174,26 @@ def test_metrics_sum_over_all_replicas_whichever_answers(service, eventually):
     eventually(lambda: running(service) == 0)
     hits = "vllm:prefix_cache_hits_total"
     names = ("osd_requests_total", "osd_completion_tokens_total", "osd_prompt_tokens_total", hits)
+    seconds = ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds")
+    lengths = ("request_prompt_tokens", "request_generation_tokens")
+    names += tuple(f"vllm:{name}_{part}" for name in (*seconds, *lengths) for part in ("sum", "count"))
     time.sleep(2.5)  # both replicas have reported everything before
     before = {name: service.metric(name) for name in names}
+    began = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda i: service.complete(f"prompt {i % 10}").json(), range(24)))
+    took = 4 * (time.monotonic() - began)
     tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
     eventually(lambda: service.metric("osd_completion_tokens_total") - before["osd_completion_tokens_total"] == tokens)
     assert service.metric("osd_requests_total") - before["osd_requests_total"] == 24
     assert service.metric("osd_prompt_tokens_total") - before["osd_prompt_tokens_total"] == 8 * 24
     cached = sum(answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers)
     assert service.metric(hits) - before[hits] == cached > 0
+    for name in seconds:
+        assert service.metric(f"vllm:{name}_count") - before[f"vllm:{name}_count"] == 24
+        assert 0 < service.metric(f"vllm:{name}_sum") - before[f"vllm:{name}_sum"] <= took
+    for name, sent in (("prompt", 8 * 24), ("generation", tokens)):
+        assert service.metric(f"vllm:request_{name}_tokens_sum") - before[f"vllm:request_{name}_tokens_sum"] == sent
     assert len({service.metric("osd_requests_total") for _ in range(10)}) == 1
     assert service.metric("vllm:spec_decode_num_drafts_total") > 0
     loads = [replica["name"] for replica in service.data()["replicas"]]
