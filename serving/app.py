@@ -15,12 +15,9 @@ from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
 from osd.config import Settings
-from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
+from serving.replica_metrics import ACTOR, History, ReplicaMetrics, Report, Totals
 
 logger = logging.getLogger(__name__)
-
-METRICS = "replica_metrics"
-"""Name of the actor that keeps the metrics of all replicas."""
 
 CLOSE_SECONDS = 10.0
 """In which a replica that has nothing to do any more ends."""
@@ -62,7 +59,7 @@ class MetricsOverRay:
     def _actor(self) -> Any:
         # Serve may have replaced an actor that died: after a failure it is looked up again.
         if self._handle is None:
-            self._handle = serve.get_deployment_actor(METRICS)
+            self._handle = serve.get_deployment_actor(ACTOR)
         return self._handle
 
     def _lost(self, error: Exception) -> None:
@@ -117,7 +114,7 @@ class Server:
 def build(settings: Settings, redis_url: str) -> serve.Application:
     """The application for ``serve.run(..., route_prefix="/")``; ``redis_url`` carries pointer, traces and events."""
     metrics = DeploymentActorConfig(
-        name=METRICS, actor_class=ray.remote(ReplicaMetrics), actor_options={"num_cpus": 0, "max_concurrency": 1}
+        name=ACTOR, actor_class=ray.remote(ReplicaMetrics), actor_options={"num_cpus": 0, "max_concurrency": 1}
     )
     # As many as decode and as many as arrive, so that the replica itself says 429, and some for all others.
     room = 2 * settings.serving.max_queue + 64

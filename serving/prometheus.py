@@ -153,6 +153,14 @@ class _Families(Collector):
             for (source,), value in self.totals.by_label(key).items():
                 family.add_metric([self.domain, str(source)], value)
             yield family
+        family = CounterMetricFamily(
+            "osd_http_responses",
+            "Answers over HTTP, those of the proxy itself too, by path and status.",
+            labels=["path", "status"],
+        )
+        for (path, status), value in self.totals.by_label("http_responses").items():
+            family.add_metric([str(path), str(status)], value)
+        yield family
         for key, (name, help_text) in BY_VERSION.items():
             family = CounterMetricFamily(name, help_text, labels=["domain", "version"])
             for (domain, version), value in self.totals.by_label(key).items():

@@ -33,9 +33,12 @@ _SHOWN = frozenset(
 )
 """Counters of which there is a history."""
 
+ACTOR = "replica_metrics"
+"""Name of the actor that keeps the metrics of all replicas."""
+
 HISTORY_SECONDS = 3600
 ALIVE_SECONDS = 5.0
-_KNOWN_REPLICAS = 256
+_KNOWN = 256  # replicas, and proxies
 _MARK_SECONDS = 10.0
 
 
@@ -112,6 +115,7 @@ class ReplicaMetrics:
     def __init__(self) -> None:
         self._totals: Counter[Name] = Counter()
         self._last: dict[str, Report] = {}
+        self._proxies: dict[str, dict[Name, float]] = {}
         self._apart: dict[str | int, dict[str | int, None]] = {}
         self._seconds: deque[Second] = deque(maxlen=HISTORY_SECONDS)
         self._swaps: deque[tuple[float, int]] = deque(maxlen=200)
@@ -130,8 +134,16 @@ class ReplicaMetrics:
         second = self._second(int(report.time))
         second.counts.update({name: value for name, value in delta.items() if value > 0 and _base(name) in _SHOWN})
         second.load[report.replica] = (report.load.running, report.load.waiting)
-        if len(self._last) > _KNOWN_REPLICAS:
+        if len(self._last) > _KNOWN:
             del self._last[min(self._last, key=lambda name: self._last[name].time)]
+
+    def answered(self, proxy: str, counts: Mapping[tuple[str, int], int]) -> None:
+        """Take all that a proxy has answered so far, by path and status."""
+        now: dict[Name, float] = {("http_responses", *labels): count for labels, count in counts.items()}
+        self._totals.update(_since(self._proxies.pop(proxy, {}), now))
+        self._proxies[proxy] = now  # behind all others
+        if len(self._proxies) > _KNOWN:
+            del self._proxies[next(iter(self._proxies))]
 
     def totals(self, now: float) -> Totals:
         """Everything counted so far, and who is alive at ``now``."""
