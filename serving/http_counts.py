@@ -82,5 +82,6 @@ class Delivery:
         import ray
         from ray.util import list_named_actors
 
-        named = [one for one in list_named_actors(all_namespaces=True) if one["name"].endswith(f"::{self._keeper}")]
-        return [ray.get_actor(one["name"], one["namespace"]) for one in named]
+        named: list[Any] = list_named_actors(all_namespaces=True)  # Ray's types say names alone
+        mine = [one for one in named if one["name"].endswith(f"::{self._keeper}")]
+        return [ray.get_actor(one["name"], one["namespace"]) for one in mine]

@@ -5,7 +5,6 @@ The versions that counted last have series of their own; all others of a domain 
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -16,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from osd.engine.counters import OLDER
 from osd.histogram import ACCEPTED, REQUEST_HISTOGRAMS
+from serving.prometheus_training import of_training
 from serving.replica_metrics import Name, Totals
 
 __all__ = ["CONTENT_TYPE", "render"]
@@ -83,6 +82,16 @@ _BY_SOURCE = {
     "source_drafted": ("osd_source_draft_tokens", "Draft tokens, by what proposed them."),
     "source_accepted": ("osd_source_accepted_tokens", "Accepted draft tokens, by what proposed them."),
 }
+_BY_ORDER = {
+    "recall_drafted": (
+        "osd_recall_draft_tokens",
+        "Recalled draft tokens, by source and how many tokens before them were looked up.",
+    ),
+    "recall_accepted": (
+        "osd_recall_accepted_tokens",
+        "Recalled draft tokens that were accepted, by source and how many tokens before them were looked up.",
+    ),
+}
 BY_VERSION = {
     "version_rounds": ("osd_version_rounds", "Rounds that drafted, by drafter version."),
     "version_drafted": ("osd_version_draft_tokens", "Draft tokens, by drafter version."),
@@ -114,10 +123,6 @@ def _buckets(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str
     """Prometheus' buckets, each of which holds those before it."""
     names = [*(floatToGoString(bound) for bound in bounds), "+Inf"]
     return list(zip(names, accumulate(counts), strict=True))
-
-
-def _or_never(seconds: float | None) -> float:
-    return math.inf if seconds is None else seconds
 
 
 class _Families(Collector):
@@ -153,6 +158,11 @@ class _Families(Collector):
             for (source,), value in self.totals.by_label(key).items():
                 family.add_metric([self.domain, str(source)], value)
             yield family
+        for key, (name, help_text) in _BY_ORDER.items():
+            family = CounterMetricFamily(name, help_text, labels=["domain", "source", "order"])
+            for (source, order), value in self.totals.by_label(key).items():
+                family.add_metric([self.domain, str(source), str(order)], value)
+            yield family
         family = CounterMetricFamily(
             "osd_http_responses",
             "Answers over HTTP, those of the proxy itself too, by path and status.",
@@ -166,7 +176,7 @@ class _Families(Collector):
             for (domain, version), value in self.totals.by_label(key).items():
                 family.add_metric([str(domain), str(version)], value)
             yield family
-        yield from self._training()
+        yield from of_training(self.domain, self.totals.spent, self.totals.training)
         yield from self._gauges()
 
     def _histograms(self) -> Iterator[Metric]:
@@ -192,42 +202,6 @@ class _Families(Collector):
             family.add_metric([str(domain)], _buckets(ACCEPTED, counts), sums[domain])
         yield family
 
-    def _training(self) -> Iterator[Metric]:
-        spent = self.totals.spent
-        for name, help_text, value in (
-            ("osd_training_cpu_seconds", "CPU seconds of the trainer, those since the last version too.", spent.cpu),
-            ("osd_training_slowed_seconds", "Seconds of a core that rounds lost beside training.", spent.slowed),
-        ):
-            total = CounterMetricFamily(name, help_text, labels=["domain"])
-            total.add_metric([self.domain], value)
-            yield total
-        family = CounterMetricFamily(
-            "osd_version_training_cpu_seconds",
-            "CPU seconds of the trainer and what rounds lost beside it, by the version they led to.",
-            labels=["domain", "version"],
-        )
-        seconds: dict[str | int, float] = {**dict(sorted(spent.by_version.items())), OLDER: spent.older}
-        for version, value in seconds.items():
-            if value:
-                family.add_metric([self.domain, str(version)], value)
-        yield family
-        payback = GaugeMetricFamily(
-            "osd_version_payback_seconds",
-            "Expected seconds in service until a version has saved what it took; +Inf where it never will.",
-            labels=["domain", "version"],
-        )
-        for version in spent.saving:
-            payback.add_metric([self.domain, str(version)], _or_never(spent.payback(version)))
-        yield payback
-        everything = GaugeMetricFamily(
-            "osd_payback_seconds",
-            "Expected seconds until all versions together have saved all that training took; +Inf where never.",
-            labels=["domain"],
-        )
-        if spent.saving:
-            everything.add_metric([self.domain], _or_never(spent.payback_of_all))
-        yield everything
-
     def _gauges(self) -> Iterator[Metric]:
         replicas = self.totals.replicas
         running = sum(report.load.running for report in replicas)
@@ -240,6 +214,7 @@ class _Families(Collector):
             gauge = GaugeMetricFamily(name, help_text, labels=["model_name"])
             gauge.add_metric([self.model], value)
             yield gauge
+        yield from self._tables()
         labels = ["domain", "replica"]
         gauges = {
             name: GaugeMetricFamily(name, help_text, labels=labels)
@@ -257,3 +232,17 @@ class _Families(Collector):
             for domain, version in report.others.items():
                 gauges["osd_drafter_version"].add_metric([domain, report.replica], version)
         yield from gauges.values()
+
+    def _tables(self) -> Iterator[Metric]:
+        entries, bytes_ = Counter[str](), Counter[str]()
+        for report in self.totals.replicas:
+            entries.update({domain: size.entries for domain, size in report.tables.items()})
+            bytes_.update({domain: size.bytes for domain, size in report.tables.items()})
+        for name, help_text, values in (
+            ("osd_recall_entries", "Entries in use of the recall tables of all replicas.", entries),
+            ("osd_recall_bytes", "Memory of the recall tables of all replicas.", bytes_),
+        ):
+            gauge = GaugeMetricFamily(name, help_text, labels=["domain"])
+            for domain, value in values.items():
+                gauge.add_metric([domain], value)
+            yield gauge

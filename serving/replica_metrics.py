@@ -16,6 +16,7 @@ from typing import TypeGuard
 from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, EngineLoad
 from osd.metrics import acceptance_rate, mean_acceptance_length
 from osd.registry.ledger import Spent
+from osd.registry.training import Training
 
 Name = str | tuple[str | int, ...]
 """What a counter is called: a name, or a name and its labels."""
@@ -43,13 +44,22 @@ _MARK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
+class TableSize:
+    """How much the recall tables of a domain hold: ``entries`` in use, and the ``bytes`` that they all have."""
+
+    entries: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Report:
     """What one replica says once a second.
 
     ``version`` is the stable one, and ``canary`` the one that drafts for a share of requests beside it; ``others`` are
     the versions of other domains that are at hand. ``counters`` never decrease; labels are (position) or (source) of
-    draft tokens, (number) of a histogram's bucket, or, of names that begin with "version_", first domain and version of
-    the drafter, where "older" are those that the replica does not keep apart.
+    draft tokens, (source, order) of those that were recalled, (number) of a histogram's bucket, or, of names that begin
+    with "version_", first domain and version of the drafter, where "older" are those that the replica does not keep
+    apart. ``tables`` are those of recall by domain.
     """
 
     replica: str
@@ -61,18 +71,20 @@ class Report:
     counters: Mapping[Name, float]
     canary: int | None = None
     others: Mapping[str, int] = field(default_factory=dict)
+    tables: Mapping[str, TableSize] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Totals:
     """Counters summed over every replica that ever reported, and the last report of each living one.
 
-    ``spent`` is what the trainer says of its CPU seconds.
+    ``spent`` is what the trainer says of its CPU seconds, and ``training`` of its work, by domain.
     """
 
     counters: Mapping[Name, float]
     replicas: list[Report]
     spent: Spent = field(default_factory=Spent)
+    training: Mapping[str, Training] = field(default_factory=dict)
 
     def by_label(self, name: str) -> dict[tuple[str | int, ...], float]:
         """The counter ``name`` by its labels, in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from bisect import bisect_left
@@ -16,9 +17,10 @@ from redis.exceptions import RedisError
 from osd.capture.stream import TraceWriter
 from osd.engine.counters import OLDER
 from osd.histogram import ACCEPTED
+from osd.recall.backends import ENTRY_BYTES
 from osd.redis_client import RedisClient, decoded
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from serving.replica_metrics import Name, Report
+from serving.replica_metrics import Name, Report, TableSize
 from serving.rollout_follower import Watcher
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ LOOK_SECONDS = 0.02
 
 REPORT_SECONDS = 1.0
 """Between two reports of the counters, and of the rounds that the time goes into."""
+
+_TABLES_SECONDS = 15.0
 
 _SWITCHES_KEY = "osd:control"
 
@@ -62,6 +66,28 @@ class Control(RedisClient):
         self._client.set(_SWITCHES_KEY, msgspec.json.encode(switches))
 
 
+class TableSizes:
+    """How much the recall tables of an engine hold, by domain; to count their entries takes about a millisecond."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._sizes: dict[str, TableSize] = {}
+        self._looked_at = -math.inf
+
+    def look(self) -> dict[str, TableSize]:
+        """What they held within the last 15 seconds."""
+        if self._engine.pool is not None and time.monotonic() - self._looked_at >= _TABLES_SECONDS:
+            self._looked_at = time.monotonic()
+            self._sizes = {
+                domain: TableSize(
+                    sum(table.used() for table in memories.tables),
+                    ENTRY_BYTES * sum(table.entries for table in memories.tables),
+                )
+                for domain, memories in self._engine.pool.recalled().items()
+            }
+        return self._sizes
+
+
 class Reporter:
     """Two threads, so that a Redis that hangs delays no counters.
 
@@ -80,6 +106,7 @@ class Reporter:
     ) -> None:
         self._name, self._engine, self._writer, self._watchers = name, engine, writer, watchers
         self._loads, self._control, self._push = loads, control, push
+        self._tables = TableSizes(engine)
         self.speculation = True
         self._stop = threading.Event()
         self._threads = [
@@ -140,6 +167,9 @@ class Reporter:
             counters["version_tokens", *drafted_by] = took.tokens
             counters["version_plain_seconds", *drafted_by] = took.plain
             counters["version_decode_seconds", *drafted_by] = took.decode
+        for (source, order), of_order in counts.by_order.items():
+            counters["recall_drafted", source, order] = of_order.drafted
+            counters["recall_accepted", source, order] = of_order.accepted
         for reason, finished in counts.finished.items():
             counters["finished", reason] = finished
         for name, histogram in counts.histograms.by_name.items():
@@ -158,6 +188,7 @@ class Reporter:
             counters=dict(counters),
             canary=self._engine.canary_version,
             others=self._engine.pool.others() if self._engine.pool else {},
+            tables=self._tables.look(),
         )
 
     def _tell_load(self) -> None:

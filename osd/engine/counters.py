@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
 
 from osd.engine.lifetime import RequestHistograms
-from osd.metrics import SpeculationCounts
+from osd.metrics import SourceCounts, SpeculationCounts
 
 if TYPE_CHECKING:
-    from osd.engine.round import Outcome
+    from osd.engine.round import Outcome, SequenceOutcome
     from osd.engine.sequence import Sequence
 
 APART = 8
@@ -87,6 +87,7 @@ class EngineCounters:
 
     ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read. ``finished`` are
     sequences that came to their end by themselves, by why; ``histograms`` are of them, and of all rounds.
+    ``by_order`` are recalled draft tokens by their source and how many tokens before them were looked up.
     ``by_version`` and ``seconds_by_version`` are by the domain and version of the drafter, see ``of_version``: what was
     counted last stands last. ``token_seconds`` sums over sequences how long each waited for its tokens: by
     ``completion_tokens`` it is the mean inter-token latency. Forwards took ``forward_seconds``, and would have taken
@@ -108,6 +109,7 @@ class EngineCounters:
     swap_stall_seconds_max: float = 0.0
     finished: Counter[str] = field(default_factory=Counter)
     histograms: RequestHistograms = field(default_factory=RequestHistograms)
+    by_order: dict[tuple[str, int], SourceCounts] = field(default_factory=dict)
     by_version: dict[DraftedBy, SpeculationCounts] = field(default_factory=dict)
     seconds_by_version: dict[DraftedBy, DecodeSeconds] = field(default_factory=dict)
 
@@ -117,6 +119,7 @@ class EngineCounters:
             self,
             finished=self.finished.copy(),
             histograms=self.histograms.copy(),
+            by_order={key: replace(counts) for key, counts in self.by_order.items()},
             by_version={key: SpeculationCounts.sum([counts]) for key, counts in self.by_version.items()},
             seconds_by_version={key: replace(seconds) for key, seconds in self.seconds_by_version.items()},
         )
@@ -133,11 +136,24 @@ class EngineCounters:
             self.histograms.drew(one.sequence.lifetime, now)
             if one.tree.tokens:
                 version_counts = of_version(self.by_version, drafted_by(one.sequence), SpeculationCounts)
+                drafted, accepted = one.drafted, one.accepted
                 for counts in (one.sequence.counts, version_counts):
-                    counts.count(one.drafted, one.accepted)
+                    counts.count(drafted, accepted)
+                self._looked_up(one)
 
     def ended(self, s: Sequence) -> None:
         """Count a sequence that came to its end by itself."""
         if s.finish in ("stop", "length"):
             self.finished[s.finish] += 1
             self.histograms.finished(s.lifetime, len(s.request.prompt_ids), s.generated, s.request.max_tokens)
+
+    def _looked_up(self, one: SequenceOutcome) -> None:
+        sources, orders = one.tree.sources, one.tree.orders
+        if not orders:
+            return
+        for key, drafted in Counter(zip(sources, orders, strict=True)).items():
+            if key[1]:
+                self.by_order.setdefault(key, SourceCounts()).drafted += drafted
+        for node in one.path[: one.tokens]:
+            if orders[node]:
+                self.by_order[sources[node], orders[node]].accepted += 1
