@@ -16,6 +16,7 @@ from deploy.warm_store import WarmStore
 from osd import files
 from osd.config import ConfigError, Settings, tenant_of
 from osd.engine.policy import Policy
+from osd.logs import check_file
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionError
 from osd.runtime.device import pick_device
@@ -35,11 +36,12 @@ def check_settings(settings: Settings) -> None:
     Raises:
         ConfigError: a package for ``trainer.tracking`` or ``trainer.workers`` is missing, verification would bias the
             drafts of growth, the draft is larger than a slot has room for, this machine cannot compute with int8
-            weights, the domain is a tenant's, a key of ``serving.keys_file`` is refused, or ``trainer.warm_start`` has
-            nothing to learn or no key.
+            weights, the domain is a tenant's, a key of ``serving.keys_file`` is refused, ``log.file`` cannot be written,
+            or ``trainer.warm_start`` has nothing to learn or no key.
     """
     if settings.serving.keys_file is not None:
         keys_file.load(settings.serving.keys_file)
+    check_file(settings.log.file)
     if tenant_of(settings.domain):
         raise ConfigError(f"domain {settings.domain} is a tenant's: a service's own serves those that have no tenant")
     _check_warm_start(settings)

@@ -14,6 +14,7 @@ from ray.serve.config import BackpressureConfig, DeploymentActorConfig
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
+from osd import logs
 from osd.config import Settings
 from serving.replica_metrics import ACTOR, History, ReplicaMetrics, Report, Totals
 
@@ -79,6 +80,7 @@ class Server:
         from serving.work import Work
 
         name = serve.get_replica_context().replica_id.unique_id
+        logs.set_up(settings.log, f"replica {name}")
         self._replica = Replica(settings, redis_url, name, MetricsOverRay())
         self._work, self._drain_s = Work(), settings.serving.drain_s
 

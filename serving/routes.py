@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -49,6 +49,9 @@ from serving.schemas import (
 )
 from serving.server_routes import ServerRoutes
 from serving.service import ChatTemplateError, Service
+from serving.telemetry.observed import observed_of
+from serving.telemetry.observing import Observer, Observing
+from serving.telemetry.request_log import log_request
 from serving.tokenizing import Tokenizing
 
 COMPLETION_TOKENS = 16
@@ -57,8 +60,8 @@ AnyBody = TypeVar("AnyBody", bound=ChatRequest | CompletionRequest | TokenizeReq
 _COLDEST = 1e-4  # logits divided by less overflow float32; the distribution is greedy long before
 
 
-def create_app(service: Service) -> FastAPI:
-    """The application in front of one replica."""
+def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:
+    """The application in front of one replica; ``observers`` hear of each request in the end."""
     app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)
     models = ModelRoutes(service)
@@ -70,6 +73,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(KeyGuard, keyring=service.access.keyring, open_paths=dashboard.OPEN_PATHS | reference.OPEN_PATHS)
     if (names := allowed_hosts(service.settings.serving)) is not None:
         app.add_middleware(HostGuard, names=names)
+    app.add_middleware(Observing, observers=[log_request, *observers])
     return app
 
 
@@ -178,8 +182,9 @@ class Routes:
         response_id = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4().hex}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
         tokens, name = body.limit
-        caller = caller_of(request)
-        common = self._sequence(asked, caller)
+        caller, observed = caller_of(request), observed_of(request)
+        observed.asked(response_id, caller)
+        common = replace(self._sequence(asked, caller), arrived=observed.arrived)
         sequences: list[Sequence] = []
         for ids in prompts:
             check_prompt(ids, param, model.context, model.vocabulary)
@@ -195,7 +200,7 @@ class Routes:
             response_id, body.model or model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs
         )
         charge = partial(self.service.access.budgets.charge, caller.key)
-        generation = Generation(self.service, self.admission, sequences, asked.seconds, charge)
+        generation = Generation(self.service, self.admission, sequences, asked.seconds, charge, observed)
         handed_over = False
         try:
             generation.start(request.receive)

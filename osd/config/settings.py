@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from osd.config.base import LISTED, Section, refused
@@ -122,6 +122,27 @@ class ServingSettings(Section):
     drain_s: float = Field(default=75.0, gt=0, description="seconds that requests may go on while a replica ends")
 
 
+def _absolute(file: Path) -> Path:
+    return file.expanduser().absolute()  # the processes that write it have folders of their own
+
+
+class LogSettings(Section):
+    """What every process says of what it does."""
+
+    format: Literal["text", "json"] = Field(
+        default="text", description="text: warnings and errors; json: also each request and each version, a line each"
+    )
+    file: Annotated[Path, AfterValidator(_absolute)] | None = Field(
+        default=None, description="where all processes append these lines of JSON, else each to its standard error"
+    )
+
+    @model_validator(mode="after")
+    def _lines(self) -> LogSettings:
+        if self.file is not None and self.format != "json":
+            raise PydanticCustomError("text", "has a file, which is for lines of JSON: set log.format to json")
+        return self
+
+
 class Settings(Section):
     """Every setting of osd.
 
@@ -153,6 +174,7 @@ class Settings(Section):
     redis: RedisSettings = RedisSettings()
     trainer: TrainerSettings = TrainerSettings()
     serving: ServingSettings = ServingSettings()
+    log: LogSettings = LogSettings()
 
     @field_validator("growth")
     @classmethod
