@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -17,6 +17,9 @@ from starlette.types import ASGIApp
 from osd import logs
 from osd.config import Settings
 from serving.replica_metrics import ACTOR, History, ReplicaMetrics, Report, Totals
+
+if TYPE_CHECKING:
+    from serving.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +86,17 @@ class Server:
         logs.set_up(settings.log, f"replica {name}")
         self._replica = Replica(settings, redis_url, name, MetricsOverRay())
         self._work, self._drain_s = Work(), settings.serving.drain_s
+        self._tracing: Tracing | None = None
+        if (endpoint := settings.serving.otlp_endpoint) is not None:
+            from serving.telemetry.tracing import Tracing
+
+            self._tracing = Tracing(endpoint, self._replica.model.id, name)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The HTTP application, made when the replica is ready."""
         from serving.routes import create_app
 
-        app = create_app(self._replica)
+        app = create_app(self._replica, [self._tracing.observe] if self._tracing else [])
         app.add_middleware(self._work.guard)
         return app
 
@@ -111,6 +119,8 @@ class Server:
         # The constructor may have failed.
         if replica := getattr(self, "_replica", None):
             replica.close()
+        if tracing := getattr(self, "_tracing", None):
+            tracing.close()
 
 
 def build(settings: Settings, redis_url: str) -> serve.Application:

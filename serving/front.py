@@ -25,11 +25,17 @@ logger = logging.getLogger(__name__)
 VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 IMPORT_PATH = "serving.front:middlewares"
 
-_READ = frozenset({b"host", b"origin", b"authorization", b"content-type", b"content-length", b"x-request-id"})
+_READ = frozenset(
+    {b"host", b"origin", b"authorization", b"content-type", b"content-length", b"x-request-id", b"traceparent"}
+)
 """Headers that the service reads. By others Ray lets clients choose replicas and timeouts, and stay when they left."""
 _DELIVERY = Delivery(COUNTS, ACTOR)
 _BROKEN = "The replica ended before its answer did. Try again."
-_REQUEST_ID = re.compile(rb"[!-~]{1,128}")  # Ray decodes it, logs it and sends it back
+_VALID = {
+    b"x-request-id": re.compile(rb"[!-~]{1,128}"),  # Ray decodes it, logs it and sends it back
+    b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
+}
+"""What of some of them is passed on."""
 
 
 def middlewares() -> list[Middleware]:
@@ -70,7 +76,7 @@ async def _counted(template: str, send: Send, message: Message) -> None:
 
 def _passes(header: tuple[bytes, bytes]) -> bool:
     name, value = header
-    return name in _READ and (name != b"x-request-id" or _REQUEST_ID.fullmatch(value) is not None)
+    return name in _READ and (name not in _VALID or _VALID[name].fullmatch(value) is not None)
 
 
 async def _reword(reply: Reply, message: Message) -> None:

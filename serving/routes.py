@@ -73,7 +73,7 @@ def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:
     app.add_middleware(KeyGuard, keyring=service.access.keyring, open_paths=dashboard.OPEN_PATHS | reference.OPEN_PATHS)
     if (names := allowed_hosts(service.settings.serving)) is not None:
         app.add_middleware(HostGuard, names=names)
-    app.add_middleware(Observing, observers=[log_request, *observers])
+    app.add_middleware(Observing, observers=[*observers, log_request])
     return app
 
 

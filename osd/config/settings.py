@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -89,6 +90,13 @@ def _key(key: SecretStr) -> SecretStr:
     return key
 
 
+def _address(url: str) -> str:
+    if not re.fullmatch(r"https?://[^/@?#\s]+(/[^@?#\s]*)?", url):
+        message = "must be an address as http://collector:4318 is; its keys belong in OTEL_EXPORTER_OTLP_HEADERS"
+        raise PydanticCustomError("address", message)
+    return url
+
+
 class ServingSettings(Section):
     """The HTTP service."""
 
@@ -118,6 +126,11 @@ class ServingSettings(Section):
     body_timeout_s: float = Field(default=20.0, gt=0, description="seconds in which the body of a request must arrive")
     request_timeout_s: float | None = Field(
         default=None, gt=0, description="seconds that an answer may take, and the most that a request may ask for"
+    )
+    otlp_endpoint: Annotated[str, AfterValidator(_address)] | None = Field(
+        default=None,
+        description="base address of an OpenTelemetry collector that takes traces over HTTP, else "
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
     )
     drain_s: float = Field(default=75.0, gt=0, description="seconds that requests may go on while a replica ends")
 
