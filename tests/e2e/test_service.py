@@ -12,6 +12,8 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from tests.collector import Collector, attributes_of
+
 
 @pytest.fixture
 def client(service):
@@ -213,3 +215,33 @@ def test_health_answers_while_decoding(service):
                 stop.set()
     assert slowest < 2.0
     assert all(future.result().status_code == 200 for future in busy)
+
+
+def test_a_request_is_a_line_in_the_log_and_a_trace_and_neither_holds_what_its_user_wrote(service, eventually):
+    prompt, key = "unmistakable-prompt-4711", "sk-unmistakable-key-0815"
+    trace, span = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    headers = {"authorization": f"Bearer {key}", "traceparent": f"00-{trace}-{span}-01", "x-request-id": "mine"}
+    collector = Collector(int(service.settings.serving.otlp_endpoint.rpartition(":")[2]))
+    try:
+        body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        answer = service.http.post("/v1/completions", json=body, headers=headers).json()
+        usage, drafts = answer["usage"], answer["metrics"]["speculative_decoding"]
+        eventually(lambda: any(one.trace_id.hex() == trace for one in collector.spans()))
+        spans = {one.name: one for one in collector.spans() if one.trace_id.hex() == trace}
+    finally:
+        collector.close()
+    log = service.settings.log.file.read_text()
+    lines = [json.loads(line) for line in log.splitlines()]
+    (line,) = (one for one in lines if one.get("response_id") == answer["id"])
+    told = ("request_id", "trace_id", "status", "prompt_tokens", "completion_tokens")
+    assert [line[name] for name in told] == ["mine", trace, 200, usage["prompt_tokens"], 24]
+    assert line["domain"] == "general"
+    assert (line["rounds"], line["drafted_tokens"]) == (drafts["num_spec_steps"], drafts["num_draft_tokens"])
+    assert 0 <= line["queue_seconds"] < line["first_token_seconds"] <= line["seconds"]
+    assert spans.keys() == {"POST /v1/completions", "queue", "prefill", "decode"}
+    decode = attributes_of(spans["decode"])
+    assert (decode["osd.rounds"], decode["osd.drafter_version"]) == (line["rounds"], line["version"])
+    assert spans["POST /v1/completions"].parent_span_id.hex() == span
+    for secret in (prompt, key):
+        assert secret not in log
+        assert all(secret.encode() not in sent for sent in collector.bodies)
