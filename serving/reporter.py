@@ -135,8 +135,7 @@ class Reporter:
         """This replica now."""
         counts = self._engine.counters()
         drafts = counts.speculation()
-        counters: defaultdict[Name, float] = defaultdict(float)
-        counters |= {
+        counters: dict[Name, float] = {
             "requests": counts.requests,
             "failed": counts.failed,
             "cancelled": counts.cancelled,
@@ -159,10 +158,9 @@ class Reporter:
             counters["version_rounds", *drafted_by] = of_version.rounds
             counters["version_drafted", *drafted_by] = of_version.drafted
             counters["version_accepted", *drafted_by] = of_version.accepted
-            for accepted, rounds in enumerate(of_version.histogram):
-                bucket = bisect_left(ACCEPTED, accepted)
-                # By domain alone: many times as many series would tell little more.
-                counters["version_round_accepted", drafted_by[0], OLDER, bucket] += rounds
+        for domain, rounds in _accepted(counts).items():
+            # Of all versions together: many times as many series would tell little more.
+            counters |= {("version_round_accepted", domain, OLDER, place): n for place, n in enumerate(rounds) if n}
         for drafted_by, took in counts.seconds_by_version.items():
             counters["version_tokens", *drafted_by] = took.tokens
             counters["version_plain_seconds", *drafted_by] = took.plain
@@ -185,7 +183,7 @@ class Reporter:
             speculation=self.speculation,
             load=self._engine.load(),
             swap_stall_seconds_max=counts.swap_stall_seconds_max,
-            counters=dict(counters),
+            counters=counters,
             canary=self._engine.canary_version,
             others=self._engine.pool.others() if self._engine.pool else {},
             tables=self._tables.look(),
@@ -227,6 +225,16 @@ class Reporter:
         while not self._stop.wait(REPORT_SECONDS):
             self._push(self.report())
         self._push(self.report())
+
+
+def _accepted(counts: EngineCounters) -> dict[str, list[int]]:
+    """By domain, rounds in each bucket of ``ACCEPTED``."""
+    found: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(ACCEPTED) + 1))
+    for (domain, _), of_version in counts.by_version.items():
+        for accepted, rounds in enumerate(of_version.histogram):
+            if rounds:
+                found[domain][bisect_left(ACCEPTED, accepted)] += rounds
+    return found
 
 
 def _inter_token_ms(before: EngineCounters, now: EngineCounters) -> float:
