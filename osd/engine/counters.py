@@ -142,7 +142,8 @@ class EngineCounters:
                 self._looked_up(one)
 
     def ended(self, s: Sequence) -> None:
-        """Count a sequence that came to its end by itself."""
+        """Count a sequence that a round ended: by itself, or because nobody takes its updates any more."""
+        self.cancelled += s.finish == "cancelled"
         if s.finish in ("stop", "length"):
             self.finished[s.finish] += 1
             self.histograms.finished(s.lifetime, len(s.request.prompt_ids), s.generated, s.request.max_tokens)

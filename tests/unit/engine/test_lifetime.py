@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from osd.engine.lifetime import Lifetime, RequestHistograms
+from osd.engine.request import Request
 from tests.unit.engine.harness import prompts, running
 
 LENGTHS = (1, 5, 17, 40, 33)
@@ -81,6 +82,21 @@ def test_what_was_cancelled_or_never_began_is_no_figure_of_a_finished_sequence(t
     assert not counters.finished
     assert count(counters.histograms.by_name["time_to_first_token"]) == 1
     assert count(counters.histograms.by_name["request_time"]) == 0
+
+
+def test_every_sequence_ends_for_one_reason_and_one_whose_client_takes_nothing_was_cancelled(target_dir: Path) -> None:
+    def gone(update: object) -> None:
+        raise RuntimeError("nobody is there")
+
+    with running(target_dir) as client:
+        client.engine.submit(Request("gone", tuple(prompts([5])[0]), 50, ignore_eos=True), gone)
+        client.submit("stays", prompts([5])[0], 9, ignore_eos=True)
+        client.wait()
+        while not client.engine.rests:
+            time.sleep(0.001)
+        counters = client.engine.counters()
+    assert (counters.requests, counters.failed, counters.cancelled) == (2, 0, 1)
+    assert counters.finished == {"length": 1}
 
 
 def test_what_a_shutdown_ends_counts_as_cancelled(target_dir: Path) -> None:
