@@ -66,15 +66,14 @@ class Delivery:
     def _deliver(self, counted: dict[tuple[str, int], int]) -> None:
         # The proxy runs in Ray; whoever only has its middleware does not import that.
         import ray
-        from ray.exceptions import GetTimeoutError, RayError
 
         if not ray.is_initialized():
             return
         try:
             self._actors = self._actors or self._found()
             ray.get([actor.answered.remote(self._name, counted) for actor in self._actors], timeout=_ANSWER_SECONDS)
-        except (RayError, GetTimeoutError, ValueError) as error:
-            # It died, or its application has gone: another one is looked for.
+        except Exception as error:
+            # It died, its application has gone, or it is of an older version: another one is looked for.
             logger.debug("what was answered cannot be told now: %s", type(error).__name__)
             self._actors = []
 

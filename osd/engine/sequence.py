@@ -51,6 +51,7 @@ class Sequence:
     plainly or as long as it is ``unrouted``; its trace keeps the states that ``learner`` reads. ``tokens`` are the
     prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all but the last once the
     prompt is done; ``cached`` of the prompt's were in some slot before. ``ended`` says that its last report was sent.
+    ``lifetime`` notes when it came, began and drew its tokens.
     """
 
     def __init__(
@@ -62,8 +63,7 @@ class Sequence:
         domain: str,
         eos_ids: frozenset[int],
     ) -> None:
-        self.domain, now = domain, time.monotonic()
-        self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
+        self.domain = domain
         self._ends = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else eos_ids)
         self.request, self.policy, self._on_update = request, policy, on_update
         self.limit = policy.growth.first_limit
@@ -80,6 +80,8 @@ class Sequence:
         self.counts = SpeculationCounts()
         self.trace: TraceBuilder | None = None
         self.ended = False
+        now = time.monotonic()
+        self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
         self._text = TextStream(tokenizer, request.stop)
         self._new: list[int] = []
         self._logprobs: list[TokenLogprobs] = []

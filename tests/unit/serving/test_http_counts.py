@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
+import ray
 from prometheus_client.parser import text_string_to_metric_families
+from ray.exceptions import RayError
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.testclient import TestClient
 
 from serving import front
-from serving.http_counts import COUNTS
+from serving.http_counts import COUNTS, Delivery, HttpCounts
 from serving.paths import OTHERS, template_of
 from serving.prometheus import render
 from serving.replica_metrics import ReplicaMetrics
@@ -83,3 +86,31 @@ def test_counts_of_all_proxies_are_summed_and_never_fall():
         metrics.answered(str(number), {(path, 200): 1})
     assert exposed(metrics)[path, "200"] == 1008
     assert len(metrics._proxies) < 300
+
+
+def test_counts_are_told_again_in_full_to_whoever_keeps_metrics_after_one_that_died(monkeypatch):
+    class Keeper:
+        """Stands where Ray has a handle of an actor."""
+
+        def __init__(self):
+            self.told, self.dead = [], False
+            self.answered = SimpleNamespace(remote=lambda proxy, counts: (self, proxy, counts))
+
+    def get(calls, timeout):
+        for keeper, proxy, counts in calls:
+            if keeper.dead:
+                raise RayError
+            keeper.told.append((proxy, counts))
+
+    first, second = Keeper(), Keeper()
+    delivery = Delivery(HttpCounts(), "replica_metrics")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(delivery, "_found", lambda: [second if first.dead else first])
+    delivery._deliver({("/health", 200): 1})
+    first.dead = True
+    for count in (2, 3):
+        delivery._deliver({("/health", 200): count})
+    assert [counts for _, counts in first.told] == [{("/health", 200): 1}]
+    assert [counts for _, counts in second.told] == [{("/health", 200): 3}]
+    assert {proxy for proxy, _ in first.told} == {proxy for proxy, _ in second.told}

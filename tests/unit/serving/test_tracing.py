@@ -57,6 +57,14 @@ def sent(service, collector, **more):
     return response, collector.spans()
 
 
+def test_the_standard_variables_name_the_service(service, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=here")
+    sent(service, collector)
+    assert collector.resource()["service.name"] == "chat"
+    assert collector.resource()["deployment.environment"] == "here"
+
+
 def test_a_request_has_spans_for_its_wait_its_prompt_and_its_answer(service, collector):
     before = time.time_ns()
     response, spans = sent(service, collector)
