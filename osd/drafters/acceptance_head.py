@@ -98,10 +98,9 @@ class WithAcceptanceHead(Trainable):
         """See ``Trainable.levels``."""
         return self.drafter.levels
 
-    @property
-    def pace(self) -> float:
+    def pace(self, name: str) -> float:
         """See ``Trainable.pace``."""
-        return self.drafter.pace
+        return self.drafter.pace(name)
 
     def trained(self) -> dict[str, Tensor]:
         """See ``Trainable.trained``; the head has a loss of its own."""

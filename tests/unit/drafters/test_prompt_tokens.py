@@ -242,7 +242,7 @@ def test_only_the_embeddings_are_trained_and_the_target_stays(target_dir: Path) 
 def test_cuts_are_drawn_anew_for_each_step_and_alike_after_a_restart(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("osd.drafters.prompt_tokens.drafter._CUTS", 3)
+    monkeypatch.setattr("osd.drafters.prompt_tokens.cuts._CUTS", 3)
     drafter, batch = made(target_dir), batch_of()
     objective = Objective.of(TrainerSettings(), 0)
     with torch.no_grad():
