@@ -14,23 +14,28 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from osd.drafters.alternative_tokens import Reading
 from osd.drafters.base import DrafterError, check
 from osd.drafters.language_model import lookahead
 from osd.drafters.language_model.lookahead import Lookahead
+from osd.drafters.language_model.making import model_of
 from osd.drafters.language_model.prompting import PromptingSession
 from osd.drafters.language_model.session import LanguageModelSession
 from osd.drafters.language_model.texts import Texts
 from osd.drafters.language_model.translation import Translation, check_translation, named, split, translation_of
 from osd.drafters.prompt_tokens.cuts import PACE, loss_behind
 from osd.drafters.session import Runtime
+from osd.drafters.sizes import MOST_OF_A_CALL, check_flags, check_sizes
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.runtime.causal_lm import decoder_layers, decoder_of, ends_of, text_config
 from osd.runtime.taps import tapped
 from osd.target.load import resolve
 from osd.target.model import load_model
+
+_FIELDS = {"kind", "shared", "model", "translation", "prompt_tokens"}
+"""Of ``config.json``."""
 
 
 class LanguageModel(Trainable):
@@ -75,11 +80,14 @@ class LanguageModel(Trainable):
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``; embedding and head are the target's where they are shared."""
         target = load_model(target_dir, "float32", "cpu")
-        made = AutoConfig.for_model(**config["model"])
         sizes, vocabulary = config.get("translation"), text_config(target).vocab_size
         translation = None if sizes is None else Translation(sizes["shared"], sizes["pieces"], vocabulary)
-        model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
-        drafter = cls(model, config["shared"], translation, config.get("prompt_tokens", 0))
+        check_flags(shared=config["shared"])
+        if (ahead := config.get("prompt_tokens", 0)) != 0:
+            check_sizes(MOST_OF_A_CALL, prompt_tokens=ahead)
+        for name in config.keys() - _FIELDS:
+            raise TypeError(f"{name} is unknown")
+        drafter = cls(model_of(config["model"]), config["shared"], translation, ahead)
         if drafter.shared:
             drafter._share(target)
         return drafter
@@ -102,6 +110,9 @@ class LanguageModel(Trainable):
     def _share(self, target: nn.Module) -> None:
         with torch.no_grad():
             for mine, theirs in zip(ends_of(self.model), ends_of(target), strict=True):
+                if mine.weight.shape != theirs.weight.shape:
+                    sizes = list(mine.weight.shape), list(theirs.weight.shape)
+                    raise DrafterError(f"the drafter is for another target: it embeds {sizes[0]}, not {sizes[1]}")
                 mine.weight.copy_(theirs.weight)
 
     def config(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from osd.drafters.base import DrafterError, Needs
 from osd.drafters.prompt_tokens.cuts import PACE, like_words, loss_behind, read_behind
 from osd.drafters.prompt_tokens.session import PromptTokensSession
 from osd.drafters.session import Runtime
+from osd.drafters.sizes import MOST_OF_A_CALL, check_sizes
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.runtime.causal_lm import check_table, decoder_layers, decoder_of, ends_of
 from osd.speculation.tree import repeats
@@ -55,7 +56,9 @@ class PromptTokens(Trainable):
             DrafterError: the numbers are impossible, or the target's forward cannot carry such rows.
         """
         super().__init__()
-        if not (tokens >= 1 and copies >= 1 and rows >= tokens * copies):
+        check_sizes(MOST_OF_A_CALL, tokens=tokens, copies=copies)
+        check_sizes(rows=rows)
+        if rows < tokens * copies:
             raise DrafterError(
                 f"{tokens} prompt tokens of {copies} embeddings need as many rows at least, and have {rows}"
             )
