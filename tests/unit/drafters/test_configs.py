@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from osd.config import (
     RecallDrafterSettings,
 )
 from osd.drafters import DRAFTERS, DrafterError, from_config, initial
+from osd.target.model import load_model
 
 SETTINGS: dict[str, Any] = {
     "eagle": EagleSettings(vocabulary=64),
@@ -42,6 +44,14 @@ def configs(target_dir: Path) -> dict[str, dict[str, Any]]:
     torch.manual_seed(0)
     made = {kind: initial(one, target_dir, target_dir) for kind, one in SETTINGS.items()}
     return {kind: json.loads(json.dumps(one.config())) for kind, one in made.items()}
+
+
+@pytest.fixture(autouse=True)
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target is the same all the time, and nobody changes it."""
+    kept = functools.cache(load_model)
+    for kind in SETTINGS.keys() - {"recall"}:
+        monkeypatch.setattr(f"osd.drafters.{kind}.drafter.load_model", kept)
 
 
 def refusal(config: dict[str, Any], target_dir: Path) -> str:
