@@ -191,6 +191,16 @@ class Settings(Section):
 
     @field_validator("growth")
     @classmethod
+    def _judged(cls, growth: GrowthSettings, info: ValidationInfo) -> GrowthSettings:
+        drafter: DrafterSettings | None = info.data.get("drafter")
+        if growth.judges and hasattr(drafter, "recall"):
+            message = "must be one that asks no head, as drafts of drafter.kind {drafter} go where recall does"
+            error = PydanticCustomError("not_asked", message, {"drafter": drafter.kind if drafter else ""})
+            raise refused(InitErrorDetails(type=error, loc=("kind",), input=growth.kind))
+        return growth
+
+    @field_validator("growth")
+    @classmethod
     def _within_levels(cls, growth: GrowthSettings, info: ValidationInfo) -> GrowthSettings:
         drafter: DrafterSettings | None = info.data.get("drafter")
         most = drafter.longest if drafter is not None else None

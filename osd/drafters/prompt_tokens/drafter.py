@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.prompt_tokens.cuts import PACE, like_words, loss_behind, read_behind
 from osd.drafters.prompt_tokens.session import PromptTokensSession
+from osd.drafters.prompt_tokens.states import states_of, width_of
 from osd.drafters.session import Runtime
 from osd.drafters.sizes import MOST_OF_A_CALL, check_sizes
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
@@ -116,6 +117,11 @@ class PromptTokens(Trainable):
         """See ``Trainable.levels``: one for each prompt token."""
         return len(self.prompts)
 
+    @property
+    def state_width(self) -> int:
+        """See ``Trainable.state_width``."""
+        return width_of(self._vocabulary)
+
     def pace(self, name: str) -> float:
         """See ``Trainable.pace``."""
         return PACE
@@ -133,6 +139,10 @@ class PromptTokens(Trainable):
         every, which = torch.unique(batch.sequence * length + cuts, return_inverse=True)
         logits = self._answers(batch, every // length, every % length, levels)
         return [logits[mine, level] for level, mine in enumerate(which)]
+
+    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
+        """See ``Trainable.drafted_states``: of what was said where the token was drawn."""
+        return [states_of(logits, fed) for logits in self.unroll(batch, depth)]
 
     def _answers(self, batch: Batch, text: Tensor, cut: Tensor, levels: int) -> Tensor:
         """What the target says at the first ``levels`` prompt tokens behind places ``cut`` [C] of rows ``text`` [C].

@@ -135,6 +135,30 @@ def test_its_own_tokens_are_read_where_a_second_call_reads_them(drafter: Languag
     assert not torch.allclose(found[3][0], true[3][0], atol=1e-3)
 
 
+def test_the_states_that_a_head_judges_are_those_of_the_session(drafter: LanguageModel) -> None:
+    """Five tokens deep, each state where the token was drawn from."""
+    tokens, depth = tokens_of(1), 5
+    session = drafter.session(Runtime(1, LENGTH, depth + 1, states=True))
+    session.open(0, int(tokens[0, 0]))
+    session.commit(0, Kept(tokens[0, 1:10].tolist()))
+    kept: list[Tensor] = []
+
+    class Noting:
+        support = session.support
+
+        def expand(self, *asked: Any) -> Tensor:
+            logits = session.expand(*asked)
+            kept.append(session.states[0])
+            return logits
+
+    expand_chain(Noting(), [0], tokens[:, 10 : 10 + depth])  # type: ignore[arg-type]
+    assert not kept[0].any()
+    with torch.no_grad():
+        for d in range(depth):
+            batch = at_places(tokens, None, [(0, 10 + d)])
+            close(kept[1 + d], drafter.drafted_states(batch, tokens[0, 10 + d : 11 + d], depth)[d][0])
+
+
 def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:
     return collate([make_trace(f"{n}", prompt=3 + n, completion=completion, seed=seed + n) for n in range(2)])
 
