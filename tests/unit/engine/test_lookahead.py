@@ -226,12 +226,3 @@ def test_a_domain_gets_prompt_tokens_and_loses_them_while_requests_run(target_di
 def test_prompt_tokens_of_a_draft_model_leave_the_law_alone(model: LlamaForCausalLM, name: str) -> None:
     drafter = looking(copy.deepcopy(model), 1)
     assert test_law.p_value(model, SamplingParams(1.0), test_law.named(name), count=1000, drafter=drafter) > 1e-4
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("name", ["confidence", "block", "siblings", "traversal", "naive"])
-def test_in_a_hundred_thousand_runs_no_policy_changes_the_law(model: LlamaForCausalLM, name: str, tokens: int) -> None:
-    policy, drafter = test_law.named(name), looking(copy.deepcopy(model), tokens)
-    assert test_law.p_value(model, SamplingParams(1.0), policy, count=100_000, slots=512, drafter=drafter) > 1e-4
