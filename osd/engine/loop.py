@@ -211,7 +211,8 @@ class DecodeLoop:
 
     def _settle(self, one: SequenceOutcome, s: Sequence) -> None:
         """Tell a sequence's client and its trace what the round gave it, and let it go where it has finished."""
-        s.limit = s.policy.growth.next_limit(s.limit, len(one.tree.tokens), len(one.path))
+        if not one.forced:
+            s.limit = s.policy.growth.next_limit(s.limit, len(one.tree.tokens), len(one.path))
         s.report()
         self._tracer.emit(s, *self.drafted_by(s))
         if s.finish and self.router is not None and self.speculate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from osd.engine.grammar import Grammar
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
 from osd.metrics import SpeculationCounts
@@ -40,7 +41,9 @@ class Request:
     """One sequence to decode.
 
     ``stop`` strings end the text before they appear, and so do ``stop_ids``, tokens like the model's own end, whose
-    own end ``ignore_eos`` lets stand; nothing of either comes before it has ``min_tokens``;
+    own end ``ignore_eos`` lets stand; nothing of either comes before it has ``min_tokens``. With a ``grammar`` the
+    answer is one of its texts, as far as it gets: the model's own end comes where such a text is complete and nowhere
+    else, whatever the others of these say.
     ``capture`` allows the trainer to learn from it; ``speculate`` False decodes it plainly; ``policy`` is
     how it speculates, None as the engine does; ``domain`` is whose drafter it wants, None to find out.
     ``client`` is who sent it, as far as clients are told apart, and ``tenant`` whose the domain is, "" for nobody's.
@@ -61,6 +64,7 @@ class Request:
     domain: str | None = "general"
     policy: Policy | None = None
     logprobs: int | None = None
+    grammar: Grammar | None = None
     client: str = ""
     tenant: str = ""
     arrived: float | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.drafters.session import Origin, TargetRows
+from osd.engine.constraint import Constraint
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
 from osd.engine.request import FinishReason, Request, TokenLogprobs, Update
@@ -48,7 +49,8 @@ class Sequence:
     """Tokens, text and counts of one request; ``slot`` is -1 until it gets one.
 
     ``domain`` is whose request it is, as far as is known. ``drafter`` is what it drafts with, None when it decodes
-    plainly or as long as it is ``unrouted``; its trace keeps the states that ``learner`` reads. ``tokens`` are the
+    plainly or as long as it is ``unrouted``; its trace keeps the states that ``learner`` reads. ``constraint`` is where
+    it stands in its grammar, None without one. ``tokens`` are the
     prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all but the last once the
     prompt is done; ``cached`` of the prompt's were in some slot before. ``ended`` says that its last report was sent.
     ``lifetime`` notes when it came, began and drew its tokens.
@@ -64,7 +66,10 @@ class Sequence:
         eos_ids: frozenset[int],
     ) -> None:
         self.domain = domain
-        self._ends = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else eos_ids)
+        self.constraint = None if request.grammar is None else Constraint(request.grammar)
+        own = eos_ids if request.grammar is None else request.grammar.ends
+        goes_on = request.ignore_eos and request.grammar is None
+        self._ends = frozenset(request.stop_ids) | (frozenset() if goes_on else own)
         self.request, self.policy, self._on_update = request, policy, on_update
         self.limit = policy.growth.first_limit
         self.tokens = list(request.prompt_ids)
@@ -123,11 +128,20 @@ class Sequence:
             elif self._text.push(token, early):
                 self._text.close()
                 self.finish = "stop"
+            elif self._completes(token):
+                self.finish = "stop"
             elif self.remaining == 0:
                 self.finish = "length"
             if self.finish:
                 return tokens[:count]
         return tokens
+
+    def _completes(self, token: int) -> bool:
+        """Whether nothing may follow a token in the grammar, if there is one."""
+        if self.constraint is None:
+            return False
+        self.constraint.advance(token)
+        return self.constraint.complete
 
     def begin(self, drafter: ActiveDrafter) -> None:
         """Draft with ``drafter`` from now on."""

@@ -1,4 +1,4 @@
-"""Logit bias, the penalties on tokens that were used before, counted along each draft path, and ends held back."""
+"""Logit bias, penalties on tokens that were used before, ends held back and masks, along each draft path."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from osd.speculation.masks import Constraint, forbid
 
 
 class PenaltySettings(Protocol):
@@ -55,14 +57,15 @@ class Withheld:
 
 
 class Penalties:
-    """The bias and penalties of B sequences in one round, and what is withheld from them.
+    """The bias and penalties of B sequences in one round, what is withheld from them, and what they may say at all.
 
     The logits after a node of a draft are those that plain decoding would have there: the tokens on the path to the
     node count as output beside what is committed. Target and drafter are treated alike, so q stays close to p.
 
-    The order is vLLM's: bias, repetition, frequency and presence penalty, then what ``SamplingBatch`` does; what is
-    withheld has no probability whatever the others say. The
-    repetition penalty is that of Keskar et al., "CTRL", 2019 (arXiv 1909.05858); the other two are OpenAI's.
+    The order is vLLM's: bias, repetition, frequency and presence penalty, then what ``SamplingBatch`` does. What is
+    withheld or not allowed by a constraint has no probability whatever the others say; where a constraint allows
+    nothing but what is withheld, it stands. The repetition penalty is that of Keskar et al., "CTRL", 2019 (arXiv
+    1909.05858); the other two are OpenAI's.
     """
 
     def __init__(
@@ -72,9 +75,11 @@ class Penalties:
         outputs: Sequence[Sequence[int]],
         withheld: Sequence[Withheld | None],
         device: torch.device | str = "cpu",
+        constraints: Sequence[Constraint | None] = (),
     ) -> None:
         """Count what each of the B sequences has used: its prompt's token ids, and what was generated and committed."""
-        chosen = [index for index, s in enumerate(settings) if penalised(s) or withheld[index]]
+        held = constraints or [None] * len(settings)
+        chosen = [index for index, s in enumerate(settings) if penalised(s) or withheld[index] or held[index]]
         self._place = torch.full((len(settings),), -1, device=device)  # [B] among the S sequences chosen
         self._place[chosen] = torch.arange(len(chosen), device=device)
         ids, facts, rates = [], [], []
@@ -92,6 +97,7 @@ class Penalties:
         self._ends = pad_sequence(ends, batch_first=True, padding_value=-1).to(device)  # [S, E]
         early = [one.early if (one := withheld[index]) else 0 for index in chosen]
         self._early = torch.tensor(early, device=device)  # [S]
+        self._constraints = [held[index] for index in chosen]
 
     def adjust(
         self,
@@ -140,8 +146,16 @@ class Penalties:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         change = (scores - before).masked_fill(~valid | before.isneginf(), 0.0).to(dtype)
         changed = logits.to(dtype, copy=True).put_(place, change, accumulate=True)
+        constraints = [self._constraints[place] for place in mine.tolist()] if any(self._constraints) else []
+        part = changed[at] if constraints else changed
+        bound = forbid(part, constraints, path.tolist(), support) if constraints else []
+        if bound:
+            changed[at] = part
         rows, which = ending.nonzero(as_tuple=True)
         changed[at[rows], ends[rows, which]] = -math.inf
+        for row in bound if len(rows) else ():
+            if bool(changed[at[row]].isneginf().all()):
+                changed[at[row]] = part[row]
         return changed
 
 

@@ -1,0 +1,70 @@
+"""Where one sequence stands in its grammar, and what that allows along a draft."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from osd.engine.grammar import Grammar, GrammarError
+
+Path = tuple[int, ...]
+"""The tokens of a draft up to some node, behind what is committed."""
+
+
+class Constraint:
+    """Says which tokens a grammar allows after each path of a draft.
+
+    What it says depends on the tokens alone, and never on what was asked before: target and drafter have the same
+    masks, and plain decoding has them too. Used by one thread.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar, self._matcher = grammar, grammar.matcher()
+        self._committed: list[int] = []
+        self._masks: dict[Path, Tensor | None] = {}
+
+    def allowed(self, path: Path) -> Tensor | None:
+        """[vocabulary] bool, the tokens that may come after a path; None where the grammar does not allow that path."""
+        if path not in self._masks:
+            self._masks[path] = self._look(path)
+        return self._masks[path]
+
+    def forced(self, most: int) -> list[int]:
+        """The next tokens as far as there is no other way to go on, not more than ``most``."""
+        return self._matcher.compute_ff_tokens()[:most] if most > 0 else []
+
+    def advance(self, token: int) -> None:
+        """Commit a token that was allowed and is no end.
+
+        Raises:
+            GrammarError: the grammar has become too complex to say what may follow.
+        """
+        self._committed.append(token)
+        self._masks = {path[1:]: mask for path, mask in self._masks.items() if path[:1] == (token,)}
+        if not self._matcher.consume_token(token) or self.allowed(()) is None:
+            raise GrammarError("the answer's grammar has become too complex")
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing but an end may follow."""
+        mask = self.allowed(())
+        return mask is not None and int(mask.sum()) == int(mask[sorted(self._grammar.ends)].sum())
+
+    def _look(self, path: Path) -> Tensor | None:
+        if not self._grammar.ends.isdisjoint(path):
+            return None
+        read = self._matcher.try_consume_tokens(list(path))
+        bits = self._matcher.compute_bitmask() if read == len(path) else b""
+        if self._matcher.is_error():
+            # It never leaves that state by itself. Of a draft it says only that nobody knows how to go on.
+            self._matcher = self._grammar.matcher()
+            self._matcher.consume_tokens(self._committed)
+            return None
+        self._matcher.rollback(read)
+        return _mask(bits, self._grammar.vocabulary) if bits else None
+
+
+def _mask(bits: bytes, vocabulary: int) -> Tensor:
+    found = np.unpackbits(np.frombuffer(bits, np.uint8), count=vocabulary, bitorder="little")
+    return torch.from_numpy(found.view(np.bool_))

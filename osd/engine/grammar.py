@@ -1,0 +1,119 @@
+"""What an answer has to look like: grammars compiled for a target's tokenizer, by the library llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from osd.engine.grammar_check import LIMITS, SECONDS, Checker, TooMuchWork, first_mask
+
+_KEPT = 64  # grammars, of up to some 20 MB each; most take a hundredth of that
+_WHAT = {
+    "json": "JSON Schema",
+    "regex": "regular expression without look-around",
+    "choice": "list of choices",
+    "grammar": "grammar in Lark's syntax or GBNF",
+}
+_LARGE = re.compile("too (large|complex|many)|fuel|limit exceeded|Unable to determine", re.IGNORECASE)
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be had; the message says why, as the end of a sentence, and repeats nothing of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grammar:
+    """A compiled grammar: at every place of an answer it says which tokens may follow.
+
+    ``vocabulary`` is the width of the target's logits, and ``ends`` are the tokens that end an answer.
+    """
+
+    vocabulary: int
+    ends: frozenset[int]
+    _first: LLMatcher = field(repr=False)
+
+    def matcher(self) -> LLMatcher:
+        """At the beginning of an answer; takes microseconds."""
+        return self._first.deep_copy()
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, which is wrapped once, and keeps the last ones. Any thread may ask."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: Iterable[int]) -> None:
+        """Wrap nothing yet: that takes a third of a second, and most services never need it."""
+        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, frozenset(ends)
+        self._wrapped: LLTokenizer | None = None
+        self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._checker, self._lock = Checker(), threading.Lock()
+
+    def compile(self, kind: str, text: str) -> Grammar:
+        """The grammar of a ``text`` that is of a ``kind`` of ``grammar_check.GRAMMARS``; a new one takes up to 0.2 s.
+
+        Raises:
+            GrammarError: it is refused.
+        """
+        with self._lock:
+            if (kind, text) not in self._kept:
+                self._kept[kind, text] = self._compiled(kind, text)
+                if len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end((kind, text))
+            return self._kept[kind, text]
+
+    def close(self) -> None:
+        """End the process that checks grammars."""
+        self._checker.close()
+
+    def _compiled(self, kind: str, text: str) -> Grammar:
+        try:
+            compiled, error = self._checker.check(kind, text)
+        except TooMuchWork:
+            raise GrammarError(f"takes more than the {1000 * SECONDS:g} ms of work that this server allows") from None
+        if error:
+            raise GrammarError(_refusal(kind, error))
+        matcher = LLMatcher(self._wrapper(), compiled, log_level=0, limits=LIMITS)
+        if error := first_mask(matcher):
+            raise GrammarError(_refusal(kind, error))
+        return Grammar(self._vocabulary, self._ends, matcher)
+
+    def _wrapper(self) -> LLTokenizer:
+        if not self._ends:
+            raise GrammarError("is not supported with a model that has no end of text")
+        if self._wrapped is None:
+            try:
+                self._wrapped = wrapped(self._tokenizer, self._vocabulary, self._ends)
+            except ValueError:
+                raise GrammarError("is not supported with this model's tokenizer") from None
+        return self._wrapped
+
+
+def wrapped(tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: Iterable[int]) -> LLTokenizer:
+    """A tokenizer as the library reads it, for logits of a width of ``vocabulary``.
+
+    Raises:
+        ValueError: it is none of the library tokenizers.
+    """
+    return from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(ends))  # type: ignore[arg-type] # it checks
+
+
+def _refusal(kind: str, error: str) -> str:
+    """What the library says of a grammar, without what the user wrote but the names of a schema's keywords."""
+    if found := re.match(r"Unimplemented keys: (\[.*\])", error):
+        names = [ascii(name)[1:-1][:32] for name in json.loads(found[1])[:4]]
+        return f"has keywords that are not supported: {', '.join(names)}"
+    if error.startswith("oneOf"):
+        return "has a oneOf whose alternatives may overlap, which is not supported; anyOf is"
+    if error.startswith(("Unsatisfiable", "NoExtension")):
+        return "is satisfied by nothing"
+    if _LARGE.search(error):
+        return "is too large or too complex to compile"
+    return f"is no {_WHAT[kind]} that can be compiled"
