@@ -20,6 +20,7 @@ from osd import drafters
 from osd.capture.stream import TraceWriter
 from osd.config import Settings
 from osd.engine.engine import Engine
+from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer
@@ -136,6 +137,10 @@ class Replica:
     def decode(self, ids: list[int]) -> str:
         """See ``Service``."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def compile(self, kind: str, text: str) -> Grammar:
+        """See ``Service``."""
+        return self.engine.grammars.compile(kind, text)
 
     def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:
         """See ``Service``."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +14,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from osd.engine.grammar import Grammar, GrammarError
 from osd.engine.policy import Policy
 from osd.engine.request import Request as Sequence
 from osd.engine.request import SamplingParams, Update
@@ -82,7 +85,7 @@ class Asked:
     """A body that was read and checked, and its prompts as token ids.
 
     ``domain`` names whose drafter it wants, None to find out; ``policy`` is how it speculates, None for as the server
-    does; ``seconds`` is how long its answer may take, None for any time.
+    does; ``seconds`` is how long its answer may take, None for any time; ``grammar`` is what it has to look like.
     """
 
     body: Generate
@@ -90,6 +93,7 @@ class Asked:
     domain: str | None
     policy: Policy | None
     seconds: float | None
+    grammar: Grammar | None
 
 
 class Routes:
@@ -100,6 +104,7 @@ class Routes:
         self.admission = Admission(self.limits.max_queue)
         self.arrivals = Arrivals(self.limits.max_queue, max(ARRIVING_BYTES, self.limits.max_body_bytes))
         self.tokenizing = Tokenizing()
+        self.compiling = ThreadPoolExecutor(1, "grammar")  # of its own: a grammar may take as long as a long text
         self.router = APIRouter()
         for path, handler, said in (
             ("/v1/chat/completions", self.chat, described("Answer a chat.", ChatCompletion, ChatRequest, ChatChunk)),
@@ -157,7 +162,8 @@ class Routes:
         named = body.osd.domain if body.osd else None
         if domain is not None and named not in (None, domain):
             raise invalid("'osd.domain' differs from the domain of 'model'.", "osd.domain")
-        return Asked(body, prompts, domain or named, await self._policy(body), self._seconds(body))
+        grammar = await self._grammar(body)
+        return Asked(body, prompts, domain or named, await self._policy(body), self._seconds(body), grammar)
 
     def _check_cost(self, body: Generate, prompts: int) -> None:
         """Refuse what is too much by its numbers alone, before work is done for it."""
@@ -172,6 +178,15 @@ class Routes:
 
     async def _policy(self, body: Generate) -> Policy | None:
         return await self.tokenizing.run(0, policy_of, body.osd, self.service.settings) if body.osd else None
+
+    async def _grammar(self, body: Generate) -> Grammar | None:
+        if (form := body.structure) is None:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self.compiling, self.service.compile, form.kind, form.text)
+        except GrammarError as error:
+            raise invalid(f"'{form.param}' {error}.", form.param) from None
 
     async def _generate(self, request: Request, asked: Asked, default: int) -> Response:
         """Decode every prompt ``n`` times; ``default`` is how many tokens a body means that does not say."""
@@ -250,6 +265,7 @@ class Routes:
             domain=asked.domain,
             policy=asked.policy,
             logprobs=body.top,
+            grammar=asked.grammar,
             client=caller.client,
             tenant=caller.tenant,
         )

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationInfo,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from osd.config import DOMAIN, GrowthSettings, ServingSettings, Verification
+from serving.body import Body, unsupported
+from serving.structured import ResponseFormat, Structure, StructuredOutputs
 
 MOST_BIASES = 1024
 """Entries of ``logit_bias`` at most."""
@@ -32,7 +25,6 @@ _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **_COMMON_NEUTRAL,
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -51,43 +43,6 @@ _COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
 _MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     name: (None, []) for name in ("name", "refusal", "annotations", "audio", "function_call", "tool_calls")
 }
-
-
-def _equal(value: Any, neutral: Any) -> bool:
-    # In JSON 0 and false differ; in Python they do not.
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-class Body(BaseModel):
-    """A JSON object with known fields only. Fields in ``neutral`` may say what is done anyway.
-
-    The server's limits of counts are the context of validation, ``ServingSettings``. What is too many, or one of many
-    that is wrong, is refused before the rest is looked at.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Tell of neutral fields too."""
-        schema = handler(core)
-        fields = handler.resolve_ref_schema(schema).setdefault("properties", {})
-        fields.update({name: {"enum": list(values)} for name, values in cls.neutral.items()})
-        return schema
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name, values in cls.neutral.items():
-            if name in data and not any(_equal(data[name], value) for value in values):
-                raise PydanticCustomError("unsupported", "'{param}' is not supported.", {"param": name})
-        given = {name: value for name, value in data.items() if name not in cls.neutral}
-        # The first unknown name is what the refusal tells: a thousand more would only take time.
-        unknown = next((name for name in given if name not in cls.model_fields), None)
-        return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
 
 
 def _limits(info: ValidationInfo) -> ServingSettings:
@@ -214,7 +169,7 @@ class Speculation(Body):
     def _not_governed(self) -> Speculation:
         # The governor plans what the server drafts by itself; a request gets what it asks for.
         if self.growth is not None and "governed" in self.growth.model_fields_set:
-            raise PydanticCustomError("unsupported", "'{param}' is not supported.", {"param": "osd.growth.governed"})
+            raise unsupported("osd.growth.governed")
         return self
 
 
@@ -224,7 +179,8 @@ class Generate(Body):
     ``top_k`` (0 and -1 are off), ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``min_tokens`` and
     ``ignore_eos`` are vLLM's extensions. Ours is ``timeout``: the seconds that the answer may take, from where the
     prompt has been read. ``user`` is taken as a label and not kept. With ``seed`` the text depends on prompt, settings
-    and seed alone, and not on what was drafted. No end of the text comes among its first ``min_tokens`` tokens.
+    and seed alone, and not on what was drafted. No end of the text comes among its first ``min_tokens`` tokens, unless
+    its form leaves nothing else. ``response_format`` on text completions and ``structured_outputs`` are vLLM's too.
     """
 
     chat: ClassVar[bool] = False
@@ -250,7 +206,16 @@ class Generate(Body):
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     store: bool | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     osd: Speculation | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the answer has to look like, None for any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structure
+        return None if self.response_format is None else self.response_format.structure
 
     @property
     def limit(self) -> tuple[int | None, str]:
@@ -265,9 +230,17 @@ class Generate(Body):
     @model_validator(mode="after")
     def _streams(self) -> Generate:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "unsupported", "'{param}' is only supported with stream.", {"param": "stream_options"}
-            )
+            raise unsupported("stream_options", "'{param}' is only supported with stream.")
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Generate:
+        other = None if self.response_format is None else self.response_format.structure
+        if self.structured_outputs is not None and other is not None:
+            raise unsupported("structured_outputs", "'{param}' is not supported together with 'response_format'.")
+        if self.structure is not None and self.ignore_eos:
+            # A form has an end, and nothing can follow it.
+            raise unsupported("ignore_eos", "'{param}' is not supported where the form of the answer is given.")
         return self
 
 
@@ -309,18 +282,14 @@ class ChatRequest(Generate):
     @model_validator(mode="after")
     def _top_of_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError(
-                "unsupported", "'{param}' is only supported with logprobs.", {"param": "top_logprobs"}
-            )
+            raise unsupported("top_logprobs", "'{param}' is only supported with logprobs.")
         return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
-            raise PydanticCustomError(
-                "unsupported", "'{param}' differs from 'max_completion_tokens'.", {"param": "max_tokens"}
-            )
+            raise unsupported("max_tokens", "'{param}' differs from 'max_completion_tokens'.")
         return self
 
 
@@ -349,7 +318,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("unsupported", "Give either '{param}' or 'messages'.", {"param": "prompt"})
+            raise unsupported("prompt", "Give either '{param}' or 'messages'.")
         return self
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from osd.config import Settings
+from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from serving.access.access import Access
 from serving.replica_metrics import Totals
@@ -49,6 +50,14 @@ class Service(Protocol):
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, special tokens included."""
+        ...
+
+    def compile(self, kind: str, text: str) -> Grammar:
+        """What an answer has to look like, by a kind of ``osd.engine.grammar_check.GRAMMARS``; takes up to 0.2 s.
+
+        Raises:
+            GrammarError: it is refused.
+        """
         ...
 
     def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:

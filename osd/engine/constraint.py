@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from osd.engine.grammar import Grammar, GrammarError
 
@@ -22,9 +20,9 @@ class Constraint:
     def __init__(self, grammar: Grammar) -> None:
         self._grammar, self._matcher = grammar, grammar.matcher()
         self._committed: list[int] = []
-        self._masks: dict[Path, Tensor | None] = {}
+        self._masks: dict[Path, np.ndarray | None] = {}
 
-    def allowed(self, path: Path) -> Tensor | None:
+    def allowed(self, path: Path) -> np.ndarray | None:
         """[vocabulary] bool, the tokens that may come after a path; None where the grammar does not allow that path."""
         if path not in self._masks:
             self._masks[path] = self._look(path)
@@ -49,9 +47,11 @@ class Constraint:
     def complete(self) -> bool:
         """Whether nothing but an end may follow."""
         mask = self.allowed(())
-        return mask is not None and int(mask.sum()) == int(mask[sorted(self._grammar.ends)].sum())
+        if mask is None:
+            return False
+        return np.count_nonzero(mask) == np.count_nonzero(mask[sorted(self._grammar.ends)])
 
-    def _look(self, path: Path) -> Tensor | None:
+    def _look(self, path: Path) -> np.ndarray | None:
         if not self._grammar.ends.isdisjoint(path):
             return None
         read = self._matcher.try_consume_tokens(list(path))
@@ -65,6 +65,5 @@ class Constraint:
         return _mask(bits, self._grammar.vocabulary) if bits else None
 
 
-def _mask(bits: bytes, vocabulary: int) -> Tensor:
-    found = np.unpackbits(np.frombuffer(bits, np.uint8), count=vocabulary, bitorder="little")
-    return torch.from_numpy(found.view(np.bool_))
+def _mask(bits: bytes, vocabulary: int) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(bits, np.uint8), count=vocabulary, bitorder="little").view(np.bool_)

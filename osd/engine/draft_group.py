@@ -249,19 +249,19 @@ class DraftGroup:
             return mine
         after = [(b, node) for b, tree in enumerate(self.trees) for node in range(ROOT, len(tree.tokens))]
         owners, nodes = torch.tensor(after, device=self.asked.device).T
-        tokens, parents = self._tensors()
+        tokens, parents = _tensors(self.trees, self.proposal, self.asked.device)
         return self.asked.penalties.adjust(mine, owners, nodes, tokens, parents)
 
-    def _tensors(self) -> tuple[Tensor, Tensor]:
-        """[B, N] tokens and parents of the trees, padded."""
-        draft = None if self.proposal is None else self.proposal.draft
-        if draft is not None:
-            return draft.tokens, draft.parents
-        width = max(len(tree.tokens) for tree in self.trees)
-        padded = [(tree.tokens + [-1] * (width - len(tree.tokens)), tree.parents) for tree in self.trees]
-        tokens = torch.tensor([tokens for tokens, _ in padded], dtype=torch.int64, device=self.asked.device)
-        parents = [parents + [ROOT] * (width - len(parents)) for _, parents in padded]
-        return tokens, torch.tensor(parents, dtype=torch.int64, device=self.asked.device).view(tokens.shape)
+
+def _tensors(trees: Sequence[Tree], proposal: Proposal | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[B, N] tokens and parents of the trees, padded."""
+    if proposal is not None and proposal.draft is not None:
+        return proposal.draft.tokens, proposal.draft.parents
+    width = max(len(tree.tokens) for tree in trees)
+    padded = [(tree.tokens + [-1] * (width - len(tree.tokens)), tree.parents) for tree in trees]
+    tokens = torch.tensor([tokens for tokens, _ in padded], dtype=torch.int64, device=device)
+    parents = [parents + [ROOT] * (width - len(parents)) for _, parents in padded]
+    return tokens, torch.tensor(parents, dtype=torch.int64, device=device).view(tokens.shape)
 
 
 def _asked(policy: Policy, limits: dict[Decoding, int], device: torch.device, worth: Worth | None = None) -> Asked:

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
-from osd.engine.round import Outcome, ScheduledSequence
+from osd.engine.round import Outcome
+from osd.engine.scheduled import ScheduledSequence
 from osd.engine.sequence import Sequence as Decoding
 from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Drafted, Governor, Ready

@@ -10,7 +10,7 @@ from osd.config import EngineSettings
 from osd.engine.planner import Planner
 from osd.engine.pool import DrafterPool
 from osd.engine.request_router import RequestRouter
-from osd.engine.round import Scheduled, ScheduledSequence
+from osd.engine.scheduled import Scheduled, ScheduledSequence
 from osd.engine.sequence import Sequence, Unrouted
 from osd.engine.slots import SlotManager
 from osd.engine.tracing import Tracer
@@ -106,11 +106,11 @@ class Scheduler:
         limits, missed, worth = self._planner.limits(scheduled, len(self.running))
         return Scheduled([replace(one, limit=limits.get(one.sequence, 0)) for one in scheduled], missed, worth)
 
-    def _forced(self, one: ScheduledSequence) -> Sequence[int]:
+    def _forced(self, one: ScheduledSequence) -> list[int]:
         """What the grammar of a sequence leaves no choice about: all of it is kept, so that it pays without a plan."""
         s = one.sequence
         if s.constraint is None or not (one.ends and s.request.speculate):
-            return ()
+            return []
         return s.constraint.forced(min(s.remaining - 1, self._settings.max_draft))
 
     def _take_cached(self, s: Sequence, start: int) -> None:

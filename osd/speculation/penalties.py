@@ -86,7 +86,8 @@ class Penalties:
         for index in chosen:
             s = settings[index]
             # Only the repetition penalty asks for the prompt.
-            found = _facts(s.logit_bias, prompts[index] if s.repetition_penalty != 1 else (), outputs[index])
+            prompt, output = prompts[index] if s.repetition_penalty != 1 else (), outputs[index]
+            found = _facts(s.logit_bias, prompt, output if penalised(s) else ())
             ids.append(found[0])
             facts.append(found[1])
             rates.append((s.repetition_penalty, s.frequency_penalty, s.presence_penalty))
@@ -98,6 +99,7 @@ class Penalties:
         early = [one.early if (one := withheld[index]) else 0 for index in chosen]
         self._early = torch.tensor(early, device=device)  # [S]
         self._constraints = [held[index] for index in chosen]
+        self._rated = any(penalised(settings[index]) for index in chosen)
 
     def adjust(
         self,
@@ -119,6 +121,17 @@ class Penalties:
         if not len(at):
             return logits
         mine, path = mine[at], path_tokens(tokens, parents, rows[at], nodes[at])
+        changed = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+        if self._rated:
+            self._penalise(changed, at, mine, path, support)
+        if any(self._constraints):
+            constraints = [self._constraints[one] for one in mine.tolist()]
+            forbid(changed, at.tolist(), constraints, path.tolist(), support)
+        self._withhold(changed, at, mine, (path >= 0).sum(1), support)
+        return changed
+
+    def _penalise(self, changed: Tensor, at: Tensor, mine: Tensor, path: Tensor, support: Tensor | None) -> None:
+        """Change rows ``at`` [A] of sequences ``mine`` [A], after the tokens of ``path`` [A, longest]."""
         committed, facts = self._ids[mine], self._facts[mine]
         drafted = path >= 0
         same = (path[:, :, None] == committed[:, None, :]) & drafted[:, :, None]
@@ -128,35 +141,33 @@ class Penalties:
         ids = torch.cat([committed, path], 1)  # [A, L + longest path]
         on_path = (ids[:, :, None] == path[:, None, :]).sum(-1)
         columns = ids
-        ends = self._ends[mine]
-        ending = (ends >= 0) & (drafted.sum(1) < self._early[mine])[:, None]
         if support is not None:
             valid, columns = _columns(support, ids, valid)
-            ending, ends = _columns(support, ends, ending)
-
         counts, prompt, bias = torch.cat([facts, facts.new_zeros(*path.shape, 3)], 1).unbind(-1)
         counts = counts + on_path
         repetition, frequency, presence = self._rates[mine][:, :, None].unbind(1)
-        place = at[:, None] * logits.shape[-1] + columns.masked_fill(~valid, 0)
-        before = logits.take(place).double()
+        place = at[:, None] * changed.shape[-1] + columns.masked_fill(~valid, 0)
+        before = changed.take(place).double()
         scores = before + bias
         repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
         scores = torch.where((counts > 0) | (prompt > 0), repeated, scores)
         scores = scores - frequency * counts - presence * (counts > 0)
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        change = (scores - before).masked_fill(~valid | before.isneginf(), 0.0).to(dtype)
-        changed = logits.to(dtype, copy=True).put_(place, change, accumulate=True)
-        constraints = [self._constraints[place] for place in mine.tolist()] if any(self._constraints) else []
-        part = changed[at] if constraints else changed
-        bound = forbid(part, constraints, path.tolist(), support) if constraints else []
-        if bound:
-            changed[at] = part
+        change = (scores - before).masked_fill(~valid | before.isneginf(), 0.0).to(changed.dtype)
+        changed.put_(place, change, accumulate=True)
+
+    def _withhold(self, changed: Tensor, at: Tensor, mine: Tensor, depths: Tensor, support: Tensor | None) -> None:
+        """Take the ends from rows ``at`` [A] of sequences ``mine`` [A] that are too early, ``depths`` [A] along."""
+        ends = self._ends[mine]
+        ending = (ends >= 0) & (depths < self._early[mine])[:, None]
+        if support is not None:
+            ending, ends = _columns(support, ends, ending)
         rows, which = ending.nonzero(as_tuple=True)
+        bound = [row for row in set(rows.tolist()) if self._constraints[int(mine[row])]]
+        allowed = {row: changed[at[row]].clone() for row in bound}
         changed[at[rows], ends[rows, which]] = -math.inf
-        for row in bound if len(rows) else ():
+        for row, whole in allowed.items():
             if bool(changed[at[row]].isneginf().all()):
-                changed[at[row]] = part[row]
-        return changed
+                changed[at[row]] = whole
 
 
 def _columns(support: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

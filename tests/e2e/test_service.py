@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2 as httpx
 import openai
 import pytest
+from jsonschema import Draft202012Validator
 
 from tests.collector import Collector, attributes_of
 
@@ -104,6 +106,56 @@ def test_a_seed_gives_the_same_choices_and_logprobs_again_through_the_openai_cli
     first = ask(5)
     assert first[0] != first[1]
     assert ask(5) == first != ask(6)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["cat", "dog"]},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "ages"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_keeps_to_its_schema_whole_and_streamed_through_the_openai_client(client):
+    ask = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "A cat"}],
+        "max_tokens": 150,
+        "n": 3,
+        "seed": 8,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "pet", "schema": PERSON, "strict": True}},
+    }
+    whole = client.chat.completions.create(**ask)
+    for choice in whole.choices:
+        assert choice.finish_reason == "stop"
+        Draft202012Validator(PERSON).validate(json.loads(choice.message.content))
+    assert whole.model_extra["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 3 * 20
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    cut = client.chat.completions.create(**{**ask, "max_tokens": 9, "n": 1})
+    assert cut.choices[0].finish_reason == "length"
+
+
+def test_text_completions_keep_to_vllms_structured_outputs(client):
+    fields = {"model": "tiny", "prompt": "a", "max_tokens": 60, "temperature": 1.0}
+    choice = client.completions.create(
+        **fields, extra_body={"structured_outputs": {"choice": ["red", "blue"]}}
+    ).choices[0]
+    assert (choice.text in ("red", "blue"), choice.finish_reason) == (True, "stop")
+    found = client.completions.create(
+        **fields, extra_body={"structured_outputs": {"regex": "[a-c]{3}[0-9]+;"}}
+    ).choices[0]
+    assert re.fullmatch("[a-c]{3}[0-9]+;?", found.text)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**fields, extra_body={"structured_outputs": {"regex": "(a"}})
+    assert caught.value.param == "structured_outputs.regex"
 
 
 def test_refusals_reach_the_openai_client_as_its_own_errors(client):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jsonschema import Draft202012Validator
@@ -59,7 +60,7 @@ def masked_by_the_book(oracle: Oracle, prompt: list[int], constraint: Constraint
             logits = oracle.model(input_ids=torch.tensor([prompt + output])).logits[0, -1]
         mask = constraint.allowed(())
         assert mask is not None
-        output.append(int(logits.masked_fill(~mask, -torch.inf).argmax()))
+        output.append(int(logits.masked_fill(~torch.from_numpy(mask), -torch.inf).argmax()))
         if output[-1] == END:
             break
         constraint.advance(output[-1])
@@ -290,7 +291,7 @@ def test_what_is_allowed_depends_on_the_tokens_alone(grammars: Grammars, kind: s
         while len(path) < 25 and not here.complete:
             mask = here.allowed(())
             assert mask is not None
-            path.append(chance.choice([token for token in mask.nonzero().flatten().tolist() if token != END]))
+            path.append(chance.choice([token for token in np.flatnonzero(mask).tolist() if token != END]))
             here.advance(path[-1])
         assert walk(Constraint(grammar), busy=True) == walk(Constraint(grammar), busy=False)
 

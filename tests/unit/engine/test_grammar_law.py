@@ -232,12 +232,13 @@ def test_a_seed_draws_from_that_law(model: LlamaForCausalLM, grammar: Grammar) -
     assert p_value(model, grammar, eagle(model), named("chain"), repeatable=True) > 1e-4
 
 
-def without_p(logits: Tensor, constraints: Any, paths: Any, support: Tensor | None) -> list[int]:
-    return [] if support is None else masks.forbid(logits, constraints, paths, support)
+def without_p(logits: Tensor, rows: Any, constraints: Any, paths: Any, support: Tensor | None) -> None:
+    if support is not None:
+        masks.forbid(logits, rows, constraints, paths, support)
 
 
-def at_the_root(logits: Tensor, constraints: Any, paths: Any, support: Tensor | None) -> list[int]:
-    return masks.forbid(logits, constraints, [()] * len(paths), support)
+def at_the_root(logits: Tensor, rows: Any, constraints: Any, paths: Any, support: Tensor | None) -> None:
+    masks.forbid(logits, rows, constraints, [()] * len(paths), support)
 
 
 @pytest.mark.parametrize("broken", [without_p, at_the_root])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from osd.config import Settings
+from osd.engine.grammar import Grammar, Grammars
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
 from serving.access.access import Access
 from serving.replica_metrics import Report, Totals
 from serving.service import ChatTemplateError, Model
+from tests.tiny import tokenizer
+
+GRAMMARS = Grammars(tokenizer(), 259, [257])
+atexit.register(GRAMMARS.close)
 
 Script = Callable[[Request], list[Update] | None]
 
@@ -48,6 +54,9 @@ class ScriptedService:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
+
+    def compile(self, kind: str, text: str) -> Grammar:
+        return GRAMMARS.compile(kind, text)
 
     def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:
         self.submitted.append(request)

@@ -29,7 +29,6 @@ def chat(**fields):
     [
         ("tools", [{"type": "function"}]),
         ("top_logprobs", 3),
-        ("response_format", {"type": "json_object"}),
         ("metadata", {"a": "SECRET"}),
         ("a_field_of_tomorrow", None),
     ],
