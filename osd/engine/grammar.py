@@ -9,13 +9,15 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from osd.engine.grammar_check import LIMITS, SECONDS, Checker, TooMuchWork, first_mask
+from osd.target.vocabulary import Vocabulary, VocabularyError
 
 _KEPT = 64  # grammars, of up to some 20 MB each; most take a hundredth of that
+_BEFORE = "\x02"  # a character that merges with no other: the text behind it does not begin a line or a word
 _WHAT = {
     "json": "JSON Schema",
     "regex": "regular expression without look-around",
@@ -91,28 +93,60 @@ class Grammars:
         if self._wrapped is None:
             try:
                 self._wrapped = wrapped(self._tokenizer, self._vocabulary, self._ends)
-            except ValueError:
+            except VocabularyError:
                 raise GrammarError("is not supported with this model's tokenizer") from None
         return self._wrapped
 
 
-def wrapped(tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: Iterable[int]) -> LLTokenizer:
+class _Tokens:
+    """A tokenizer as the library asks for it: the bytes of its tokens, and how it writes a text in the middle of one.
+
+    The library's own reader takes every added token in angle brackets for one that no text has, and then contradicts
+    itself where a text has it: ``<tool_call>`` is text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: frozenset[int]) -> None:
+        read = Vocabulary.of("the target", tokenizer)
+        self.tokens = [read.tokens.get(token, (b"", True))[0] for token in range(vocabulary)]
+        self.special_token_ids = sorted(read.special | ends)
+        self.eos_token_id, self.bos_token_id = min(ends), None
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # in a text they are text
+        self._before = self._ids(_BEFORE)
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):  # the library asks whether bytes do too
+            raise TypeError
+        ids = self._ids(_BEFORE + text)
+        return ids[len(self._before) :] if ids[: len(self._before)] == self._before else self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def wrapped(tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
     """A tokenizer as the library reads it, for logits of a width of ``vocabulary``.
 
     Raises:
-        ValueError: it is none of the library tokenizers.
+        VocabularyError: its tokens cannot be read.
     """
-    return from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(ends))  # type: ignore[arg-type] # it checks
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise VocabularyError("it is none of the tokenizers library")
+    tokens = _Tokens(backend, vocabulary, ends)
+    return LLTokenizer(TokenizerWrapper(tokens), n_vocab=vocabulary, eos_token=sorted(ends))
 
 
 def _refusal(kind: str, error: str) -> str:
     """What the library says of a grammar, without what the user wrote but the names of a schema's keywords."""
-    if found := re.match(r"Unimplemented keys: (\[.*\])", error):
+    if found := re.search(r"Unimplemented keys: (\[.*?\])", error):
         names = [ascii(name)[1:-1][:32] for name in json.loads(found[1])[:4]]
         return f"has keywords that are not supported: {', '.join(names)}"
-    if error.startswith("oneOf"):
+    if "oneOf constraints" in error:
         return "has a oneOf whose alternatives may overlap, which is not supported; anyOf is"
-    if error.startswith(("Unsatisfiable", "NoExtension")):
+    if "Unsatisfiable schema" in error or error.startswith("NoExtension"):
         return "is satisfied by nothing"
     if _LARGE.search(error):
         return "is too large or too complex to compile"
