@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, LiteralString
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
+
+from osd.config import ServingSettings
 
 
 def unsupported(param: str, message: LiteralString = "'{param}' is not supported.") -> PydanticCustomError:
@@ -50,3 +52,14 @@ class Body(BaseModel):
         # The first unknown name is what the refusal tells: a thousand more would only take time.
         unknown = next((name for name in given if name not in fields), None)
         return {name: value for name, value in given.items() if name in fields or name == unknown}
+
+
+def limits_of(info: ValidationInfo) -> ServingSettings:
+    """The server's limits of counts, in a validation."""
+    return info.context or ServingSettings()
+
+
+def too_many(param: str, count: int, limit: int) -> PydanticCustomError:
+    """The refusal of a list that is longer than this server allows."""
+    message = "'{param}' has {count} entries and this server's limit is {limit}."
+    return PydanticCustomError("too_many", message, {"param": param, "count": count, "limit": limit})

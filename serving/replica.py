@@ -40,6 +40,7 @@ from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
 from serving.rollout_follower import DrafterCache, Start, Versions, VersionWatcher, Watcher, starting_drafter
 from serving.service import ChatTemplateError, Model
+from serving.tool_formats import ToolFormat, tool_format
 
 logger = logging.getLogger(__name__)
 
@@ -124,15 +125,24 @@ class Replica:
         with nullcontext() if self._tokenizer.is_fast else self._one_at_a_time:
             return self._tokenizer(text, add_special_tokens=special)["input_ids"]
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """See ``Service``."""
         if self._tokenizer.chat_template is None:
             raise ChatTemplateError("The model has no chat template; use /v1/completions.")
         try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            given: Any = tools or None  # transformers has a narrower type for its lists
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=given, add_generation_prompt=True, tokenize=False
+            )
         except TemplateError:
             raise ChatTemplateError("The model's chat template does not take this order of messages.") from None
         return self.encode(str(text), special=False)
+
+    def tool_format(self) -> ToolFormat:
+        """See ``Service``."""
+        template = self._tokenizer.chat_template or ""
+        # Some models have several, and transformers takes this one where there are tools.
+        return tool_format(template if isinstance(template, str) else template.get("tool_use", template["default"]))
 
     def decode(self, ids: list[int]) -> str:
         """See ``Service``."""

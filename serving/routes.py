@@ -38,6 +38,7 @@ from serving.limits import (
     policy_of,
     read_body,
 )
+from serving.messages import Message
 from serving.model_routes import ModelRoutes
 from serving.reference.operation import described
 from serving.reference.shapes import ChatChunk, ChatCompletion, Completion, CompletionChunk, Detokenized, Tokenized
@@ -47,15 +48,18 @@ from serving.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     Generate,
-    Message,
     TokenizeRequest,
 )
 from serving.server_routes import ServerRoutes
 from serving.service import ChatTemplateError, Service
+from serving.structured import Structure
 from serving.telemetry.observed import observed_of
 from serving.telemetry.observing import Observer, Observing
 from serving.telemetry.request_log import log_request
 from serving.tokenizing import Tokenizing
+from serving.tool_calls import CallReader
+from serving.tool_formats import NoToolsError, ToolFormat
+from serving.tools import Function
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for /v1/completions."""
@@ -85,7 +89,8 @@ class Asked:
     """A body that was read and checked, and its prompts as token ids.
 
     ``domain`` names whose drafter it wants, None to find out; ``policy`` is how it speculates, None for as the server
-    does; ``seconds`` is how long its answer may take, None for any time; ``grammar`` is what it has to look like.
+    does; ``seconds`` is how long its answer may take, None for any time; ``grammar`` is what it has to look like, and
+    ``calls`` is how functions are called, None where there are none.
     """
 
     body: Generate
@@ -94,6 +99,7 @@ class Asked:
     policy: Policy | None
     seconds: float | None
     grammar: Grammar | None
+    calls: ToolFormat | None
 
 
 class Routes:
@@ -119,8 +125,9 @@ class Routes:
         with self.arrivals.one() as arrived:
             body, domain = await self._read(request, ChatRequest, arrived)
             self._check_cost(body, 1)
-            prompts = [await self._encode_chat(body.messages)]
-            asked = await self._asked(body, prompts, domain)
+            calls = self._tool_format(body)
+            prompts = [await self._encode_chat(body.messages, body.callable)]
+            asked = await self._asked(body, prompts, domain, calls)
         return await self._generate(request, asked, self.limits.max_completion_tokens)
 
     async def complete(self, request: Request) -> Response:
@@ -137,7 +144,7 @@ class Routes:
         with self.arrivals.one() as arrived:
             body, _ = await self._read(request, TokenizeRequest, arrived)
             if body.messages is not None:
-                ids = await self._encode_chat(body.messages)
+                ids = await self._encode_chat(body.messages, [])
             else:
                 ids = await self._encode(body.prompt or "", body.add_special_tokens)
         return JSONResponse({"count": len(ids), "max_model_len": self.service.model.context, "tokens": ids})
@@ -157,13 +164,15 @@ class Routes:
         body = await read_body(request, schema, self.limits, arrived)
         return body, await self._models.domain_of(body.model, caller_of(request).tenant)
 
-    async def _asked(self, body: Generate, prompts: list[list[int]], domain: str | None) -> Asked:
-        """``domain`` is that of its ``model``."""
+    async def _asked(
+        self, body: Generate, prompts: list[list[int]], domain: str | None, calls: ToolFormat | None = None
+    ) -> Asked:
+        """``domain`` is that of its ``model``, ``calls`` how functions are called, None where none may be."""
         named = body.osd.domain if body.osd else None
         if domain is not None and named not in (None, domain):
             raise invalid("'osd.domain' differs from the domain of 'model'.", "osd.domain")
-        grammar = await self._grammar(body)
-        return Asked(body, prompts, domain or named, await self._policy(body), self._seconds(body), grammar)
+        grammar = await self._grammar(body.structure if calls is None else body.structure_of(calls))
+        return Asked(body, prompts, domain or named, await self._policy(body), self._seconds(body), grammar, calls)
 
     def _check_cost(self, body: Generate, prompts: int) -> None:
         """Refuse what is too much by its numbers alone, before work is done for it."""
@@ -179,8 +188,8 @@ class Routes:
     async def _policy(self, body: Generate) -> Policy | None:
         return await self.tokenizing.run(0, policy_of, body.osd, self.service.settings) if body.osd else None
 
-    async def _grammar(self, body: Generate) -> Grammar | None:
-        if (form := body.structure) is None:
+    async def _grammar(self, form: Structure | None) -> Grammar | None:
+        if form is None:
             return None
         loop = asyncio.get_running_loop()
         try:
@@ -212,8 +221,9 @@ class Routes:
                 sequences.append(replace(common, id=mine, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling))
         logprobs = Logprobs(body.chat, partial(self.tokenizing.run, 0, self._texts))
         answer = Answer(
-            response_id, body.model or model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs
-        )
+            response_id, body.model or model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs,
+            None if asked.calls is None else partial(CallReader, asked.calls, [one.name for one in body.callable]),
+        )  # fmt: skip
         charge = partial(self.service.access.budgets.charge, caller.key)
         generation = Generation(self.service, self.admission, sequences, asked.seconds, charge, observed)
         handed_over = False
@@ -273,11 +283,20 @@ class Routes:
     async def _encode(self, text: str, special: bool) -> list[int]:
         return await self.tokenizing.run(len(text), self.service.encode, text, special)
 
-    async def _encode_chat(self, messages: list[Message]) -> list[int]:
-        # Chat templates know the older name of the role.
-        turns = [{"role": m.role.replace("developer", "system"), "content": m.content} for m in messages]
+    def _tool_format(self, body: ChatRequest) -> ToolFormat | None:
+        """How functions are called, None where none may be."""
+        param = "tools" if body.callable else "messages" if any(m.calls for m in body.messages) else None
         try:
-            return await self.tokenizing.run(sum(len(m.content) for m in messages), self.service.encode_chat, turns)
+            form = self.service.tool_format() if param else None
+        except NoToolsError as error:
+            raise invalid(str(error), param, "chat_template") from None
+        return form if body.callable else None
+
+    async def _encode_chat(self, messages: list[Message], callable: list[Function]) -> list[int]:
+        functions = [{"type": "function", "function": one.template} for one in callable]
+        size = sum(len(m.content or "") for m in messages) + sum(len(str(one)) for one in functions)
+        try:
+            return await self.tokenizing.run(size, self.service.encode_chat, [m.template for m in messages], functions)
         except ChatTemplateError as error:
             raise invalid(str(error), "messages", "chat_template") from error
 

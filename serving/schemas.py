@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
-from typing_extensions import TypedDict
 
-from osd.config import DOMAIN, GrowthSettings, ServingSettings, Verification
-from serving.body import Body, unsupported
+from osd.config import DOMAIN, GrowthSettings, Verification
+from serving.body import Body, limits_of, too_many, unsupported
+from serving.messages import Messages
 from serving.structured import ResponseFormat, Structure, StructuredOutputs
+from serving.tool_formats import ToolFormat
+from serving.tools import Function, ToolChoice, Tools
 
 MOST_BIASES = 1024
 """Entries of ``logit_bias`` at most."""
@@ -26,8 +28,6 @@ _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **_COMMON_NEUTRAL,
     "modalities": (None, ["text"]),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "reasoning_effort": (None, "none"),
@@ -40,18 +40,6 @@ _COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
 }
-_MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    name: (None, []) for name in ("name", "refusal", "annotations", "audio", "function_call", "tool_calls")
-}
-
-
-def _limits(info: ValidationInfo) -> ServingSettings:
-    return info.context or ServingSettings()
-
-
-def _too_many(param: str, count: int, limit: int) -> PydanticCustomError:
-    message = "'{param}' has {count} entries and this server's limit is {limit}."
-    return PydanticCustomError("too_many", message, {"param": param, "count": count, "limit": limit})
 
 
 def _stops(value: Any) -> Any:
@@ -70,36 +58,6 @@ def _stop_ids(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MOST_STOP_IDS:
         raise ValueError(f"has {len(value)} entries and the limit is {MOST_STOP_IDS}")
     return value
-
-
-def _messages(value: Any, info: ValidationInfo) -> Any:
-    limit = _limits(info).max_messages
-    if isinstance(value, list) and len(value) > limit:
-        raise _too_many("messages", len(value), limit)
-    return value
-
-
-def _text(value: Any) -> Any:
-    """Join a message's text parts; other kinds of parts are refused by name."""
-    if not isinstance(value, list):
-        return value
-    parts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            known = kind if kind in ("image_url", "input_audio", "file", "refusal") else "such"
-            raise ValueError(f"only text parts are supported, no {known} parts")
-        if extra := set(part) - {"type", "text"}:
-            raise ValueError(f"a text part has {len(extra)} more field(s) than type and text")
-        parts.append(part["text"])
-    return "".join(parts)
-
-
-class TextPart(TypedDict):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
 
 
 _Stop = Annotated[str, Field(min_length=1)]
@@ -130,9 +88,9 @@ def _prompts(value: Any, info: ValidationInfo) -> Any:
         value = [value]
     if not isinstance(value, list) or not value:
         raise ValueError("must be a text, a list of token ids, or a list of these that is not empty")
-    limit = _limits(info).max_queue
+    limit = limits_of(info).max_queue
     if len(value) > limit:
-        raise _too_many("prompt", len(value), limit)
+        raise too_many("prompt", len(value), limit)
     for prompt in value:
         ids = isinstance(prompt, list) and set(map(type, prompt)) <= {int} and min(prompt, default=0) >= 0
         if not (isinstance(prompt, str) or ids):
@@ -141,7 +99,6 @@ def _prompts(value: Any, info: ValidationInfo) -> Any:
 
 
 _STOPS = BeforeValidator(_stops, json_schema_input_type=_Stop | list[_Stop] | None)
-_CONTENT = BeforeValidator(_text, json_schema_input_type=str | list[TextPart])
 _BIASES = BeforeValidator(_biases, json_schema_input_type=dict[str, float] | None)
 _PROMPTS = BeforeValidator(_prompts, json_schema_input_type=str | _Ids | list[str | _Ids])
 
@@ -218,6 +175,15 @@ class Generate(Body):
         return None if self.response_format is None else self.response_format.structure
 
     @property
+    def callable(self) -> list[Function]:
+        """The functions that the model may call."""
+        return []
+
+    def structure_of(self, calls: ToolFormat) -> Structure | None:
+        """What an answer has to look like that may call functions so, None where that is left to the model."""
+        return None
+
+    @property
     def limit(self) -> tuple[int | None, str]:
         """How many tokens a completion may have at most, None when nobody says, and the field that says so."""
         return self.max_tokens, "max_tokens"
@@ -244,19 +210,6 @@ class Generate(Body):
         return self
 
 
-class Message(Body):
-    """One turn of a chat."""
-
-    neutral = _MESSAGE_NEUTRAL
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, _CONTENT]
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
-"""The turns of a chat, as many as the server allows."""
-
-
 class ChatRequest(Generate):
     """``POST /v1/chat/completions``."""
 
@@ -264,6 +217,9 @@ class ChatRequest(Generate):
     chat = True
 
     messages: Messages
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -278,6 +234,40 @@ class ChatRequest(Generate):
     def top(self) -> int | None:
         """See ``Generate``."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def callable(self) -> list[Function]:
+        """See ``Generate``."""
+        none = self.tool_choice is not None and self.tool_choice.type == "none"
+        return [] if none else [tool.function for tool in self.tools or ()]
+
+    @property
+    def called(self) -> list[Function]:
+        """The functions of which one has to be called, none where the model may also answer with text."""
+        if self.tool_choice is None or self.tool_choice.type in ("none", "auto"):
+            return []
+        wanted = self.tool_choice.function
+        return [one for one in self.callable if wanted is None or one.name == wanted.name]
+
+    def structure_of(self, calls: ToolFormat) -> Structure | None:
+        """See ``Generate``: it is left to the model but for calls that are asked for, strict, or one at most."""
+        if not (self.called or self.parallel_tool_calls is False or any(one.strict for one in self.callable)):
+            return None
+        functions = {one.name: one.arguments for one in self.called or self.callable}
+        named = self.tool_choice is not None and self.tool_choice.function is not None
+        several = self.parallel_tool_calls is not False and not named
+        return Structure("tools", "grammar", calls.grammar(functions, several, free=not self.called))
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> ChatRequest:
+        asked = self.tool_choice is not None and self.tool_choice.type not in ("none", "auto")
+        if asked and not self.called:
+            raise PydanticCustomError("no_such", "'{param}' names no function of 'tools'.", {"param": "tool_choice"})
+        if self.callable and self.structure is not None:
+            raise unsupported("tools", "'{param}' is not supported where the form of the answer is given.")
+        if self.called and self.ignore_eos:
+            raise unsupported("ignore_eos", "'{param}' is not supported where a function has to be called.")
+        return self
 
     @model_validator(mode="after")
     def _top_of_logprobs(self) -> ChatRequest:

@@ -11,6 +11,7 @@ from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from serving.access.access import Access
 from serving.replica_metrics import Totals
+from serving.tool_formats import ToolFormat
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,19 @@ class Service(Protocol):
         """Token ids of a text, with the tokenizer's special tokens around it if ``special``."""
         ...
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a chat that the assistant continues.
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a chat that the assistant continues, and that may call ``tools``.
 
         Raises:
             ChatTemplateError: it cannot be rendered.
+        """
+        ...
+
+    def tool_format(self) -> ToolFormat:
+        """How the model writes down calls of functions.
+
+        Raises:
+            NoToolsError: it cannot call any.
         """
         ...
 

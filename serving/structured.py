@@ -26,18 +26,19 @@ class Structure(NamedTuple):
     text: str
 
 
-def _bounded(size: int) -> None:
+def bounded(size: int) -> None:
+    """Refuse a text of so many characters that is too long."""
     if size > MOST_TEXT:
         raise ValueError(f"has {size} characters and the limit is {MOST_TEXT}")
 
 
 def _text(value: str) -> str:
-    _bounded(len(value))
+    bounded(len(value))
     return value
 
 
 def _schema(value: dict[str, Any]) -> dict[str, Any]:
-    _bounded(len(json.dumps(value, allow_nan=False)))
+    bounded(len(json.dumps(value, allow_nan=False)))
     return value
 
 
@@ -45,7 +46,7 @@ def _read(value: Any) -> Any:
     """A schema that is sent as its text, read."""
     if not isinstance(value, str):
         return value
-    _bounded(len(value))
+    bounded(len(value))
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
@@ -56,7 +57,7 @@ def _choices(value: Any) -> Any:
     if isinstance(value, list):
         if len(value) > MOST_CHOICES:
             raise ValueError(f"has {len(value)} entries and the limit is {MOST_CHOICES}")
-        _bounded(sum(len(one) for one in value if isinstance(one, str)))
+        bounded(sum(len(one) for one in value if isinstance(one, str)))
     return value
 
 

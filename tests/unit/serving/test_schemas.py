@@ -27,7 +27,6 @@ def chat(**fields):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
         ("top_logprobs", 3),
         ("metadata", {"a": "SECRET"}),
         ("a_field_of_tomorrow", None),
