@@ -134,7 +134,7 @@ class Replica:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=given, add_generation_prompt=True, tokenize=False
             )
-        except TemplateError:
+        except (TemplateError, TypeError, ValueError):  # tools and calls have the form that a client gives them
             raise ChatTemplateError("The model's chat template does not take this order of messages.") from None
         return self.encode(str(text), special=False)
 

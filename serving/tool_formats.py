@@ -57,7 +57,7 @@ TOOL_FORMATS = {
     "hermes": ToolFormat("<tool_call>", "</tool_call>", "arguments", ("<tool_call>", '"arguments"')),
     "llama3": ToolFormat("", "", "parameters", ('{"name": function name, "parameters"',)),
 }
-"""Hermes's, which SmolLM2, Qwen 2.5 and Qwen 3 use too, and the JSON of Llama 3.1 and later."""
+"""Hermes's, which Qwen 2.5 and Qwen 3 use too, and the JSON of Llama 3.1 and later."""
 
 
 class NoToolsError(ValueError):
@@ -72,7 +72,8 @@ def tool_format(template: str) -> ToolFormat:
     """
     if not re.search(r"\btools\b", template):
         raise NoToolsError("The model's chat template knows no tools.")
-    found = next((one for one in TOOL_FORMATS.values() if all(mark in template for mark in one.marks)), None)
+    text = template.replace("\\", "")  # which stands before quotes, in some
+    found = next((one for one in TOOL_FORMATS.values() if all(mark in text for mark in one.marks)), None)
     if found is None:
         raise NoToolsError("The model's chat template has tools called in a way that is not supported.")
     return found

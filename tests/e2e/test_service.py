@@ -158,6 +158,43 @@ def test_text_completions_keep_to_vllms_structured_outputs(client):
     assert caught.value.param == "structured_outputs.regex"
 
 
+def test_a_function_is_called_and_answered_through_the_openai_client(client):
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters, "strict": True}}]
+    messages = [{"role": "user", "content": "Rain?"}]
+    ask = {"model": "tiny", "tools": tools, "seed": 4, "max_tokens": 150}
+    named = {"type": "function", "function": {"name": "weather"}}
+    (choice,) = client.chat.completions.create(**ask, messages=messages, tool_choice=named).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather"
+    Draft202012Validator(parameters).validate(json.loads(call.function.arguments))
+    arguments, ids, reasons = "", [], []
+    for chunk in client.chat.completions.create(**ask, messages=messages, tool_choice=named, stream=True):
+        reasons.append(chunk.choices[0].finish_reason)
+        for part in chunk.choices[0].delta.tool_calls or ():
+            assert part.index == 0
+            arguments += part.function.arguments
+            ids += [part.id] if part.id else []
+    assert arguments == call.function.arguments
+    assert len(ids) == 1
+    assert reasons[-1] == "tool_calls"
+    messages += [choice.message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "It rains."}]
+    (choice,) = client.chat.completions.create(
+        **{**ask, "max_tokens": 20}, messages=messages, tool_choice="none"
+    ).choices
+    assert choice.message.tool_calls is None
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{**ask, "tools": tools * 2}, messages=messages)
+    assert caught.value.param == "tools"
+
+
 def test_refusals_reach_the_openai_client_as_its_own_errors(client):
     chat = client.chat.completions.create
     hello = [{"role": "user", "content": "Hello"}]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from jsonschema import Draft202012Validator
+from tokenizers import AddedToken
 
 from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, FalconSettings, PromptTokensSettings
 from osd.drafters import Drafter, initial
@@ -350,6 +351,34 @@ def test_what_cannot_be_compiled_is_refused_soon_and_without_repeating_it(gramma
     assert time.process_time() - begun < 0.2
     assert len(str(caught.value)) < 120
     assert grammars.compile("regex", "a") is grammars.compile("regex", "a")
+
+
+def test_what_compiles_grammars_comes_back_when_it_was_killed(grammars: Grammars) -> None:
+    grammars.compile("regex", "before")
+    process = grammars._checker._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert grammars.compile("regex", "after")
+
+
+def test_tokens_in_angle_brackets_that_are_text_are_text(target_dir: Path) -> None:
+    own = tokenizer()
+    own.add_tokens([AddedToken("<call>", special=False, normalized=False)])
+    grammars = Grammars(own, VOCABULARY + 1, [END])
+    try:
+        constraint = Constraint(grammars.compile("regex", "a<call></s>[bc]"))
+        path: list[int] = []
+        while not constraint.complete:
+            mask = constraint.allowed(())
+            assert mask is not None
+            path.append(int(np.flatnonzero(mask)[-1]))
+            constraint.advance(path[-1])
+        assert own.decode(path) == "a<call></s>c"
+        assert VOCABULARY in path
+        assert END not in path
+    finally:
+        grammars.close()
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_own_request_alone(target_dir: Path, grammars: Grammars) -> None:
