@@ -6,6 +6,11 @@ import numpy as np
 
 from osd.engine.grammar import Grammar, GrammarError
 
+_FULL = "too many states"
+"""What the library says where its room is used up."""
+_RENEWALS = 8
+"""Of that room that one answer may use up: each costs everybody the time to compile the grammar."""
+
 Path = tuple[int, ...]
 """The tokens of a draft up to some node, behind what is committed."""
 
@@ -18,7 +23,9 @@ class Constraint:
     """
 
     def __init__(self, grammar: Grammar) -> None:
-        self._grammar, self._matcher = grammar, grammar.matcher()
+        self._grammar = grammar
+        self._number, self._matcher = grammar.numbered()
+        self._renewals = 0
         self._committed: list[int] = []
         self._masks: dict[Path, np.ndarray | None] = {}
 
@@ -40,7 +47,8 @@ class Constraint:
         """
         self._committed.append(token)
         self._masks = {path[1:]: mask for path, mask in self._masks.items() if path[:1] == (token,)}
-        if not self._matcher.consume_token(token) or self.allowed(()) is None:
+        self._matcher.consume_token(token)
+        if self.allowed(()) is None:
             raise GrammarError("the answer's grammar has become too complex")
 
     @property
@@ -54,15 +62,29 @@ class Constraint:
     def _look(self, path: Path) -> np.ndarray | None:
         if not self._grammar.ends.isdisjoint(path):
             return None
+        bits = self._bits(path)
+        if bits is None and self._renewals < _RENEWALS and _FULL in self._matcher.get_error():
+            self._grammar.renew(self._number)
+            self._renewals += 1
+            self._begin_again()
+            bits = self._bits(path)
+        if bits is None:
+            # It never leaves that state by itself. Of a draft it says only that nobody knows how to go on.
+            self._begin_again()
+        return _mask(bits, self._grammar.vocabulary) if bits else None
+
+    def _bits(self, path: Path) -> bytes | None:
+        """The mask after a path, nothing where that is not allowed; None where the matcher cannot tell any more."""
         read = self._matcher.try_consume_tokens(list(path))
         bits = self._matcher.compute_bitmask() if read == len(path) else b""
         if self._matcher.is_error():
-            # It never leaves that state by itself. Of a draft it says only that nobody knows how to go on.
-            self._matcher = self._grammar.matcher()
-            self._matcher.consume_tokens(self._committed)
             return None
         self._matcher.rollback(read)
-        return _mask(bits, self._grammar.vocabulary) if bits else None
+        return bits
+
+    def _begin_again(self) -> None:
+        self._number, self._matcher = self._grammar.numbered()
+        self._matcher.consume_tokens(self._committed)
 
 
 def _mask(bits: bytes, vocabulary: int) -> np.ndarray:

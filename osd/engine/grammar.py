@@ -6,8 +6,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from osd.engine.grammar_check import LIMITS, SECONDS, Checker, TooMuchWork, first_mask
 from osd.target.vocabulary import Vocabulary, VocabularyError
 
-_KEPT = 64  # grammars, of up to some 20 MB each; most take a hundredth of that
+_KEPT = 32  # grammars, of up to some 40 MB each; most take a hundredth of that
 _BEFORE = "\x02"  # a character that merges with no other: the text behind it does not begin a line or a word
 _WHAT = {
     "json": "JSON Schema",
@@ -31,20 +30,31 @@ class GrammarError(ValueError):
     """A grammar cannot be had; the message says why, as the end of a sentence, and repeats nothing of it."""
 
 
-@dataclass(frozen=True, eq=False)
 class Grammar:
     """A compiled grammar: at every place of an answer it says which tokens may follow.
 
-    ``vocabulary`` is the width of the target's logits, and ``ends`` are the tokens that end an answer.
+    ``vocabulary`` is the width of the target's logits, and ``ends`` are the tokens that end an answer. All matchers
+    share what they have found out, and one after the other fill the room for that; then it begins anew.
     """
 
-    vocabulary: int
-    ends: frozenset[int]
-    _first: LLMatcher = field(repr=False)
+    def __init__(self, vocabulary: int, ends: frozenset[int], make: Callable[[], LLMatcher]) -> None:
+        self.vocabulary, self.ends, self._make = vocabulary, ends, make
+        self._first, self._number, self._lock = make(), 0, threading.Lock()
 
     def matcher(self) -> LLMatcher:
         """At the beginning of an answer; takes microseconds."""
-        return self._first.deep_copy()
+        return self.numbered()[1]
+
+    def numbered(self) -> tuple[int, LLMatcher]:
+        """The same, and the number of those that it shares its room with."""
+        with self._lock:
+            return self._number, self._first.deep_copy()
+
+    def renew(self, number: int) -> None:
+        """Give the matchers after those of a number new room, which takes as long as to compile it."""
+        with self._lock:
+            if number == self._number:
+                self._first, self._number = self._make(), number + 1
 
 
 class Grammars:
@@ -82,10 +92,13 @@ class Grammars:
             raise GrammarError(f"takes more than the {1000 * SECONDS:g} ms of work that this server allows") from None
         if error:
             raise GrammarError(_refusal(kind, error))
-        matcher = LLMatcher(self._wrapper(), compiled, log_level=0, limits=LIMITS)
-        if error := first_mask(matcher):
+        tokenizer = self._wrapper()
+        grammar = Grammar(
+            self._vocabulary, self._ends, lambda: LLMatcher(tokenizer, compiled, log_level=0, limits=LIMITS)
+        )
+        if error := first_mask(grammar.matcher()):
             raise GrammarError(_refusal(kind, error))
-        return Grammar(self._vocabulary, self._ends, matcher)
+        return grammar
 
     def _wrapper(self) -> LLTokenizer:
         if not self._ends:
@@ -116,7 +129,7 @@ class _Tokens:
         self._tokenizer.encode_special_tokens = True  # in a text they are text
         self._before = self._ids(_BEFORE)
 
-    def __call__(self, text: str) -> list[int]:
+    def __call__(self, text: str | bytes) -> list[int]:
         if not isinstance(text, str):  # the library asks whether bytes do too
             raise TypeError
         ids = self._ids(_BEFORE + text)

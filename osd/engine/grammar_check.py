@@ -26,12 +26,12 @@ LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
     step_lexer_fuel=100_000,
     step_max_items=20_000,
-    max_lexer_states=10_000,
+    max_lexer_states=20_000,
     max_grammar_size=100_000,
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-"""Of the work of one step, some 7 ms, and of the memory of a grammar, some 20 MB."""
+"""Of the work of one step, some 7 ms, and of the memory of a grammar, some 40 MB."""
 
 # Written as Python's json.dumps does. Where white space is free, small models never come to an end of it.
 _JSON: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False}
@@ -63,9 +63,14 @@ class Checker:
             TooMuchWork: see there.
         """
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
+            if self._process is not None and self._process.poll() is not None:
+                self._end()
+            if self._process is None:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                    [sys.executable, "-I", __file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
                 )
             try:
                 answer = _asked(self._process, json.dumps([kind, text]).encode() + b"\n")

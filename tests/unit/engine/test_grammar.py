@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from jsonschema import Draft202012Validator
+from llguidance import LLMatcher, LLParserLimits
 from tokenizers import AddedToken
 
 from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, FalconSettings, PromptTokensSettings
@@ -23,7 +24,7 @@ from osd.drafters.recall.drafter import Recall
 from osd.drafters.session import Tree
 from osd.engine.constraint import Constraint
 from osd.engine.forcing import pruned
-from osd.engine.grammar import GrammarError, Grammars
+from osd.engine.grammar import Grammar, GrammarError, Grammars, wrapped
 from osd.engine.request import SamplingParams
 from osd.speculation.tree import ROOT
 from tests.tiny import VOCABULARY, tokenizer
@@ -351,6 +352,35 @@ def test_what_cannot_be_compiled_is_refused_soon_and_without_repeating_it(gramma
     assert time.process_time() - begun < 0.2
     assert len(str(caught.value)) < 120
     assert grammars.compile("regex", "a") is grammars.compile("regex", "a")
+
+
+def test_answers_go_on_where_those_before_have_used_up_the_room_of_their_grammar() -> None:
+    compiled = LLMatcher.grammar_from_regex("(a[a-c]{0,500}|b[a-c]{0,600}|c[a-c]{0,700})!")
+    tokens, made = wrapped(tokenizer(), VOCABULARY, frozenset({END})), []
+    limits = LLParserLimits(max_lexer_states=150, verbose_errors=False)
+
+    def make() -> LLMatcher:
+        made.append(LLMatcher(tokens, compiled, log_level=0, limits=limits))
+        return made[-1]
+
+    grammar = Grammar(VOCABULARY, frozenset({END}), make)
+    for letter in ids("abcabc"):
+        constraint = Constraint(grammar)
+        for _ in range(100):
+            constraint.advance(letter)
+            mask = constraint.allowed((letter,))
+            assert mask is not None
+            assert set(np.flatnonzero(mask).tolist()) == set(ids("abc!"))
+    assert 4 < len(made) < 8
+    longest = Constraint(grammar)
+
+    def go_on() -> None:
+        for _ in range(500):
+            longest.advance(letter)
+
+    with pytest.raises(GrammarError):  # who uses it up alone is ended
+        go_on()
+    assert len(made) < 20
 
 
 def test_what_compiles_grammars_comes_back_when_it_was_killed(grammars: Grammars) -> None:

@@ -71,7 +71,7 @@ class Mute:
 @pytest.fixture(scope="module")
 def grammar() -> Grammar:
     tokenizer = LLTokenizer(TokenizerWrapper(Five()), n_vocab=5, slices=[])
-    return Grammar(5, frozenset({END}), LLMatcher(tokenizer, LLMatcher.grammar_from_regex(REGEX)))
+    return Grammar(5, frozenset({END}), lambda: LLMatcher(tokenizer, LLMatcher.grammar_from_regex(REGEX), log_level=0))
 
 
 @pytest.fixture(scope="module")
