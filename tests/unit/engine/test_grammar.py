@@ -17,6 +17,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLParserLimits
 from tokenizers import AddedToken
 
+from osd.capture.trace import ACCEPTED, Trace
 from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, FalconSettings, PromptTokensSettings
 from osd.drafters import Drafter, initial
 from osd.drafters.mixed.drafter import Mixed
@@ -232,6 +233,24 @@ def test_log_probabilities_are_those_of_the_target_without_the_grammar(
     for place, row in zip(found.logprobs, raw, strict=True):
         assert place.logprob == pytest.approx(float(row[place.token]), abs=1e-3)
         assert [token for token, _ in place.top] == row.topk(2).indices.tolist()
+
+
+def test_a_trace_has_what_the_target_said_and_no_merit_of_a_drafter_in_what_was_forced(
+    target_dir: Path, oracle: Oracle, grammars: Grammars
+) -> None:
+    traces: list[Trace] = []
+    with running(target_dir, "eagle", traces=traces) as client:
+        found = one(client, grammars, "json", json.dumps(PERSON), 70, capture=True)
+    (trace,) = traces
+    assert trace.completion_ids.numpy().tolist() == found.tokens
+    forced = found.counts.by_source["grammar"]
+    assert forced.accepted > 20
+    assert set(trace.sources) <= {"eagle"}
+    accepted = int((trace.verdict.numpy() == ACCEPTED).sum())
+    assert accepted == found.counts.accepted - forced.accepted
+    with torch.no_grad():
+        logits = oracle.model(input_ids=torch.tensor([prompts([12], seed=3)[0] + found.tokens])).logits[0, 11:-1]
+    assert trace.target_ids.numpy()[:, 0].tolist() == logits.argmax(-1).tolist()
 
 
 def test_a_seed_gives_the_same_answer_with_drafts_and_without(target_dir: Path, grammars: Grammars) -> None:
