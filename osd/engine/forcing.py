@@ -41,4 +41,5 @@ def pruned(tree: Tree, constraint: Constraint | None) -> Tree:
         rider_tokens=[tree.rider_tokens[rider] for rider in riders],
         rider_parents=[numbers[tree.rider_parents[rider]] for rider in riders],
         estimates=[tree.estimates[node] for node in nodes] if tree.estimates else (),
+        orders=[tree.orders[node] for node in nodes] if tree.orders else (),
     )
