@@ -37,7 +37,6 @@ from osd.config.growth import (
 from osd.config.settings import (
     CaptureSettings,
     EngineSettings,
-    LogSettings,
     RedisSettings,
     RegistrySettings,
     ServingSettings,
@@ -69,7 +68,6 @@ __all__ = [
     "HeuristicSettings",
     "KangarooSettings",
     "LanguageModelSettings",
-    "LogSettings",
     "MedusaSettings",
     "MixedSettings",
     "NoDrafterSettings",

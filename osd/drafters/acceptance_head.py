@@ -14,7 +14,6 @@ from osd.config import GrowthSettings
 from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession, autoregressive
 from osd.drafters.base import OPTIONAL, Drafter, DrafterError, Needs, check
 from osd.drafters.session import Runtime
-from osd.drafters.sizes import check_flags
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.speculation.growth import make_growth
 
@@ -99,9 +98,10 @@ class WithAcceptanceHead(Trainable):
         """See ``Trainable.levels``."""
         return self.drafter.levels
 
-    def pace(self, name: str) -> float:
+    @property
+    def pace(self) -> float:
         """See ``Trainable.pace``."""
-        return self.drafter.pace(name)
+        return self.drafter.pace
 
     def trained(self) -> dict[str, Tensor]:
         """See ``Trainable.trained``; the head has a loss of its own."""
@@ -174,14 +174,8 @@ def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:
 
 
 def has_head(config: dict[str, Any]) -> bool:
-    """Whether ``config`` is of a drafter with a head.
-
-    Raises:
-        DrafterError: it does not say so by true or false.
-    """
-    has: bool = config.get(_CONFIG, False)
-    check_flags(**{_CONFIG: has})
-    return has
+    """Whether ``config`` is of a drafter with a head."""
+    return bool(config.get(_CONFIG))
 
 
 def without_head(config: dict[str, Any]) -> dict[str, Any]:

@@ -104,17 +104,13 @@ class SlotModel:
         if layers.stop < len(every):
             wanted = wanted[:0]
         if rows.embedded is not None and states is None:
-            self.embed(rows.embedded)
+            self._embed(rows.embedded)
         if self.bucketed is not None:
             return self.bucketed.forward(rows, wanted, layers, states)
         return self.decoder.forward(rows.settled(), wanted, layers, states)
 
-    def embed(self, embedded: Tensor) -> None:
-        """Have the ids behind the vocabulary mean ``embedded`` [K, hidden] from now on.
-
-        Raises:
-            ValueError: there is no room for so many.
-        """
+    def _embed(self, embedded: Tensor) -> None:
+        """Have the ids behind the vocabulary mean ``embedded`` [K, hidden]."""
         if len(embedded) > self.embeddings:
             raise ValueError(f"a forward brings {len(embedded)} embeddings, and there is room for {self.embeddings}")
         self._further[: len(embedded)].copy_(embedded)
@@ -142,7 +138,7 @@ class SlotModel:
             elif attribute == "weight" and isinstance(owner, PackedLinear | PlainLinear):
                 places[name] = owner.place
             else:
-                places[name] = getattr(owner, attribute).data[: len(value)]  # what is embedded beside tokens stays
+                places[name] = getattr(owner, attribute).data
         copied(places.values(), [staged[name] for name in places])
 
 

@@ -85,30 +85,13 @@ class CompletionLogprobs(TypedDict):
 
 
 Finish = Literal["stop", "length"]
-ChatFinish = Literal["stop", "length", "tool_calls"]
-
-
-class CalledFunction(TypedDict):
-    """A function that the model calls, and the arguments as it writes them, which are JSON."""
-
-    name: str
-    arguments: str
-
-
-class AnswerToolCall(TypedDict):
-    """A call of a function."""
-
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
 
 
 class AnswerMessage(TypedDict):
-    """What the model said; ``content`` is null where it only calls functions."""
+    """What the model said."""
 
     role: Literal["assistant"]
-    content: str | None
-    tool_calls: NotRequired[list[AnswerToolCall]]
+    content: str
 
 
 class ChatChoice(TypedDict):
@@ -117,7 +100,7 @@ class ChatChoice(TypedDict):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: ChatFinish
+    finish_reason: Finish
 
 
 class _Root(TypedDict):
@@ -135,28 +118,11 @@ class ChatCompletion(_Root):
     metrics: Metrics
 
 
-class FunctionDelta(TypedDict):
-    """More of the arguments of a call; its first event has the name."""
-
-    name: NotRequired[str]
-    arguments: str
-
-
-class ToolCallDelta(TypedDict):
-    """More of a call, the ``index``-th of the choice; its first event has the id."""
-
-    index: int
-    id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: FunctionDelta
-
-
 class Delta(TypedDict):
     """What a choice says further; its first event has the role."""
 
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCallDelta]]
+    content: str
 
 
 class ChatChunkChoice(TypedDict):
@@ -165,7 +131,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: ChatFinish | None
+    finish_reason: Finish | None
 
 
 class ChatChunk(_Root):
