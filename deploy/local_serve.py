@@ -40,7 +40,7 @@ class LocalServe:
 
         options = {"host": self._settings.serving.host, "port": self._settings.serving.port}
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        logs = {"log_level": "WARNING"}
+        logs = {"log_level": "WARNING", "encoding": self._settings.log.format.upper()}
         start = partial(serve.start, proxy_location="HeadOnly", http_options=options, logging_config=logs)
         self._ray.call("start Serve", _PROXY_SECONDS, start)
 

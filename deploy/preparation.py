@@ -16,6 +16,7 @@ from deploy.warm_store import WarmStore
 from osd import files
 from osd.config import ConfigError, Settings, tenant_of
 from osd.engine.policy import Policy
+from osd.logs import check_file
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionError
 from osd.runtime.device import pick_device
@@ -27,19 +28,23 @@ if TYPE_CHECKING:
     from osd.drafters.base import Drafter
 
 _RAY_TRAIN_NEEDS = ("pandas", "pyarrow")
+_TRACING_NEEDS = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
 
 def check_settings(settings: Settings) -> None:
     """Refuse settings that contradict each other, before anything is started.
 
     Raises:
-        ConfigError: a package for ``trainer.tracking`` or ``trainer.workers`` is missing, verification would bias the
-            drafts of growth, the draft is larger than a slot has room for, this machine cannot compute with int8
-            weights, the domain is a tenant's, a key of ``serving.keys_file`` is refused, or ``trainer.warm_start`` has
-            nothing to learn or no key.
+        ConfigError: a package for ``trainer.tracking``, ``trainer.workers`` or ``serving.otlp_endpoint`` is missing,
+            verification would bias the drafts of growth, the draft is larger than a slot has room for, this machine
+            cannot compute with int8 weights, the domain is a tenant's, a key of ``serving.keys_file`` is refused,
+            ``log.file`` cannot be written, or ``trainer.warm_start`` has nothing to learn or no key.
     """
     if settings.serving.keys_file is not None:
         keys_file.load(settings.serving.keys_file)
+    check_file(settings.log.file)
+    if settings.serving.otlp_endpoint is not None and not all(map(_installed, _TRACING_NEEDS)):
+        raise ConfigError("serving.otlp_endpoint needs packages that are not installed: pip install 'osd[otel]'")
     if tenant_of(settings.domain):
         raise ConfigError(f"domain {settings.domain} is a tenant's: a service's own serves those that have no tenant")
     _check_warm_start(settings)
@@ -69,6 +74,13 @@ def _check_warm_start(settings: Settings) -> None:
         raise ConfigError("trainer.warm_start learns from what is captured: set capture.enabled")
     if settings.serving.keys_file is not None:
         raise ConfigError("trainer.warm_start has none of the keys of serving.keys_file: use osd drafters warm-up")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:

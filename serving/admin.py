@@ -20,11 +20,11 @@ from osd.admin.rollouts import Moved, Rollouts
 from osd.config import FULL_DOMAIN
 from osd.registry.learnt import REQUESTS
 from serving.access.caller import caller_of
+from serving.body import Body
 from serving.errors import ApiError
 from serving.limits import Arrivals, read_body
 from serving.reference.operation import described
 from serving.reference.shapes import DrafterDomains, Purged
-from serving.schemas import Body
 from serving.service import Service
 
 _STATUS: dict[type[AdminError], tuple[int, str]] = {NotThere: (404, "not_found"), Conflict: (409, "conflict")}

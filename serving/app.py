@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -14,13 +14,14 @@ from ray.serve.config import BackpressureConfig, DeploymentActorConfig
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
+from osd import logs
 from osd.config import Settings
-from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
+from serving.replica_metrics import ACTOR, History, ReplicaMetrics, Report, Totals
+
+if TYPE_CHECKING:
+    from serving.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
-
-METRICS = "replica_metrics"
-"""Name of the actor that keeps the metrics of all replicas."""
 
 CLOSE_SECONDS = 10.0
 """In which a replica that has nothing to do any more ends."""
@@ -62,7 +63,7 @@ class MetricsOverRay:
     def _actor(self) -> Any:
         # Serve may have replaced an actor that died: after a failure it is looked up again.
         if self._handle is None:
-            self._handle = serve.get_deployment_actor(METRICS)
+            self._handle = serve.get_deployment_actor(ACTOR)
         return self._handle
 
     def _lost(self, error: Exception) -> None:
@@ -82,14 +83,20 @@ class Server:
         from serving.work import Work
 
         name = serve.get_replica_context().replica_id.unique_id
+        logs.set_up(settings.log, f"replica {name}")
         self._replica = Replica(settings, redis_url, name, MetricsOverRay())
         self._work, self._drain_s = Work(), settings.serving.drain_s
+        self._tracing: Tracing | None = None
+        if (endpoint := settings.serving.otlp_endpoint) is not None:
+            from serving.telemetry.tracing import Tracing
+
+            self._tracing = Tracing(endpoint, self._replica.model.id, name)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The HTTP application, made when the replica is ready."""
         from serving.routes import create_app
 
-        app = create_app(self._replica)
+        app = create_app(self._replica, [self._tracing.observe] if self._tracing else [])
         app.add_middleware(self._work.guard)
         return app
 
@@ -112,12 +119,14 @@ class Server:
         # The constructor may have failed.
         if replica := getattr(self, "_replica", None):
             replica.close()
+        if tracing := getattr(self, "_tracing", None):
+            tracing.close()
 
 
 def build(settings: Settings, redis_url: str) -> serve.Application:
     """The application for ``serve.run(..., route_prefix="/")``; ``redis_url`` carries pointer, traces and events."""
     metrics = DeploymentActorConfig(
-        name=METRICS, actor_class=ray.remote(ReplicaMetrics), actor_options={"num_cpus": 0, "max_concurrency": 1}
+        name=ACTOR, actor_class=ray.remote(ReplicaMetrics), actor_options={"num_cpus": 0, "max_concurrency": 1}
     )
     # As many as decode and as many as arrive, so that the replica itself says 429, and some for all others.
     room = 2 * settings.serving.max_queue + 64

@@ -75,7 +75,7 @@ def from_validation(error: ValidationError) -> ApiError:
     param = first.get("ctx", {}).get("param") or _path(first["loc"])
     if kind == "extra_forbidden":
         return invalid(f"'{param}' is not supported.", param, "unsupported_parameter")
-    if kind == "too_many":
+    if kind in ("too_many", "no_such"):
         return invalid(first["msg"], param)
     if kind == "unsupported":
         return invalid(first["msg"], param, "unsupported_parameter")

@@ -15,6 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving import http_protocol
 from serving.errors import ApiError, of_status
+from serving.http_counts import COUNTS, Delivery
+from serving.paths import template_of
+from serving.replica_metrics import ACTOR
 from serving.reply import Reply
 
 logger = logging.getLogger(__name__)
@@ -22,15 +25,23 @@ logger = logging.getLogger(__name__)
 VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 IMPORT_PATH = "serving.front:middlewares"
 
-_READ = frozenset({b"host", b"origin", b"authorization", b"content-type", b"content-length", b"x-request-id"})
+_READ = frozenset(
+    {b"host", b"origin", b"authorization", b"content-type", b"content-length", b"x-request-id", b"traceparent"}
+)
 """Headers that the service reads. By others Ray lets clients choose replicas and timeouts, and stay when they left."""
+_DELIVERY = Delivery(COUNTS, ACTOR)
 _BROKEN = "The replica ended before its answer did. Try again."
-_REQUEST_ID = re.compile(rb"[!-~]{1,128}")  # Ray decodes it, logs it and sends it back
+_VALID = {
+    b"x-request-id": re.compile(rb"[!-~]{1,128}"),  # Ray decodes it, logs it and sends it back
+    b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
+}
+"""What of some of them is passed on."""
 
 
 def middlewares() -> list[Middleware]:
     """What Ray Serve's proxy puts around itself; it reads HTTP by our protocol from then on."""
     http_protocol.install()
+    _DELIVERY.start()
     return [Middleware(Front)]
 
 
@@ -44,7 +55,7 @@ class Front:
         """Pass on what may go on; nothing here is a websocket."""
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1000})
-        reply = Reply(scope, receive, send)
+        reply = Reply(scope, receive, partial(_counted, template_of(scope["path"]), send))
         # Ray says nothing, or nothing more, where the replica has gone or the client has, who does not read this.
         error = ApiError(503, _BROKEN, kind="server_error", headers={"Retry-After": "1"})
         read = {**scope, "headers": list(filter(_passes, scope["headers"]))}
@@ -56,9 +67,16 @@ class Front:
         await reply.fail(error)
 
 
+async def _counted(template: str, send: Send, message: Message) -> None:
+    """Send a message, and count it where it begins an answer."""
+    if message["type"] == "http.response.start":
+        COUNTS.count(template, message["status"])
+    await send(message)
+
+
 def _passes(header: tuple[bytes, bytes]) -> bool:
     name, value = header
-    return name in _READ and (name != b"x-request-id" or _REQUEST_ID.fullmatch(value) is not None)
+    return name in _READ and (name not in _VALID or _VALID[name].fullmatch(value) is not None)
 
 
 async def _reword(reply: Reply, message: Message) -> None:

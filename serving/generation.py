@@ -14,6 +14,7 @@ from osd.engine.request import Request, Update
 from serving.errors import ApiError, stopping
 from serving.limits import Admission
 from serving.service import Service
+from serving.telemetry.observed import ObservedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ class Generation:
 
     Lifetime: ``start`` takes places in the queue and submits; ``updates`` yields until every sequence has finished;
     ``close`` (any number of times) cancels what still runs and gives the places back. ``seconds`` after ``start`` it
-    ends as a failure; None is never. ``charge`` is called with the tokens of every round.
+    ends as a failure; None is never. ``charge`` is called with the tokens of every round, and ``observed`` is told what
+    the engine says.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class Generation:
         requests: Sequence[Request],
         seconds: float | None,
         charge: Callable[[int], None],
+        observed: ObservedRequest,
     ) -> None:
         self._service, self._admission, self._seconds, self._charge = service, admission, seconds, charge
         self._requests = {request.id: index for index, request in enumerate(requests)}
         self._pending = list(requests)
+        self._observed = observed
         self._running: set[str] = set()
         self._updates: asyncio.Queue[Update | Disconnected | ApiError] = asyncio.Queue()
         self._watch: asyncio.Task[None] | None = None
@@ -77,6 +81,7 @@ class Generation:
         for request in self._pending:
             self._running.add(request.id)
             self._service.submit(request, deliver)
+            self._observed.submitted(request)
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
         """Yield (index of the sequence, update) as rounds complete.
@@ -111,6 +116,7 @@ class Generation:
 
     def _arrived(self, update: Update) -> None:
         self._charge(len(update.token_ids))  # also when nobody reads it any more
+        self._observed.heard(update)
         self._updates.put_nowait(update)
         self._expect_reader(anew=False)
 

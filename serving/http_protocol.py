@@ -9,6 +9,8 @@ from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serving.errors import ApiError
+from serving.http_counts import COUNTS
+from serving.paths import UNREAD
 
 MOST_HEAD_BYTES = 64 << 10
 """Of a request line and its headers, and of what else stands before, between or behind the parts of a body."""
@@ -115,6 +117,7 @@ class Protocol(HttpToolsProtocol):
         """Answer and end the connection; where another answer has begun, only end it."""
         self._ends = True
         if not (self._answering and self.cycle.response_started):
+            COUNTS.count(UNREAD, error.status)
             response = error.response()
             response.headers["connection"] = "close"
             head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]

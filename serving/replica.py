@@ -20,6 +20,7 @@ from osd import drafters
 from osd.capture.stream import TraceWriter
 from osd.config import Settings
 from osd.engine.engine import Engine
+from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer
@@ -39,6 +40,7 @@ from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
 from serving.rollout_follower import DrafterCache, Start, Versions, VersionWatcher, Watcher, starting_drafter
 from serving.service import ChatTemplateError, Model
+from serving.tool_formats import ToolFormat, tool_format
 
 logger = logging.getLogger(__name__)
 
@@ -123,19 +125,32 @@ class Replica:
         with nullcontext() if self._tokenizer.is_fast else self._one_at_a_time:
             return self._tokenizer(text, add_special_tokens=special)["input_ids"]
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """See ``Service``."""
         if self._tokenizer.chat_template is None:
             raise ChatTemplateError("The model has no chat template; use /v1/completions.")
         try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError:
+            given: Any = tools or None  # transformers has a narrower type for its lists
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=given, add_generation_prompt=True, tokenize=False
+            )
+        except (TemplateError, TypeError, ValueError):  # tools and calls have the form that a client gives them
             raise ChatTemplateError("The model's chat template does not take this order of messages.") from None
         return self.encode(str(text), special=False)
+
+    def tool_format(self) -> ToolFormat:
+        """See ``Service``."""
+        template = self._tokenizer.chat_template or ""
+        # Some models have several, and transformers takes this one where there are tools.
+        return tool_format(template if isinstance(template, str) else template.get("tool_use", template["default"]))
 
     def decode(self, ids: list[int]) -> str:
         """See ``Service``."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def compile(self, kind: str, text: str) -> Grammar:
+        """See ``Service``."""
+        return self.engine.grammars.compile(kind, text)
 
     def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:
         """See ``Service``."""
@@ -152,7 +167,8 @@ class Replica:
     async def totals(self) -> Totals:
         """See ``Service``; with those of all replicas out of reach, the counters of this replica."""
         totals = await self._shared.totals() or self._own.totals(time.time())
-        return replace(totals, spent=await asyncio.to_thread(self._feeds.spent))
+        spent, training = await asyncio.to_thread(self._feeds.trainer)
+        return replace(totals, spent=spent, training=training)
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         """See ``Service``."""

@@ -16,14 +16,39 @@ from typing import TypeGuard
 from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, EngineLoad
 from osd.metrics import acceptance_rate, mean_acceptance_length
 from osd.registry.ledger import Spent
+from osd.registry.training import Training
 
 Name = str | tuple[str | int, ...]
 """What a counter is called: a name, or a name and its labels."""
 
+_SHOWN = frozenset(
+    {
+        "completion_tokens",
+        "rounds",
+        "drafted",
+        "accepted",
+        "accepted_per_position",
+        "source_drafted",
+        "source_accepted",
+    }
+)
+"""Counters of which there is a history."""
+
+ACTOR = "replica_metrics"
+"""Name of the actor that keeps the metrics of all replicas."""
+
 HISTORY_SECONDS = 3600
 ALIVE_SECONDS = 5.0
-_KNOWN_REPLICAS = 256
+_KNOWN = 256  # replicas, and proxies
 _MARK_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class TableSize:
+    """How much the recall tables of a domain hold: ``entries`` in use, and the ``bytes`` that they all have."""
+
+    entries: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -32,7 +57,9 @@ class Report:
 
     ``version`` is the stable one, and ``canary`` the one that drafts for a share of requests beside it; ``others`` are
     the versions of other domains that are at hand. ``counters`` never decrease; labels are (position) or (source) of
-    draft tokens, or (domain, version) of the drafter, where "older" are those that the replica does not keep apart.
+    draft tokens, (source, order) of those that were recalled, (number) of a histogram's bucket, or, of names that begin
+    with "version_", first domain and version of the drafter, where "older" are those that the replica does not keep
+    apart. ``tables`` are those of recall by domain.
     """
 
     replica: str
@@ -44,18 +71,20 @@ class Report:
     counters: Mapping[Name, float]
     canary: int | None = None
     others: Mapping[str, int] = field(default_factory=dict)
+    tables: Mapping[str, TableSize] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Totals:
     """Counters summed over every replica that ever reported, and the last report of each living one.
 
-    ``spent`` is what the trainer says of its CPU seconds.
+    ``spent`` is what the trainer says of its CPU seconds, and ``training`` of its work, by domain.
     """
 
     counters: Mapping[Name, float]
     replicas: list[Report]
     spent: Spent = field(default_factory=Spent)
+    training: Mapping[str, Training] = field(default_factory=dict)
 
     def by_label(self, name: str) -> dict[tuple[str | int, ...], float]:
         """The counter ``name`` by its labels, in order."""
@@ -98,6 +127,7 @@ class ReplicaMetrics:
     def __init__(self) -> None:
         self._totals: Counter[Name] = Counter()
         self._last: dict[str, Report] = {}
+        self._proxies: dict[str, dict[Name, float]] = {}
         self._apart: dict[str | int, dict[str | int, None]] = {}
         self._seconds: deque[Second] = deque(maxlen=HISTORY_SECONDS)
         self._swaps: deque[tuple[float, int]] = deque(maxlen=200)
@@ -114,10 +144,18 @@ class ReplicaMetrics:
         self._totals.update(delta)
         self._fold(delta)
         second = self._second(int(report.time))
-        second.counts.update({name: value for name, value in delta.items() if value > 0 and not _of_version(name)})
+        second.counts.update({name: value for name, value in delta.items() if value > 0 and _base(name) in _SHOWN})
         second.load[report.replica] = (report.load.running, report.load.waiting)
-        if len(self._last) > _KNOWN_REPLICAS:
+        if len(self._last) > _KNOWN:
             del self._last[min(self._last, key=lambda name: self._last[name].time)]
+
+    def answered(self, proxy: str, counts: Mapping[tuple[str, int], int]) -> None:
+        """Take all that a proxy has answered so far, by path and status."""
+        now: dict[Name, float] = {("http_responses", *labels): count for labels, count in counts.items()}
+        self._totals.update(_since(self._proxies.pop(proxy, {}), now))
+        self._proxies[proxy] = now  # behind all others
+        if len(self._proxies) > _KNOWN:
+            del self._proxies[next(iter(self._proxies))]
 
     def totals(self, now: float) -> Totals:
         """Everything counted so far, and who is alive at ``now``."""
@@ -186,7 +224,7 @@ class ReplicaMetrics:
         for key in counted:
             if not _of_version(key) or key[1] == OTHERS:
                 continue
-            domain, version = key[1:]
+            domain, version = key[1:3]
             self._apart[domain] = apart = self._apart.pop(domain, {})  # behind all others
             if version != OLDER:
                 apart.pop(version, None)
@@ -201,7 +239,7 @@ class ReplicaMetrics:
         apart = self._apart if len(oldest) == 1 else self._apart[domain]
         del apart[oldest[-1]]
         for key in [key for key in self._totals if _of_version(key) and key[1 : 1 + len(oldest)] == oldest]:
-            self._totals[key[0], domain, OLDER] += self._totals.pop(key)
+            self._totals[key[0], domain, OLDER, *key[3:]] += self._totals.pop(key)
 
     def _mark(self, time: float, version: int) -> None:
         # Replicas swap one after the other; that is one mark.
@@ -210,8 +248,12 @@ class ReplicaMetrics:
             self._swaps.append((time, version))
 
 
-def _of_version(key: Name) -> TypeGuard[tuple[str | int, str | int, str | int]]:
-    return isinstance(key, tuple) and len(key) == 3
+def _base(key: Name) -> str | int:
+    return key[0] if isinstance(key, tuple) else key
+
+
+def _of_version(key: Name) -> TypeGuard[tuple[str | int, ...]]:
+    return isinstance(key, tuple) and str(key[0]).startswith("version_")
 
 
 def _since(before: Mapping[Name, float], now: Mapping[Name, float]) -> dict[Name, float]:
@@ -223,7 +265,7 @@ def _since(before: Mapping[Name, float], now: Mapping[Name, float]) -> dict[Name
     domains = {key[1] for key in now if _of_version(key)}
     for key in before.keys() - now.keys():
         if _of_version(key):  # the replica has added it to its older ones, and here it has been counted
-            delta[key[0], key[1] if key[1] in domains else OTHERS, OLDER] -= before[key]
+            delta[key[0], key[1] if key[1] in domains else OTHERS, OLDER, *key[3:]] -= before[key]
     return delta
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections import deque
+from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,9 +15,12 @@ import msgspec
 from redis.exceptions import RedisError
 
 from osd.capture.stream import TraceWriter
+from osd.engine.counters import OLDER
+from osd.histogram import ACCEPTED
+from osd.recall.backends import ENTRY_BYTES
 from osd.redis_client import RedisClient, decoded
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from serving.replica_metrics import Report
+from serving.replica_metrics import Name, Report, TableSize
 from serving.rollout_follower import Watcher
 
 if TYPE_CHECKING:
@@ -32,6 +37,8 @@ LOOK_SECONDS = 0.02
 
 REPORT_SECONDS = 1.0
 """Between two reports of the counters, and of the rounds that the time goes into."""
+
+_TABLES_SECONDS = 15.0
 
 _SWITCHES_KEY = "osd:control"
 
@@ -59,6 +66,28 @@ class Control(RedisClient):
         self._client.set(_SWITCHES_KEY, msgspec.json.encode(switches))
 
 
+class TableSizes:
+    """How much the recall tables of an engine hold, by domain; to count their entries takes about a millisecond."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._sizes: dict[str, TableSize] = {}
+        self._looked_at = -math.inf
+
+    def look(self) -> dict[str, TableSize]:
+        """What they held within the last 15 seconds."""
+        if self._engine.pool is not None and time.monotonic() - self._looked_at >= _TABLES_SECONDS:
+            self._looked_at = time.monotonic()
+            self._sizes = {
+                domain: TableSize(
+                    sum(table.used() for table in memories.tables),
+                    ENTRY_BYTES * sum(table.entries for table in memories.tables),
+                )
+                for domain, memories in self._engine.pool.recalled().items()
+            }
+        return self._sizes
+
+
 class Reporter:
     """Two threads, so that a Redis that hangs delays no counters.
 
@@ -77,6 +106,7 @@ class Reporter:
     ) -> None:
         self._name, self._engine, self._writer, self._watchers = name, engine, writer, watchers
         self._loads, self._control, self._push = loads, control, push
+        self._tables = TableSizes(engine)
         self.speculation = True
         self._stop = threading.Event()
         self._threads = [
@@ -105,7 +135,7 @@ class Reporter:
         """This replica now."""
         counts = self._engine.counters()
         drafts = counts.speculation()
-        counters: dict[str | tuple[str | int, ...], float] = {
+        counters: dict[Name, float] = {
             "requests": counts.requests,
             "failed": counts.failed,
             "cancelled": counts.cancelled,
@@ -128,10 +158,21 @@ class Reporter:
             counters["version_rounds", *drafted_by] = of_version.rounds
             counters["version_drafted", *drafted_by] = of_version.drafted
             counters["version_accepted", *drafted_by] = of_version.accepted
+        for domain, rounds in _accepted(counts).items():
+            # Of all versions together: many times as many series would tell little more.
+            counters |= {("version_round_accepted", domain, OLDER, place): n for place, n in enumerate(rounds) if n}
         for drafted_by, took in counts.seconds_by_version.items():
             counters["version_tokens", *drafted_by] = took.tokens
             counters["version_plain_seconds", *drafted_by] = took.plain
             counters["version_decode_seconds", *drafted_by] = took.decode
+        for (source, order), of_order in counts.by_order.items():
+            counters["recall_drafted", source, order] = of_order.drafted
+            counters["recall_accepted", source, order] = of_order.accepted
+        for reason, finished in counts.finished.items():
+            counters["finished", reason] = finished
+        for name, histogram in counts.histograms.by_name.items():
+            counters[f"{name}_sum"] = histogram.sum
+            counters |= {(f"{name}_bucket", place): count for place, count in enumerate(histogram.counts) if count}
         if self._writer is not None:
             for name, value in self._writer.counters().items():
                 counters[f"traces_{name}"] = value
@@ -145,6 +186,7 @@ class Reporter:
             counters=counters,
             canary=self._engine.canary_version,
             others=self._engine.pool.others() if self._engine.pool else {},
+            tables=self._tables.look(),
         )
 
     def _tell_load(self) -> None:
@@ -183,6 +225,16 @@ class Reporter:
         while not self._stop.wait(REPORT_SECONDS):
             self._push(self.report())
         self._push(self.report())
+
+
+def _accepted(counts: EngineCounters) -> dict[str, list[int]]:
+    """By domain, rounds in each bucket of ``ACCEPTED``."""
+    found: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(ACCEPTED) + 1))
+    for (domain, _), of_version in counts.by_version.items():
+        for accepted, rounds in enumerate(of_version.histogram):
+            if rounds:
+                found[domain][bisect_left(ACCEPTED, accepted)] += rounds
+    return found
 
 
 def _inter_token_ms(before: EngineCounters, now: EngineCounters) -> float:

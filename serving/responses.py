@@ -15,6 +15,7 @@ from osd.metrics import SpeculationCounts
 from serving import sse
 from serving.errors import ApiError
 from serving.generation import Disconnected
+from serving.tool_calls import CallReader, News
 
 Updates = AsyncIterator[tuple[int, Update]]
 
@@ -80,7 +81,8 @@ class Logprobs:
 class Answer:
     """Gathers updates into what the client is told: ids, texts, usage.
 
-    ``choices`` are as many for each prompt, one prompt after the other; ``prompts`` are the tokens of each.
+    ``choices`` are as many for each prompt, one prompt after the other; ``prompts`` are the tokens of each. Where
+    functions may be called, ``reader`` makes what tells calls and text of a choice apart.
     """
 
     id: str
@@ -89,10 +91,12 @@ class Answer:
     choices: int
     prompts: Sequence[int]
     logprobs: Logprobs
+    reader: Callable[[], CallReader] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = field(default=0, init=False)
     cached: dict[int, int] = field(default_factory=dict, init=False)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts, init=False)
+    readers: dict[int, CallReader] = field(default_factory=dict, init=False)
 
     def add(self, index: int, update: Update) -> None:
         """Count an update of a choice."""
@@ -136,8 +140,14 @@ class Answer:
         self, index: int, text: str, reason: FinishReason | None, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
         """A finished choice."""
-        content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        content: dict[str, Any] = {"text": text}
+        finish: str | None = reason
+        if self.chat:
+            news, finish = self._news(index, text, reason)
+            calls = self.readers[index].calls if self.reader is not None else []
+            said = {"content": news.text or None, "tool_calls": [call.whole() for call in calls]}
+            content = {"message": {"role": "assistant", **(said if calls else {"content": news.text})}}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def delta(
         self, index: int, text: str, reason: FinishReason | None, logprobs: dict[str, Any] | None, first: bool
@@ -145,8 +155,23 @@ class Answer:
         """A choice's part of one event."""
         if not self.chat:
             return self.choice(index, text, reason, logprobs)
-        role = {"role": "assistant"} if first else {}
-        return {"index": index, "delta": {**role, "content": text}, "logprobs": logprobs, "finish_reason": reason}
+        news, finish = self._news(index, text, reason)
+        said: dict[str, Any] = {"role": "assistant"} if first else {}
+        if news.calls:
+            said["tool_calls"] = news.calls
+        if news.text or not news.calls:
+            said["content"] = news.text
+        return {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": finish}
+
+    def _news(self, index: int, text: str, reason: FinishReason | None) -> tuple[News, str | None]:
+        """What a further text of a choice says, and why the choice ends."""
+        if self.reader is None:
+            return News(text, []), reason
+        reader = self.readers.setdefault(index, self.reader())
+        news = reader.feed(text)
+        if reason is not None:
+            news = news.and_then(reader.close())
+        return news, "tool_calls" if reason == "stop" and reader.calls else reason
 
 
 async def collect(answer: Answer, updates: Updates) -> dict[str, Any]:

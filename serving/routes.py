@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +14,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from osd.engine.grammar import Grammar, GrammarError
 from osd.engine.policy import Policy
 from osd.engine.request import Request as Sequence
 from osd.engine.request import SamplingParams, Update
@@ -35,6 +38,7 @@ from serving.limits import (
     policy_of,
     read_body,
 )
+from serving.messages import Message
 from serving.model_routes import ModelRoutes
 from serving.reference.operation import described
 from serving.reference.shapes import ChatChunk, ChatCompletion, Completion, CompletionChunk, Detokenized, Tokenized
@@ -44,12 +48,18 @@ from serving.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     Generate,
-    Message,
     TokenizeRequest,
 )
 from serving.server_routes import ServerRoutes
 from serving.service import ChatTemplateError, Service
+from serving.structured import Structure
+from serving.telemetry.observed import observed_of
+from serving.telemetry.observing import Observer, Observing
+from serving.telemetry.request_log import log_request
 from serving.tokenizing import Tokenizing
+from serving.tool_calls import CallReader
+from serving.tool_formats import NoToolsError, ToolFormat
+from serving.tools import Function
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for /v1/completions."""
@@ -57,8 +67,8 @@ AnyBody = TypeVar("AnyBody", bound=ChatRequest | CompletionRequest | TokenizeReq
 _COLDEST = 1e-4  # logits divided by less overflow float32; the distribution is greedy long before
 
 
-def create_app(service: Service) -> FastAPI:
-    """The application in front of one replica."""
+def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:
+    """The application in front of one replica; ``observers`` hear of each request in the end."""
     app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)
     models = ModelRoutes(service)
@@ -70,6 +80,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(KeyGuard, keyring=service.access.keyring, open_paths=dashboard.OPEN_PATHS | reference.OPEN_PATHS)
     if (names := allowed_hosts(service.settings.serving)) is not None:
         app.add_middleware(HostGuard, names=names)
+    app.add_middleware(Observing, observers=[*observers, log_request])
     return app
 
 
@@ -78,7 +89,8 @@ class Asked:
     """A body that was read and checked, and its prompts as token ids.
 
     ``domain`` names whose drafter it wants, None to find out; ``policy`` is how it speculates, None for as the server
-    does; ``seconds`` is how long its answer may take, None for any time.
+    does; ``seconds`` is how long its answer may take, None for any time; ``grammar`` is what it has to look like, and
+    ``calls`` is how functions are called, None where there are none.
     """
 
     body: Generate
@@ -86,6 +98,8 @@ class Asked:
     domain: str | None
     policy: Policy | None
     seconds: float | None
+    grammar: Grammar | None
+    calls: ToolFormat | None
 
 
 class Routes:
@@ -96,6 +110,7 @@ class Routes:
         self.admission = Admission(self.limits.max_queue)
         self.arrivals = Arrivals(self.limits.max_queue, max(ARRIVING_BYTES, self.limits.max_body_bytes))
         self.tokenizing = Tokenizing()
+        self.compiling = ThreadPoolExecutor(1, "grammar")  # of its own: a grammar may take as long as a long text
         self.router = APIRouter()
         for path, handler, said in (
             ("/v1/chat/completions", self.chat, described("Answer a chat.", ChatCompletion, ChatRequest, ChatChunk)),
@@ -110,8 +125,9 @@ class Routes:
         with self.arrivals.one() as arrived:
             body, domain = await self._read(request, ChatRequest, arrived)
             self._check_cost(body, 1)
-            prompts = [await self._encode_chat(body.messages)]
-            asked = await self._asked(body, prompts, domain)
+            calls = self._tool_format(body)
+            prompts = [await self._encode_chat(body.messages, body.callable)]
+            asked = await self._asked(body, prompts, domain, calls)
         return await self._generate(request, asked, self.limits.max_completion_tokens)
 
     async def complete(self, request: Request) -> Response:
@@ -128,7 +144,7 @@ class Routes:
         with self.arrivals.one() as arrived:
             body, _ = await self._read(request, TokenizeRequest, arrived)
             if body.messages is not None:
-                ids = await self._encode_chat(body.messages)
+                ids = await self._encode_chat(body.messages, [])
             else:
                 ids = await self._encode(body.prompt or "", body.add_special_tokens)
         return JSONResponse({"count": len(ids), "max_model_len": self.service.model.context, "tokens": ids})
@@ -148,12 +164,15 @@ class Routes:
         body = await read_body(request, schema, self.limits, arrived)
         return body, await self._models.domain_of(body.model, caller_of(request).tenant)
 
-    async def _asked(self, body: Generate, prompts: list[list[int]], domain: str | None) -> Asked:
-        """``domain`` is that of its ``model``."""
+    async def _asked(
+        self, body: Generate, prompts: list[list[int]], domain: str | None, calls: ToolFormat | None = None
+    ) -> Asked:
+        """``domain`` is that of its ``model``, ``calls`` how functions are called, None where none may be."""
         named = body.osd.domain if body.osd else None
         if domain is not None and named not in (None, domain):
             raise invalid("'osd.domain' differs from the domain of 'model'.", "osd.domain")
-        return Asked(body, prompts, domain or named, await self._policy(body), self._seconds(body))
+        grammar = await self._grammar(body.structure if calls is None else body.structure_of(calls))
+        return Asked(body, prompts, domain or named, await self._policy(body), self._seconds(body), grammar, calls)
 
     def _check_cost(self, body: Generate, prompts: int) -> None:
         """Refuse what is too much by its numbers alone, before work is done for it."""
@@ -169,6 +188,15 @@ class Routes:
     async def _policy(self, body: Generate) -> Policy | None:
         return await self.tokenizing.run(0, policy_of, body.osd, self.service.settings) if body.osd else None
 
+    async def _grammar(self, form: Structure | None) -> Grammar | None:
+        if form is None:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self.compiling, self.service.compile, form.kind, form.text)
+        except GrammarError as error:
+            raise invalid(f"'{form.param}' {error}.", form.param) from None
+
     async def _generate(self, request: Request, asked: Asked, default: int) -> Response:
         """Decode every prompt ``n`` times; ``default`` is how many tokens a body means that does not say."""
         model, body, prompts = self.service.model, asked.body, asked.prompts
@@ -178,8 +206,9 @@ class Routes:
         response_id = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4().hex}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
         tokens, name = body.limit
-        caller = caller_of(request)
-        common = self._sequence(asked, caller)
+        caller, observed = caller_of(request), observed_of(request)
+        observed.asked(response_id, caller)
+        common = replace(self._sequence(asked, caller), arrived=observed.arrived)
         sequences: list[Sequence] = []
         for ids in prompts:
             check_prompt(ids, param, model.context, model.vocabulary)
@@ -192,10 +221,11 @@ class Routes:
                 sequences.append(replace(common, id=mine, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling))
         logprobs = Logprobs(body.chat, partial(self.tokenizing.run, 0, self._texts))
         answer = Answer(
-            response_id, body.model or model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs
-        )
+            response_id, body.model or model.id, body.chat, len(sequences), [len(ids) for ids in prompts], logprobs,
+            None if asked.calls is None else partial(CallReader, asked.calls, [one.name for one in body.callable]),
+        )  # fmt: skip
         charge = partial(self.service.access.budgets.charge, caller.key)
-        generation = Generation(self.service, self.admission, sequences, asked.seconds, charge)
+        generation = Generation(self.service, self.admission, sequences, asked.seconds, charge, observed)
         handed_over = False
         try:
             generation.start(request.receive)
@@ -245,6 +275,7 @@ class Routes:
             domain=asked.domain,
             policy=asked.policy,
             logprobs=body.top,
+            grammar=asked.grammar,
             client=caller.client,
             tenant=caller.tenant,
         )
@@ -252,11 +283,20 @@ class Routes:
     async def _encode(self, text: str, special: bool) -> list[int]:
         return await self.tokenizing.run(len(text), self.service.encode, text, special)
 
-    async def _encode_chat(self, messages: list[Message]) -> list[int]:
-        # Chat templates know the older name of the role.
-        turns = [{"role": m.role.replace("developer", "system"), "content": m.content} for m in messages]
+    def _tool_format(self, body: ChatRequest) -> ToolFormat | None:
+        """How functions are called, None where none may be."""
+        param = "tools" if body.callable else "messages" if any(m.calls for m in body.messages) else None
         try:
-            return await self.tokenizing.run(sum(len(m.content) for m in messages), self.service.encode_chat, turns)
+            form = self.service.tool_format() if param else None
+        except NoToolsError as error:
+            raise invalid(str(error), param, "chat_template") from None
+        return form if body.callable else None
+
+    async def _encode_chat(self, messages: list[Message], callable: list[Function]) -> list[int]:
+        functions = [{"type": "function", "function": one.template} for one in callable]
+        size = sum(len(m.content or "") for m in messages) + sum(len(str(one)) for one in functions)
+        try:
+            return await self.tokenizing.run(size, self.service.encode_chat, [m.template for m in messages], functions)
         except ChatTemplateError as error:
             raise invalid(str(error), "messages", "chat_template") from error
 

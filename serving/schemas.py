@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationInfo,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
-from typing_extensions import TypedDict
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
-from osd.config import DOMAIN, GrowthSettings, ServingSettings, Verification
+from osd.config import DOMAIN, GrowthSettings, Verification
+from serving.body import Body, limits_of, too_many, unsupported
+from serving.messages import Messages
+from serving.structured import ResponseFormat, Structure, StructuredOutputs
+from serving.tool_formats import ToolFormat
+from serving.tools import Function, ToolChoice, Tools
 
 MOST_BIASES = 1024
 """Entries of ``logit_bias`` at most."""
@@ -32,10 +27,7 @@ _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **_COMMON_NEUTRAL,
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "reasoning_effort": (None, "none"),
@@ -48,55 +40,6 @@ _COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
 }
-_MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    name: (None, []) for name in ("name", "refusal", "annotations", "audio", "function_call", "tool_calls")
-}
-
-
-def _equal(value: Any, neutral: Any) -> bool:
-    # In JSON 0 and false differ; in Python they do not.
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-class Body(BaseModel):
-    """A JSON object with known fields only. Fields in ``neutral`` may say what is done anyway.
-
-    The server's limits of counts are the context of validation, ``ServingSettings``. What is too many, or one of many
-    that is wrong, is refused before the rest is looked at.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Tell of neutral fields too."""
-        schema = handler(core)
-        fields = handler.resolve_ref_schema(schema).setdefault("properties", {})
-        fields.update({name: {"enum": list(values)} for name, values in cls.neutral.items()})
-        return schema
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name, values in cls.neutral.items():
-            if name in data and not any(_equal(data[name], value) for value in values):
-                raise PydanticCustomError("unsupported", "'{param}' is not supported.", {"param": name})
-        given = {name: value for name, value in data.items() if name not in cls.neutral}
-        # The first unknown name is what the refusal tells: a thousand more would only take time.
-        unknown = next((name for name in given if name not in cls.model_fields), None)
-        return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
-
-
-def _limits(info: ValidationInfo) -> ServingSettings:
-    return info.context or ServingSettings()
-
-
-def _too_many(param: str, count: int, limit: int) -> PydanticCustomError:
-    message = "'{param}' has {count} entries and this server's limit is {limit}."
-    return PydanticCustomError("too_many", message, {"param": param, "count": count, "limit": limit})
 
 
 def _stops(value: Any) -> Any:
@@ -115,36 +58,6 @@ def _stop_ids(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MOST_STOP_IDS:
         raise ValueError(f"has {len(value)} entries and the limit is {MOST_STOP_IDS}")
     return value
-
-
-def _messages(value: Any, info: ValidationInfo) -> Any:
-    limit = _limits(info).max_messages
-    if isinstance(value, list) and len(value) > limit:
-        raise _too_many("messages", len(value), limit)
-    return value
-
-
-def _text(value: Any) -> Any:
-    """Join a message's text parts; other kinds of parts are refused by name."""
-    if not isinstance(value, list):
-        return value
-    parts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            known = kind if kind in ("image_url", "input_audio", "file", "refusal") else "such"
-            raise ValueError(f"only text parts are supported, no {known} parts")
-        if extra := set(part) - {"type", "text"}:
-            raise ValueError(f"a text part has {len(extra)} more field(s) than type and text")
-        parts.append(part["text"])
-    return "".join(parts)
-
-
-class TextPart(TypedDict):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
 
 
 _Stop = Annotated[str, Field(min_length=1)]
@@ -175,9 +88,9 @@ def _prompts(value: Any, info: ValidationInfo) -> Any:
         value = [value]
     if not isinstance(value, list) or not value:
         raise ValueError("must be a text, a list of token ids, or a list of these that is not empty")
-    limit = _limits(info).max_queue
+    limit = limits_of(info).max_queue
     if len(value) > limit:
-        raise _too_many("prompt", len(value), limit)
+        raise too_many("prompt", len(value), limit)
     for prompt in value:
         ids = isinstance(prompt, list) and set(map(type, prompt)) <= {int} and min(prompt, default=0) >= 0
         if not (isinstance(prompt, str) or ids):
@@ -186,7 +99,6 @@ def _prompts(value: Any, info: ValidationInfo) -> Any:
 
 
 _STOPS = BeforeValidator(_stops, json_schema_input_type=_Stop | list[_Stop] | None)
-_CONTENT = BeforeValidator(_text, json_schema_input_type=str | list[TextPart])
 _BIASES = BeforeValidator(_biases, json_schema_input_type=dict[str, float] | None)
 _PROMPTS = BeforeValidator(_prompts, json_schema_input_type=str | _Ids | list[str | _Ids])
 
@@ -214,7 +126,7 @@ class Speculation(Body):
     def _not_governed(self) -> Speculation:
         # The governor plans what the server drafts by itself; a request gets what it asks for.
         if self.growth is not None and "governed" in self.growth.model_fields_set:
-            raise PydanticCustomError("unsupported", "'{param}' is not supported.", {"param": "osd.growth.governed"})
+            raise unsupported("osd.growth.governed")
         return self
 
 
@@ -224,7 +136,8 @@ class Generate(Body):
     ``top_k`` (0 and -1 are off), ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``min_tokens`` and
     ``ignore_eos`` are vLLM's extensions. Ours is ``timeout``: the seconds that the answer may take, from where the
     prompt has been read. ``user`` is taken as a label and not kept. With ``seed`` the text depends on prompt, settings
-    and seed alone, and not on what was drafted. No end of the text comes among its first ``min_tokens`` tokens.
+    and seed alone, and not on what was drafted. No end of the text comes among its first ``min_tokens`` tokens, unless
+    its form leaves nothing else. ``response_format`` on text completions and ``structured_outputs`` are vLLM's too.
     """
 
     chat: ClassVar[bool] = False
@@ -250,7 +163,25 @@ class Generate(Body):
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     store: bool | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     osd: Speculation | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the answer has to look like, None for any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structure
+        return None if self.response_format is None else self.response_format.structure
+
+    @property
+    def callable(self) -> list[Function]:
+        """The functions that the model may call."""
+        return []
+
+    def structure_of(self, calls: ToolFormat) -> Structure | None:
+        """What an answer has to look like that may call functions so, None where that is left to the model."""
+        return None
 
     @property
     def limit(self) -> tuple[int | None, str]:
@@ -265,23 +196,18 @@ class Generate(Body):
     @model_validator(mode="after")
     def _streams(self) -> Generate:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "unsupported", "'{param}' is only supported with stream.", {"param": "stream_options"}
-            )
+            raise unsupported("stream_options", "'{param}' is only supported with stream.")
         return self
 
-
-class Message(Body):
-    """One turn of a chat."""
-
-    neutral = _MESSAGE_NEUTRAL
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, _CONTENT]
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
-"""The turns of a chat, as many as the server allows."""
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Generate:
+        other = None if self.response_format is None else self.response_format.structure
+        if self.structured_outputs is not None and other is not None:
+            raise unsupported("structured_outputs", "'{param}' is not supported together with 'response_format'.")
+        if self.structure is not None and self.ignore_eos:
+            # A form has an end, and nothing can follow it.
+            raise unsupported("ignore_eos", "'{param}' is not supported where the form of the answer is given.")
+        return self
 
 
 class ChatRequest(Generate):
@@ -291,6 +217,9 @@ class ChatRequest(Generate):
     chat = True
 
     messages: Messages
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -306,21 +235,51 @@ class ChatRequest(Generate):
         """See ``Generate``."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def callable(self) -> list[Function]:
+        """See ``Generate``."""
+        none = self.tool_choice is not None and self.tool_choice.type == "none"
+        return [] if none else [tool.function for tool in self.tools or ()]
+
+    @property
+    def called(self) -> list[Function]:
+        """The functions of which one has to be called, none where the model may also answer with text."""
+        if self.tool_choice is None or self.tool_choice.type in ("none", "auto"):
+            return []
+        wanted = self.tool_choice.function
+        return [one for one in self.callable if wanted is None or one.name == wanted.name]
+
+    def structure_of(self, calls: ToolFormat) -> Structure | None:
+        """See ``Generate``: it is left to the model but for calls that are asked for, strict, or one at most."""
+        if not (self.called or self.parallel_tool_calls is False or any(one.strict for one in self.callable)):
+            return None
+        functions = {one.name: one.arguments for one in self.called or self.callable}
+        named = self.tool_choice is not None and self.tool_choice.function is not None
+        several = self.parallel_tool_calls is not False and not named
+        return Structure("tools", "grammar", calls.grammar(functions, several, free=not self.called))
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> ChatRequest:
+        asked = self.tool_choice is not None and self.tool_choice.type not in ("none", "auto")
+        if asked and not self.called:
+            raise PydanticCustomError("no_such", "'{param}' names no function of 'tools'.", {"param": "tool_choice"})
+        if self.callable and self.structure is not None:
+            raise unsupported("tools", "'{param}' is not supported where the form of the answer is given.")
+        if self.called and self.ignore_eos:
+            raise unsupported("ignore_eos", "'{param}' is not supported where a function has to be called.")
+        return self
+
     @model_validator(mode="after")
     def _top_of_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError(
-                "unsupported", "'{param}' is only supported with logprobs.", {"param": "top_logprobs"}
-            )
+            raise unsupported("top_logprobs", "'{param}' is only supported with logprobs.")
         return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
-            raise PydanticCustomError(
-                "unsupported", "'{param}' differs from 'max_completion_tokens'.", {"param": "max_tokens"}
-            )
+            raise unsupported("max_tokens", "'{param}' differs from 'max_completion_tokens'.")
         return self
 
 
@@ -349,7 +308,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("unsupported", "Give either '{param}' or 'messages'.", {"param": "prompt"})
+            raise unsupported("prompt", "Give either '{param}' or 'messages'.")
         return self
 
 

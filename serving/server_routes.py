@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
@@ -47,5 +49,7 @@ class ServerRoutes:
     async def metrics(self) -> Response:
         """``GET /metrics``: Prometheus text, summed over all replicas."""
         settings, model = self.service.settings, self.service.model
-        text = prometheus.render(await self.service.totals(), settings.domain, model.id)
+        totals = await self.service.totals()
+        # It takes milliseconds, in which others are answered.
+        text = await asyncio.to_thread(prometheus.render, totals, settings.domain, model.id)
         return Response(text, media_type=prometheus.CONTENT_TYPE)

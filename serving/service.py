@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from osd.config import Settings
+from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from serving.access.access import Access
 from serving.replica_metrics import Totals
+from serving.tool_formats import ToolFormat
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,32 @@ class Service(Protocol):
         """Token ids of a text, with the tokenizer's special tokens around it if ``special``."""
         ...
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a chat that the assistant continues.
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a chat that the assistant continues, and that may call ``tools``.
 
         Raises:
             ChatTemplateError: it cannot be rendered.
         """
         ...
 
+    def tool_format(self) -> ToolFormat:
+        """How the model writes down calls of functions.
+
+        Raises:
+            NoToolsError: it cannot call any.
+        """
+        ...
+
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, special tokens included."""
+        ...
+
+    def compile(self, kind: str, text: str) -> Grammar:
+        """What an answer has to look like, by a kind of ``osd.engine.grammar_check.GRAMMARS``; takes up to 0.2 s.
+
+        Raises:
+            GrammarError: it is refused.
+        """
         ...
 
     def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:

@@ -9,7 +9,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY, HIDDEN = 259, 64
-CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
+CHAT_TEMPLATE = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>"
+    '<tool_call>{"name": ..., "arguments": ...}</tool_call>\n{% endif %}'
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}\n"
+    "{% endfor %}<|assistant|>"
+)
+"""With tools as Hermes has them."""
 
 
 def make_tiny(directory: Path, *, seed: int = 0, layers: int = 4, sharpness: float = 4.0) -> Path:

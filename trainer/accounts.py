@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
-from osd.learning.online import Learner
+from osd.learning.online import Learned, Learner
 from osd.registry.learnt import Learnt
 from osd.registry.ledger import Ledger, Spent
 from trainer.status import Status
@@ -37,6 +37,12 @@ class Accounts:
             return self.status
         distiller = learner.distiller
         return replace(self.status, steps=distiller.steps, skipped=distiller.skipped, **asdict(learner.counters))
+
+    def learned(self, learned: Learned) -> None:
+        """Take in a micro-step."""
+        self.learnt.add(request_id for request_id, _ in learned.fresh)
+        if not learned.step.skipped:
+            self.status.loss = learned.step.loss
 
     def figures(self, learner: Learner) -> dict[str, Any]:
         """The figures of a micro-step, for its event."""

@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+from osd import logs
 from osd.config import Settings
 from osd.registry.pointer_file import FencedError
 from trainer.status import Status
@@ -47,7 +48,8 @@ class Trainer:
     """
 
     def __init__(self, settings: Settings, redis_url: str) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        if logs.set_up(settings.log, "trainer") is None:
+            logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         self._settings = settings
         self._redis_url = redis_url
         self._lock = threading.Lock()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import ray
 
+from osd import logs
 from osd.config import Settings
 from osd.registry.pointer_file import FencedError
 from trainer.actor import Trainer, Training, open_target
@@ -177,6 +178,7 @@ def work(config: dict[str, Any]) -> None:
     logging.getLogger("trainer").setLevel(logging.INFO)
     settings, group = config["settings"], config["group"]
     rank = dist.get_rank()
+    logs.set_up(settings.log, f"trainer rank {rank}")
     try:
         if rank:
             Rank(settings.trainer, open_target(settings).build).run()

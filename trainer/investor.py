@@ -73,6 +73,11 @@ class Investor:
         self._decided = moment, investment
         return investment
 
+    @property
+    def decided(self) -> Investment | None:
+        """The last decision, None before the first."""
+        return None if self._decided is None else self._decided[1]
+
     def worth(self, learner: Learner, decision: GateDecision) -> dict[str, Any]:
         """What a candidate is expected to save, for its manifest; nothing while the traffic is not known.
 

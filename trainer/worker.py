@@ -23,6 +23,7 @@ from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import FencedError, Pointer
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from osd.registry.training import TrainingReports
 from osd.registry.versions import Registry
 from osd.runtime.device import cores
 from trainer import tracking
@@ -40,6 +41,7 @@ from trainer.rollout import Publisher, Service
 from trainer.slowing import Slowing
 from trainer.spare_time import SpareTime
 from trainer.status import Status
+from trainer.telling import Telling
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,7 @@ class Worker:
         self._forgetting = Forgetting(self._domain, Purges(redis_url), self.intake, self._accounts.learnt)
         spare = partial(self._spare, self._alive)
         self._investor = Investor(settings, self._loads, self._capacity, self._slowing, self._invested)
+        self._telling = Telling(self._domain, TrainingReports(redis_url), self._accounts, self.replay, self._lease.held)
         self._candidates = Candidates(
             self._publisher, self._accounts, spare, self._capacity.working, self._investor.worth, context.target.label,
             trainer.drift_fall,
@@ -121,7 +124,7 @@ class Worker:
             raise
         finally:
             self._scheduler.give(self._domain)
-            service, others = self._service, (self.intake, self._loads, self._ledger, self._forgetting)
+            service, others = self._service, (self.intake, self._loads, self._ledger, self._telling, self._forgetting)
             for connection in (*others, service.pointer, service.events):
                 connection.close()
             self._lease.release()
@@ -183,7 +186,7 @@ class Worker:
 
     def _turn(self, learner: Learner) -> None:
         """One look at the stream and, if there is something to train on, one micro-step."""
-        self._accounts.cost.tell()
+        self._tell()
         self._look()
         self._capacity.spare()  # whether requests run says what training costs
         if not (ready := self._ready(learner)):
@@ -222,9 +225,7 @@ class Worker:
             learned = learner.step(self._capacity.tokens, self._context.executor)
         learner.worked(self._capacity.fit() * self._context.executor.size * self._settings.trainer.threads)
         self.intake.finish(learned.fresh)
-        self._accounts.learnt.add(request_id for request_id, _ in learned.fresh)
-        if not learned.step.skipped:
-            self._accounts.status.loss = learned.step.loss
+        self._accounts.learned(learned)
         now = time.monotonic()
         if now - self._told_at > _TELL_SECONDS:
             self._told_at = now
@@ -233,8 +234,11 @@ class Worker:
 
     def _spare(self, idle: Callable[[], None], patience: float = math.inf) -> bool:
         """Wait for spare time, see ``SpareTime.wait``."""
-        self._accounts.cost.tell()
+        self._tell()
         return self._spare_time.wait(idle, patience)
+
+    def _tell(self) -> None:
+        self._telling.tell(self.learner, self._investor.decided)
 
     def _alive(self) -> None:
         """Say that this trainer goes on."""

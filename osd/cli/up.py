@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from osd.config import Settings
 
 
+logger = logging.getLogger(__name__)
+
+
 def up(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Serve, learn and swap on this machine until Ctrl-C."""
     settings = settings_of(config, overrides)
@@ -23,10 +27,12 @@ def up(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
     from deploy.embedded import START_ERRORS
     from deploy.local_ray import RayDied
+    from osd import logs
 
     with stop_signals():
         try:
-            _run(settings, Console(stderr=True, highlight=False))
+            in_lines = logs.set_up(settings.log, "up") is not None
+            _run(settings, Console(stderr=True, highlight=False, quiet=in_lines))
         except START_ERRORS as error:
             fail(error)
         except RayDied as error:
@@ -40,6 +46,7 @@ def _run(settings: Settings, console: Console) -> None:
         service = Embedded(settings, lambda step: status.update(f"{step} ..."))
         service.start()
     try:
+        logger.info("it answers at %s", service.url, extra={"event": "started", "fields": {"url": service.url}})
         console.print(f"OpenAI API  {service.url}/v1\nDashboard   {service.url}/dashboard")
         console.print(f"Metrics     {service.url}/metrics\nCtrl-C stops everything.")
         _tell(console, time.time(), f"started: {service.about()}")
@@ -93,4 +100,5 @@ def _follow(service: Embedded, console: Console, warm_start: Callable[[], str]) 
 
 
 def _tell(console: Console, at: float, what: str) -> None:
+    logger.info("%s", what)
     console.print(f"{time.strftime('%H:%M:%S', time.localtime(at))}  {what}", soft_wrap=True)

@@ -37,6 +37,7 @@ from osd.config.growth import (
 from osd.config.settings import (
     CaptureSettings,
     EngineSettings,
+    LogSettings,
     RedisSettings,
     RegistrySettings,
     ServingSettings,
@@ -68,6 +69,7 @@ __all__ = [
     "HeuristicSettings",
     "KangarooSettings",
     "LanguageModelSettings",
+    "LogSettings",
     "MedusaSettings",
     "MixedSettings",
     "NoDrafterSettings",

@@ -108,6 +108,9 @@ class LanguageModelSettings(_Drafter):
     layers: int = Field(default=2, ge=1, description="target layers that it keeps where it has no source")
     source: str | None = Field(default=None, description="model that it starts from, of any tokenizer")
     revision: str | None = Field(default=None, description="branch, tag or commit of a source from a hub")
+    prompt_tokens: int = Field(
+        default=0, ge=0, le=8, description="prompt tokens of its own: so many tokens more come of one call"
+    )
 
     @property
     def reproducible(self) -> bool:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -22,6 +22,8 @@ Budget = Annotated[int, Field(ge=1, le=256, description="tokens of a draft tree 
 class _Growth(Section):
     """What growth policies have in common."""
 
+    judges: ClassVar[bool] = False
+    """Whether it asks a head, which has to be trained, about the states of the drafter."""
     governed: bool = Field(default=True, description="draft only as much as raises tokens per second")
 
     def parameters(self) -> dict[str, Any]:
@@ -120,6 +122,7 @@ class HeuristicSettings(_DeepGrowth):
 class AcceptanceHeadSettings(_DeepGrowth):
     """A chain that ends where a trained head expects a rejection."""
 
+    judges: ClassVar[bool] = True
     kind: Literal["acceptance_head"] = "acceptance_head"
     h: float = Field(default=0.7, ge=0, le=1, description="probability of a rejection above which a chain ends")
 

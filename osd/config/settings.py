@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from osd.config.base import LISTED, Section, refused
@@ -89,6 +90,13 @@ def _key(key: SecretStr) -> SecretStr:
     return key
 
 
+def _address(url: str) -> str:
+    if not re.fullmatch(r"https?://[^/@?#\s]+(/[^@?#\s]*)?", url):
+        message = "must be an address as http://collector:4318 is; its keys belong in OTEL_EXPORTER_OTLP_HEADERS"
+        raise PydanticCustomError("address", message)
+    return url
+
+
 class ServingSettings(Section):
     """The HTTP service."""
 
@@ -119,7 +127,33 @@ class ServingSettings(Section):
     request_timeout_s: float | None = Field(
         default=None, gt=0, description="seconds that an answer may take, and the most that a request may ask for"
     )
+    otlp_endpoint: Annotated[str, AfterValidator(_address)] | None = Field(
+        default=None,
+        description="base address of an OpenTelemetry collector that takes traces over HTTP, else "
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
     drain_s: float = Field(default=75.0, gt=0, description="seconds that requests may go on while a replica ends")
+
+
+def _absolute(file: Path) -> Path:
+    return file.expanduser().absolute()  # the processes that write it have folders of their own
+
+
+class LogSettings(Section):
+    """What every process says of what it does."""
+
+    format: Literal["text", "json"] = Field(
+        default="text", description="text: warnings and errors; json: also each request and each version, a line each"
+    )
+    file: Annotated[Path, AfterValidator(_absolute)] | None = Field(
+        default=None, description="where all processes append these lines of JSON, else each to its standard error"
+    )
+
+    @model_validator(mode="after")
+    def _lines(self) -> LogSettings:
+        if self.file is not None and self.format != "json":
+            raise PydanticCustomError("text", "has a file, which is for lines of JSON: set log.format to json")
+        return self
 
 
 class Settings(Section):
@@ -153,6 +187,17 @@ class Settings(Section):
     redis: RedisSettings = RedisSettings()
     trainer: TrainerSettings = TrainerSettings()
     serving: ServingSettings = ServingSettings()
+    log: LogSettings = LogSettings()
+
+    @field_validator("growth")
+    @classmethod
+    def _judged(cls, growth: GrowthSettings, info: ValidationInfo) -> GrowthSettings:
+        drafter: DrafterSettings | None = info.data.get("drafter")
+        if growth.judges and hasattr(drafter, "recall"):
+            message = "must be one that asks no head, as drafts of drafter.kind {drafter} go where recall does"
+            error = PydanticCustomError("not_asked", message, {"drafter": drafter.kind if drafter else ""})
+            raise refused(InitErrorDetails(type=error, loc=("kind",), input=growth.kind))
+        return growth
 
     @field_validator("growth")
     @classmethod

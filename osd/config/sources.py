@@ -19,6 +19,8 @@ from osd.config.settings import Settings
 RENAMED = {"capture.piece": "capture.segment", "trainer.lines": "trainer.extra_domains"}
 """What settings are called today, by the names that they had."""
 _OTHERS = "OSD_VLLM_"  # read by ``osd.vllm`` in other processes
+_STANDARD = {"OTEL_EXPORTER_OTLP_ENDPOINT": ("serving", "otlp_endpoint")}
+"""Variables with names of their own, which OSD_... comes before."""
 
 
 def load_settings(
@@ -72,6 +74,9 @@ def _leaves(path: tuple[str, ...], value: Any, source: str) -> Iterator[_Given]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
+    for name, path in _STANDARD.items():
+        if environ.get(name):
+            yield path, environ[name], f"the environment variable {name}"
     for name in sorted(environ):
         if name.startswith("OSD_") and not name.startswith(_OTHERS):
             path = tuple(name.removeprefix("OSD_").lower().split("__"))
@@ -117,7 +122,7 @@ def _explain(error: ValidationError, origin: dict[tuple[str, ...], str]) -> str:
         "float_parsing": "must be a number",
         "bool_parsing": "must be true or false",
     }.get(first["type"], first["msg"].replace("{", "{{").replace("}", "}}"))
-    secret = path[-1] in ("api_key", "admin_key") or path == ("redis_url",)
+    secret = path[-1] in ("api_key", "admin_key", "otlp_endpoint") or path == ("redis_url",)
     silent = secret or first["type"] == "not_of_kind" or isinstance(first["input"], dict)
     given = "" if silent else f", not {first['input']}"
     return f"{key} ({source}) {reason.format(**limits)}{given}"

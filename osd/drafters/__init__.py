@@ -84,6 +84,8 @@ def from_config(config: dict[str, Any], target_dir: Path) -> Drafter:
         return DRAFTERS[kind].from_config(config, target_dir)
     except (KeyError, TypeError) as error:
         raise DrafterError(f"config.json does not describe a {kind} drafter: {error}") from None
+    except MemoryError:
+        raise DrafterError(f"config.json describes a {kind} drafter that does not fit in memory") from None
 
 
 def trainable(drafter: Drafter) -> Trainable:

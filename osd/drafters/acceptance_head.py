@@ -14,6 +14,7 @@ from osd.config import GrowthSettings
 from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession, autoregressive
 from osd.drafters.base import OPTIONAL, Drafter, DrafterError, Needs, check
 from osd.drafters.session import Runtime
+from osd.drafters.sizes import check_flags
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.speculation.growth import make_growth
 
@@ -98,10 +99,9 @@ class WithAcceptanceHead(Trainable):
         """See ``Trainable.levels``."""
         return self.drafter.levels
 
-    @property
-    def pace(self) -> float:
+    def pace(self, name: str) -> float:
         """See ``Trainable.pace``."""
-        return self.drafter.pace
+        return self.drafter.pace(name)
 
     def trained(self) -> dict[str, Tensor]:
         """See ``Trainable.trained``; the head has a loss of its own."""
@@ -174,8 +174,14 @@ def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:
 
 
 def has_head(config: dict[str, Any]) -> bool:
-    """Whether ``config`` is of a drafter with a head."""
-    return bool(config.get(_CONFIG))
+    """Whether ``config`` is of a drafter with a head.
+
+    Raises:
+        DrafterError: it does not say so by true or false.
+    """
+    has: bool = config.get(_CONFIG, False)
+    check_flags(**{_CONFIG: has})
+    return has
 
 
 def without_head(config: dict[str, Any]) -> dict[str, Any]:

@@ -110,6 +110,10 @@ class WrappedSession(AutoregressiveSession):
         """See ``AutoregressiveSession.states``."""
         return self._session.states
 
+    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+        """See ``Session.propose``; what it wraps may have rows of its own to send along."""
+        return self.ride(asked, growth, super().propose(asked, growth, noise))
+
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
         self._session.open(slot, token, origin)

@@ -7,6 +7,8 @@ every other id, so that each verification rule stays lossless.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,8 @@ class VocabularyDrafter(Trainable):
         Raises:
             DrafterError: no target has so many ids.
         """
-        check_sizes(vocabulary=vocabulary, target_vocabulary=target_vocabulary)
+        check_sizes(target_vocabulary=target_vocabulary)
+        check_sizes(sys.maxsize, vocabulary=vocabulary)  # how many there may be is said below
         if vocabulary > target_vocabulary:
             raise DrafterError(f"vocabulary is {vocabulary}, but must be at most {target_vocabulary}, the target's")
         super().__init__()

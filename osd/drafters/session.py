@@ -128,7 +128,7 @@ class Tree:
     ``riders`` are further rows of the target's forward, whose logits go back to the drafter and which nobody verifies:
     tokens that hang on nodes, or on riders as if these were numbered behind the nodes. One that is no token but the
     i-th of ``Proposal.embedded`` is -1 - i. ``sources`` name who proposed each node; ``estimates`` are what the growth
-    policy placed it by.
+    policy placed it by. Where some were recalled, ``orders`` say after how many tokens, 0 for what was not looked up.
     """
 
     tokens: list[int]
@@ -137,6 +137,7 @@ class Tree:
     rider_tokens: Sequence[int] = ()
     rider_parents: Sequence[int] = ()
     estimates: Sequence[float] = ()
+    orders: Sequence[int] = ()
 
     @classmethod
     def chain(cls, tokens: list[int], source: str) -> Tree:

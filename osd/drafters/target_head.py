@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from osd.drafters.base import DrafterError
 from osd.drafters.draft_vocabulary import VocabularyDrafter
+from osd.drafters.sizes import check_sizes
 from osd.runtime.causal_lm import end_weights, final_norm
 
 
@@ -23,6 +24,7 @@ class TargetHeadDrafter(VocabularyDrafter):
         Raises:
             DrafterError: the final norm cannot be found.
         """
+        check_sizes(vocabulary=vocabulary)
         embedding, head = end_weights(target)
         super().__init__(min(vocabulary, len(head)), len(head))
         try:

@@ -104,9 +104,8 @@ class Trainable(Drafter, nn.Module):
         """Tokens ahead that it predicts at most, each by weights of its own; None for as many as it is unrolled."""
         return None
 
-    @property
-    def pace(self) -> float:
-        """How many times ``trainer.learning_rate`` its weights are to learn with."""
+    def pace(self, name: str) -> float:
+        """How many times ``trainer.learning_rate`` what it trains by a ``name`` is to learn with."""
         return 1.0
 
     def trained(self) -> dict[str, Tensor]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
 
-from osd.metrics import SpeculationCounts
+from osd.engine.lifetime import RequestHistograms
+from osd.metrics import SourceCounts, SpeculationCounts
+
+if TYPE_CHECKING:
+    from osd.engine.round import Outcome, SequenceOutcome
+    from osd.engine.sequence import Sequence
 
 APART = 8
 """Versions of a domain whose counts are kept apart, those that were counted last: what runs is always one of them."""
@@ -53,10 +59,11 @@ def of_version(counts: dict[DraftedBy, Counts], drafted_by: tuple[str, int], new
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Requests in the engine now: ``running`` hold a slot, ``waiting`` do not."""
+    """Requests in the engine now: ``running`` hold one of its ``slots``, ``waiting`` do not."""
 
     running: int
     waiting: int
+    slots: int = 0
 
 
 @dataclass
@@ -78,7 +85,9 @@ class DecodeSeconds:
 class EngineCounters:
     """Counts that only grow, the longest swap stall apart; seconds are wall-clock.
 
-    ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read.
+    ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read. ``finished`` are
+    sequences that came to their end by themselves, by why; ``histograms`` are of them, and of all rounds.
+    ``by_order`` are recalled draft tokens by their source and how many tokens before them were looked up.
     ``by_version`` and ``seconds_by_version`` are by the domain and version of the drafter, see ``of_version``: what was
     counted last stands last. ``token_seconds`` sums over sequences how long each waited for its tokens: by
     ``completion_tokens`` it is the mean inter-token latency. Forwards took ``forward_seconds``, and would have taken
@@ -98,6 +107,9 @@ class EngineCounters:
     rest_seconds: float = 0.0
     swaps: int = 0
     swap_stall_seconds_max: float = 0.0
+    finished: Counter[str] = field(default_factory=Counter)
+    histograms: RequestHistograms = field(default_factory=RequestHistograms)
+    by_order: dict[tuple[str, int], SourceCounts] = field(default_factory=dict)
     by_version: dict[DraftedBy, SpeculationCounts] = field(default_factory=dict)
     seconds_by_version: dict[DraftedBy, DecodeSeconds] = field(default_factory=dict)
 
@@ -105,6 +117,9 @@ class EngineCounters:
         """The same counts, which no longer grow."""
         return replace(
             self,
+            finished=self.finished.copy(),
+            histograms=self.histograms.copy(),
+            by_order={key: replace(counts) for key, counts in self.by_order.items()},
             by_version={key: SpeculationCounts.sum([counts]) for key, counts in self.by_version.items()},
             seconds_by_version={key: replace(seconds) for key, seconds in self.seconds_by_version.items()},
         )
@@ -112,3 +127,39 @@ class EngineCounters:
     def speculation(self) -> SpeculationCounts:
         """The draft counts of all versions together."""
         return SpeculationCounts.sum(self.by_version.values())
+
+    @property
+    def saved_seconds(self) -> float:
+        """What the drafts of all versions saved; see ``osd.engine.savings``."""
+        return sum(took.plain - took.decode for took in self.seconds_by_version.values())
+
+    def drew(self, outcome: Outcome, drafted_by: Callable[[Sequence], tuple[str, int]], now: float) -> None:
+        """Count what a round gave its sequences, by ``now``; ``drafted_by`` says whose draft each had."""
+        self.forwards += 1
+        for one in outcome.sequences:
+            self.completion_tokens += one.tokens
+            self.histograms.drew(one.sequence.lifetime, now)
+            if one.tree.tokens:
+                version_counts = of_version(self.by_version, drafted_by(one.sequence), SpeculationCounts)
+                drafted, accepted = one.drafted, one.accepted
+                for counts in (one.sequence.counts, version_counts):
+                    counts.count(drafted, accepted)
+                self._looked_up(one)
+
+    def ended(self, s: Sequence) -> None:
+        """Count a sequence that a round ended: by itself, or because nobody takes its updates any more."""
+        self.cancelled += s.finish == "cancelled"
+        if s.finish in ("stop", "length"):
+            self.finished[s.finish] += 1
+            self.histograms.finished(s.lifetime, len(s.request.prompt_ids), s.generated, s.request.max_tokens)
+
+    def _looked_up(self, one: SequenceOutcome) -> None:
+        sources, orders = one.tree.sources, one.tree.orders
+        if not orders:
+            return
+        for key, drafted in Counter(zip(sources, orders, strict=True)).items():
+            if key[1]:
+                self.by_order.setdefault(key, SourceCounts()).drafted += drafted
+        for node in one.path[: one.tokens]:
+            if orders[node]:
+                self.by_order[sources[node], orders[node]].accepted += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.session import Asked, Proposal, Tree
+from osd.engine.forcing import FORCED, pruned
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
 from osd.engine.request import SamplingParams
@@ -80,23 +81,30 @@ class DraftGroup:
 
         With ``worth`` they have as many as pay, beside what the round does already.
         """
-        sequences = list(limits)
-        settings = [s.request.sampling for s in sequences]
-        penalties, withheld = None, [s.withheld for s in sequences]
-        if any(withheld) or any(map(penalised, settings)):
-            prompts = [s.request.prompt_ids for s in sequences]
-            outputs = [s.tokens[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]
-            penalties = Penalties(settings, prompts, outputs, withheld, device)
-        allowed = [min(limit, policy.growth.max_nodes) for limit in limits.values()]
-        left, missed = [s.remaining for s in sequences], [s.missed for s in sequences]
-        keys = [(s.request.sampling.seed, s.step) for s in sequences] if _may_draw(policy, settings, device) else ()
-        asked = Asked([s.slot for s in sequences], allowed, settings, penalties, device, worth, left, missed, keys)
-        noise = _noise(sequences, [s.step for s in sequences], device)
-        drafts = drafter is not None and any(allowed)
+        asked = _asked(policy, limits, device, worth)
+        noise = _noise(list(limits), [s.step for s in limits], device)
+        drafts = drafter is not None and any(asked.limits)
         proposal = drafter.session.propose(asked, policy.growth, noise) if drafter is not None and drafts else None
         if drafter is not None and proposal is not None:
             proposal.check(asked, drafter.needs.riders)
-        return cls(drafter, policy, sequences, asked, noise, proposal)
+            if proposal.chosen:
+                # What was chosen without chance may be dropped, as far as the context alone decides it.
+                trees = zip(proposal.trees, limits, strict=True)
+                proposal = replace(proposal, trees=[pruned(tree, s.constraint) for tree, s in trees])
+        return cls(drafter, policy, list(limits), asked, noise, proposal)
+
+    @classmethod
+    def forced(
+        cls, drafter: ActiveDrafter | None, policy: Policy, chains: dict[Decoding, Sequence[int]], device: torch.device
+    ) -> DraftGroup:
+        """What their grammars leave no choice about is the draft; ``drafter`` may send rows of its own along."""
+        asked = _asked(policy, {s: len(chain) for s, chain in chains.items()}, device)
+        noise = _noise(list(chains), [s.step for s in chains], device)
+        trees = [Tree.chain(list(chain), FORCED) for chain in chains.values()]
+        proposal = Proposal.of_choice(trees, float(sum(asked.limits)))
+        if drafter is not None:
+            proposal = drafter.session.ride(asked, policy.growth, proposal)
+        return cls(drafter, policy, list(chains), asked, noise, proposal)
 
     @property
     def size(self) -> tuple[int, float]:
@@ -234,26 +242,44 @@ class DraftGroup:
         return DraftBatch.chosen([(tree.tokens, tree.parents) for tree in self.trees], self.asked.device)
 
     def _penalised(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """The rows of the logits, one sequence below the other, with bias and penalties."""
+        """The rows of the logits, one sequence below the other, with bias, penalties and masks."""
         neighbours = rows[-1] - rows[0] == len(rows) - 1  # they ascend
         mine = logits[rows[0] : rows[-1] + 1] if neighbours else logits[sent(rows, self.asked.device)]
         if self.asked.penalties is None:
             return mine
         after = [(b, node) for b, tree in enumerate(self.trees) for node in range(ROOT, len(tree.tokens))]
         owners, nodes = torch.tensor(after, device=self.asked.device).T
-        tokens, parents = self._tensors()
+        tokens, parents = _tensors(self.trees, self.proposal, self.asked.device)
         return self.asked.penalties.adjust(mine, owners, nodes, tokens, parents)
 
-    def _tensors(self) -> tuple[Tensor, Tensor]:
-        """[B, N] tokens and parents of the trees, padded."""
-        draft = None if self.proposal is None else self.proposal.draft
-        if draft is not None:
-            return draft.tokens, draft.parents
-        width = max(len(tree.tokens) for tree in self.trees)
-        padded = [(tree.tokens + [-1] * (width - len(tree.tokens)), tree.parents) for tree in self.trees]
-        tokens = torch.tensor([tokens for tokens, _ in padded], dtype=torch.int64, device=self.asked.device)
-        parents = [parents + [ROOT] * (width - len(parents)) for _, parents in padded]
-        return tokens, torch.tensor(parents, dtype=torch.int64, device=self.asked.device).view(tokens.shape)
+
+def _tensors(trees: Sequence[Tree], proposal: Proposal | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[B, N] tokens and parents of the trees, padded."""
+    if proposal is not None and proposal.draft is not None:
+        return proposal.draft.tokens, proposal.draft.parents
+    width = max(len(tree.tokens) for tree in trees)
+    padded = [(tree.tokens + [-1] * (width - len(tree.tokens)), tree.parents) for tree in trees]
+    tokens = torch.tensor([tokens for tokens, _ in padded], dtype=torch.int64, device=device)
+    parents = [parents + [ROOT] * (width - len(parents)) for _, parents in padded]
+    return tokens, torch.tensor(parents, dtype=torch.int64, device=device).view(tokens.shape)
+
+
+def _asked(policy: Policy, limits: dict[Decoding, int], device: torch.device, worth: Worth | None = None) -> Asked:
+    """What a session is asked for the sequences in ``limits``."""
+    sequences = list(limits)
+    settings = [s.request.sampling for s in sequences]
+    penalties, withheld = None, [s.withheld for s in sequences]
+    constraints = [s.constraint for s in sequences]
+    if any(withheld) or any(constraints) or any(map(penalised, settings)):
+        prompts = [s.request.prompt_ids for s in sequences]
+        outputs = [s.tokens[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]
+        penalties = Penalties(settings, prompts, outputs, withheld, device, constraints)
+    allowed = [min(limit, policy.growth.max_nodes) for limit in limits.values()]
+    left, missed = [s.remaining for s in sequences], [s.missed for s in sequences]
+    # A drawn candidate must stay, and those that a grammar forbids are to go.
+    draws = not any(constraints) and _may_draw(policy, settings, device)
+    keys = [(s.request.sampling.seed, s.step) for s in sequences] if draws else ()
+    return Asked([s.slot for s in sequences], allowed, settings, penalties, device, worth, left, missed, keys)
 
 
 def _may_draw(policy: Policy, settings: Sequence[SamplingParams], device: torch.device) -> bool:

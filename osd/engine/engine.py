@@ -13,6 +13,7 @@ from osd.config import Settings, in_tenant
 from osd.demand import Workload
 from osd.drafters.base import Drafter
 from osd.engine.counters import EngineCounters, EngineLoad
+from osd.engine.grammar import Grammars
 from osd.engine.loop import DecodeLoop
 from osd.engine.policy import Policy
 from osd.engine.pool import DomainHandle, DrafterPool
@@ -49,6 +50,7 @@ class Engine:
         self.target, self.tokenizer, self.settings = target, tokenizer, settings
         self._policy = Policy.of(settings.growth, settings.verification)
         self._version = version
+        self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids)
         self.loop = DecodeLoop(target, settings, self._policy, drafter, version, sink)
         self._changed = self.loop.changed
         self._thread: threading.Thread | None = None
@@ -65,6 +67,7 @@ class Engine:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+        self.grammars.close()
 
     def submit(self, request: Request, on_update: OnUpdate) -> None:
         """Queue a request.
@@ -142,7 +145,8 @@ class Engine:
     def load(self) -> EngineLoad:
         """How many requests run and wait."""
         with self._changed:
-            return EngineLoad(len(self.loop.scheduler.running), len(self.loop.scheduler.waiting))
+            scheduler, slots = self.loop.scheduler, self.settings.engine.slots
+            return EngineLoad(len(scheduler.running), len(scheduler.waiting), slots)
 
     def counters(self) -> EngineCounters:
         """A copy of the counts so far; a request hears of its end before its last round is counted."""

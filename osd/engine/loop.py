@@ -24,7 +24,6 @@ from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import Sequence
 from osd.engine.slots import SlotManager
 from osd.engine.tracing import Tracer, TraceSink
-from osd.metrics import SpeculationCounts
 from osd.runtime.device import several_cores
 from osd.runtime.model import SlotModel
 from osd.speculation.cost_model import CostModel
@@ -115,6 +114,7 @@ class DecodeLoop:
                 self.changed.wait()
             self.health.working()
             if self.stopping:
+                self.counters.cancelled += len(scheduler.everything())
                 for s in scheduler.everything():
                     self._try(s, scheduler.end)
             return not self.stopping
@@ -126,6 +126,7 @@ class DecodeLoop:
                 self._swap()
                 self._drop_cancelled()
                 while (s := self.scheduler.take()) is not None:
+                    s.lifetime.began = time.monotonic()
                     if self._try(s, self.scheduler.admit):
                         self.counters.prompt_tokens += len(s.tokens)
             for s in [s for s in self.scheduler.running if not s.decoding]:
@@ -210,24 +211,19 @@ class DecodeLoop:
 
     def _settle(self, one: SequenceOutcome, s: Sequence) -> None:
         """Tell a sequence's client and its trace what the round gave it, and let it go where it has finished."""
-        s.limit = s.policy.growth.next_limit(s.limit, len(one.tree.tokens), len(one.path))
+        if not one.forced:
+            s.limit = s.policy.growth.next_limit(s.limit, len(one.tree.tokens), len(one.path))
         s.report()
         self._tracer.emit(s, *self.drafted_by(s))
         if s.finish and self.router is not None and self.speculate:
             self.router.ended(s)
         with self.changed:
+            self.counters.ended(s)
             self.scheduler.settle(s)
         if s.finish:
             self.health.request_ended()
 
     def _count(self, outcome: Outcome) -> None:
         with self.changed:
-            self.counters.forwards += 1
             self.counters.cached_tokens = self.scheduler.cached_tokens
-            for one in outcome.sequences:
-                self.counters.completion_tokens += one.tokens
-                if one.tree.tokens:
-                    drafted_by = self.drafted_by(one.sequence)
-                    version_counts = of_version(self.counters.by_version, drafted_by, SpeculationCounts)
-                    for counts in (one.sequence.counts, version_counts):
-                        counts.count(one.drafted, one.accepted)
+            self.counters.drew(outcome, self.drafted_by, time.monotonic())

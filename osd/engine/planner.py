@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
-from osd.engine.round import Outcome, ScheduledSequence
+from osd.engine.round import Outcome
+from osd.engine.scheduled import ScheduledSequence
 from osd.engine.sequence import Sequence as Decoding
 from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Drafted, Governor, Ready
@@ -49,7 +50,7 @@ class Planner:
         missed: dict[Decoding, int] = {}
         if not self._governed:
             return limits, missed, None
-        rows, ends = sum(one.count for one in scheduled), sum(one.ends for one in scheduled)
+        rows, ends = sum(one.rows for one in scheduled), sum(one.ends for one in scheduled)
         if rows == ends and self.costs.unsure(rows):
             return {}, missed, None
         if self._policy.growth.by_worth:
@@ -71,18 +72,18 @@ class Planner:
     def _worth(self, scheduled: Sequence[ScheduledSequence], limits: dict[Decoding, int], running: int) -> Worth:
         """What the round gives and takes without the drafts of the own policy."""
         ends = sum(one.ends for one in scheduled)
-        rows = sum(one.count for one in scheduled)
+        forced, rows = sum(len(one.forced) for one in scheduled), sum(one.rows for one in scheduled)
         rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
         most = max(rows + min(sum(limits.values()), _MOST), running)
-        usual = running if rows > ends else None
-        return Worth(float(ends), rows, self.costs.rounds(most)[: most + 1], usual, self.costs)
+        usual = running if rows - forced > ends else None
+        return Worth(float(ends + forced), rows, self.costs.rounds(most)[: most + 1], usual, self.costs)
 
     def observe(self, outcome: Outcome, seconds: float) -> None:
         """Take in what a round of so many seconds cost and gave."""
         by_drafter: dict[ActiveDrafter, list[tuple[Decoding, Drafted]]] = defaultdict(list)
         for one in outcome.sequences:
             s = one.sequence
-            if one.tree.tokens and s.drafter is not None and s.policy is self._policy:
+            if one.proposed and s.drafter is not None and s.policy is self._policy:
                 draft = Drafted(len(one.tree.tokens), one.path, len(one.tree.rider_tokens))
                 by_drafter[s.drafter].append((s, draft))
         if not outcome.captured:
@@ -90,7 +91,7 @@ class Planner:
             self._teach_governors(outcome, by_drafter, seconds)
         by_growth: dict[Growth, list[DraftOutcome]] = defaultdict(list)
         for one in outcome.sequences:
-            if one.tree.tokens:
+            if one.proposed:
                 drawn = one.sequence.request.sampling.temperature > 0
                 draft = DraftOutcome(one.tree.parents, one.path, one.tree.estimates, drawn)
                 by_growth[one.sequence.policy.growth].append(draft)

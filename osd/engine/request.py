@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from osd.engine.grammar import Grammar
+from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
 from osd.metrics import SpeculationCounts
 
@@ -39,11 +41,14 @@ class Request:
     """One sequence to decode.
 
     ``stop`` strings end the text before they appear, and so do ``stop_ids``, tokens like the model's own end, whose
-    own end ``ignore_eos`` lets stand; nothing of either comes before it has ``min_tokens``;
+    own end ``ignore_eos`` lets stand; nothing of either comes before it has ``min_tokens``. With a ``grammar`` the
+    answer is one of its texts, as far as it gets: the model's own end comes where such a text is complete and nowhere
+    else, whatever the others of these say.
     ``capture`` allows the trainer to learn from it; ``speculate`` False decodes it plainly; ``policy`` is
     how it speculates, None as the engine does; ``domain`` is whose drafter it wants, None to find out.
     ``client`` is who sent it, as far as clients are told apart, and ``tenant`` whose the domain is, "" for nobody's.
     ``logprobs`` reports each token's log-probability and those of so many most probable tokens; None reports none.
+    It ``arrived`` at that moment of ``time.monotonic``, None for when it comes to the engine.
     """
 
     id: str
@@ -59,8 +64,10 @@ class Request:
     domain: str | None = "general"
     policy: Policy | None = None
     logprobs: int | None = None
+    grammar: Grammar | None = None
     client: str = ""
     tenant: str = ""
+    arrived: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,8 @@ class Update:
 
     ``token_ids`` are new since the last update, ``text`` is their text as far as it can be shown.
     ``error`` is set when ``finish_reason`` is "error"; ``counts`` on the last update. ``logprobs`` are those of
-    ``token_ids`` when the request asks for them. ``cached_tokens`` of the prompt did not have to be read.
+    ``token_ids`` when the request asks for them. ``cached_tokens`` of the prompt did not have to be read. The last one
+    has the ``lifetime`` too, and domain and version of what ``drafted``, None where it decoded plainly.
     """
 
     request_id: str
@@ -93,3 +101,5 @@ class Update:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
+    lifetime: Lifetime | None = None
+    drafted: tuple[str, int] | None = None

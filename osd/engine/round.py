@@ -24,6 +24,7 @@ from osd.engine.logprobs import token_logprobs
 from osd.engine.packing import Feed, Packed, pack
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
+from osd.engine.scheduled import Scheduled, ScheduledSequence
 from osd.engine.sequence import Sequence as Decoding
 from osd.engine.slots import SlotManager
 from osd.engine.tracing import Traced, trace_group
@@ -34,52 +35,8 @@ from osd.runtime.model import SlotModel
 from osd.runtime.resumption import Begun, resume
 from osd.runtime.top import Top, top
 from osd.speculation.tree import ROOT
-from osd.speculation.worth import Worth
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class ScheduledSequence:
-    """What one sequence feeds: ``count`` of its tokens from ``start`` on, then a draft of up to ``limit`` nodes.
-
-    It ``ends`` where the token after these is to be drawn.
-    """
-
-    sequence: Decoding
-    start: int
-    count: int
-    ends: bool
-    limit: int = 0
-
-    @property
-    def end(self) -> int:
-        """The place after these tokens."""
-        return self.start + self.count
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether a drafter can continue these: a first token is drawn from the forward of the prompt itself."""
-        return self.ends and self.count == 1 and self.sequence.step > 0 and self.sequence.drafter is not None
-
-    def reads_for(self, other: Decoding) -> bool:
-        """Whether the next token of another sequence of the same client is among these, after the same beginning."""
-        following = other.fed + 1
-        if self.sequence.request.client != other.request.client or not self.start < following <= self.end:
-            return False
-        return self.sequence.tokens[:following] == other.tokens[:following]
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """What all sequences feed; ``missed`` of those whose drafts are governed, the tokens that a drafter reads first.
-
-    ``worth`` is what the round gives and takes without the drafts that are as large as pays.
-    """
-
-    sequences: Sequence[ScheduledSequence]
-    missed: dict[Decoding, int]
-    worth: Worth | None = None
 
 
 @dataclass(frozen=True)
@@ -132,12 +89,21 @@ class Verified:
 
 @dataclass(frozen=True)
 class SequenceOutcome:
-    """What a round gave one sequence: ``tokens`` that it took, its draft's ``tree``, and the ``path`` that was kept."""
+    """What a round gave one sequence: ``tokens`` that it took, its draft's ``tree``, and the ``path`` that was kept.
+
+    The draft was ``forced`` where a grammar made it, and tells nothing of any drafter.
+    """
 
     sequence: Decoding
     tokens: int
     tree: Tree
     path: Sequence[int]
+    forced: bool = False
+
+    @property
+    def proposed(self) -> bool:
+        """Whether a drafter drafted something."""
+        return bool(self.tree.tokens) and not self.forced
 
     @property
     def drafted(self) -> Counter[str]:
@@ -181,15 +147,20 @@ class Keeping:
 def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
     """Ask each drafter for the sequences that it drafts for."""
     graphs = GraphRecorder.made
-    alike: dict[tuple[ActiveDrafter | None, Policy, bool], dict[Decoding, int]] = defaultdict(dict)
+    # Grammars apart: without one, the most probable tokens say what is drawn, and last candidates may be.
+    alike: dict[tuple[ActiveDrafter | None, Policy, bool, bool], dict[Decoding, int]] = defaultdict(dict)
+    forced: dict[tuple[ActiveDrafter | None, Policy, bool], dict[Decoding, Sequence[int]]] = defaultdict(dict)
     for one in scheduled.sequences:
-        if one.ends:
-            s = one.sequence
-            alike[s.drafter, s.policy, s.request.sampling.temperature == 0][s] = one.limit
-    groups: list[DraftGroup] = []
+        s = one.sequence
+        greedy = s.request.sampling.temperature == 0
+        if one.forced:
+            forced[s.drafter, s.policy, greedy][s] = one.forced
+        elif one.ends:
+            alike[s.drafter, s.policy, greedy, s.constraint is not None][s] = one.limit
+    groups = [DraftGroup.forced(drafter, policy, chains, device) for (drafter, policy, _), chains in forced.items()]
     marks: list[tuple[ActiveDrafter, Mark, Mark]] = []
     worth = scheduled.worth
-    for (drafter, policy, _), limits in alike.items():
+    for (drafter, policy, *_), limits in alike.items():
         begun = mark(device)
         groups.append(DraftGroup.of(drafter, policy, limits, device, worth if policy.growth.by_worth else None))
         if worth is not None and policy.growth.by_worth:
@@ -335,7 +306,7 @@ def commit(verified: Verified, slots: SlotManager, keeping: Keeping) -> Outcome:
         if decision is not None:
             traced[s] = Traced(decision, taken or [], first, s.trace if taken else None, tops.get(s))
             if taken is not None:
-                outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path))
+                outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path, bool(one.forced)))
     for group in verified.groups:
         try:
             mine = [traced[s] for s in group.sequences]
@@ -368,6 +339,8 @@ def _go_on(
             s.hand_on(following, states)
         return None
     tree = decision.tree
+    # What recall and traces keep is what the target said, not what penalties and a grammar left of it: that is true of
+    # the text before it under any other request too, and what a grammar forbids is taken out of a draft anyway.
     said = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)]
     with upkeep.of([s.drafter]):
         s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said, best))

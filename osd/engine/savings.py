@@ -61,13 +61,13 @@ def plain_round(outcome: Outcome, seconds: float, costs: CostModel, running: int
 def savings(outcome: Outcome, seconds: float, plain: PlainRound, stretch: float) -> Savings:
     """The serving side of the ledger: what a round adds to ``saved = plain - decode``, by drafter domain and version.
 
-    Sequences share a round equally; those that asked not to be drafted for are not counted. The sum over a version is
-    negative when its drafter costs more than it brings. ``stretch`` is by how much plain decoding takes longer, or
-    shorter, as other numbers of requests would run together.
+    Sequences share a round equally; those that asked not to be drafted for, or whose grammar drafted, are not counted.
+    The sum over a version is negative when its drafter costs more than it brings. ``stretch`` is by how much plain
+    decoding takes longer, or shorter, as other numbers of requests would run together.
     """
     added: Savings = {}
     for one, needed in zip(outcome.sequences, plain.each, strict=True):
-        if (drafter := one.sequence.drafter) is not None:
+        if (drafter := one.sequence.drafter) is not None and not one.forced:
             mine = DecodeSeconds(one.tokens, stretch * needed, seconds / len(outcome.sequences))
             added.setdefault((drafter.domain, drafter.version), DecodeSeconds()).add(mine)
     return added

@@ -10,7 +10,7 @@ from osd.config import EngineSettings
 from osd.engine.planner import Planner
 from osd.engine.pool import DrafterPool
 from osd.engine.request_router import RequestRouter
-from osd.engine.round import Scheduled, ScheduledSequence
+from osd.engine.scheduled import Scheduled, ScheduledSequence
 from osd.engine.sequence import Sequence, Unrouted
 from osd.engine.slots import SlotManager
 from osd.engine.tracing import Tracer
@@ -84,7 +84,8 @@ class Scheduler:
         """What each running sequence feeds: its last token and a draft, or the next part of its prompt.
 
         Prompts get as many tokens as a chunk has. With the prefix cache, what several have to read is read by one, such
-        as for the ``n`` answers that one client asked for; the others wait for it.
+        as for the ``n`` answers that one client asked for; the others wait for it. What a grammar leaves no choice
+        about is drafted without a drafter, behind a prompt too.
         """
         budget = self._settings.prefill_chunk
         scheduled: list[ScheduledSequence] = []
@@ -98,10 +99,19 @@ class Scheduler:
                 scheduled.append(ScheduledSequence(s, s.fed, count, ends=s.fed + count == len(s.tokens)))
                 if self._settings.prefix_cache:
                     reading.append(scheduled[-1])
+        if speculate:
+            scheduled = [replace(one, forced=self._forced(one)) for one in scheduled]
         if not speculate or self._pool is None:
             return Scheduled(scheduled, {})
         limits, missed, worth = self._planner.limits(scheduled, len(self.running))
         return Scheduled([replace(one, limit=limits.get(one.sequence, 0)) for one in scheduled], missed, worth)
+
+    def _forced(self, one: ScheduledSequence) -> list[int]:
+        """What the grammar of a sequence leaves no choice about: all of it is kept, so that it pays without a plan."""
+        s = one.sequence
+        if s.constraint is None or not (one.ends and s.request.speculate):
+            return []
+        return s.constraint.forced(min(s.remaining - 1, self._settings.max_draft))
 
     def _take_cached(self, s: Sequence, start: int) -> None:
         """Count, and pass on, the part of the prompt from ``start`` on that the prefix cache had."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.drafters.session import Origin, TargetRows
+from osd.engine.constraint import Constraint
+from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
 from osd.engine.request import FinishReason, Request, TokenLogprobs, Update
 from osd.engine.text import TextStream
@@ -46,9 +49,11 @@ class Sequence:
     """Tokens, text and counts of one request; ``slot`` is -1 until it gets one.
 
     ``domain`` is whose request it is, as far as is known. ``drafter`` is what it drafts with, None when it decodes
-    plainly or as long as it is ``unrouted``; its trace keeps the states that ``learner`` reads. ``tokens`` are the
+    plainly or as long as it is ``unrouted``; its trace keeps the states that ``learner`` reads. ``constraint`` is where
+    it stands in its grammar, None without one. ``tokens`` are the
     prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all but the last once the
     prompt is done; ``cached`` of the prompt's were in some slot before. ``ended`` says that its last report was sent.
+    ``lifetime`` notes when it came, began and drew its tokens.
     """
 
     def __init__(
@@ -61,7 +66,10 @@ class Sequence:
         eos_ids: frozenset[int],
     ) -> None:
         self.domain = domain
-        self._ends = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else eos_ids)
+        self.constraint = None if request.grammar is None else Constraint(request.grammar)
+        own = eos_ids if request.grammar is None else request.grammar.ends
+        goes_on = request.ignore_eos and request.grammar is None
+        self._ends = frozenset(request.stop_ids) | (frozenset() if goes_on else own)
         self.request, self.policy, self._on_update = request, policy, on_update
         self.limit = policy.growth.first_limit
         self.tokens = list(request.prompt_ids)
@@ -77,6 +85,8 @@ class Sequence:
         self.counts = SpeculationCounts()
         self.trace: TraceBuilder | None = None
         self.ended = False
+        now = time.monotonic()
+        self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
         self._text = TextStream(tokenizer, request.stop)
         self._new: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -118,11 +128,20 @@ class Sequence:
             elif self._text.push(token, early):
                 self._text.close()
                 self.finish = "stop"
+            elif self._completes(token):
+                self.finish = "stop"
             elif self.remaining == 0:
                 self.finish = "length"
             if self.finish:
                 return tokens[:count]
         return tokens
+
+    def _completes(self, token: int) -> bool:
+        """Whether nothing may follow a token in the grammar, if there is one."""
+        if self.constraint is None:
+            return False
+        self.constraint.advance(token)
+        return self.constraint.complete
 
     def begin(self, drafter: ActiveDrafter) -> None:
         """Draft with ``drafter`` from now on."""
@@ -164,6 +183,9 @@ class Sequence:
 
     def _send(self, update: Update) -> None:
         self.ended = update.finish_reason is not None
+        if self.ended:
+            drafted = None if self.drafter is None else (self.drafter.domain, self.drafter.version)
+            update = replace(update, lifetime=replace(self.lifetime), drafted=drafted)
         try:
             self._on_update(update)
         except Exception:  # a receiver that is gone ends its own request and nobody else's

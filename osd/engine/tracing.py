@@ -11,6 +11,7 @@ from torch import Tensor
 from osd.capture.trace import Trace
 from osd.config import Settings
 from osd.engine.draft_group import Decision, DraftGroup
+from osd.engine.forcing import FORCED
 from osd.engine.sequence import Sequence as Decoding
 from osd.engine.trace_builder import TraceBuilder
 from osd.runtime.top import Top, top
@@ -78,7 +79,9 @@ def trace_group(group: DraftGroup, kept: Sequence[Traced], logits: Tensor, k: in
     rejected: list[list[int]] = []
     for b, one in traced:
         on_path = [ROOT, *one.decision.path][: len(one.tokens)]
-        tests.append(one.decision.tested()[: len(on_path)])
+        # What a grammar forced tells nothing of a drafter, by which versions are judged: it counts as not drafted.
+        forced = FORCED in one.decision.tree.sources
+        tests.append([] if forced else one.decision.tested()[: len(on_path)])
         rejected.append(tests[-1][len(one.decision.path) :] if after else [])
         if one.top is None:
             rows += (one.first + 1 + node for node in [*on_path, *rejected[-1]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,9 +75,11 @@ class Distiller:
         self._trained = drafter.trained()
         self._head = None if drafter.acceptance is None else HeadTraining(drafter, settings)
         self.head_loss: float | None = None
-        self._optimizer = torch.optim.AdamW(
-            self._trained.values(), lr=settings.learning_rate * drafter.pace, betas=(0.9, 0.95), fused=True
-        )
+        paces: defaultdict[float, list[Tensor]] = defaultdict(list)
+        for name, weight in self._trained.items():
+            paces[drafter.pace(name)].append(weight)
+        groups = [{"params": weights, "lr": settings.learning_rate * pace} for pace, weights in paces.items()]
+        self._optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         self._gathered = 0
         self._kept: list[float] = []
         self._norms: deque[float] = deque(maxlen=_NORMS)

@@ -85,6 +85,12 @@ class Replay:
         )
 
     @property
+    def bytes(self) -> int:
+        """Bytes of all records, one that is an anchor too counted once."""
+        records = {key: trace for part in self._parts for key, trace in part.records.items()}
+        return sum(trace.nbytes for trace in records.values())
+
+    @property
     def train_records(self) -> int:
         """Records to train on, anchors included."""
         return len(self._train.records) + len(self._old())

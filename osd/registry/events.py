@@ -62,6 +62,9 @@ class Events(RedisClient):
             pipe.lpush(key, msgspec.json.encode(event))
             pipe.ltrim(key, 0, MAX_EVENTS - 1)
             pipe.execute()
+        if key == _MILESTONES:
+            fields = {"domain": domain, "version": version, **cut}
+            logger.info("version %s of %s: %s", version, domain, kind, extra={"event": kind, "fields": fields})
 
     def tell(self, kind: Kind, domain: str, version: int | None = None, **figures: Any) -> None:
         """``add`` for whoever goes on without Redis too: it is only logged then."""

@@ -104,13 +104,17 @@ class SlotModel:
         if layers.stop < len(every):
             wanted = wanted[:0]
         if rows.embedded is not None and states is None:
-            self._embed(rows.embedded)
+            self.embed(rows.embedded)
         if self.bucketed is not None:
             return self.bucketed.forward(rows, wanted, layers, states)
         return self.decoder.forward(rows.settled(), wanted, layers, states)
 
-    def _embed(self, embedded: Tensor) -> None:
-        """Have the ids behind the vocabulary mean ``embedded`` [K, hidden]."""
+    def embed(self, embedded: Tensor) -> None:
+        """Have the ids behind the vocabulary mean ``embedded`` [K, hidden] from now on.
+
+        Raises:
+            ValueError: there is no room for so many.
+        """
         if len(embedded) > self.embeddings:
             raise ValueError(f"a forward brings {len(embedded)} embeddings, and there is room for {self.embeddings}")
         self._further[: len(embedded)].copy_(embedded)
@@ -138,7 +142,7 @@ class SlotModel:
             elif attribute == "weight" and isinstance(owner, PackedLinear | PlainLinear):
                 places[name] = owner.place
             else:
-                places[name] = getattr(owner, attribute).data
+                places[name] = getattr(owner, attribute).data[: len(value)]  # what is embedded beside tokens stays
         copied(places.values(), [staged[name] for name in places])
 
 

@@ -1,4 +1,4 @@
-"""Logit bias, the penalties on tokens that were used before, counted along each draft path, and ends held back."""
+"""Logit bias, penalties on tokens that were used before, ends held back and masks, along each draft path."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from osd.speculation.masks import Constraint, forbid
 
 
 class PenaltySettings(Protocol):
@@ -55,14 +57,15 @@ class Withheld:
 
 
 class Penalties:
-    """The bias and penalties of B sequences in one round, and what is withheld from them.
+    """The bias and penalties of B sequences in one round, what is withheld from them, and what they may say at all.
 
     The logits after a node of a draft are those that plain decoding would have there: the tokens on the path to the
     node count as output beside what is committed. Target and drafter are treated alike, so q stays close to p.
 
-    The order is vLLM's: bias, repetition, frequency and presence penalty, then what ``SamplingBatch`` does; what is
-    withheld has no probability whatever the others say. The
-    repetition penalty is that of Keskar et al., "CTRL", 2019 (arXiv 1909.05858); the other two are OpenAI's.
+    The order is vLLM's: bias, repetition, frequency and presence penalty, then what ``SamplingBatch`` does. What is
+    withheld or not allowed by a constraint has no probability whatever the others say; where a constraint allows
+    nothing but what is withheld, it stands. The repetition penalty is that of Keskar et al., "CTRL", 2019 (arXiv
+    1909.05858); the other two are OpenAI's.
     """
 
     def __init__(
@@ -72,16 +75,19 @@ class Penalties:
         outputs: Sequence[Sequence[int]],
         withheld: Sequence[Withheld | None],
         device: torch.device | str = "cpu",
+        constraints: Sequence[Constraint | None] = (),
     ) -> None:
         """Count what each of the B sequences has used: its prompt's token ids, and what was generated and committed."""
-        chosen = [index for index, s in enumerate(settings) if penalised(s) or withheld[index]]
+        held = constraints or [None] * len(settings)
+        chosen = [index for index, s in enumerate(settings) if penalised(s) or withheld[index] or held[index]]
         self._place = torch.full((len(settings),), -1, device=device)  # [B] among the S sequences chosen
         self._place[chosen] = torch.arange(len(chosen), device=device)
         ids, facts, rates = [], [], []
         for index in chosen:
             s = settings[index]
             # Only the repetition penalty asks for the prompt.
-            found = _facts(s.logit_bias, prompts[index] if s.repetition_penalty != 1 else (), outputs[index])
+            prompt, output = prompts[index] if s.repetition_penalty != 1 else (), outputs[index]
+            found = _facts(s.logit_bias, prompt, output if penalised(s) else ())
             ids.append(found[0])
             facts.append(found[1])
             rates.append((s.repetition_penalty, s.frequency_penalty, s.presence_penalty))
@@ -92,6 +98,8 @@ class Penalties:
         self._ends = pad_sequence(ends, batch_first=True, padding_value=-1).to(device)  # [S, E]
         early = [one.early if (one := withheld[index]) else 0 for index in chosen]
         self._early = torch.tensor(early, device=device)  # [S]
+        self._constraints = [held[index] for index in chosen]
+        self._rated = any(penalised(settings[index]) for index in chosen)
 
     def adjust(
         self,
@@ -113,6 +121,17 @@ class Penalties:
         if not len(at):
             return logits
         mine, path = mine[at], path_tokens(tokens, parents, rows[at], nodes[at])
+        changed = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+        if self._rated:
+            self._penalise(changed, at, mine, path, support)
+        if any(self._constraints):
+            constraints = [self._constraints[one] for one in mine.tolist()]
+            forbid(changed, at.tolist(), constraints, path.tolist(), support)
+        self._withhold(changed, at, mine, (path >= 0).sum(1), support)
+        return changed
+
+    def _penalise(self, changed: Tensor, at: Tensor, mine: Tensor, path: Tensor, support: Tensor | None) -> None:
+        """Change rows ``at`` [A] of sequences ``mine`` [A], after the tokens of ``path`` [A, longest]."""
         committed, facts = self._ids[mine], self._facts[mine]
         drafted = path >= 0
         same = (path[:, :, None] == committed[:, None, :]) & drafted[:, :, None]
@@ -122,27 +141,33 @@ class Penalties:
         ids = torch.cat([committed, path], 1)  # [A, L + longest path]
         on_path = (ids[:, :, None] == path[:, None, :]).sum(-1)
         columns = ids
-        ends = self._ends[mine]
-        ending = (ends >= 0) & (drafted.sum(1) < self._early[mine])[:, None]
         if support is not None:
             valid, columns = _columns(support, ids, valid)
-            ending, ends = _columns(support, ends, ending)
-
         counts, prompt, bias = torch.cat([facts, facts.new_zeros(*path.shape, 3)], 1).unbind(-1)
         counts = counts + on_path
         repetition, frequency, presence = self._rates[mine][:, :, None].unbind(1)
-        place = at[:, None] * logits.shape[-1] + columns.masked_fill(~valid, 0)
-        before = logits.take(place).double()
+        place = at[:, None] * changed.shape[-1] + columns.masked_fill(~valid, 0)
+        before = changed.take(place).double()
         scores = before + bias
         repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
         scores = torch.where((counts > 0) | (prompt > 0), repeated, scores)
         scores = scores - frequency * counts - presence * (counts > 0)
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        change = (scores - before).masked_fill(~valid | before.isneginf(), 0.0).to(dtype)
-        changed = logits.to(dtype, copy=True).put_(place, change, accumulate=True)
+        change = (scores - before).masked_fill(~valid | before.isneginf(), 0.0).to(changed.dtype)
+        changed.put_(place, change, accumulate=True)
+
+    def _withhold(self, changed: Tensor, at: Tensor, mine: Tensor, depths: Tensor, support: Tensor | None) -> None:
+        """Take the ends from rows ``at`` [A] of sequences ``mine`` [A] that are too early, ``depths`` [A] along."""
+        ends = self._ends[mine]
+        ending = (ends >= 0) & (depths < self._early[mine])[:, None]
+        if support is not None:
+            ending, ends = _columns(support, ends, ending)
         rows, which = ending.nonzero(as_tuple=True)
+        bound = [row for row in set(rows.tolist()) if self._constraints[int(mine[row])]]
+        allowed = {row: changed[at[row]].clone() for row in bound}
         changed[at[rows], ends[rows, which]] = -math.inf
-        return changed
+        for row, whole in allowed.items():
+            if bool(changed[at[row]].isneginf().all()):
+                changed[at[row]] = whole
 
 
 def _columns(support: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

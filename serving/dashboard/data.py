@@ -17,6 +17,7 @@ from osd.registry.events import Events
 from osd.registry.learnt import REQUESTS
 from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry, VersionInfo
 from serving.replica_metrics import History, Totals
 from serving.service import Model
@@ -35,7 +36,9 @@ class Feeds:
             redis_url, settings.capture, group=f"trainer-{settings.domain}", consumer="dashboard"
         )
         self._ledger = Ledger(redis_url)
-        self._spent, self._spent_at = Spent(), 0.0
+        self._reports = TrainingReports(redis_url)
+        self._domains = list(dict.fromkeys((settings.domain, *settings.trainer.extra_domains)))
+        self._spent, self._training, self._spent_at = Spent(), dict[str, Training](), 0.0
         self._lock = threading.Lock()
         self._read_at = 0.0
         self._latest: dict[str, Any] = {}
@@ -49,19 +52,23 @@ class Feeds:
                 self._read_at = time.monotonic()
             return self._latest
 
-    def spent(self) -> Spent:
-        """What the trainer spent, as last known when Redis is gone. Blocks for a moment."""
+    def trainer(self) -> tuple[Spent, dict[str, Training]]:
+        """What the trainer spent, and by domain what it has done, as last known when Redis is gone; may block."""
         with self._lock:
             if time.monotonic() - self._spent_at > _FRESH_SECONDS:
                 with contextlib.suppress(RedisError):
                     # A Redis that lost it must not make a counter go backwards: the trainer tells it again.
                     self._spent = max(self._spent, self._ledger.get(self._domain), key=lambda spent: spent.total)
+                    for domain, training in self._reports.get(self._domains).items():
+                        before = self._training.get(domain, Training())
+                        self._training[domain] = training.at_least(before)
                 self._spent_at = time.monotonic()
-            return self._spent
+            return self._spent, dict(self._training)
 
     def close(self) -> None:
         """Close the connections."""
         self._ledger.close()
+        self._reports.close()
         self._reader.close()
         self._pointer.close()
 

@@ -85,13 +85,30 @@ class CompletionLogprobs(TypedDict):
 
 
 Finish = Literal["stop", "length"]
+ChatFinish = Literal["stop", "length", "tool_calls"]
+
+
+class CalledFunction(TypedDict):
+    """A function that the model calls, and the arguments as it writes them, which are JSON."""
+
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(TypedDict):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class AnswerMessage(TypedDict):
-    """What the model said."""
+    """What the model said; ``content`` is null where it only calls functions."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: NotRequired[list[AnswerToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -100,7 +117,7 @@ class ChatChoice(TypedDict):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: ChatFinish
 
 
 class _Root(TypedDict):
@@ -118,11 +135,28 @@ class ChatCompletion(_Root):
     metrics: Metrics
 
 
+class FunctionDelta(TypedDict):
+    """More of the arguments of a call; its first event has the name."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """More of a call, the ``index``-th of the choice; its first event has the id."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class Delta(TypedDict):
     """What a choice says further; its first event has the role."""
 
     role: NotRequired[Literal["assistant"]]
-    content: str
+    content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(TypedDict):
@@ -131,7 +165,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Finish | None
+    finish_reason: ChatFinish | None
 
 
 class ChatChunk(_Root):

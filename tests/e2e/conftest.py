@@ -121,8 +121,11 @@ def running(folder: Path, **drafter: Any) -> Iterator[Service]:
             "max_queue": 6,
             "body_timeout_s": 2,
             "admin_key": ADMIN_KEY,
+            "otlp_endpoint": f"http://127.0.0.1:{free_port()}",  # where nobody listens, but in one test
         },
+        log={"format": "json", "file": folder / "log.jsonl"},
     )
+    os.environ.update(OTEL_BSP_SCHEDULE_DELAY="100", OTEL_EXPORTER_OTLP_TIMEOUT="1")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     os.environ[front.VARIABLE] = front.IMPORT_PATH

@@ -40,6 +40,16 @@ RIGHT: dict[str, SearchStrategy[Any]] = {
     "stop": TEXTS.filter(bool) | st.lists(TEXTS.filter(bool), max_size=4),
     "n": st.integers(1, 6),
     "timeout": st.floats(0.001, 100),
+    "response_format": st.sampled_from(
+        [
+            {"type": "text"},
+            {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", 1, None]}, "strict": True}},
+        ]
+    ),
+    "structured_outputs": st.sampled_from(
+        [{"json": {}}, {"regex": "a+|[^a]"}, {"choice": ["", "b"]}, {"grammar": 'start: "a" start | "b"'}]
+    ),
 }
 """Of fields of which the schema does not say all."""
 

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.config import BackpressureConfig
 
@@ -64,6 +65,40 @@ def test_bodies_that_do_not_end_keep_nobody_from_health_and_end_with_408(service
     assert len(late) <= 12
     assert all(b'"code":"timeout"' in answer for answer in late)
     assert service.complete().status_code == 200
+
+
+def responses(service):
+    """Answers so far, by path and status."""
+    return {
+        (sample.labels["path"], sample.labels["status"]): sample.value
+        for family in text_string_to_metric_families(service.http.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "osd_http_responses_total" and sample.labels["path"] != "/metrics"
+    }
+
+
+def test_every_answer_is_counted_by_path_and_status_those_of_the_proxy_too(service, eventually):
+    def settled():
+        """Answers so far, once those before are told of: the proxy does that each second."""
+        now = responses(service)
+        time.sleep(3)
+        return now if now == responses(service) else None
+
+    before = eventually(settled)
+    expected = {("/v1/completions", "200"): 3, ("/v1/completions", "400"): 2, ("(others)", "404"): 1}
+    for max_tokens in (1, 1, 1, -1, -1):
+        service.complete(max_tokens=max_tokens)
+    service.http.get("/v1/what")
+    with socket.create_connection(("127.0.0.1", service.settings.serving.port), timeout=20) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+    expected["(unread)", "400"] = 1
+
+    def told():
+        now = responses(service)
+        return all(now.get(key, 0) - before.get(key, 0) == count for key, count in expected.items())
+
+    eventually(told)
 
 
 def test_an_answer_that_takes_too_long_ends(service):

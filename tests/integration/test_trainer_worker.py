@@ -15,6 +15,7 @@ from osd.capture.trace import ACCEPTED, REJECTED, Array
 from osd.registry import lease as lease_module
 from osd.registry.ledger import Ledger
 from osd.registry.pointer_file import FencedError
+from osd.registry.training import TrainingReports
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
 from trainer import checkpoint as checkpoint_module
 from trainer import worker as worker_module
@@ -46,6 +47,30 @@ def test_a_better_drafter_is_learned_from_the_stream_and_put_in_service(make_loo
     assert [event["version"] for event in told] == list(range(2, stable + 1))
     assert told[0]["acceptance"] == first["acceptance"]
     assert any(event["kind"] == "train_step" and event["loss"] > 0 for event in loop.events.recent())
+
+
+def test_serving_is_told_what_training_has_done_and_no_count_falls_when_the_checkpoint_is_lost(make_loop, eventually):
+    loop = make_loop()
+    loop.first_version()
+    loop.send(40)
+    worker = loop.start()
+    with TrainingReports(loop.url) as reports:
+        eventually(lambda: worker.status()["published"] >= 1)
+        eventually(lambda: (told := reports.get(["general"])) and told["general"].passed >= 1)
+        loop.stop()
+        before = reports.get(["general"])["general"]
+        assert before.positions > before.steps > 0
+        assert before.trained + before.held_out == before.records == 40
+        assert before.replay_records == 40
+        assert before.replay_bytes > 0
+        (loop.settings.home_dir / "trainer" / "general.safetensors").unlink()
+        successor = loop.start()
+        loop.send(3)
+        eventually(lambda: successor.status()["records"] > 0)
+        eventually(lambda: reports.get(["general"])["general"].replay_records != 40)
+        after = reports.get(["general"])["general"]
+    assert successor.status()["steps"] < before.steps <= after.steps
+    assert after.records >= 40
 
 
 def test_a_version_is_named_before_it_is_counted(make_loop, eventually, monkeypatch):

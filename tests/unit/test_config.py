@@ -157,7 +157,8 @@ def test_the_first_draft_is_no_longer_than_the_longest_whoever_gave_its_length(s
 
 @pytest.mark.parametrize("kind", GROWTH_SETTINGS)
 def test_every_growth_may_be_governed_and_arrives_unchanged_elsewhere(kind):
-    settings = load_settings(None, [f"growth.kind={kind}", "growth.governed=false"], {})
+    asked = ["drafter.kind=eagle", f"growth.kind={kind}", "growth.governed=false"]
+    settings = load_settings(None, asked, {})
     assert (settings.growth.kind, settings.growth.governed) == (kind, False)
     assert not {"kind", "governed"} & settings.growth.parameters().keys()
     for copy in (Settings.model_validate(settings.model_dump()), pickle.loads(pickle.dumps(settings))):  # noqa: S301

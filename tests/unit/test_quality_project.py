@@ -19,8 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from osd.cli.app import app
 from osd.config import Settings, load_settings
 from osd.engine.counters import EngineLoad
+from osd.registry.training import Expected, Training
 from serving.prometheus import BY_VERSION, render
-from serving.replica_metrics import Report, Totals
+from serving.replica_metrics import Report, TableSize, Totals
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -36,7 +37,7 @@ def test_every_dependency_is_pinned_to_a_version_that_its_range_allows():
     extras = PROJECT["optional-dependencies"]
     for text in (
         *PROJECT["dependencies"],
-        *(text for name in ("serve", "vllm", "cluster", "dev") for text in extras[name]),
+        *(text for name in ("serve", "vllm", "cluster", "otel", "dev") for text in extras[name]),
     ):
         requirement = Requirement(text)
         if requirement.name == PROJECT["name"]:
@@ -91,19 +92,45 @@ def test_no_imports_go_in_a_circle():
         pytest.fail(" -> ".join(circle.args[1]))
 
 
-def test_grafana_asks_only_for_metrics_that_the_service_exports():
-    report = Report("r", 0.0, 1, True, EngineLoad(0, 0), 0.0, {})
-    counters: dict = {("accepted_per_position", 0): 1.0}
-    counters |= {(name, "general", 1): 1.0 for name in BY_VERSION}
-    text = render(Totals(counters, [report]), "general", "model").decode()
-    exported = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
-    dashboard = json.loads((ROOT / "deploy/grafana/osd.json").read_text())
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    expressions += [annotation["expr"] for annotation in dashboard["annotations"]["list"]]
+def exported() -> set[str]:
+    """The metrics of a service that has done everything once."""
+    report = Report("r", 0.0, 1, True, EngineLoad(0, 0), 0.0, {}, tables={"general": TableSize(1, 64)})
+    counters: dict = {("accepted_per_position", 0): 1.0, ("http_responses", "/health", 200): 1.0}
+    counters |= {(name, "general", 1): 1.0 for name in BY_VERSION} | {
+        ("version_round_accepted", "general", "older", 1): 1
+    }
+    counters |= {(name, "recall", 1): 1.0 for name in ("recall_drafted", "recall_accepted")}
+    training = {"general": Training(lag=0, loss=1.0, expected=Expected(True, 0.1, 60.0, 2.0, 1.0))}
+    text = render(Totals(counters, [report], training=training), "general", "model").decode()
+    return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def assert_known(expressions: list[str]) -> None:
+    known = exported()
     for expression in expressions:
         names = set(re.findall(r"(?:vllm:|osd_)\w+", expression))
         assert names
-        assert names <= exported
+        assert names <= known, expression
+
+
+def test_prometheus_alerts_only_about_metrics_that_the_service_exports():
+    prometheus = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
+    compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+    mounted = [volume.split(":")[0] for volume in compose["services"]["prometheus"]["volumes"]]
+    for name in prometheus["rule_files"]:
+        assert f"./{name}" in mounted
+        rules = [
+            rule for group in yaml.safe_load((ROOT / "deploy" / name).read_text())["groups"] for rule in group["rules"]
+        ]
+        assert rules
+        assert_known([rule["expr"] for rule in rules])
+
+
+def test_grafana_asks_only_for_metrics_that_the_service_exports():
+    dashboard = json.loads((ROOT / "deploy/grafana/osd.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [annotation["expr"] for annotation in dashboard["annotations"]["list"]]
+    assert_known(expressions)
 
 
 @pytest.mark.parametrize("file", ["deploy/serve.yaml", "deploy/kuberay.yaml"])

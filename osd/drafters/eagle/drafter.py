@@ -82,7 +82,7 @@ class Eagle(VocabularyDrafter):
         """See ``Kind.from_config``; of the target only embedding and head are looked at, in the dtype they have."""
         target = load_model(target_dir, "auto", "cpu")
         fields = {name: value for name, value in config.items() if name != "kind"}
-        fields["taps"] = tuple(fields["taps"])
+        fields["taps"] = _checked(fields["taps"], text_config(target).num_hidden_layers)
         return cls(EagleShape(**fields), *end_weights(target))
 
     @staticmethod
@@ -213,6 +213,18 @@ class Eagle(VocabularyDrafter):
         if device not in self._embeddings:
             self._embeddings[device] = self.embedding.to(device)
         return self._embeddings[device]
+
+
+def _checked(taps: object, layers: int) -> tuple[int, ...]:
+    """``taps``, checked to be layers of a target that has so many.
+
+    Raises:
+        DrafterError: they are not.
+    """
+    found = tuple(taps) if isinstance(taps, list | tuple) else ()
+    if not found or not all(type(tap) is int and 0 <= tap < layers for tap in found):
+        raise DrafterError(f"taps is {taps!r}, but must name layers of the target, from 0 to {layers - 1}")
+    return found
 
 
 NEVER = -1e30  # finite, so that a row which sees nothing true stays a number

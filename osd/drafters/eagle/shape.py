@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 from torch.nn import functional as F
 
+from osd.drafters.base import DrafterError
 from osd.drafters.rotary import rotation
-from osd.drafters.sizes import check_attention, check_sizes
+from osd.drafters.sizes import check_attention, check_flags, check_numbers, check_sizes
+
+_TapNorm = Literal["each", "joint", "none"]
 
 
 @dataclass(frozen=True)
@@ -31,18 +34,22 @@ class EagleShape:
     taps: tuple[int, ...]
     eps: float
     rope_theta: float
-    tap_norm: Literal["each", "joint", "none"] = "each"
+    tap_norm: _TapNorm = "each"
     residual_norm: bool = False
     output_norm: bool = False
 
     def __post_init__(self) -> None:
-        """Check what an attention needs.
+        """Check what can be checked without a target.
 
         Raises:
             DrafterError: a size cannot be.
         """
         check_attention(self.heads, self.kv_heads, self.head_dim)
         check_sizes(intermediate=self.intermediate)
+        check_numbers(eps=self.eps, rope_theta=self.rope_theta)
+        check_flags(residual_norm=self.residual_norm, output_norm=self.output_norm)
+        if self.tap_norm not in (norms := get_args(_TapNorm)):
+            raise DrafterError(f"tap_norm is {self.tap_norm!r}, but must be one of {', '.join(norms)}")
 
     @property
     def ours(self) -> bool:

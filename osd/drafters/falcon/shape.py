@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor, nn
 
 from osd.drafters.rotary import rotation
-from osd.drafters.sizes import check_attention, check_sizes
+from osd.drafters.sizes import MOST_OF_A_CALL, check_attention, check_numbers, check_sizes
 from osd.runtime.causal_lm import attention_of, text_config
 
 
@@ -29,13 +29,14 @@ class FalconShape:
     rope_theta: float
 
     def __post_init__(self) -> None:
-        """Check what an attention needs.
+        """Check what can be checked without a target.
 
         Raises:
             DrafterError: a size cannot be.
         """
         check_attention(self.heads, self.kv_heads, self.head_dim)
-        check_sizes(block=self.block)
+        check_numbers(eps=self.eps, rope_theta=self.rope_theta)
+        check_sizes(MOST_OF_A_CALL, block=self.block)
 
     @classmethod
     def of(cls, target: nn.Module, block: int, vocabulary: int) -> Self:

@@ -31,6 +31,10 @@ class Transformers:
     def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
         """See ``Format.write``."""
         assert isinstance(drafter, LanguageModel)  # noqa: S101  nobody else calls this
+        if drafter.lookahead is not None:
+            raise FormatError(
+                f"transformers has no place for prompt tokens, and this drafter has {len(drafter.lookahead)}"
+            )
         model: Any = drafter.model
         model.save_pretrained(folder, max_shard_size="1TB")
         if drafter.translation is None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from osd.drafters.base import DrafterError
 from osd.drafters.rotary import rotation
-from osd.drafters.sizes import check_attention
+from osd.drafters.sizes import check_attention, check_numbers, check_sizes
 from osd.runtime.causal_lm import attention_of, text_config
 
 
@@ -27,12 +27,13 @@ class KangarooShape:
     rope_theta: float
 
     def __post_init__(self) -> None:
-        """Check what an attention needs.
+        """Check what can be checked without a target.
 
         Raises:
             DrafterError: a size cannot be.
         """
         check_attention(self.heads, self.kv_heads, self.head_dim)
+        check_numbers(eps=self.eps, rope_theta=self.rope_theta)
 
     @classmethod
     def of(cls, target: nn.Module, vocabulary: int, exit_layer: int | None) -> KangarooShape:
@@ -71,6 +72,7 @@ def check_exit(exit_layer: int, layers: int, name: str) -> None:
     Raises:
         DrafterError: it has none.
     """
-    if not 1 <= exit_layer < layers:
+    check_sizes(**{name: exit_layer})
+    if exit_layer >= layers:
         most = layers - 1
         raise DrafterError(f"{name} is {exit_layer}, but must be from 1 to {most}: the target has {layers} layers")

@@ -2,7 +2,8 @@
 
 Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
 Either a model of its own, which drafts the tokens that its vocabulary shares with the target's, or the target's
-first layers under the target's own embedding and head, which then stay frozen and are not stored.
+first layers under the target's own embedding and head, which then stay frozen and are not stored. With prompt tokens of
+its own it says several tokens in one call, see ``osd.drafters.language_model.lookahead``.
 """
 
 from __future__ import annotations
@@ -13,29 +14,49 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from osd.drafters.alternative_tokens import AlternativeTokens, Reading
+from osd.drafters.alternative_tokens import Reading
 from osd.drafters.base import DrafterError, check
+from osd.drafters.language_model import lookahead
+from osd.drafters.language_model.lookahead import Lookahead
+from osd.drafters.language_model.making import model_of
+from osd.drafters.language_model.prompting import PromptingSession
 from osd.drafters.language_model.session import LanguageModelSession
+from osd.drafters.language_model.texts import Texts
 from osd.drafters.language_model.translation import Translation, check_translation, named, split, translation_of
+from osd.drafters.prompt_tokens.cuts import PACE, loss_behind
 from osd.drafters.session import Runtime
-from osd.drafters.trainable import Batch, Trainable
+from osd.drafters.sizes import MOST_OF_A_CALL, check_flags, check_sizes
+from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.runtime.causal_lm import decoder_layers, decoder_of, ends_of, text_config
 from osd.runtime.taps import tapped
 from osd.target.load import resolve
 from osd.target.model import load_model
 
+_FIELDS = {"kind", "shared", "model", "translation", "prompt_tokens"}
+"""Of ``config.json``."""
+
 
 class LanguageModel(Trainable):
-    """Any decoder-only model of transformers; one that has not the target's tokens has a ``translation``."""
+    """Any decoder-only model of transformers; one that has not the target's tokens has a ``translation``.
+
+    One that has prompt tokens has them in ``lookahead``.
+    """
 
     kind: ClassVar[str] = "language_model"
 
-    def __init__(self, model: nn.Module, shared: bool, translation: Translation | None = None) -> None:
-        """Wrap ``model``; ``shared`` says that its embedding and head are the target's own."""
+    def __init__(
+        self, model: nn.Module, shared: bool, translation: Translation | None = None, prompt_tokens: int = 0
+    ) -> None:
+        """Wrap ``model``; ``shared`` says that its embedding and head are the target's own.
+
+        Raises:
+            DrafterError: it cannot read prompt tokens, and is to have some.
+        """
         super().__init__()
         self.translation = translation
+        self.lookahead = Lookahead(model, prompt_tokens) if prompt_tokens else None
         self.model, self.shared = model.float().train(False).requires_grad_(True), shared
         if shared:
             for layer in ends_of(model):
@@ -48,27 +69,31 @@ class LanguageModel(Trainable):
         if settings.source is None:
             if settings.revision is not None:
                 raise DrafterError("drafter.revision is of drafter.source, which is not set")
-            return cls.first_layers(target, settings.layers)
+            return cls.first_layers(target, settings.layers, settings.prompt_tokens)
         directory = resolve(settings.source, home, revision=settings.revision)
         model: Any = load_model(directory, "float32", "cpu")
         model.set_attn_implementation("sdpa")  # it is trained as well
-        return cls(model, shared=False, translation=translation_of(model, directory, target, target_dir))
+        translation = translation_of(model, directory, target, target_dir)
+        return cls(model, shared=False, translation=translation, prompt_tokens=settings.prompt_tokens)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``; embedding and head are the target's where they are shared."""
         target = load_model(target_dir, "float32", "cpu")
-        made = AutoConfig.for_model(**config["model"])
         sizes, vocabulary = config.get("translation"), text_config(target).vocab_size
         translation = None if sizes is None else Translation(sizes["shared"], sizes["pieces"], vocabulary)
-        model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
-        drafter = cls(model, config["shared"], translation)
+        check_flags(shared=config["shared"])
+        if (ahead := config.get("prompt_tokens", 0)) != 0:
+            check_sizes(MOST_OF_A_CALL, prompt_tokens=ahead)
+        for name in config.keys() - _FIELDS:
+            raise TypeError(f"{name} is unknown")
+        drafter = cls(model_of(config["model"]), config["shared"], translation, ahead)
         if drafter.shared:
             drafter._share(target)
         return drafter
 
     @classmethod
-    def first_layers(cls, target: nn.Module, layers: int) -> Self:
+    def first_layers(cls, target: nn.Module, layers: int, prompt_tokens: int = 0) -> Self:
         """The first ``layers`` layers of ``target``."""
         config: Any = deepcopy(target.config)
         if not 1 <= layers <= config.num_hidden_layers:
@@ -78,20 +103,24 @@ class LanguageModel(Trainable):
             config.layer_types = config.layer_types[:layers]
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         model.load_state_dict({k: v.float() for k, v in target.state_dict().items()}, strict=False)
-        drafter = cls(model, shared=True)
+        drafter = cls(model, shared=True, prompt_tokens=prompt_tokens)
         drafter._share(target)
         return drafter
 
     def _share(self, target: nn.Module) -> None:
         with torch.no_grad():
             for mine, theirs in zip(ends_of(self.model), ends_of(target), strict=True):
+                if mine.weight.shape != theirs.weight.shape:
+                    sizes = list(mine.weight.shape), list(theirs.weight.shape)
+                    raise DrafterError(f"the drafter is for another target: it embeds {sizes[0]}, not {sizes[1]}")
                 mine.weight.copy_(theirs.weight)
 
     def config(self) -> dict[str, Any]:
         """See ``Drafter.config``."""
         config: Any = self.model.config
         translation = {} if self.translation is None else {"translation": self.translation.config()}
-        return {"kind": self.kind, "shared": self.shared, "model": config.to_dict()} | translation
+        ahead = {} if self.lookahead is None else {"prompt_tokens": len(self.lookahead)}
+        return {"kind": self.kind, "shared": self.shared, "model": config.to_dict()} | translation | ahead
 
     @property
     def draft_ids(self) -> Tensor | None:
@@ -107,7 +136,11 @@ class LanguageModel(Trainable):
         """See ``Drafter.weights``."""
         state = self.model.state_dict()
         own = {name: state[name].detach() for name in self.names()}
-        return own if self.translation is None else own | named(dict(self.translation.named_buffers()))
+        if self.translation is not None:
+            own |= named(dict(self.translation.named_buffers()))
+        if self.lookahead is not None:
+            own |= lookahead.named({k: value.detach() for k, value in self.lookahead.state_dict().items()})
+        return own
 
     def names(self) -> dict[str, list[str]]:
         """The model's tensors of a version by name, each with all the names that it has there: tied ones have two."""
@@ -121,34 +154,102 @@ class LanguageModel(Trainable):
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """See ``Drafter.load_weights``."""
-        own, translation = split(check(weights, self.weights()))
+        own, ahead = lookahead.split(check(weights, self.weights()))
+        own, translation = split(own)
         if self.translation is not None:
             check_translation(translation, text_config(self.model).vocab_size)
             self.translation.load_state_dict(translation)
+        if self.lookahead is not None:
+            self.lookahead.load_state_dict(ahead)
         self.model.load_state_dict(own, strict=False)
 
+    @property
+    def block(self) -> int:
+        """Tokens that it says in one call."""
+        return 1 + (0 if self.lookahead is None else len(self.lookahead))
+
+    def pace(self, name: str) -> float:
+        """See ``Trainable.pace``."""
+        return PACE if name.startswith(lookahead.PREFIX) else 1.0
+
+    def loss(self, batch: Batch, objective: Objective) -> Loss:
+        """See ``Trainable.loss``: the model's, as it is without prompt tokens, and what these say behind some cuts."""
+        texts = self._texts(batch, objective.drafted(batch))
+        first, later = self._own(batch, texts)
+        loss = objective.loss(batch, [first] + [later] * (objective.depth - 1), self.draft_ids)
+        if (ahead := self.lookahead) is None:
+            return loss
+        step, levels = int(ahead.steps), len(ahead)
+        ahead.steps += 1
+
+        def answers(text: Tensor, cut: Tensor) -> Tensor:
+            states, _ = ahead.states(self.model, texts, text, texts.true[text, cut], levels)
+            return self._drafted(lookahead.frozen(ends_of(self.model)[1])(states))
+
+        behind = loss_behind(batch, objective, step, levels, answers, self.draft_ids)
+        return Loss(loss.value + behind.value, loss.positions, loss.kept)
+
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Trainable.unroll``; it reads tokens only, so every step over the same tokens is the same."""
-        decoder, text = decoder_of(self.model), self._read(batch.token_ids, batch.lengths)
-        if drafted is None:
-            hidden = decoder(**_inputs(text), use_cache=False).last_hidden_state
-            return [self._logits(hidden[batch.sequence, text.ends[batch.sequence, batch.place - 1] - 1])] * depth
-        others = self._read(drafted, batch.lengths)
-        alternatives = AlternativeTokens(text, others, batch.token_ids != drafted)
-        hidden = decoder(**alternatives.inputs(), use_cache=False).last_hidden_state
-        first, *later = (
-            self._logits(hidden[batch.sequence, column[batch.sequence, batch.place - 1]])
-            for column in (text.ends - 1, alternatives.column)
-        )
-        return [first] + later * (depth - 1)
+        """See ``Trainable.unroll``; it reads tokens only, so every step that a call says first is the same."""
+        texts = self._texts(batch, drafted)
+        own, ahead = self._own(batch, texts), self._ahead(batch, texts, depth)
+        return [self._logits(ahead[step][0]) if step in ahead else own[step > 0] for step in range(depth)]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""
-        text = self._read(batch.token_ids.index_put((batch.sequence, batch.place), fed), batch.lengths)
+        """See ``Trainable.drafted_states``; fed tokens are read in the place of the true ones by all that follows.
+
+        With prompt tokens a state is the one that the token was drawn from: not every token of a draft is read.
+        """
+        drafted = batch.token_ids.index_put((batch.sequence, batch.place), fed)
+        if self.lookahead is None:
+            texts = Texts.of(self._read(drafted, batch.lengths))
+            return [self._last_states(texts)[batch.sequence, texts.true[batch.sequence, batch.place]]] * depth
+        texts = self._texts(batch, drafted)
+        states, before = self._last_states(texts), (batch.sequence, batch.place - 1)
+        own = [states[batch.sequence, rows[before]] for rows in (texts.true, texts.own)]
+        ahead = self._ahead(batch, texts, depth)
+        return [ahead[step][1] if step in ahead else own[step > 0] for step in range(depth)]
+
+    def _texts(self, batch: Batch, drafted: Tensor | None) -> Texts:
+        text = self._read(batch.token_ids, batch.lengths)
+        if drafted is None:
+            return Texts.of(text)
+        return Texts.of(text, self._read(drafted, batch.lengths), batch.token_ids != drafted)
+
+    def _own(self, batch: Batch, texts: Texts) -> tuple[Tensor, Tensor]:
+        """Logits [N, draft vocabulary] of each place behind true tokens, and behind one that was drafted."""
+        hidden, before = decoder_of(self.model)(**texts.inputs, use_cache=False).last_hidden_state, batch.place - 1
+        first = self._logits(hidden[batch.sequence, texts.true[batch.sequence, before]])
+        if texts.own is texts.true:
+            return first, first
+        return first, self._logits(hidden[batch.sequence, texts.own[batch.sequence, before]])
+
+    def _last_states(self, texts: Texts) -> Tensor:
+        """[B, M, hidden] what its last layer gives."""
         last = len(decoder_layers(self.model)) - 1
         with tapped(self.model, (last,)) as outputs:
-            decoder_of(self.model)(**_inputs(text), use_cache=False)
-        return [outputs[last][batch.sequence, text.ends[batch.sequence, batch.place] - 1]] * depth
+            decoder_of(self.model)(**texts.inputs, use_cache=False)
+        return outputs[last]
+
+    def _ahead(self, batch: Batch, texts: Texts, depth: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """See ``Lookahead.states``, [N, hidden] each, of the steps that prompt tokens say."""
+        if self.lookahead is None:
+            return {}
+        asked: dict[int, Tensor] = {}
+        for step in range(depth):
+            offset = step % self.block
+            if offset:
+                cut = (batch.place - 1 - offset).clamp(min=0)
+                asked[step] = (texts.true if step < self.block else texts.own)[batch.sequence, cut]
+        if not asked:
+            return {}
+        width = int(max(texts.true.max(), texts.own.max())) + 1
+        every, which = torch.unique(batch.sequence * width + torch.stack([*asked.values()]), return_inverse=True)
+        found = self.lookahead.states(self.model, texts, every // width, every % width, min(depth, self.block) - 1)
+        return {
+            step: (found[0][mine, step % self.block - 1], found[1][mine, step % self.block - 1])
+            for step, mine in zip(asked, which, strict=True)
+        }
 
     def _read(self, token_ids: Tensor, lengths: Tensor) -> Reading:
         if self.translation is None:
@@ -157,15 +258,13 @@ class LanguageModel(Trainable):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[n, draft vocabulary] from states [n, hidden]."""
-        logits = ends_of(self.model)[1](hidden)
-        return logits if self.translation is None else logits[:, self.translation.columns]
+        return self._drafted(ends_of(self.model)[1](hidden))
+
+    def _drafted(self, logits: Tensor) -> Tensor:
+        """Of logits [..., vocabulary] of the model those [..., draft vocabulary] of what may be drafted."""
+        return logits if self.translation is None else logits[..., self.translation.columns]
 
     def session(self, runtime: Runtime) -> LanguageModelSession:
         """See ``Drafter.session``."""
-        return LanguageModelSession(self.model, self.weights(), self.names(), runtime, self.translation)
-
-
-def _inputs(text: Reading) -> dict[str, Tensor]:
-    """What a decoder is called with to read right-padded sequences."""
-    places = torch.arange(text.token_ids.shape[1], device=text.token_ids.device)
-    return {"input_ids": text.token_ids, "attention_mask": places < text.lengths[:, None]}
+        parts = self.model, self.weights(), self.names(), runtime, self.translation
+        return LanguageModelSession(*parts) if self.lookahead is None else PromptingSession(*parts)

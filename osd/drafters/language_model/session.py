@@ -33,7 +33,7 @@ class LanguageModelSession(AutoregressiveSession):
 
     With a ``translation`` the model reads a sequence in tokens of its own, which may be more than the target has: it
     has as many places as that, or as it has positions, and where they are full the older half is dropped and the rest
-    read again from the first place on.
+    read again from the first place on. So it is with ``inputs`` that need positions behind a text.
     """
 
     source = "language_model"
@@ -45,8 +45,11 @@ class LanguageModelSession(AutoregressiveSession):
         names: dict[str, list[str]],
         runtime: Runtime,
         translation: Translation | None = None,
+        inputs: int = 0,
     ) -> None:
         """Draft with a copy of ``model``; ``weights`` are a version's, and ``names`` all those of each in the model.
+
+        Behind each place that it is asked about it may read so many ``inputs`` that are no tokens.
 
         Raises:
             DrafterError: with a translation, the model has too few positions for any text beside a draft.
@@ -56,11 +59,12 @@ class LanguageModelSession(AutoregressiveSession):
         self.model = SlotModel(
             deepcopy(model).to(runtime.device, _DTYPE),
             slots=runtime.slots,
-            context=runtime.context if translation is None else _context(model, runtime),
-            scratch=runtime.scratch,
+            context=runtime.context if translation is None and not inputs else _context(model, runtime, inputs),
+            scratch=runtime.scratch * (1 + inputs),
             taps=(-1,) if runtime.states else (),
             weights="int8" if runtime.int8 and not runtime.bucketed else "full",
             bucketed=runtime.bucketed,
+            embeddings=inputs,
         )
         self.device = self.model.device
         self._graphs: GraphChains | None = None
@@ -156,13 +160,12 @@ class LanguageModelSession(AutoregressiveSession):
             self._reader.load(translation)
 
 
-def _context(model: nn.Module, runtime: Runtime) -> int:
-    """Tokens of its own that a model with a translation reads of a sequence at most."""
+def _context(model: nn.Module, runtime: Runtime, inputs: int) -> int:
+    """Tokens of its own that a model reads of a sequence at most, so that a draft and its inputs have positions too."""
     positions = getattr(text_config(model), "max_position_embeddings", None)
     if positions is None:
         return runtime.context
-    if positions <= runtime.scratch:
-        raise DrafterError(
-            f"drafter.source has {positions} positions, must be more than the {runtime.scratch} of a draft"
-        )
-    return min(runtime.context, positions - runtime.scratch)
+    most = runtime.scratch + inputs
+    if positions <= most:
+        raise DrafterError(f"drafter.source has {positions} positions, must be more than the {most} of a draft")
+    return min(runtime.context, positions - most)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from osd.drafters.alternative_tokens import Reading
 from osd.drafters.base import DrafterError
+from osd.drafters.sizes import check_sizes
 from osd.runtime.causal_lm import text_config
 from osd.runtime.model import eos_ids
 from osd.speculation.tree import repeats
@@ -48,6 +49,7 @@ class Translation(nn.Module):
             DrafterError: there cannot be as many.
         """
         super().__init__()
+        check_sizes(pieces=pieces, shared=shared)
         if not 1 <= shared <= vocabulary <= pieces:
             raise DrafterError(f"a target of {vocabulary} tokens cannot share {shared} and be spelled by {pieces}")
         for name, size in (("target_ids", shared), ("pieces", pieces), ("ends", vocabulary)):

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.medusa.session import MedusaSession
 from osd.drafters.session import Runtime
-from osd.drafters.sizes import check_sizes
+from osd.drafters.sizes import MOST_OF_A_CALL, check_sizes
 from osd.drafters.target_head import TargetHeadDrafter
 from osd.drafters.trainable import Batch
 from osd.runtime.causal_lm import decoder_layers
@@ -41,7 +41,7 @@ class Medusa(TargetHeadDrafter):
         Raises:
             DrafterError: its final norm cannot be found, or there is no head.
         """
-        check_sizes(heads=heads)
+        check_sizes(MOST_OF_A_CALL, heads=heads)
         super().__init__(target, vocabulary)
         self._layers = len(decoder_layers(target))
         hidden = self.target_head.shape[1]

@@ -13,7 +13,6 @@ other drafter, where the paper has typical acceptance.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,18 +23,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from osd.drafters.base import DrafterError, Needs
+from osd.drafters.prompt_tokens.cuts import PACE, like_words, loss_behind, read_behind
 from osd.drafters.prompt_tokens.session import PromptTokensSession
+from osd.drafters.prompt_tokens.states import states_of, width_of
 from osd.drafters.session import Runtime
+from osd.drafters.sizes import MOST_OF_A_CALL, check_sizes
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.runtime.causal_lm import check_table, decoder_layers, decoder_of, ends_of
 from osd.speculation.tree import repeats
 from osd.target.model import load_model
-
-_CUTS = 32
-"""Places at which a micro-step cuts its text off, at most: each of them is as many rows as there are embeddings."""
-
-_PACE = 10.0
-"""An embedding learns as fast as the paper has it, 1e-2, where ``trainer.learning_rate`` is what it usually is."""
 
 LoadTarget = Callable[[], nn.Module]
 """Reads the target in the dtype that it has: so is it served, and gradients of a few embeddings need no more."""
@@ -61,7 +57,9 @@ class PromptTokens(Trainable):
             DrafterError: the numbers are impossible, or the target's forward cannot carry such rows.
         """
         super().__init__()
-        if not (tokens >= 1 and copies >= 1 and rows >= tokens * copies):
+        check_sizes(MOST_OF_A_CALL, tokens=tokens, copies=copies)
+        check_sizes(rows=rows)
+        if rows < tokens * copies:
             raise DrafterError(
                 f"{tokens} prompt tokens of {copies} embeddings need as many rows at least, and have {rows}"
             )
@@ -71,8 +69,7 @@ class PromptTokens(Trainable):
             raise DrafterError(f"no prompt token can stand beside the target's words: {error}") from None
         words = ends_of(target)[0].weight.detach().float()
         self._layers, self._vocabulary, self._rows = len(decoder_layers(target)), len(words), rows
-        mean, deviation = words.mean(0), words.std(0)
-        self.prompts = nn.Parameter(mean + deviation * torch.randn(tokens, copies, words.shape[1]))
+        self.prompts = nn.Parameter(like_words(words, tokens, copies))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # micro-steps, which key the cuts
         self._load_target = load_target
         self._target: tuple[nn.Module, ...] = ()  # no part of this module: nothing of it is saved or trained
@@ -121,37 +118,19 @@ class PromptTokens(Trainable):
         return len(self.prompts)
 
     @property
-    def pace(self) -> float:
+    def state_width(self) -> int:
+        """See ``Trainable.state_width``."""
+        return width_of(self._vocabulary)
+
+    def pace(self, name: str) -> float:
         """See ``Trainable.pace``."""
-        return _PACE
+        return PACE
 
     def loss(self, batch: Batch, objective: Objective) -> Loss:
-        """See ``Trainable.loss``: of n prompt tokens, what the objective says of each, by its share and n.
-
-        The texts are cut off at some of their places, drawn anew for each micro-step, which is keyed by ``steps``.
-        """
-        generator = torch.Generator().manual_seed(int(self.steps))
+        """See ``Trainable.loss``; micro-steps are keyed by ``steps``."""
+        step, answers = int(self.steps), partial(self._answers, batch, levels=self.levels)
         self.steps += 1
-        places = (batch.place >= 2).nonzero().squeeze(-1)
-        value = torch.zeros((), device=batch.token_ids.device)
-        if not len(places):
-            return Loss(value, 0)
-        chosen = places[torch.randperm(len(places), generator=generator)[:_CUTS].to(places.device)]
-        text, cut = batch.sequence[chosen], batch.place[chosen] - 2
-        logits = self._answers(batch, text, cut, self.levels)  # [C, levels, vocabulary]
-        number = torch.full_like(batch.token_ids, -1)  # which position a place is
-        number[batch.sequence, batch.place] = torch.arange(len(batch.place), device=number.device)
-        positions, kept = 0, [math.nan] * self.levels
-        for level in range(self.levels):
-            after = cut + 2 + level
-            found = number[text, after.clamp(max=number.shape[1] - 1)]
-            there = (found >= 0) & (after < number.shape[1])
-            if there.any():
-                one = objective.loss(batch.select(found[there]), [logits[there, level]], None)
-                value = value + objective.share(level) / self.levels * one.value
-                positions += one.positions
-                kept[level] = one.kept[0]
-        return Loss(value, positions, kept)
+        return loss_behind(batch, objective, step, self.levels, answers)
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
         """See ``Trainable.unroll``; prompt tokens read no drafted token."""
@@ -160,6 +139,10 @@ class PromptTokens(Trainable):
         every, which = torch.unique(batch.sequence * length + cuts, return_inverse=True)
         logits = self._answers(batch, every // length, every % length, levels)
         return [logits[mine, level] for level, mine in enumerate(which)]
+
+    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
+        """See ``Trainable.drafted_states``: of what was said where the token was drawn."""
+        return [states_of(logits, fed) for logits in self.unroll(batch, depth)]
 
     def _answers(self, batch: Batch, text: Tensor, cut: Tensor, levels: int) -> Tensor:
         """What the target says at the first ``levels`` prompt tokens behind places ``cut`` [C] of rows ``text`` [C].
@@ -173,23 +156,13 @@ class PromptTokens(Trainable):
         width = int(rows.max()) + 1
         ids = batch.token_ids[:, : int(cut.max()) + 1]
         cuts = cut.new_zeros(count, width).index_put((text, rows), cut)
-        copies, length = self.prompts.shape[1], ids.shape[1]
-        of_cut = copies * levels
-        steps = torch.arange(levels, device=ids.device).repeat(copies)
-        positions = (cuts[..., None] + 1 + steps).flatten(1)  # [B, W * of_cut]
-        seen = torch.arange(length, device=ids.device) <= cuts.repeat_interleave(of_cut, 1)[..., None]
-        own = torch.kron(torch.eye(width * copies), torch.ones(levels, levels).tril()).to(ids.device).bool()
-        mask = torch.cat([seen, own.expand(count, -1, -1)], -1)[:, None]
+        copies = self.prompts.shape[1]
+        seen = torch.arange(ids.shape[1], device=ids.device) <= cuts[..., None]
         target: Any = self._read_target(ids.device)
-        read = self.prompts[:levels].transpose(0, 1).flatten(0, 1)  # [of_cut, hidden], one copy after the other
-        read = read.to(target.dtype)
         cache = DynamicCache()
         with torch.no_grad():
             decoder_of(target)(input_ids=ids, past_key_values=cache, use_cache=True)
-        output = target(
-            inputs_embeds=read.repeat(width, 1).expand(count, -1, -1), position_ids=positions, attention_mask=mask,
-            past_key_values=cache, use_cache=True,
-        )  # fmt: skip
+        output = read_behind(target, self.prompts[:levels].to(target.dtype), seen, cuts + 1, cache)
         said = output.logits.float().unflatten(1, (width, copies, levels)).mean(2)  # [B, W, levels, vocabulary]
         return said[text, rows]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from osd.config import SparseTreeSettings
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import check
+from osd.drafters.prompt_tokens.states import states_of
 from osd.drafters.session import NOBODY, Asked, Chains, Kept, Origin, Proposal, Runtime, TargetRows, Tree
 from osd.runtime.device import aside
 from osd.speculation.growth import Growth, Reach
@@ -42,7 +43,7 @@ class PromptTokensSession(AutoregressiveSession):
         self._spare = self._embedded  # of the version before, which the decode thread must not free
         self._said: dict[int, Tensor] = {}  # by slot: [levels, vocabulary] answers behind the last committed token
         self._lengths: dict[int, int] = {}
-        self._context = runtime.context
+        self._context, self._judged = runtime.context, runtime.states
         self._states = torch.empty(0)
         self._debt = 0.0
         self._renew()
@@ -148,9 +149,13 @@ class PromptTokensSession(AutoregressiveSession):
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``AutoregressiveSession.expand``: a look at what was said."""
-        depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)]).tolist()
-        self._states = torch.empty(len(depths), 0, device=self._device)
-        return torch.stack([self._said[slots[row]][depth] for row, depth in zip(rows.tolist(), depths, strict=True)])
+        said = [self._said[slots[row]] for row in rows.tolist()]
+        depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)])
+        if self._judged:
+            drawn_by = torch.stack([mine[max(depth - 1, 0)] for mine, depth in zip(said, depths.tolist(), strict=True)])
+            states = states_of(drawn_by, builder.tokens[rows, nodes.clamp(min=0)].clamp(min=0))
+            self._states = torch.where((nodes < 0)[:, None], 0.0, states)  # a root's token was not drawn
+        return torch.stack([mine[depth] for mine, depth in zip(said, depths.tolist(), strict=True)])
 
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""

@@ -24,7 +24,9 @@ class Recall(Drafter):
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Recall:
         """See ``Kind.from_config``."""
-        return cls()
+        drafter = cls()
+        drafter.check_config(config)
+        return drafter
 
     @property
     def needs(self) -> Needs:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from osd.drafters.recall.memories import Memories
 from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Session, TargetRows, Tree
-from osd.recall.memory import KEPT, SOURCES, Found, Heard, Memory, Sampled, Sought, Text, mark_of
+from osd.recall.memory import COPY, KEPT, SOURCES, Found, Heard, Memory, Sampled, Sought, Text, mark_of
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT
@@ -145,13 +145,16 @@ def trees_of(nodes: Found, count: int, sequences: int, other: str = "") -> list[
     tokens: list[list[int]] = [[] for _ in range(sequences)]
     parents: list[list[int]] = [[] for _ in range(sequences)]
     sources: list[list[str]] = [[] for _ in range(sequences)]
+    orders: list[list[int]] = [[] for _ in range(sequences)]
     for owner, parent, token, level in zip(
         nodes.owners[:count], nodes.parents[:count], nodes.tokens[:count], nodes.levels[:count], strict=True
     ):
         tokens[owner].append(token)
         parents[owner].append(parent)
         sources[owner].append(names[level])
-    return [Tree(*parts) for parts in zip(tokens, parents, sources, strict=True)]
+        orders[owner].append(level // 2 + 1 if level < COPY else 0)
+    parts = zip(tokens, parents, sources, orders, strict=True)
+    return [Tree(token, parent, source, orders=order) for token, parent, source, order in parts]
 
 
 def heard(rows: TargetRows, drawn: Sequence[int], others: tuple[Tensor, Tensor] | None = None) -> Heard:

@@ -27,6 +27,7 @@ from osd.speculation.cost_model import CostModel
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import GREEDY
+from osd.speculation.tree import ROOT, TreeBuilder
 from osd.speculation.worth import Worth
 from osd.target.model import load_model
 from tests.tiny import VOCABULARY, make_tiny
@@ -176,6 +177,28 @@ def test_where_rows_must_pay_only_those_that_do_ride_and_now_and_then_one_that_d
     assert set(wrong) == {0, TOKENS}
 
 
+def test_the_states_that_a_head_judges_are_those_of_the_session(target_dir: Path) -> None:
+    drafter, text = made(target_dir), some_tokens(1)[0]
+    session = drafter.session(Runtime(1, 64, 9, states=True))
+    session.open(0, int(text[0]))
+    session.commit(0, Kept(text[1:8].tolist()))
+    target = target_of(target_dir, drafter)
+    first = propose(session, GROWTHS["chain"](depth=3), [3])
+    session.commit(0, Kept([int(text[8])], None, verified(target, text[:8].tolist(), first.trees[0], first.embedded)))
+    builder, zero = TreeBuilder(1, 3, None), torch.zeros(1, dtype=torch.int64)
+    session.expand([0], builder, zero, zero + ROOT)
+    assert not session.states.any()
+    # What is said behind 8 tokens is of the 10th token on: the target itself added the 9th.
+    batch = at_places(text[None], None, [(0, 9), (0, 10)])
+    with torch.no_grad():
+        goal = drafter.drafted_states(batch, text[9:11], 2)
+    for depth in (1, 2):
+        builder.add(zero, zero + depth - 2, text[8 + depth : 9 + depth], zero)
+        session.expand([0], builder, zero, zero + depth - 1)
+        assert session.states.shape == (1, drafter.state_width)
+        torch.testing.assert_close(session.states[0], goal[depth - 1][depth - 1], atol=2e-2, rtol=1e-2)
+
+
 def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:
     return collate([make_trace(f"{n}", prompt=3 + n, completion=completion, seed=seed + n) for n in range(2)])
 
@@ -242,7 +265,7 @@ def test_only_the_embeddings_are_trained_and_the_target_stays(target_dir: Path) 
 def test_cuts_are_drawn_anew_for_each_step_and_alike_after_a_restart(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("osd.drafters.prompt_tokens.drafter._CUTS", 3)
+    monkeypatch.setattr("osd.drafters.prompt_tokens.cuts._CUTS", 3)
     drafter, batch = made(target_dir), batch_of()
     objective = Objective.of(TrainerSettings(), 0)
     with torch.no_grad():

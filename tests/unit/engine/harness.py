@@ -98,14 +98,15 @@ def settings(
     shared: bool = True,
     **capture: Any,
 ) -> Settings:
-    return Settings(
+    made = Settings(
         target=TargetSettings(source=str(directory), dtype="float32"),
         engine=EngineSettings(slots=slots, context=128, prefill_chunk=chunk, threads=1, prefix_cache=prefix_cache),
         drafter=RecallDrafterSettings(recall=RecallSettings(megabytes=1, shared=shared)),
-        growth=growth or ChainSettings(depth=depth, governed=governed),
         capture=CaptureSettings(**capture),
         trainer=TrainerSettings(samples=samples),
     )
+    # Of any drafter that a test brings along, which these settings do not name.
+    return made.model_copy(update={"growth": growth or ChainSettings(depth=depth, governed=governed)})
 
 
 def make_drafter(kind: str, directory: Path) -> Trainable | None:

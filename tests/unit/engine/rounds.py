@@ -38,7 +38,7 @@ def conditioned(draft: DraftBatch) -> DraftBatch:
         for node, parent in enumerate(parents[: int(draft.sizes[row])]):
             if parent >= 0 and parents[parent] < 0:
                 at = draft.q_row[row, node]
-                q[at] = draft.q[at] * torch.tensor([1.0, 2.0, 4.0]).roll(tokens[parent])[: q.shape[1]]
+                q[at] = draft.q[at] * (2.0 ** torch.arange(q.shape[1])).roll(tokens[parent])
                 q[at] /= q[at].sum()
     return replace(draft, q=q)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, DecodeSeconds, EngineCounters, of_version
+from osd.engine.lifetime import Lifetime
 from osd.metrics import SpeculationCounts
 
 
@@ -67,7 +68,13 @@ def test_a_copy_is_taken_within_a_millisecond_after_a_thousand_versions_and_grow
         copy = counters.copy()
         took.append(time.perf_counter() - began)
     assert min(took) < 0.001
+    counters.histograms.drew(Lifetime(0.0, 0.0), 1.0)
+    counters.finished["stop"] += 1
+    copy = counters.copy()
     assert copy == counters
+    counters.histograms.drew(Lifetime(0.0, 0.0), 1.0)
+    counters.finished["stop"] += 1
+    assert copy.histograms.by_name["time_to_first_token"].sum == copy.finished["stop"] == 1
     count(counters, "general", 1000)
     assert copy.by_version["general", 1000].rounds == 5
     assert copy.seconds_by_version["general", 1000].tokens == 10

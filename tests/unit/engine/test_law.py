@@ -119,7 +119,7 @@ def law(model: LlamaForCausalLM, sampling: SamplingParams, length: int) -> Tenso
 def p_value(
     model: LlamaForCausalLM,
     sampling: SamplingParams,
-    policy: Policy | None = None,
+    policy: Policy | Sequence[Policy] | None = None,
     *,
     count: int = COUNT,
     length: int = LENGTH,
@@ -133,6 +133,7 @@ def p_value(
 ) -> float:
     """Decode many requests that differ in their seed only, ``slots`` at a time, and test the first ``length`` tokens.
 
+    Where there are several policies, the requests take turns with them.
     Without ``cells`` [n] of tokens [n, length], each of the V ** length outputs is a cell of its own.
     ``meanwhile`` is called for each update that arrives.
     """
@@ -155,10 +156,11 @@ def p_value(
     prepare(engine)
     updates: queue.Queue[Update] = queue.Queue()
     seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
+    policies = [*policy] if isinstance(policy, Sequence) else [policy]
     for seed in range(count):
-        one = dataclasses.replace(sampling, seed=seed)
+        one, mine = dataclasses.replace(sampling, seed=seed), policies[seed % len(policies)]
         engine.submit(
-            Request(str(seed), PROMPT, length + 1, one, ignore_eos=True, capture=True, policy=policy, domain=domain),
+            Request(str(seed), PROMPT, length + 1, one, ignore_eos=True, capture=True, policy=mine, domain=domain),
             updates.put,
         )
     engine.start()

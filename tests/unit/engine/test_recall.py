@@ -52,6 +52,12 @@ def test_greedy_output_is_that_of_transformers_and_what_was_said_before_is_draft
             counts = client.engine.counters().speculation()
             lengths.append((counts.accepted - before.accepted) / max(counts.rounds - before.rounds, 1))
         assert counts.by_source.keys() <= {"recall", "request", "copy"}
+        by_order = client.engine.counters().by_order
+    assert {order for _, order in by_order} <= {1, 2, 3, 4}
+    for source in {"recall", "request"} & counts.by_source.keys():
+        mine, total = [one for key, one in by_order.items() if key[0] == source], counts.by_source[source]
+        assert sum(one.drafted for one in mine) == total.drafted
+        assert sum(one.accepted for one in mine) == total.accepted
     if not growth.governed:
         assert lengths[1] > 1.2 * lengths[0]
         assert counts.by_source["recall"].accepted > 0

@@ -29,13 +29,14 @@ class DrafterOf(NamedTuple):
 
 
 def a_round(
-    costs, drawn, *, rows, plain_rows=None, running=None, seconds=None, asking=0.0, upkeep=0.0, drafted=1, stretch=1.0
-):
+    costs, drawn, *, rows, plain_rows=None, running=None, seconds=None, asking=0.0, upkeep=0.0, drafted=1, stretch=1.0,
+    forced=False,
+):  # fmt: skip
     """What ``drawn``, pairs of a version and its tokens, add in a round that took what it should, or ``seconds``."""
     tree = SimpleNamespace(tokens=[0] * drafted)
     drafters = [None if version is None else DrafterOf("general", version) for version, _ in drawn]
     sequences = [
-        SimpleNamespace(sequence=SimpleNamespace(drafter=drafter), tokens=tokens, tree=tree)
+        SimpleNamespace(sequence=SimpleNamespace(drafter=drafter), tokens=tokens, tree=tree, forced=forced)
         for drafter, (_, tokens) in zip(drafters, drawn, strict=True)
     ]
     asked = {drafter: asking / len(drafters) for drafter in drafters if drafter is not None}
@@ -54,6 +55,10 @@ def a_round(
 def test_one_sequence_saves_the_plain_rounds_that_it_did_not_need():
     added = a_round(CostModel(MEASURED), [(3, 4)], rows=8)
     assert added == {3: DecodeSeconds(4, pytest.approx(0.040), pytest.approx(0.017))}  # type: ignore[arg-type]
+
+
+def test_what_a_grammar_drafted_is_no_drafters_merit():
+    assert a_round(CostModel(MEASURED), [(3, 4)], rows=8, forced=True) == {}
 
 
 def test_a_draft_of_which_nothing_was_kept_costs_its_rows_and_its_proposal():

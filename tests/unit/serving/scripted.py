@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from osd.config import Settings
+from osd.engine.grammar import Grammar, Grammars
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
 from serving.access.access import Access
 from serving.replica_metrics import Report, Totals
 from serving.service import ChatTemplateError, Model
+from serving.tool_formats import ToolFormat, tool_format
+from tests.tiny import CHAT_TEMPLATE, tokenizer
+
+GRAMMARS = Grammars(tokenizer(), 259, [257])
+atexit.register(GRAMMARS.close)
 
 Script = Callable[[Request], list[Update] | None]
 
@@ -32,6 +39,8 @@ class ScriptedService:
             Update(request.id, (1, 2), "Hel"),
             Update(request.id, (3,), "lo", "stop", SpeculationCounts(2, 4, 1, [1, 0], [1, 1])),
         ]
+        self.template = CHAT_TEMPLATE
+        self.rendered: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = []
         self.submitted: list[Request] = []
         self.updates: list[Callable[[Update], None]] = []
         self.cancelled: list[str] = []
@@ -41,13 +50,20 @@ class ScriptedService:
     def encode(self, text: str, special: bool) -> list[int]:
         return [1] * special + [min(ord(letter), 0x24F) for letter in text]
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def tool_format(self) -> ToolFormat:
+        return tool_format(self.template)
+
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        self.rendered.append((messages, tools))
         if messages[0]["role"] == "assistant":
             raise ChatTemplateError("The model's chat template does not take this order of messages.")
         return self.encode("".join(f"{message['role'][0]}{message['content']}" for message in messages), False)
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
+
+    def compile(self, kind: str, text: str) -> Grammar:
+        return GRAMMARS.compile(kind, text)
 
     def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:
         self.submitted.append(request)

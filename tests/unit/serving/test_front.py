@@ -37,6 +37,8 @@ def behind(answer):
         (b"x-request-disconnect-disabled", b"?1"),
         (b"x-request-disconnect-disabled", b"\xff"),
         (b"traceparent", b"\xff"),
+        (b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01, and a text"),
+        (b"tracestate", b"a=some text"),
         (b"x-request-id", b"\xff"),
         (b"x-request-id", b"a b"),
         (b"x-request-id", b"x" * 129),
@@ -57,6 +59,7 @@ def test_what_the_service_reads_comes_through():
         "content-type": "application/json",
         "origin": "http://a",
         "x-request-id": "7",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     }
     assert client.get("/", headers=headers).headers["x-request-id"] == "7"
     assert {name.decode(): value.decode() for name, value in seen} == {"host": "testserver", **headers}

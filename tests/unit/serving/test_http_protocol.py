@@ -14,7 +14,9 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 
 from serving import http_protocol
 from serving.front import middlewares
+from serving.http_counts import COUNTS
 from serving.http_protocol import MOST_HEAD_BYTES
+from serving.paths import UNREAD
 
 
 class Served:
@@ -110,6 +112,15 @@ def test_what_is_no_http_is_refused_in_openais_shape(port, data):
         "param": None,
         "code": "invalid_http",
     }
+
+
+def test_what_is_refused_before_its_path_is_known_is_counted_too(port):
+    before = COUNTS.counted()
+    said(port, b"nonsense\r\n\r\n")
+    said(port, b"GET / HTTP/1.1\r\nlong: " + b"x" * MOST_HEAD_BYTES + b"\r\n\r\n")
+    after = COUNTS.counted()
+    for status in (400, 431):
+        assert after[UNREAD, status] == before.get((UNREAD, status), 0) + 1
 
 
 @pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"], ids=["first", "next"])

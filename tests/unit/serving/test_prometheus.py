@@ -7,8 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from osd.engine.counters import EngineLoad
 from osd.registry.ledger import Spent
+from osd.registry.training import Expected, Training
 from serving.prometheus import render
-from serving.replica_metrics import Report, Totals
+from serving.replica_metrics import Report, TableSize, Totals
 
 TOTALS = Totals(
     {
@@ -28,11 +29,26 @@ TOTALS = Totals(
         ("source_drafted", "recall"): 15,
         ("source_drafted", "eagle"): 25,
         ("source_accepted", "recall"): 12,
+        ("recall_drafted", "request", 4): 11,
+        ("recall_accepted", "request", 4): 8,
         "traces_dropped": 2,
     },
-    [Report("r1", 1.0, 3, True, EngineLoad(4, 1), 0.002, {}, others={"code": 7})],
+    [
+        Report(
+            "r1", 1.0, 3, True, EngineLoad(4, 1), 0.002, {}, others={"code": 7},
+            tables={"general": TableSize(30, 6400), "code": TableSize(1, 640)},
+        ),
+        Report("r2", 1.0, 3, True, EngineLoad(0, 0), 0.0, {}, tables={"general": TableSize(12, 6400)}),
+    ],
     Spent({2: 4.0, 3: 6.0}, 1.5, slowed=1.0, saving={2: 0.0, 3: 0.05}),
-)
+    {
+        "general": Training(
+            steps=70, positions=9000, passed=2, rejected=3, cpu_seconds=1.0, replay_records=6, replay_bytes=5000,
+            loss=1.5, lag=None, expected=Expected(pays=True, saving_rate=0.02, horizon=600.0, earns=12.0, costs=5.0),
+        ),
+        "code": Training(steps=7, cpu_seconds=3.0, slowed_seconds=0.5),
+    },
+)  # fmt: skip
 
 
 def scrape(text):
@@ -57,13 +73,17 @@ def test_speculation_has_the_names_that_benchmarks_scrape():
     }
 
 
-def test_prometheus_can_parse_it_and_ours_is_labelled():
-    text = render(TOTALS, "general", "tiny").decode()
-    samples = {
+def samples_of(totals):
+    text = render(totals, "general", "tiny").decode()
+    return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def test_prometheus_can_parse_it_and_ours_is_labelled():
+    samples = samples_of(TOTALS)
     assert samples["osd_requests_total", ("domain", "general")] == 9
     assert samples["vllm:prefix_cache_queries_total", ("model_name", "tiny")] == 50
     assert samples["vllm:prefix_cache_hits_total", ("model_name", "tiny")] == 20
@@ -81,6 +101,38 @@ def test_prometheus_can_parse_it_and_ours_is_labelled():
     assert samples["osd_running_requests", ("domain", "general"), ("replica", "r1")] == 4
     assert samples["osd_drafter_version", ("domain", "general"), ("replica", "r1")] == 3
     assert samples["osd_drafter_version", ("domain", "code"), ("replica", "r1")] == 7
+
+
+def test_training_is_told_by_domain_with_what_it_did_what_it_has_and_what_it_expects():
+    samples = samples_of(TOTALS)
+    general, code = ("domain", "general"), ("domain", "code")
+    assert (samples["osd_training_steps_total", general], samples["osd_training_steps_total", code]) == (70, 7)
+    assert samples["osd_training_positions_total", general] == 9000
+    assert samples["osd_gate_verdicts_total", general, ("verdict", "passed")] == 2
+    assert samples["osd_gate_verdicts_total", general, ("verdict", "rejected")] == 3
+    assert samples["osd_training_cpu_seconds_total", general] == 10.5, "the ledger counts it"
+    assert samples["osd_training_cpu_seconds_total", code] == 3.0
+    assert samples["osd_training_slowed_seconds_total", code] == 0.5
+    assert (samples["osd_replay_records", general], samples["osd_replay_bytes", general]) == (6, 5000)
+    assert samples["osd_training_loss", general] == 1.5
+    assert ("osd_training_lag", general) not in samples, "nobody knows it"
+    assert samples["osd_version_saving_rate", general, ("version", "3")] == 0.05
+    assert samples["osd_investment_pays", general] == 1
+    assert samples["osd_investment_saving_rate", general] == 0.02
+    assert samples["osd_investment_earnings_seconds", general] == 12.0
+    assert samples["osd_investment_cost_seconds", general] == 5.0
+    assert samples["osd_investment_horizon_seconds", general] == 600.0
+    assert ("osd_investment_pays", code) not in samples
+
+
+def test_recall_is_told_by_what_its_tables_hold_and_after_how_many_tokens_it_found_something():
+    samples = samples_of(TOTALS)
+    found = (("domain", "general"), ("order", "4"), ("source", "request"))
+    assert samples["osd_recall_draft_tokens_total", *found] == 11
+    assert samples["osd_recall_accepted_tokens_total", *found] == 8
+    assert samples["osd_recall_entries", ("domain", "general")] == 42
+    assert samples["osd_recall_bytes", ("domain", "general")] == 12800
+    assert samples["osd_recall_entries", ("domain", "code")] == 1
 
 
 def test_counters_that_nobody_counted_yet_are_zero_and_not_missing():

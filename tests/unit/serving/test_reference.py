@@ -21,6 +21,7 @@ from serving.routes import create_app
 from tests.e2e.generated import PATHS, bodies
 from tests.unit.serving.answers import CHAT, asking, events_of
 from tests.unit.serving.scripted import ScriptedService
+from tests.unit.serving.test_tools import ROME, TOOLS
 
 DOCUMENT = asking(ScriptedService(Settings())).get("/openapi.json").json()
 
@@ -97,6 +98,17 @@ def test_answers_whole_and_streamed_are_what_is_said(client, service, path, body
             check(event, one)
 
 
+def test_answers_with_calls_are_what_is_said(client, service):
+    service.script = lambda request: [
+        Update(request.id, (1,), f"I look. {ROME[:40]}"),
+        Update(request.id, (2,), ROME[40:], "stop", SpeculationCounts(2, 4, 1, [1, 0], [1, 1])),
+    ]
+    body = {**CHAT, "tools": TOOLS}
+    check("ChatCompletion", client.post("/v1/chat/completions", json=body).json())
+    for one in events_of(client.post("/v1/chat/completions", json={**body, "stream": True})):
+        check("ChatChunk", one)
+
+
 def test_other_answers_are_what_is_said(client):
     check("ModelList", client.get("/v1/models").json())
     check("ModelCard", client.get("/v1/models/tiny").json())
@@ -109,12 +121,20 @@ def test_other_answers_are_what_is_said(client):
         check("Error", response.json())
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}
 RIGHT = [
     ("ChatRequest", CHAT),
     ("ChatRequest", {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}),
     ("ChatRequest", {**CHAT, "stop": "x", "logit_bias": {"7": -3}, "tools": [], "response_format": {"type": "text"}}),
     ("ChatRequest", {**CHAT, "osd": {"growth": {"kind": "dynamic_tree", "budget": 8}, "verification": "traversal"}}),
     ("ChatRequest", {**CHAT, "osd": {"growth": {}}}),
+    ("ChatRequest", {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}),
+    ("ChatRequest", {**CHAT, "structured_outputs": {"json": "{}"}}),
+    ("ChatRequest", {**CHAT, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}),
+    ("ChatRequest", {**CHAT, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+    ("ChatRequest", {"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [CALL]}, RESULT]}),
+    ("CompletionRequest", {"prompt": "a", "structured_outputs": {"choice": ["a", "b"]}}),
     ("CompletionRequest", {"prompt": [1, 2], "stop": ["x", "y"]}),
     ("CompletionRequest", {"prompt": ["a", [1]], "best_of": 1}),
 ]
@@ -123,6 +143,10 @@ WRONG = [
     ("ChatRequest", {**CHAT, "best_of": 1}),
     ("ChatRequest", {**CHAT, "temperature": 3}),
     ("ChatRequest", {**CHAT, "tools": [{}]}),
+    ("ChatRequest", {**CHAT, "tool_choice": "perhaps"}),
+    ("ChatRequest", {**CHAT, "response_format": {"type": "xml"}}),
+    ("ChatRequest", {**CHAT, "structured_outputs": {"regex": 3}}),
+    ("ChatRequest", {"messages": [{"role": "assistant", "tool_calls": [{"id": 3}]}]}),
     ("ChatRequest", {**CHAT, "osd": {"growth": {"kind": "no such"}}}),
     ("ChatRequest", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     ("CompletionRequest", {"prompt": {"text": "hi"}}),

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from osd.demand import Demand, Workload
 from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
 from osd.metrics import SpeculationCounts
+from serving.replica_metrics import TableSize
 from serving.reporter import LOAD_SECONDS, Reporter, Switches
 
 
@@ -112,3 +114,25 @@ def test_a_report_counts_drafts_by_version_and_by_source(scene):
     assert (counters["version_drafted", "general", 3], counters["version_accepted", "general", 4]) == (3, 4)
     assert (counters["source_drafted", "eagle"], counters["source_accepted", "eagle"]) == (6, 4)
     assert (counters["source_drafted", "recall"], counters["source_accepted", "recall"]) == (3, 2)
+
+
+def test_a_report_says_how_much_the_tables_of_each_domain_hold_and_counts_that_now_and_then(monkeypatch):
+    class Table:
+        entries, looks = 100, 0
+
+        def used(self):
+            self.looks += 1
+            return 30 + self.looks
+
+    tables = {"general": [Table()], "acme.general": [Table(), Table()]}
+    engine = Engine()
+    engine.pool = SimpleNamespace(  # type: ignore[assignment]
+        others=dict, recalled=lambda: {domain: SimpleNamespace(tables=mine) for domain, mine in tables.items()}
+    )
+    reporter = Reporter("r1", engine, None, [], Loads(), Control(), lambda report: None)  # type: ignore[arg-type]
+    for _ in range(3):
+        told = reporter.report().tables
+    assert told == {"general": TableSize(31, 6400), "acme.general": TableSize(62, 12800)}
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 20)
+    assert reporter.report().tables["general"] == TableSize(32, 6400)

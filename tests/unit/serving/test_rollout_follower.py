@@ -441,7 +441,7 @@ def test_closing_ends_the_thread_soon(settings, registry):
 
 
 def test_versions_of_one_configuration_share_a_drafter_and_another_configuration_makes_another(first, tiny_target):
-    cache = DrafterCache(first, Settings(growth=AcceptanceHeadSettings()), tiny_target)
+    cache = DrafterCache(first, Settings(drafter=EagleSettings(), growth=AcceptanceHeadSettings()), tiny_target)
     assert cache.of(first.config()) is first
     assert cache.of({**first.config(), "acceptance_head": True}) is first, "with or without a head"
     eagle = drafters.initial(EagleSettings(vocabulary=64), tiny_target, tiny_target)

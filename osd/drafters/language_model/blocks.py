@@ -1,0 +1,89 @@
+"""How growing trees become rows of a model that says several tokens in one call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from osd.runtime.batch import PackedRows, RowBuilder, paths
+from osd.runtime.kv_cache import KVCache
+from osd.speculation.tree import TreeBuilder
+
+Node = int
+"""A node of a tree, from 0 on, or -1 for the root."""
+
+
+class BlockRows:
+    """Collects committed tokens and paths of trees, each with inputs behind it that are no tokens, into one forward.
+
+    Committed tokens go to the places behind the slot's length, and node i of a tree to the scratch place i behind them.
+    The inputs, ``block - 1`` of them with the ids from ``first`` on, go to places that no node has yet: only their own
+    call sees them.
+    """
+
+    def __init__(
+        self, builder: TreeBuilder, cache: KVCache, block: int, first: int, own_ids: np.ndarray | None = None
+    ) -> None:
+        """Rows of a model for whose tokens the target's are ``own_ids`` [target vocabulary], None for the same."""
+        self.parents: list[list[Node]] = builder.parents.tolist()
+        self._depths, self._tokens = builder.depths.tolist(), builder.tokens.tolist()
+        self._cache, self._block, self._own_ids = cache, block, own_ids
+        self._inputs = [first + number for number in range(block - 1)]
+        self._free = Counter(dict(enumerate(builder.sizes.tolist())))  # by tree, the first place without a node
+        self._rows = RowBuilder()
+        self._wanted: list[int] = []
+
+    def begins(self, row: int, node: Node) -> bool:
+        """Whether what follows a node of tree ``row`` takes a call, and was not said with what is above it."""
+        return node < 0 or self._depths[row][node] % self._block == 0
+
+    def block_of(self, row: int, node: Node) -> tuple[Node, int]:
+        """The node that the call was about which says what follows a node, and at which of its places."""
+        offset = 0 if node < 0 else self._depths[row][node] % self._block
+        for _ in range(offset):
+            node = self.parents[row][node]
+        return node, offset
+
+    def text(self, slot: int, tokens: Sequence[int]) -> None:
+        """Append committed tokens, and ask about what follows the last."""
+        start = self._cache.length[slot]
+        end = self._cache.length[slot] = start + len(tokens)
+        row = self._rows.tokens(slot, start, [*tokens, *self._inputs])
+        self._wanted += range(row + end - start - 1, row + end - start - 1 + self._block)
+
+    def node(self, slot: int, row: int, node: Node, there: set[Node]) -> None:
+        """Append what is not ``there`` yet of the path to a node of tree ``row``, and ask about what follows it."""
+        start, sees = self._cache.length[slot], paths(self.parents[row][: node + 1])
+        for one in self._missing(row, node, there):
+            token = self._tokens[row][one]
+            token = token if self._own_ids is None else int(self._own_ids[token])
+            self._rows.node(slot, start, one, token, sees[one])
+            there.add(one)
+        self._wanted.append(len(self._rows) - 1)
+        path = sees[node]
+        for token in self._inputs:
+            place = self._free[row]
+            self._free[row] += 1
+            path |= 1 << place
+            self._wanted.append(self._rows.node(slot, start, place, token, path))
+
+    def _missing(self, row: int, node: Node, there: set[Node]) -> list[Node]:
+        """The last nodes of a path that nobody has read, the first of them first; ``node`` is among them."""
+        found: list[Node] = []
+        while node >= 0 and node not in there:
+            found.append(node)
+            node = self.parents[row][node]
+        return found[::-1]
+
+    @property
+    def wanted(self) -> Tensor:
+        """[calls * block] the rows that were asked for, call by call."""
+        return torch.tensor(self._wanted)
+
+    def rows(self) -> PackedRows:
+        """All rows, on the host."""
+        return self._rows.build()

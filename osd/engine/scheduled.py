@@ -1,0 +1,61 @@
+"""What is decided about a round before anything is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from osd.engine.sequence import Sequence as Decoding
+from osd.speculation.worth import Worth
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduledSequence:
+    """What one sequence feeds: ``count`` of its tokens from ``start`` on, then a draft of up to ``limit`` nodes.
+
+    It ``ends`` where the token after these is to be drawn. Tokens that are ``forced`` by its grammar are its draft,
+    whatever a drafter would say.
+    """
+
+    sequence: Decoding
+    start: int
+    count: int
+    ends: bool
+    limit: int = 0
+    forced: Sequence[int] = ()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the forward without a drafter's draft."""
+        return self.count + len(self.forced)
+
+    @property
+    def end(self) -> int:
+        """The place after these tokens."""
+        return self.start + self.count
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether a drafter can continue these: a first token is drawn from the forward of the prompt itself."""
+        if self.forced or self.sequence.drafter is None:
+            return False
+        return self.ends and self.count == 1 and self.sequence.step > 0
+
+    def reads_for(self, other: Decoding) -> bool:
+        """Whether the next token of another sequence of the same client is among these, after the same beginning."""
+        following = other.fed + 1
+        if self.sequence.request.client != other.request.client or not self.start < following <= self.end:
+            return False
+        return self.sequence.tokens[:following] == other.tokens[:following]
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What all sequences feed; ``missed`` of those whose drafts are governed, the tokens that a drafter reads first.
+
+    ``worth`` is what the round gives and takes without the drafts that are as large as pays.
+    """
+
+    sequences: Sequence[ScheduledSequence]
+    missed: dict[Decoding, int]
+    worth: Worth | None = None

@@ -1,0 +1,86 @@
+"""What a proxy answered, by path and status, counted in the proxy and delivered to those who keep all metrics.
+
+Only the proxy knows all of it: what it refuses itself never comes to a replica.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import Counter
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_DELIVER_SECONDS = 1.0
+_ANSWER_SECONDS = 2.0
+
+
+class HttpCounts:
+    """Answers of one process, by template of the path and status; any thread may count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def count(self, template: str, status: int) -> None:
+        """Count an answer."""
+        with self._lock:
+            self._counts[template, status] += 1
+
+    def counted(self) -> dict[tuple[str, int], int]:
+        """All answers so far."""
+        with self._lock:
+            return dict(self._counts)
+
+
+COUNTS = HttpCounts()
+"""Those of this process."""
+
+
+class Delivery:
+    """Tells all counts of this process each second, from a thread, as long as it answers requests under Ray Serve."""
+
+    def __init__(self, counts: HttpCounts, keeper: str) -> None:
+        """Tell ``counts`` to the actors whose names end with ``keeper``."""
+        self._counts, self._keeper = counts, keeper
+        self._name = f"proxy-{uuid.uuid4().hex}"
+        self._actors: list[Any] = []
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, if it has not begun yet."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="http-counts", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_DELIVER_SECONDS)
+            counted = self._counts.counted()
+            if counted:
+                self._deliver(counted)
+
+    def _deliver(self, counted: dict[tuple[str, int], int]) -> None:
+        # The proxy runs in Ray; whoever only has its middleware does not import that.
+        import ray
+
+        if not ray.is_initialized():
+            return
+        try:
+            self._actors = self._actors or self._found()
+            ray.get([actor.answered.remote(self._name, counted) for actor in self._actors], timeout=_ANSWER_SECONDS)
+        except Exception as error:
+            # It died, its application has gone, or it is of an older version: another one is looked for.
+            logger.debug("what was answered cannot be told now: %s", type(error).__name__)
+            self._actors = []
+
+    def _found(self) -> list[Any]:
+        import ray
+        from ray.util import list_named_actors
+
+        named: list[Any] = list_named_actors(all_namespaces=True)  # Ray's types say names alone
+        mine = [one for one in named if one["name"].endswith(f"::{self._keeper}")]
+        return [ray.get_actor(one["name"], one["namespace"]) for one in mine]

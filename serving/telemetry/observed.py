@@ -1,0 +1,102 @@
+"""One HTTP request as logs and traces tell of it: moments, counts and names, and nothing that its user wrote."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
+from starlette.requests import Request as HttpRequest
+from starlette.types import Scope
+
+from osd.engine.lifetime import Lifetime
+from osd.engine.request import FinishReason, Request, Update
+from osd.metrics import SpeculationCounts
+from serving.access.caller import Caller
+from serving.paths import template_of
+
+_STATE = "observed"
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+@dataclass
+class ObservedSequence:
+    """One sequence of a request; the lifetime is None until it has ended."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish: FinishReason | None = None
+    lifetime: Lifetime | None = None
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    drafted: tuple[str, int] | None = None
+
+
+class ObservedRequest:
+    """A request from its arrival until it is answered and all its sequences have ended, when ``told`` hears of it.
+
+    Attributes:
+        arrived: seconds of ``time.monotonic``, and ``clock`` the nanoseconds of the epoch then.
+        method, path: how it came; the path is a template.
+        request_id: the id that goes back to the client as x-request-id, "" without one.
+        traceparent: of the W3C's trace context, "" without one that is valid.
+        trace_id: of the trace that it belongs to, "" for none.
+        status: of the answer, None before it, and where there was none.
+        seconds: from its arrival until all of the answer was sent.
+        response_id, caller: who was answered with what, once it has been read.
+        sequences: what the engine did for it, by the id of the sequence.
+    """
+
+    def __init__(self, scope: Scope, told: Callable[[ObservedRequest], None]) -> None:
+        headers = Headers(scope=scope)
+        self.arrived, self.clock = time.monotonic(), time.time_ns()
+        self.method, self.path = scope["method"], template_of(scope["path"])
+        self.request_id = headers.get("x-request-id", "")
+        valid = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+        self.traceparent, self.trace_id = (valid.group(), valid.group(1)) if valid else ("", "")
+        self.status: int | None = None
+        self.seconds = 0.0
+        self.response_id = ""
+        self.caller: Caller | None = None
+        self.sequences: dict[str, ObservedSequence] = {}
+        self._told, self._open = told, 1
+
+    def asked(self, response_id: str, caller: Caller) -> None:
+        """It has been read: this is who sent it, and what its answer is called."""
+        self.response_id, self.caller = response_id, caller
+
+    def submitted(self, request: Request) -> None:
+        """The engine has taken a sequence of it."""
+        self.sequences[request.id] = ObservedSequence(len(request.prompt_ids))
+        self._open += 1
+
+    def heard(self, update: Update) -> None:
+        """The engine has said something of a sequence."""
+        one = self.sequences[update.request_id]
+        one.completion_tokens += len(update.token_ids)
+        if update.finish_reason is not None:
+            one.finish, one.lifetime, one.cached_tokens = update.finish_reason, update.lifetime, update.cached_tokens
+            one.counts, one.drafted = update.counts or one.counts, update.drafted
+            self._close()
+
+    def answered(self) -> None:
+        """All of the answer was sent that will be."""
+        self.seconds = time.monotonic() - self.arrived
+        self._close()
+
+    def _close(self) -> None:
+        self._open -= 1
+        if not self._open:
+            self._told(self)
+
+
+def observed_of(request: HttpRequest) -> ObservedRequest:
+    """What is observed of a request."""
+    return getattr(request.state, _STATE)
+
+
+def state_of(observed: ObservedRequest) -> dict[str, ObservedRequest]:
+    """What ``observed_of`` reads, in the state of an ASGI scope."""
+    return {_STATE: observed}

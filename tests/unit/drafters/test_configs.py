@@ -1,0 +1,121 @@
+"""Versions whose configuration holds what cannot be: each is refused in one sentence that names it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from osd.config import (
+    EagleSettings,
+    FalconSettings,
+    KangarooSettings,
+    LanguageModelSettings,
+    MedusaSettings,
+    PromptTokensSettings,
+    RecallDrafterSettings,
+)
+from osd.drafters import DRAFTERS, DrafterError, from_config, initial
+from osd.target.model import load_model
+
+SETTINGS: dict[str, Any] = {
+    "eagle": EagleSettings(vocabulary=64),
+    "falcon": FalconSettings(vocabulary=64),
+    "kangaroo": KangarooSettings(vocabulary=64, exit_layer=1),
+    "language_model": LanguageModelSettings(layers=2, prompt_tokens=2),
+    "medusa": MedusaSettings(vocabulary=64),
+    "prompt_tokens": PromptTokensSettings(),
+    "recall": RecallDrafterSettings(),
+}
+ODD: list[Any] = [-1, 1.5, "x", None, [1, "a"], 10**8]
+FREE = {("eps", 1.5), ("eps", 10**8), ("rope_theta", 1.5), ("rope_theta", 10**8)}
+"""Of these, what can be."""
+
+OF_MODEL = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+@pytest.fixture(scope="module")
+def configs(target_dir: Path) -> dict[str, dict[str, Any]]:
+    torch.manual_seed(0)
+    made = {kind: initial(one, target_dir, target_dir) for kind, one in SETTINGS.items()}
+    return {kind: json.loads(json.dumps(one.config())) for kind, one in made.items()}
+
+
+@pytest.fixture(autouse=True)
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target is the same all the time, and nobody changes it."""
+    kept = functools.cache(load_model)
+    for kind in SETTINGS.keys() - {"recall"}:
+        monkeypatch.setattr(f"osd.drafters.{kind}.drafter.load_model", kept)
+
+
+def refusal(config: dict[str, Any], target_dir: Path) -> str:
+    with pytest.raises(DrafterError) as caught:
+        from_config(config, target_dir)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert len(said) < 300
+    return said
+
+
+def test_every_kind_is_looked_at() -> None:
+    assert SETTINGS.keys() == DRAFTERS.keys()
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_no_odd_value_of_any_field_is_taken_or_fails_otherwise(
+    configs: dict[str, dict[str, Any]], target_dir: Path, kind: str
+) -> None:
+    for name in sorted(configs[kind].keys() - {"kind"}):
+        for value in ODD:
+            if isinstance(value, list) or (name, value) not in FREE:
+                said = refusal({**configs[kind], name: value}, target_dir)
+                assert name.split("_")[0] in said or "another target" in said, (name, value, said)
+    assert "surprise" in refusal({**configs[kind], "surprise": 1}, target_dir)
+    assert "must be true or false" in refusal({**configs[kind], "acceptance_head": "x"}, target_dir)
+
+
+@pytest.mark.parametrize("name", OF_MODEL)
+def test_no_odd_size_of_a_language_model_is_taken(
+    configs: dict[str, dict[str, Any]], target_dir: Path, name: str
+) -> None:
+    for value in (-1, 1.5, "x", 10**8):
+        config = copy.deepcopy(configs["language_model"])
+        config["model"][name] = value
+        refusal(config, target_dir)
+
+
+SAID: list[tuple[str, dict[str, Any], str]] = [
+    ("eagle", {"kv_heads": 3}, "heads is 4, but must be a multiple of kv_heads, which is 3"),
+    ("eagle", {"taps": [0, 2, 9]}, r"taps is \[0, 2, 9\], but must name layers of the target, from 0 to 3"),
+    ("eagle", {"tap_norm": "some"}, "tap_norm is 'some', but must be one of each, joint, none"),
+    ("eagle", {"heads": 1 << 18}, r"heads times head_dim is 4194304, but must be at most 131072"),
+    ("kangaroo", {"exit_layer": 4}, "exit_layer is 4, but must be from 1 to 3: the target has 4 layers"),
+    ("kangaroo", {"rope_theta": float("nan")}, "rope_theta is nan, but must be a number above 0"),
+    ("falcon", {"block": 65}, "block is 65, but must be at most 64"),
+    ("medusa", {"heads": True}, "heads is True, but must be a whole number of at least 1"),
+    ("language_model", {"shared": 1}, "shared is 1, but must be true or false"),
+    ("language_model", {"model": {"model_type": "x"}}, "model.model_type is 'x', which transformers does not have"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), SAID, ids=[f"{kind} {[*of]}" for kind, of, _ in SAID])
+def test_what_is_wrong_is_said(
+    configs: dict[str, dict[str, Any]], target_dir: Path, kind: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DrafterError, match=message):
+        from_config({**configs[kind], **change}, target_dir)
+
+
+def test_heads_of_a_language_model_that_do_not_divide_are_refused_by_name(
+    configs: dict[str, dict[str, Any]], target_dir: Path
+) -> None:
+    config = copy.deepcopy(configs["language_model"])
+    config["model"]["num_key_value_heads"] = 3
+    with pytest.raises(DrafterError, match=r"^heads is 4, but must be a multiple of kv_heads, which is 3$"):
+        from_config(config, target_dir)

@@ -1,0 +1,263 @@
+"""With a grammar the output has the law of plain masked sampling, whatever is drafted: a G-test on whole answers.
+
+The target knows five tokens, and the grammar leaves some dozens of answers that are made of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import queue
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from scipy.stats import chi2
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from osd.config import GROWTH_SETTINGS
+from osd.drafters import Drafter
+from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.mixed.drafter import Mixed
+from osd.drafters.recall.drafter import Recall
+from osd.engine.engine import Engine
+from osd.engine.grammar import Grammar
+from osd.engine.policy import Policy
+from osd.engine.request import Request, SamplingParams, Update
+from osd.runtime.generic import NAME
+from osd.runtime.model import SlotModel
+from osd.speculation import masks, penalties
+from osd.speculation.distributions import Distributions
+from osd.speculation.noise import Noise
+from osd.speculation.tree import DraftBatch
+from osd.speculation.verification.base import Verdict
+from osd.speculation.verification.chain import Chain
+from tests.unit.engine.harness import settings
+
+END, PROMPT, COUNT = 0, (3, 1, 4), 400
+TOKENS = [b"</s>", b"a", b"b", b"c", b"bc"]
+REGEX = "(a|b)(a|bc?)?(cab|b{0,2})"
+"""Some of it is forced, some answers go on behind a place where they might end, and tokens overlap."""
+FAILED = (-1,)
+"""What is no answer."""
+
+
+class Five:
+    """The tokenizer of the five tokens, as the library reads it."""
+
+    eos_token_id, bos_token_id, tokens, special_token_ids = END, None, TOKENS, (END,)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        found = []
+        text = text if isinstance(text, bytes) else text.encode()
+        while text:
+            best = max((t for t in range(1, 5) if text.startswith(TOKENS[t])), key=lambda t: len(TOKENS[t]), default=1)
+            found.append(best)
+            text = text[len(TOKENS[best]) :]
+        return found
+
+
+class Mute:
+    """Nobody reads the text."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def grammar() -> Grammar:
+    tokenizer = LLTokenizer(TokenizerWrapper(Five()), n_vocab=5, slices=[])
+    return Grammar(5, frozenset({END}), lambda: LLMatcher(tokenizer, LLMatcher.grammar_from_regex(REGEX), log_level=0))
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=5, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+        pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.25)
+    return model
+
+
+def law(model: LlamaForCausalLM, grammar: Grammar, temperature: float) -> dict[tuple[int, ...], float]:
+    """The probability of each answer: plain sampling, one token at a time, from masked logits."""
+    exact, answers = copy.deepcopy(model).double(), {}
+    open_paths: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    while open_paths:
+        path, mass = open_paths.pop()
+        matcher = grammar.matcher()
+        assert matcher.consume_tokens(list(path))
+        allowed = [token for token in range(5) if matcher.compute_bitmask()[0] >> token & 1]
+        if allowed == [END]:
+            answers[path] = answers.get(path, 0.0) + mass
+            continue
+        with torch.no_grad():
+            logits = exact(input_ids=torch.tensor([[*PROMPT, *path]]), use_cache=False).logits[0, -1]
+        p = (logits[allowed] / temperature).softmax(-1).tolist()
+        for token, share in zip(allowed, p, strict=True):
+            if token == END:
+                answers[path] = answers.get(path, 0.0) + mass * share
+            else:
+                open_paths.append(((*path, token), mass * share))
+    return answers
+
+
+def p_value(
+    model: LlamaForCausalLM,
+    grammar: Grammar,
+    drafter: Drafter | None,
+    policy: Policy | None = None,
+    *,
+    temperature: float = 1.0,
+    count: int = COUNT,
+    repeatable: bool = False,
+    drafts: bool = True,
+) -> float:
+    """Decode many requests that differ in their seed only, and test the law of their answers."""
+    slotted = copy.deepcopy(model)
+    slotted.set_attn_implementation(NAME)
+    chosen = settings(Path("tiny"), slots=64, depth=2, chunk=4096)
+    needs = drafter.needs if drafter else None
+    target = SlotModel(
+        slotted,
+        slots=64,
+        context=128,
+        scratch=chosen.engine.max_draft + 1 + (needs.riders if needs else 0),
+        taps=needs.taps if needs else (),
+        embeddings=64 * (needs.embeddings if needs else 0),
+    )
+    engine = Engine(target, Mute(), chosen, drafter, 1)  # type: ignore[arg-type]
+    updates: queue.Queue[Update] = queue.Queue()
+    seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
+    for seed in range(count):
+        sampling = SamplingParams(temperature, seed=seed, repeatable=repeatable)
+        engine.submit(
+            Request(str(seed), PROMPT, 20, sampling, policy=policy, capture=True, grammar=grammar, speculate=drafts),
+            updates.put,
+        )
+    engine.start()
+    try:
+        left = count
+        while left:
+            update = updates.get(timeout=60)
+            seen[update.request_id] += update.token_ids if update.finish_reason != "error" else FAILED
+            left -= update.finish_reason is not None
+        counts = engine.counters().speculation()
+    finally:
+        engine.stop()
+    if drafts and FAILED not in map(tuple, seen.values()):
+        assert counts.by_source["grammar"].accepted == counts.by_source["grammar"].drafted > 0
+    if drafter is not None:
+        others = [one for source, one in counts.by_source.items() if source != "grammar"]
+        assert sum(one.accepted for one in others) > count / 20
+        assert sum(one.drafted - one.accepted for one in others) > count / 20
+    goal = law(model, grammar, temperature)
+    found = Counter(tuple(token for token in tokens if token != END) for tokens in seen.values())
+    outside = sum(times for answer, times in found.items() if answer not in goal)
+    statistic = 2 * sum(
+        times * float(torch.tensor(times / (goal[answer] * count)).log())
+        for answer, times in found.items()
+        if answer in goal
+    )
+    print(f"G = {statistic:.1f}, {len(goal) - 1} degrees of freedom, {outside} outside, {counts.by_source}")
+    return 0.0 if outside else float(chi2.sf(statistic, len(goal) - 1))
+
+
+def eagle(model: LlamaForCausalLM) -> Eagle:
+    """Drafts four of the five tokens, so that at some places it knows none that is allowed."""
+    torch.manual_seed(2)
+    return Eagle.from_target(copy.deepcopy(model), 4)
+
+
+POLICIES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "chain": ({"kind": "chain", "depth": 3}, "chain"),
+    "block": ({"kind": "chain", "depth": 3}, "block"),
+    "siblings": ({"kind": "dynamic_tree", "budget": 5}, "siblings"),
+    "with replacement": ({"kind": "static_tree", "budget": 5, "depth": 3, "draw": "iid"}, "siblings"),
+    "k-seq": ({"kind": "static_tree", "budget": 4, "depth": 2, "draw": "iid"}, "k_seq"),
+    "traversal": ({"kind": "dynamic_tree", "budget": 5, "threshold": 0.1}, "traversal"),
+    "top then drawn": ({"kind": "static_tree", "budget": 4, "depth": 2, "draw": "top_then_drawn"}, "greedy_multidraft"),
+    "chosen": ({"kind": "top_k_tree", "budget": 5, "depth": 3, "top_k": 2}, "naive"),
+}
+
+
+def named(name: str) -> Policy:
+    growth, verification = POLICIES[name]
+    return Policy.of(GROWTH_SETTINGS[growth["kind"]](**growth), verification)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["chain", "siblings", "traversal", "chosen"])
+def test_drawn_and_chosen_drafts_leave_the_law_of_masked_sampling_alone(
+    model: LlamaForCausalLM, grammar: Grammar, name: str
+) -> None:
+    assert p_value(model, grammar, eagle(model), named(name)) > 1e-4
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("name", POLICIES)
+def test_in_twenty_thousand_runs_no_policy_changes_the_law_of_masked_sampling(
+    model: LlamaForCausalLM, grammar: Grammar, name: str, temperature: float
+) -> None:
+    assert p_value(model, grammar, eagle(model), named(name), temperature=temperature, count=20_000) > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["recall", "mixed"])
+def test_candidates_that_were_chosen_without_chance_leave_it_alone(
+    model: LlamaForCausalLM, grammar: Grammar, kind: str
+) -> None:
+    drafter = Recall() if kind == "recall" else Mixed(eagle(model))
+    policy = Policy.of(GROWTH_SETTINGS["best_first"]())  # type: ignore[arg-type]
+    assert p_value(model, grammar, drafter, policy) > 1e-4
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["forced tokens", "plain"])
+def test_a_service_without_a_drafter_has_that_law(model: LlamaForCausalLM, grammar: Grammar, drafts: bool) -> None:
+    assert p_value(model, grammar, None, drafts=drafts) > 1e-4
+
+
+def test_a_seed_draws_from_that_law(model: LlamaForCausalLM, grammar: Grammar) -> None:
+    assert p_value(model, grammar, eagle(model), named("chain"), repeatable=True) > 1e-4
+
+
+def without_p(logits: Tensor, rows: Any, constraints: Any, paths: Any, support: Tensor | None) -> None:
+    if support is not None:
+        masks.forbid(logits, rows, constraints, paths, support)
+
+
+def at_the_root(logits: Tensor, rows: Any, constraints: Any, paths: Any, support: Tensor | None) -> None:
+    masks.forbid(logits, rows, constraints, [()] * len(paths), support)
+
+
+@pytest.mark.parametrize("broken", [without_p, at_the_root])
+def test_masks_that_are_left_off_p_or_are_of_another_state_break_it(
+    model: LlamaForCausalLM, grammar: Grammar, monkeypatch: pytest.MonkeyPatch, broken: Any
+) -> None:
+    monkeypatch.setattr(penalties, "forbid", broken)
+    assert p_value(model, grammar, eagle(model), named("chain"), count=300) < 1e-9
+
+
+class WithoutMask(Chain):
+    """Told that drafts came from a q that has something for every token."""
+
+    def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
+        if draft.q is not None:
+            draft = dataclasses.replace(draft, q=torch.full_like(draft.q, 1 / draft.q.shape[-1]))
+        return super().verify(draft, p, noise)
+
+
+def test_a_mask_that_is_left_off_q_when_it_is_compared_breaks_it(model: LlamaForCausalLM, grammar: Grammar) -> None:
+    policy = dataclasses.replace(named("chain"), rule=WithoutMask())
+    assert p_value(model, grammar, eagle(model), policy, count=800) < 1e-9

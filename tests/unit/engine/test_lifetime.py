@@ -1,0 +1,121 @@
+"""What the histograms say of requests, against what was sent and what their client saw."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from osd.engine.lifetime import Lifetime, RequestHistograms
+from osd.engine.request import Request
+from tests.unit.engine.harness import prompts, running
+
+LENGTHS = (1, 5, 17, 40, 33)
+TOKENS = (1, 12, 20, 3, 7)
+
+
+def count(histogram) -> int:
+    return sum(histogram.counts)
+
+
+@pytest.mark.parametrize("kind", ["none", "eagle"])
+def test_each_sequence_is_in_the_histograms_with_its_times_and_its_tokens(target_dir: Path, kind: str) -> None:
+    began = time.monotonic()
+    with running(target_dir, kind, slots=1, prefix_cache=False) as client:
+        for index, (prompt, tokens) in enumerate(zip(prompts(LENGTHS), TOKENS, strict=True)):
+            client.submit(str(index), prompt, tokens, ignore_eos=True)
+        results = client.wait()
+        while not client.engine.rests:
+            time.sleep(0.001)
+        counters = client.engine.counters()
+    took = time.monotonic() - began
+    found = counters.histograms.by_name
+    sequences = len(LENGTHS)
+    assert counters.finished == {"length": sequences}
+    assert {name: count(histogram) for name, histogram in found.items()} == {
+        **dict.fromkeys(found, sequences),
+        "inter_token": sum(result.updates for result in results.values()) - sequences,
+        "time_per_token": sum(tokens > 1 for tokens in TOKENS),
+    }
+    assert found["prompt_length"].sum == sum(LENGTHS)
+    assert found["completion_length"].sum == found["max_tokens"].sum == sum(TOKENS)
+    assert found["completion_length"].counts[:5] == [1, 0, 1, 1, 2]
+    sums = {name: histogram.sum for name, histogram in found.items()}
+    assert sums["inter_token"] == pytest.approx(sums["decode_time"]), "every moment of decoding is between two rounds"
+    assert sums["inference_time"] == pytest.approx(sums["prefill_time"] + sums["decode_time"])
+    assert sums["request_time"] == pytest.approx(sums["queue_time"] + sums["inference_time"], abs=0.01)
+    assert sums["time_to_first_token"] == pytest.approx(sums["request_time"] - sums["decode_time"])
+    # They came together, and one slot served them one after the other.
+    assert sums["inference_time"] <= took
+    assert sums["queue_time"] > (sequences - 1) * sums["prefill_time"] / sequences
+
+
+def test_a_request_is_timed_from_its_arrival_and_tells_its_client_all_moments(target_dir: Path) -> None:
+    with running(target_dir, "eagle") as client:
+        arrived = time.monotonic() - 7.0
+        client.submit("early", prompts([9])[0], 8, ignore_eos=True, arrived=arrived)
+        while (update := client.next()).finish_reason is None:
+            assert update.lifetime is None
+        found = client.engine.counters().histograms.by_name
+    lifetime = update.lifetime
+    assert lifetime is not None
+    assert update.drafted == ("general", 1)
+    assert lifetime.arrived == arrived
+    assert lifetime.arrived + 7.0 <= lifetime.queued <= lifetime.began <= lifetime.first <= lifetime.last  # type: ignore[operator]
+    assert 7.0 <= found["time_to_first_token"].sum < 8.0
+    assert found["time_to_first_token"].counts[14] == 1, "more than 5 s, at most 7.5"
+
+
+def test_what_was_cancelled_or_never_began_is_no_figure_of_a_finished_sequence(target_dir: Path) -> None:
+    with running(target_dir, slots=1) as client:
+        client.submit("runs", prompts([5])[0], 100, ignore_eos=True)
+        client.submit("waits", prompts([5])[0], 100, ignore_eos=True)
+        client.next()
+        for name in ("waits", "runs"):
+            client.engine.cancel(name)
+        client.wait()
+        while not client.engine.rests:
+            time.sleep(0.001)
+        counters = client.engine.counters()
+    assert counters.cancelled == 2
+    assert not counters.finished
+    assert count(counters.histograms.by_name["time_to_first_token"]) == 1
+    assert count(counters.histograms.by_name["request_time"]) == 0
+
+
+def test_every_sequence_ends_for_one_reason_and_one_whose_client_takes_nothing_was_cancelled(target_dir: Path) -> None:
+    def gone(update: object) -> None:
+        raise RuntimeError("nobody is there")
+
+    with running(target_dir) as client:
+        client.engine.submit(Request("gone", tuple(prompts([5])[0]), 50, ignore_eos=True), gone)
+        client.submit("stays", prompts([5])[0], 9, ignore_eos=True)
+        client.wait()
+        while not client.engine.rests:
+            time.sleep(0.001)
+        counters = client.engine.counters()
+    assert (counters.requests, counters.failed, counters.cancelled) == (2, 0, 1)
+    assert counters.finished == {"length": 1}
+
+
+def test_what_a_shutdown_ends_counts_as_cancelled(target_dir: Path) -> None:
+    with running(target_dir, slots=1) as client:
+        client.submit("runs", prompts([5])[0], 100, ignore_eos=True)
+        client.submit("waits", prompts([5])[0], 100, ignore_eos=True)
+        client.next()
+        client.engine.stop()
+        assert client.engine.counters().cancelled == 2
+
+
+def test_counting_a_round_of_sixteen_sequences_takes_microseconds() -> None:
+    histograms = RequestHistograms()
+    lifetimes = [Lifetime(0.0, 0.0, 0.0) for _ in range(16)]
+    took = []
+    for turn in range(300):
+        began = time.perf_counter()
+        for lifetime in lifetimes:
+            histograms.drew(lifetime, 0.01 * turn)
+        took.append(time.perf_counter() - began)
+    print(f"{1e6 * min(took):.1f} microseconds")
+    assert min(took) < 100e-6

@@ -1,0 +1,116 @@
+"""Answers by path and status: in the proxy, and summed over all proxies."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray.exceptions import RayError
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.testclient import TestClient
+
+from serving import front
+from serving.http_counts import COUNTS, Delivery, HttpCounts
+from serving.paths import OTHERS, template_of
+from serving.prometheus import render
+from serving.replica_metrics import ReplicaMetrics
+from serving.routes import create_app
+
+
+def counted(answer, path):
+    """What an answer to a path adds to the counts of this process."""
+    before = COUNTS.counted()
+    TestClient(front.Front(answer), raise_server_exceptions=False).get(path)
+    after = COUNTS.counted()
+    return {key: count - before.get(key, 0) for key, count in after.items() if count != before.get(key, 0)}
+
+
+async def failing(scope, receive, send):
+    raise RuntimeError
+
+
+async def silent(scope, receive, send):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "path", "expected"),
+    [
+        (JSONResponse({}), "/v1/completions", ("/v1/completions", 200)),
+        (JSONResponse({}, 429), "/v1/completions", ("/v1/completions", 429)),
+        (JSONResponse({}, 404), "/v1/models/some%20SECRET/thing", ("/v1/models/{model}", 404)),
+        (JSONResponse({}, 404), "/etc/SECRET", (OTHERS, 404)),
+        (PlainTextResponse("no application", 404), "/health", ("/health", 503)),
+        (failing, "/health", ("/health", 500)),
+        (silent, "/health", ("/health", 503)),
+    ],
+)
+def test_each_answer_counts_once_with_the_status_that_the_client_gets(answer, path, expected):
+    assert counted(answer, path) == {expected: 1}
+
+
+def test_every_path_of_the_service_has_a_name_and_none_that_clients_make_up_does(service):
+    paths = set()
+    for included in create_app(service).routes:
+        paths |= {route.path for route in included.original_router.routes}  # type: ignore[attr-defined]
+    assert len(paths) > 15
+    for path in paths:
+        name = template_of(re.sub(r"\{[^}]*\}", "a/b", path))
+        assert name != OTHERS, path
+        assert "{" in name or "{" not in path
+    assert {template_of(path) for path in ("", "/", "/v1", "/metrics/", "/v1/completions/x", "//health")} == {OTHERS}
+
+
+def exposed(metrics):
+    text = render(metrics.totals(0.0), "general", "tiny").decode()
+    return {
+        (sample.labels["path"], sample.labels["status"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "osd_http_responses_total"
+    }
+
+
+def test_counts_of_all_proxies_are_summed_and_never_fall():
+    metrics, path = ReplicaMetrics(), "/v1/completions"
+    for told in ({(path, 200): 3}, {(path, 200): 3}, {(path, 200): 5, (path, 429): 1}):
+        metrics.answered("a", told)
+    metrics.answered("b", {(path, 200): 2})
+    assert exposed(metrics) == {(path, "200"): 7, (path, "429"): 1}
+    metrics.answered("c", {(path, 200): 1})  # in place of one that died
+    assert exposed(metrics) == {(path, "200"): 8, (path, "429"): 1}
+    for number in range(1000):
+        metrics.answered(str(number), {(path, 200): 1})
+    assert exposed(metrics)[path, "200"] == 1008
+    assert len(metrics._proxies) < 300
+
+
+def test_counts_are_told_again_in_full_to_whoever_keeps_metrics_after_one_that_died(monkeypatch):
+    class Keeper:
+        """Stands where Ray has a handle of an actor."""
+
+        def __init__(self):
+            self.told, self.dead = [], False
+            self.answered = SimpleNamespace(remote=lambda proxy, counts: (self, proxy, counts))
+
+    def get(calls, timeout):
+        for keeper, proxy, counts in calls:
+            if keeper.dead:
+                raise RayError
+            keeper.told.append((proxy, counts))
+
+    first, second = Keeper(), Keeper()
+    delivery = Delivery(HttpCounts(), "replica_metrics")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(delivery, "_found", lambda: [second if first.dead else first])
+    delivery._deliver({("/health", 200): 1})
+    first.dead = True
+    for count in (2, 3):
+        delivery._deliver({("/health", 200): count})
+    assert [counts for _, counts in first.told] == [{("/health", 200): 1}]
+    assert [counts for _, counts in second.told] == [{("/health", 200): 3}]
+    assert {proxy for proxy, _ in first.told} == {proxy for proxy, _ in second.told}

@@ -1,0 +1,166 @@
+"""The line of each request in the log: what it has, and what it never has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import pytest
+
+from osd.engine.lifetime import Lifetime
+from osd.engine.request import Update
+from osd.logs import JsonFormatter
+from osd.metrics import SpeculationCounts
+from serving.routes import create_app
+from tests.unit.serving.answers import asking
+from tests.unit.serving.browser import Browser, until
+
+PROMPT, KEY = "unmistakable-prompt-4711", "sk-unmistakable-key-0815"
+
+
+class Lines(logging.Handler):
+    """Keeps what would be written."""
+
+    def __init__(self):
+        super().__init__()
+        self.setFormatter(JsonFormatter("replica a"))
+        self.text = []
+
+    def emit(self, record):
+        if not record.name.startswith("httpx"):  # the client's own, here in the same process
+            self.text.append(self.format(record))
+
+    def requests(self):
+        found = [json.loads(line) for line in self.text]
+        return [line for line in found if line["event"] == "request"]
+
+
+@pytest.fixture
+def lines():
+    """All that any logger says, however little it matters."""
+    handler, root, names = Lines(), logging.getLogger(), ("osd", "serving")
+    root.addHandler(handler)
+    levels = {name: logging.getLogger(name).level for name in ("", *names)}
+    for name in levels:
+        logging.getLogger(name or None).setLevel(logging.DEBUG)
+    yield handler
+    root.removeHandler(handler)
+    for name, level in levels.items():
+        logging.getLogger(name or None).setLevel(level)
+
+
+def answer(request):
+    """Two rounds of a sequence, as the engine tells of them; it waited 2 s, read for 1 and decoded for 4."""
+    came = request.arrived
+    lifetime = Lifetime(came, came + 0.5, came + 2.5, came + 3.5, came + 7.5)
+    counts = SpeculationCounts()
+    counts.count({"recall": 3}, ["recall", "recall"])
+    return [
+        Update(request.id, (1, 2), "Hel"),
+        Update(
+            request.id, (3,), "lo", "stop", counts, cached_tokens=4, lifetime=lifetime, drafted=("code", 7)
+        ),
+    ]  # fmt: skip
+
+
+def asked(service, path="/v1/completions", **body):
+    body = {"prompt": PROMPT, **body} if "messages" not in body else body
+    return asking(service).post(path, json=body, headers={"Authorization": f"Bearer {KEY}", "x-request-id": "r-1"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_one_line_with_its_ids_tokens_times_and_drafts(service, lines, stream):
+    service.script = answer
+    response = asked(service, n=2, stream=stream)
+    assert response.status_code == 200
+    (line,) = lines.requests()
+    assert line["response_id"].startswith("cmpl-")
+    assert line["response_id"] in response.text
+    assert 0 < line.pop("seconds") < 5
+    expected = {
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "request_id": "r-1",
+        "key_name": None,
+        "tenant": "",
+        "sequences": 2,
+        "finish_reasons": ["stop", "stop"],
+        "prompt_tokens": 2 * (1 + len(PROMPT)),
+        "cached_tokens": 8,
+        "completion_tokens": 6,
+        "queue_seconds": 2.0,
+        "first_token_seconds": 3.5,
+        "decode_seconds": 4.0,
+        "rounds": 2,
+        "drafted_tokens": 6,
+        "accepted_tokens": 4,
+        "domain": "code",
+        "version": 7,
+    }
+    assert {name: line[name] for name in expected} == expected
+
+
+def test_a_client_that_leaves_has_its_line_when_the_engine_has_ended_its_sequences(service, lines):
+    async def scenario():
+        service.script = lambda request: [Update(request.id, (1,), "a")]
+        gone = Browser(create_app(service), "/v1/completions", {"prompt": PROMPT, "stream": True})
+        await until(lambda: len(gone.sent) == 2)
+        gone.leave()
+        await until(lambda: gone.task.done())
+        assert not lines.requests()
+        service.updates[0](Update(service.submitted[0].id, (), "", "cancelled"))
+        await until(lines.requests)
+        (line,) = lines.requests()
+        assert (line["finish_reasons"], line["completion_tokens"], line["status"]) == (["cancelled"], 1, 200)
+        assert line["queue_seconds"] is None
+
+    asyncio.run(scenario())
+
+
+def test_refusals_have_a_line_and_what_only_reads_has_none(make_service, lines):
+    client = asking(make_service(api_key="right"))
+    assert client.get("/health").status_code == 200
+    assert not lines.requests()
+    assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 401
+    assert client.get(f"/v1/{PROMPT}").status_code == 401
+    first, second = lines.requests()
+    assert (first["path"], first["status"]) == ("/v1/completions", 401)
+    assert (second["path"], second["status"]) == ("(others)", 401)
+
+
+BODIES = {
+    "whole": {},
+    "streamed": {"stream": True},
+    "not a number": {"max_tokens": PROMPT},
+    "an unknown field": {PROMPT: PROMPT},
+    "an unknown model": {"model": PROMPT},
+    "too long": {"prompt": PROMPT * 9},
+    "a domain of its own": {"osd": {"domain": "unmistakable-prompt-4711"}},
+    "a user": {"user": PROMPT, "stop": [PROMPT]},
+    "a chat": {"messages": [{"role": "user", "content": PROMPT}]},
+    "a chat that has no template": {"messages": [{"role": "assistant", "content": PROMPT}]},
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+def test_no_line_holds_what_a_user_wrote_or_a_key(service, lines, body):
+    service.script = answer
+    asked(service, "/v1/chat/completions" if "messages" in body else "/v1/completions", **body)
+    asked(service, f"/v1/{PROMPT}?{PROMPT}={KEY}")
+    assert len(lines.requests()) == 2
+    assert_silent(lines)
+
+
+def test_no_line_holds_what_a_user_wrote_where_something_fails_that_repeats_it(service, lines):
+    service.encode = lambda text, special: int(text)
+    assert asked(service).status_code == 500
+    assert any('"exception":{"type":"ValueError"' in line for line in lines.text)
+    assert_silent(lines)
+
+
+def assert_silent(lines):
+    for line in lines.text:
+        assert PROMPT not in line
+        assert KEY not in line

@@ -1,0 +1,231 @@
+"""Traces of requests, as a collector gets them over OTLP/HTTP."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+from starlette.testclient import TestClient
+
+from deploy import preparation
+from deploy.preparation import check_settings
+from osd.config import ConfigError, Settings, load_settings
+from osd.engine.lifetime import Lifetime
+from osd.engine.request import Update
+from osd.metrics import SpeculationCounts
+from serving.routes import create_app
+from serving.telemetry.tracing import Tracing
+from tests.collector import Collector, attributes_of
+from tests.redis_servers import free_port
+
+PROMPT, KEY = "unmistakable-prompt-4711", "sk-unmistakable-key-0815"
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def answer(request):
+    """It waited 2 s, read for 1 and decoded for 4, in two rounds that drafted."""
+    came = request.arrived
+    lifetime = Lifetime(came, came + 0.5, came + 2.5, came + 3.5, came + 7.5)
+    counts = SpeculationCounts()
+    for accepted in (2, 0):
+        counts.count({"recall": 3}, ["recall"] * accepted)
+    return [
+        Update(request.id, (1, 2), "Hel"),
+        Update(request.id, (3,), "lo", "stop", counts, cached_tokens=4, lifetime=lifetime, drafted=("code", 7)),
+    ]
+
+
+@pytest.fixture
+def collector():
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+def asked(service, tracing, headers=(), path="/v1/completions", **body):
+    service.script = answer
+    client = TestClient(create_app(service, [tracing.observe]), base_url="http://127.0.0.1")
+    headers = {"authorization": f"Bearer {KEY}", **dict(headers)}
+    return client.post(path, json={"prompt": PROMPT, **body}, headers=headers)
+
+
+def sent(service, collector, **more):
+    """The spans of one request, by name."""
+    tracing = Tracing(collector.url, "tiny", "replica a")
+    response = asked(service, tracing, **more)
+    tracing.close()
+    return response, collector.spans()
+
+
+def test_the_standard_variables_name_the_service(service, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=here")
+    sent(service, collector)
+    assert collector.resource()["service.name"] == "chat"
+    assert collector.resource()["deployment.environment"] == "here"
+
+
+def test_a_request_has_spans_for_its_wait_its_prompt_and_its_answer(service, collector):
+    before = time.time_ns()
+    response, spans = sent(service, collector)
+    found = {span.name: span for span in spans}
+    assert collector.paths == [("/v1/traces", "application/x-protobuf")]
+    assert list(found) == ["queue", "prefill", "decode", "POST /v1/completions"]
+    root = found.pop("POST /v1/completions")
+    assert {span.parent_span_id for span in found.values()} == {root.span_id}
+    assert {span.trace_id for span in found.values()} == {root.trace_id}
+    assert not root.parent_span_id
+    assert root.kind == root.SPAN_KIND_SERVER
+    assert before <= root.start_time_unix_nano < root.end_time_unix_nano <= time.time_ns()
+    assert attributes_of(root) == {
+        "http.request.method": "POST",
+        "http.route": "/v1/completions",
+        "http.response.status_code": 200,
+        "gen_ai.response.id": response.json()["id"],
+        "gen_ai.response.model": "tiny",
+        "gen_ai.response.finish_reasons": ["stop"],
+        "gen_ai.usage.input_tokens": 1 + len(PROMPT),
+        "gen_ai.usage.output_tokens": 3,
+    }
+    began = root.start_time_unix_nano
+    offsets = {
+        name: [round((at - began) / 1e9, 3) for at in (one.start_time_unix_nano, one.end_time_unix_nano)]
+        for name, one in found.items()
+    }
+    assert offsets == {"queue": [0.5, 2.5], "prefill": [2.5, 3.5], "decode": [3.5, 7.5]}
+    assert attributes_of(found["prefill"])["osd.cached_tokens"] == 4
+    assert attributes_of(found["decode"]) == {
+        "osd.sequence": 0,
+        "gen_ai.usage.output_tokens": 3,
+        "osd.finish_reason": "stop",
+        "osd.rounds": 2,
+        "osd.drafted_tokens": 6,
+        "osd.accepted_tokens": 2,
+        "osd.domain": "code",
+        "osd.drafter_version": 7,
+    }
+    assert collector.resource()["service.name"] == "osd"
+    assert collector.resource()["service.instance.id"] == "replica a"
+
+
+def test_the_trace_of_a_client_goes_on(service, collector):
+    _, spans = sent(service, collector, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
+    assert {span.trace_id.hex() for span in spans} == {TRACE}
+    (root,) = (span for span in spans if span.name.startswith("POST"))
+    assert root.parent_span_id.hex() == SPAN
+
+
+@pytest.mark.parametrize("header", [f"00-{TRACE}-{SPAN}", f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{SPAN}-01-{PROMPT}"])
+def test_what_is_no_trace_of_a_client_begins_a_new_one(service, collector, header):
+    _, spans = sent(service, collector, headers={"traceparent": header})
+    (root,) = (span for span in spans if span.name.startswith("POST"))
+    assert not root.parent_span_id
+    assert len({span.trace_id for span in spans}) == 1
+
+
+def test_a_client_that_does_not_want_its_request_traced_has_no_spans(service, collector):
+    response, spans = sent(service, collector, headers={"traceparent": f"00-{TRACE}-{SPAN}-00"})
+    assert response.status_code == 200
+    assert not spans
+
+
+def test_each_choice_has_its_spans_and_a_refusal_has_its_status(service, collector):
+    tracing = Tracing(collector.url, "tiny", "replica a")
+    asked(service, tracing, n=3)
+    asked(service, tracing, max_tokens=-1)
+    tracing.close()
+    decoded = [attributes_of(span)["osd.sequence"] for span in collector.spans() if span.name == "decode"]
+    assert sorted(decoded) == [0, 1, 2]
+    roots = [attributes_of(span) for span in collector.spans() if span.name.startswith("POST")]
+    assert [root["http.response.status_code"] for root in roots] == [200, 400]
+
+
+def test_no_span_holds_what_a_user_wrote_or_a_key(service, collector):
+    tracing = Tracing(collector.url, "tiny", "replica a")
+    headers = {"tracestate": f"a={PROMPT}", "baggage": f"a={PROMPT}", "x-request-id": PROMPT}
+    for path, body in (
+        ("/v1/completions", {"user": PROMPT, "stop": [PROMPT]}),
+        ("/v1/completions", {"model": PROMPT}),
+        ("/v1/completions", {PROMPT: PROMPT}),
+        ("/v1/completions", {"osd": {"domain": PROMPT}}),
+        (f"/v1/{PROMPT}", {}),
+    ):
+        asked(service, tracing, headers | {"traceparent": f"00-{TRACE}-{SPAN}-01"}, path, **body)
+    tracing.close()
+    assert len([span for span in collector.spans() if span.name.startswith("POST")]) == 5
+    for body in collector.bodies:
+        assert PROMPT.encode() not in body
+        assert KEY.encode() not in body
+
+
+def test_a_collector_that_hangs_delays_no_request_and_no_end(service, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "20")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tracing = Tracing(f"http://127.0.0.1:{silent.getsockname()[1]}", "tiny", "replica a")
+        began = time.monotonic()
+        for _ in range(5):
+            assert asked(service, tracing).status_code == 200
+            time.sleep(0.02)
+        silent.settimeout(10)
+        connection, _ = silent.accept()  # it has been asked, and says nothing
+        tracing.close()
+        took = time.monotonic() - began
+        connection.close()
+    print(f"{took:.1f} s in all")
+    assert took < 15
+
+
+def test_a_collector_that_is_down_is_told_of_once_and_when_it_is_back(service, caplog, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+    port = free_port()
+    tracing = Tracing(f"http://127.0.0.1:{port}", "tiny", "replica a")
+
+    def told():
+        return [record.getMessage() for record in caplog.records if record.name == "serving.telemetry.tracing"]
+
+    def ask_until(condition):
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            assert asked(service, tracing).status_code == 200
+            time.sleep(0.03)
+
+    ask_until(told)
+    more = time.monotonic() + 0.5
+    ask_until(lambda: time.monotonic() > more)
+    down = f"traces cannot be sent to http://127.0.0.1:{port} (serving.otlp_endpoint) and are lost"
+    assert told() == [down]
+    collector = Collector(port)
+    ask_until(lambda: len(told()) > 1)
+    tracing.close()
+    collector.close()
+    assert told() == [down, "traces are sent again"]
+    assert collector.spans()
+    assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
+
+
+def test_without_the_packages_a_configured_collector_is_refused_at_the_start(monkeypatch):
+    settings = Settings.model_validate({"serving": {"otlp_endpoint": "http://127.0.0.1:4318"}})
+    check_settings(settings)
+    monkeypatch.setattr(preparation, "_TRACING_NEEDS", ("nowhere.to.be.found",))
+    with pytest.raises(ConfigError, match=r"serving\.otlp_endpoint needs packages .* pip install 'osd\[otel\]'"):
+        check_settings(settings)
+    check_settings(Settings())
+
+
+def test_the_standard_variable_names_the_collector_and_ours_comes_before_it():
+    standard = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://one:4318"}
+    assert load_settings(None, (), standard).serving.otlp_endpoint == "http://one:4318"
+    both = standard | {"OSD_SERVING__OTLP_ENDPOINT": "https://two/otlp"}
+    assert load_settings(None, (), both).serving.otlp_endpoint == "https://two/otlp"
+    assert load_settings(None, (), {}).serving.otlp_endpoint is None
+
+
+@pytest.mark.parametrize("address", ["collector:4318", "ftp://collector", "http://me:secret@collector:4318", "http://"])
+def test_what_is_no_address_is_refused_without_being_repeated(address):
+    with pytest.raises(ConfigError, match=r"^serving\.otlp_endpoint \(--set\) must be an address") as refused:
+        load_settings(None, [f"serving.otlp_endpoint={address}"], {})
+    assert "secret" not in str(refused.value)

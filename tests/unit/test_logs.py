@@ -1,0 +1,137 @@
+"""Logs as lines of JSON, in processes of their own as the service's are."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from osd.config import ConfigError, LogSettings
+from osd.logs import JsonFormatter, _Lines, set_up
+
+SECRET = "my secret prompt"
+
+
+def lines_of(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def run(code, *arguments):
+    script = "import logging, sys\nfrom osd.config import LogSettings\nfrom osd.logs import set_up\n"
+    script += textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+
+
+def test_each_record_is_a_line_of_json_on_standard_error():
+    code = """
+        listener = set_up(LogSettings(format="json"), "replica a")
+        logging.getLogger("serving.x").info("two\\nlines of %d", 3, extra={"event": "done", "fields": {"tokens": 7}})
+        logging.getLogger("serving.x").debug("not told")
+        logging.getLogger("else").info("not told")
+        logging.getLogger("else").warning("told")
+        listener.stop()
+    """
+    first, second = lines_of(run(code).stderr)
+    assert first.pop("time").endswith("+00:00")
+    assert first == {
+        "level": "info",
+        "logger": "serving.x",
+        "process": "replica a",
+        "event": "done",
+        "message": "two\nlines of 3",
+        "tokens": 7,
+    }
+    assert (second["level"], second["logger"], second["event"], second["message"]) == ("warning", "else", "log", "told")
+
+
+def test_several_processes_append_to_one_file_and_begin_it_anew_where_it_was_moved_away(tmp_path):
+    file = tmp_path / "osd.jsonl"
+    code = """
+        import os, time
+        file = sys.argv[1]
+        listener = set_up(LogSettings(format="json", file=file), sys.argv[2])
+        for number in range(500):
+            logging.getLogger("osd.x").info("line", extra={"fields": {"number": number}})
+        listener.stop()
+    """
+    writers = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import logging, sys\nfrom osd.config import LogSettings\nfrom osd.logs import set_up\n"
+                + textwrap.dedent(code),
+                str(file),
+                name,
+            ]
+        )
+        for name in ("a", "b")
+    ]
+    assert [writer.wait(30) for writer in writers] == [0, 0]
+    for name in ("a", "b"):
+        assert [line["number"] for line in lines_of(file.read_text()) if line["process"] == name] == list(range(500))
+    again = """
+        import pathlib, time
+        file = pathlib.Path(sys.argv[1])
+        listener = set_up(LogSettings(format="json", file=file), "c")
+        logging.getLogger("osd.x").info("before")
+        while not file.exists() or "before" not in file.read_text():
+            time.sleep(0.01)
+        file.rename(file.with_suffix(".1"))
+        logging.getLogger("osd.x").info("after")
+        listener.stop()
+    """
+    run(again, str(file))
+    assert [line["message"] for line in lines_of(file.read_text())] == ["after"]
+    assert oct(file.with_suffix(".1").stat().st_mode & 0o777) == "0o600"
+
+
+def test_of_an_exception_is_told_where_it_was_raised_and_not_what_it_says():
+    def failing(prompt):
+        raise ValueError(f"cannot read {prompt}")
+
+    try:
+        failing(SECRET)
+    except ValueError:
+        record = logging.LogRecord("osd", logging.ERROR, "", 0, "it failed", None, sys.exc_info())
+    line = JsonFormatter("a").format(record)
+    assert SECRET not in line
+    found = json.loads(line)["exception"]
+    assert found["type"] == "ValueError"
+    assert found["at"][-1].endswith(" failing")
+    assert Path(__file__).name in found["at"][-1]
+
+
+def test_who_logs_never_waits_and_lost_lines_are_counted():
+    waiting: queue.Queue[logging.LogRecord] = queue.Queue(2)
+    handler = _Lines(waiting, JsonFormatter("a"))
+    began = time.monotonic()
+    for number in range(5):
+        handler.handle(logging.LogRecord("osd", logging.INFO, "", 0, f"line {number}", None, None))
+    assert time.monotonic() - began < 1
+    first = json.loads(waiting.get().msg)
+    waiting.get()
+    handler.handle(logging.LogRecord("osd", logging.INFO, "", 0, "line 5", None, None))
+    last, lost = (json.loads(waiting.get().msg) for _ in range(2))
+    assert (first["message"], last["message"]) == ("line 0", "line 5")
+    assert (lost["event"], lost["count"]) == ("lines_lost", 3)
+
+
+def test_text_is_as_it_was():
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
+    assert set_up(LogSettings(), "a") is None
+    assert (list(root.handlers), root.level) == before
+
+
+@pytest.mark.parametrize("place", ["missing/osd.jsonl", "."])
+def test_a_file_that_cannot_be_written_is_refused_in_one_sentence(tmp_path, place):
+    with pytest.raises(ConfigError, match=r"log\.file .* cannot be written: (No such file|Is a directory)"):
+        set_up(LogSettings(format="json", file=tmp_path / place), "a")
