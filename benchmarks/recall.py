@@ -20,7 +20,6 @@ from benchmarks.streams import Arrivals, answers_of, decoding_rate, settled, upd
 from osd.config import ConfidenceSettings, Settings
 from osd.drafters.base import Drafter
 from osd.drafters.recall.drafter import Recall
-from osd.engine.counters import EngineCounters
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
@@ -189,12 +188,8 @@ def _wave(
     drafts = noted.copy()
     noted.clear()
     after = settled(setup.engine)
-    busy, saved = after.busy_seconds - before.busy_seconds, _saved(after) - _saved(before)
+    busy, saved = after.busy_seconds - before.busy_seconds, after.saved_seconds - before.saved_seconds
     return Wave(way.name, phase, first, len(prompts), rate, sum(later), len(later), busy, saved, counts, drafts)
-
-
-def _saved(counters: EngineCounters) -> float:
-    return sum(took.plain - took.decode for took in counters.seconds_by_version.values())
 
 
 @dataclass(frozen=True)

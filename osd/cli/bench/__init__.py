@@ -9,6 +9,7 @@ from osd.cli.bench.costs import forward, overhead, weights
 from osd.cli.bench.decoding import decode, governor, lossless, plain
 from osd.cli.bench.exits import exits
 from osd.cli.bench.kinds import drafters
+from osd.cli.bench.ledger import ledger
 from osd.cli.bench.net import net
 from osd.cli.bench.peers import peers
 from osd.cli.bench.recall import recall
@@ -21,6 +22,6 @@ from osd.cli.bench.vllm import vllm
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 for command in (
     *(forward, decode, recall, serve, start, peers, vllm, rules, growth, lossless, overhead, governor, plain, weights),
-    *(adapt, shift, ablate, drafters, exits, stopping, scaling, poison, net),
+    *(adapt, shift, ablate, drafters, exits, stopping, scaling, poison, net, ledger),
 ):
     app.command()(command)
