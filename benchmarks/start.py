@@ -25,6 +25,7 @@ from benchmarks.pair import BenchError
 from benchmarks.report import columns
 from osd.config import Settings
 from osd.registry.versions import Registry
+from osd.runtime.kv_cache import heads_of
 from osd.target.load import target_directory
 from osd.target.model import DTYPES, load_config
 
@@ -172,13 +173,13 @@ def weight_bytes(settings: Settings) -> int:
 
 
 def kv_bytes(settings: Settings) -> int:
-    """Of the target's keys and values, for all slots."""
+    """Of the target's keys and values, for all slots or as far as ``engine.kv_mb`` lets them."""
     config = load_config(target_directory(settings))
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, dim = heads_of(config)
     places = settings.engine.context + settings.engine.max_draft + 1
     size = DTYPES[settings.target.dtype].itemsize
-    return 2 * config.num_hidden_layers * settings.engine.slots * heads * places * dim * size
+    full = 2 * config.num_hidden_layers * settings.engine.slots * heads * places * dim * size
+    return full if settings.engine.kv_mb is None else min(full, settings.engine.kv_mb << 20)
 
 
 def table(found: Started) -> Grid:

@@ -9,7 +9,7 @@ from ray import serve
 
 import serving.app
 import trainer.app
-from deploy.preparation import check_settings, ensure_version
+from deploy.preparation import check_memory, check_settings, ensure_version
 from osd.capture.server import open_redis
 from osd.config import ConfigError, load_settings
 from osd.target.load import target_directory
@@ -35,6 +35,7 @@ def build(args: dict[str, str]) -> serve.Application:
     check_settings(settings)
     open_redis(settings).close()
     directory = target_directory(settings)
+    check_memory(settings, directory)
     if settings.drafts:
         ensure_version(settings, settings.redis_url, directory)
         _end_trainer()

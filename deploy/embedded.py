@@ -168,10 +168,11 @@ class Embedded:
 
     def _prepare(self) -> Path:
         # What computes takes seconds to import: here that happens while Ray starts.
-        from deploy.preparation import check_settings, ensure_version
+        from deploy.preparation import check_memory, check_settings, ensure_version
 
         check_settings(self.settings)
         directory = target_directory(self.settings, self._report)
+        check_memory(self.settings, directory)
         if not self.settings.drafts:
             return directory
         self._report("preparing the drafter")

@@ -65,6 +65,27 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(f"growth.kind {kind} drafts up to {largest} tokens, and engine.max_draft is {room}")
 
 
+def check_memory(settings: Settings, target: Path) -> None:
+    """Refuse an ``engine.kv_mb`` that has no room for a request of the target in a directory.
+
+    Raises:
+        ConfigError: it has none, or the device cannot keep to it.
+    """
+    if settings.engine.kv_mb is None:
+        return
+    from osd.engine import kv_budget  # seconds of imports
+    from osd.runtime.kv_cache import heads_of, slot_bytes
+    from osd.target.model import DTYPES, load_config
+
+    config, places = load_config(target), settings.engine.context + settings.engine.max_draft + 1
+    heads, dim = heads_of(config)
+    one = slot_bytes(config.num_hidden_layers, heads, places, dim * DTYPES[settings.target.dtype].itemsize)
+    try:
+        kv_budget.check(settings.engine.kv_mb, one, pick_device(settings.target.device).type)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _check_warm_start(settings: Settings) -> None:
     if not settings.trainer.warm_start:
         return

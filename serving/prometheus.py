@@ -27,6 +27,7 @@ _VLLM = {
     "vllm:spec_decode_num_drafts": ("rounds", "Rounds that drafted."),
     "vllm:spec_decode_num_draft_tokens": ("drafted", "Draft tokens."),
     "vllm:spec_decode_num_accepted_tokens": ("accepted", "Accepted draft tokens."),
+    "vllm:num_preemptions": ("preemptions", "How often a sequence lost its slot to others, and had to wait again."),
     "vllm:prefix_cache_queries": ("prompt_tokens", "Prompt tokens that were looked for in the KV slots."),
     "vllm:prefix_cache_hits": ("cached_tokens", "Prompt tokens that were found there, and not read again."),
 }
@@ -205,11 +206,12 @@ class _Families(Collector):
     def _gauges(self) -> Iterator[Metric]:
         replicas = self.totals.replicas
         running = sum(report.load.running for report in replicas)
-        waiting, slots = sum(report.load.waiting for report in replicas), sum(report.load.slots for report in replicas)
+        waiting = sum(report.load.waiting for report in replicas)
+        memory = sum(report.load.memory for report in replicas) / len(replicas) if replicas else 0.0
         for name, help_text, value in (
             ("vllm:num_requests_running", "Sequences being decoded now.", running),
             ("vllm:num_requests_waiting", "Sequences waiting for a slot now.", waiting),
-            ("vllm:kv_cache_usage_perc", "KV slots in use now, 1 for all of them.", running / slots if slots else 0.0),
+            ("vllm:kv_cache_usage_perc", "Memory of keys and values in use now, 1 for all of it.", memory),
         ):
             gauge = GaugeMetricFamily(name, help_text, labels=["model_name"])
             gauge.add_metric([self.model], value)

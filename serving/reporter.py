@@ -139,6 +139,7 @@ class Reporter:
             "requests": counts.requests,
             "failed": counts.failed,
             "cancelled": counts.cancelled,
+            "preemptions": counts.preemptions,
             "prompt_tokens": counts.prompt_tokens,
             "cached_tokens": counts.cached_tokens,
             "completion_tokens": counts.completion_tokens,

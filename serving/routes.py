@@ -278,6 +278,7 @@ class Routes:
             grammar=asked.grammar,
             client=caller.client,
             tenant=caller.tenant,
+            priority=(caller.key.priority if caller.key else 0) + (body.priority or 0),
         )
 
     async def _encode(self, text: str, special: bool) -> list[int]:

@@ -20,6 +20,8 @@ MOST_STOP = 4096
 """Characters of all ``stop`` strings together at most."""
 MOST_STOP_IDS = 64
 """Entries of ``stop_token_ids`` at most."""
+MOST_PRIORITY = 1000
+"""``priority`` at most."""
 
 _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": (None, "auto", "default"),
@@ -134,10 +136,11 @@ class Generate(Body):
     """What chat and text completions share; ``None`` is the default of OpenAI.
 
     ``top_k`` (0 and -1 are off), ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``min_tokens`` and
-    ``ignore_eos`` are vLLM's extensions. Ours is ``timeout``: the seconds that the answer may take, from where the
-    prompt has been read. ``user`` is taken as a label and not kept. With ``seed`` the text depends on prompt, settings
-    and seed alone, and not on what was drafted. No end of the text comes among its first ``min_tokens`` tokens, unless
-    its form leaves nothing else. ``response_format`` on text completions and ``structured_outputs`` are vLLM's too.
+    ``ignore_eos`` are vLLM's extensions, and so is ``priority``: the more, the later it comes where not all can run.
+    Ours is ``timeout``: the seconds that the answer may take, from where the prompt has been read. ``user`` is taken as
+    a label and not kept. With ``seed`` the text depends on prompt, settings and seed alone, and not on what was
+    drafted. No end of the text comes among its first ``min_tokens`` tokens, unless its form leaves nothing else.
+    ``response_format`` on text completions and ``structured_outputs`` are vLLM's too.
     """
 
     chat: ClassVar[bool] = False
@@ -161,6 +164,7 @@ class Generate(Body):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    priority: int | None = Field(None, ge=0, le=MOST_PRIORITY)
     store: bool | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None

@@ -59,11 +59,14 @@ def of_version(counts: dict[DraftedBy, Counts], drafted_by: tuple[str, int], new
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Requests in the engine now: ``running`` hold one of its ``slots``, ``waiting`` do not."""
+    """Requests in the engine now: ``running`` hold one of its slots, ``waiting`` do not.
+
+    Those that run have the share ``memory`` of that of keys and values.
+    """
 
     running: int
     waiting: int
-    slots: int = 0
+    memory: float = 0.0
 
 
 @dataclass
@@ -85,7 +88,8 @@ class DecodeSeconds:
 class EngineCounters:
     """Counts that only grow, the longest swap stall apart; seconds are wall-clock.
 
-    ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read. ``finished`` are
+    ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read. ``preemptions``
+    counts sequences that lost their slot to others, each time. ``finished`` are
     sequences that came to their end by themselves, by why; ``histograms`` are of them, and of all rounds.
     ``by_order`` are recalled draft tokens by their source and how many tokens before them were looked up.
     ``by_version`` and ``seconds_by_version`` are by the domain and version of the drafter, see ``of_version``: what was
@@ -97,6 +101,7 @@ class EngineCounters:
     requests: int = 0
     failed: int = 0
     cancelled: int = 0
+    preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

@@ -145,8 +145,8 @@ class Engine:
     def load(self) -> EngineLoad:
         """How many requests run and wait."""
         with self._changed:
-            scheduler, slots = self.loop.scheduler, self.settings.engine.slots
-            return EngineLoad(len(scheduler.running), len(scheduler.waiting), slots)
+            scheduler = self.loop.scheduler
+            return EngineLoad(len(scheduler.running), len(scheduler.waiting), scheduler.memory)
 
     def counters(self) -> EngineCounters:
         """A copy of the counts so far; a request hears of its end before its last round is counted."""

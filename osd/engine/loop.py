@@ -125,9 +125,11 @@ class DecodeLoop:
             with self.changed:
                 self._swap()
                 self._drop_cancelled()
+                self.scheduler.fit()
                 while (s := self.scheduler.take()) is not None:
-                    s.lifetime.began = time.monotonic()
-                    if self._try(s, self.scheduler.admit):
+                    again = s.preempted
+                    s.lifetime.began = s.lifetime.began or time.monotonic()
+                    if self._try(s, self.scheduler.admit) and not again:
                         self.counters.prompt_tokens += len(s.tokens)
             for s in [s for s in self.scheduler.running if not s.decoding]:
                 self._try(s, self.scheduler.catch_up)
@@ -226,4 +228,5 @@ class DecodeLoop:
     def _count(self, outcome: Outcome) -> None:
         with self.changed:
             self.counters.cached_tokens = self.scheduler.cached_tokens
+            self.counters.preemptions = self.scheduler.preemptions
             self.counters.drew(outcome, self.drafted_by, time.monotonic())

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
+
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
 from osd.engine.round import Outcome
@@ -15,6 +17,12 @@ from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Drafted, Governor, Ready
 from osd.speculation.growth import DraftOutcome, Growth
 from osd.speculation.worth import Worth
+
+_SLOWER = 2.0
+"""Times the round of those that decode, which one with a part of a prompt may take."""
+
+_LEAST = 4
+"""Tokens of prompts that any round reads."""
 
 _MOST = 64
 """Nodes of all drafts of a round together, where these are as large as pays."""
@@ -68,6 +76,18 @@ class Planner:
                 limits[s] = min(limits[s], most)
                 rows += limits[s]
         return limits, missed, None
+
+    def chunk(self, decoding: int, reading: int, most: int) -> int:
+        """How many tokens of prompts a round reads, ``most`` at most.
+
+        Beside sequences that are ``decoding`` as many as make it take twice as long as theirs; and longer, the more
+        others are ``reading``, who wait for their first token.
+        """
+        if not decoding:
+            return most
+        rounds = self.costs.rounds(decoding + most)
+        longest = max(_SLOWER, 1 + reading / decoding) * rounds[decoding]
+        return min(max(int(np.searchsorted(rounds, longest, "right")) - 1 - decoding, _LEAST), most)
 
     def _worth(self, scheduled: Sequence[ScheduledSequence], limits: dict[Decoding, int], running: int) -> Worth:
         """What the round gives and takes without the drafts of the own policy."""

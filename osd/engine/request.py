@@ -48,7 +48,8 @@ class Request:
     how it speculates, None as the engine does; ``domain`` is whose drafter it wants, None to find out.
     ``client`` is who sent it, as far as clients are told apart, and ``tenant`` whose the domain is, "" for nobody's.
     ``logprobs`` reports each token's log-probability and those of so many most probable tokens; None reports none.
-    It ``arrived`` at that moment of ``time.monotonic``, None for when it comes to the engine.
+    It ``arrived`` at that moment of ``time.monotonic``, None for when it comes to the engine. Where there is not room
+    for all, those of the least ``priority`` come first.
     """
 
     id: str
@@ -68,6 +69,7 @@ class Request:
     client: str = ""
     tenant: str = ""
     arrived: float | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from bisect import insort
 from dataclasses import replace
+from itertools import count
 
 from osd.config import EngineSettings
 from osd.engine.planner import Planner
@@ -24,7 +25,12 @@ class Scheduler:
     The engine's thread alone admits, plans and settles. Other threads only ``add`` and read the counts; whoever calls
     holds the engine's lock.
 
-    ``cached_tokens`` counts those of prompts that did not have to be read.
+    Who waits is taken by ``priority``, and of one priority by when it came. Where slots or memory are short, the
+    sequence that is last by this order gives way to one of a better priority, and to those of its own that grow: it
+    waits, and goes on from where it was. See Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), whose preemption
+    this is, with what was computed computed again.
+
+    ``cached_tokens`` counts those of prompts that did not have to be read, ``preemptions`` how often one gave way.
     """
 
     def __init__(
@@ -42,30 +48,55 @@ class Scheduler:
         """
         self._settings, self._slots, self._planner = settings, slots, planner
         self._pool, self._router, self._tracer = pool, router, tracer
-        self.cached_tokens = 0
-        self.waiting: deque[Sequence] = deque()
+        self.cached_tokens = self.preemptions = 0
+        self.waiting: list[Sequence] = []  # the first in line first
         self.running: list[Sequence] = []
+        self._numbers = count()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self.waiting.append(sequence)
+        sequence.number = next(self._numbers)
+        insort(self.waiting, sequence, key=_order)
 
     def take(self) -> Sequence | None:
-        """The sequence that waits longest, which runs from now on; None without one, or without a free slot for it."""
-        if not (self.waiting and self._slots.free):
+        """The sequence that is first in line, which runs from now on; None without one, or without room for it."""
+        if not self.waiting:
             return None
-        self.running.append(self.waiting.popleft())
-        return self.running[-1]
+        first = self.waiting[0]
+        while not self._slots.has_room(first):
+            last = max(self.running, key=_order)
+            if last.request.priority <= first.request.priority:
+                return None
+            self._preempt(last)
+        self.running.append(self.waiting.pop(0))
+        return first
 
     def admit(self, s: Sequence) -> None:
         """Give a sequence that was taken its slot, its drafter and what is known of its prompt."""
         self._slots.take(s)
+        before = s.learner
         if self._pool is not None:
             s.learner = self._pool.own
             if s.request.speculate:
                 self._begin(s, self._pool)
-        self._tracer.begin(s)
+        if not s.preempted:
+            self._tracer.begin(s)
+        elif before is not None and s.learner is not None and before.needs != s.learner.needs:
+            s.trace = None  # it has states that this one does not read
         self._take_cached(s, 0)
+
+    def fit(self) -> None:
+        """Have memory for what the next round keeps of each sequence; the last in line give way where there is none."""
+        for s in sorted(self.running, key=_order):
+            while s in self.running and not self._slots.grow(s):
+                self._preempt(max(self.running, key=_order))
+
+    def _preempt(self, s: Sequence) -> None:
+        """Take back a running sequence's slot; it waits for another."""
+        self.release(s)
+        s.give_way()
+        self.preemptions += 1
+        insort(self.waiting, s, key=_order)
 
     def catch_up(self, s: Sequence) -> None:
         """Give a sequence what has come to be known of its prompt since it began to read that."""
@@ -74,20 +105,23 @@ class Scheduler:
         self._take_cached(s, start)
 
     def _begin(self, s: Sequence, pool: DrafterPool) -> None:
-        if s.request.domain is None and self._router is not None and self._router.open(s.request.tenant):
+        unsaid = s.request.domain is None and s.routed is None
+        if unsaid and self._router is not None and self._router.open(s.request.tenant):
             s.unrouted = Unrouted()
             return
-        s.begin(pool.choose(s.domain, s.request.id))
+        s.begin(pool.choose(s.routed.pick.drafter if s.routed else s.domain, s.request.id))
         s.learner = s.drafter
 
     def plan(self, speculate: bool) -> Scheduled:
         """What each running sequence feeds: its last token and a draft, or the next part of its prompt.
 
-        Prompts get as many tokens as a chunk has. With the prefix cache, what several have to read is read by one, such
-        as for the ``n`` answers that one client asked for; the others wait for it. What a grammar leaves no choice
-        about is drafted without a drafter, behind a prompt too.
+        Prompts get as many tokens as a chunk has, and beside sequences that decode no more than these can wait for.
+        With the prefix cache, what several have to read is read by one, such as for the ``n`` answers that one client
+        asked for; the others wait for it. What a grammar leaves no choice about is drafted without a drafter, behind a
+        prompt too.
         """
-        budget = self._settings.prefill_chunk
+        decoding = sum(s.decoding for s in self.running)
+        budget = self._planner.chunk(decoding, len(self.running) - decoding, self._settings.prefill_chunk)
         scheduled: list[ScheduledSequence] = []
         reading: list[ScheduledSequence] = []
         for s in self.running:
@@ -117,8 +151,9 @@ class Scheduler:
         """Count, and pass on, the part of the prompt from ``start`` on that the prefix cache had."""
         if s.fed > start:
             s.hand_on(s.tokens[start + 1 : s.fed + 1], self._slots.states(s.slot, start, s.fed))
-            s.cached += s.fed - start
-            self.cached_tokens += s.fed - start
+            if not s.preempted:  # else much of it was read for this very sequence
+                s.cached += s.fed - start
+                self.cached_tokens += s.fed - start
 
     def settle(self, s: Sequence) -> None:
         """Let a sequence go that has finished, and route one whose prompt has been read."""
@@ -141,6 +176,11 @@ class Scheduler:
             except Exception:  # the slot is free all the same: who gets it next opens it anew
                 log.exception("the drafter of request %s cannot let it go", s.request.id)
 
+    @property
+    def memory(self) -> float:
+        """The share of the memory for keys and values that running sequences have."""
+        return self._slots.used
+
     def named(self, ids: set[str]) -> list[Sequence]:
         """The sequences of some requests."""
         return [s for s in self.everything() if s.request.id in ids]
@@ -161,3 +201,8 @@ class Scheduler:
             self.waiting.remove(s)
         elif s in self.running:
             self.release(s, forget)
+
+
+def _order(s: Sequence) -> tuple[int, int]:
+    """What comes first in line is least."""
+    return s.request.priority, s.number

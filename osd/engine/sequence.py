@@ -46,14 +46,15 @@ class Routed:
 
 
 class Sequence:
-    """Tokens, text and counts of one request; ``slot`` is -1 until it gets one.
+    """Tokens, text and counts of one request; ``slot`` is -1 while it has none.
 
     ``domain`` is whose request it is, as far as is known. ``drafter`` is what it drafts with, None when it decodes
     plainly or as long as it is ``unrouted``; its trace keeps the states that ``learner`` reads. ``constraint`` is where
     it stands in its grammar, None without one. ``tokens`` are the
     prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all but the last once the
     prompt is done; ``cached`` of the prompt's were in some slot before. ``ended`` says that its last report was sent.
-    ``lifetime`` notes when it came, began and drew its tokens.
+    ``lifetime`` notes when it came, began and drew its tokens, ``number`` how many came before. It was ``preempted``
+    where it had a slot before and lost it: then it feeds again what it has.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Sequence:
         self.request, self.policy, self._on_update = request, policy, on_update
         self.limit = policy.growth.first_limit
         self.tokens = list(request.prompt_ids)
-        self.fed = self.cached = 0
+        self.fed = self.cached = self.number = 0
         self.slot = -1
+        self.preempted = False
         self.step = 0
         self.drafted_in = -1  # the last step with a governed draft
         self.drafter: ActiveDrafter | None = None
@@ -87,6 +89,7 @@ class Sequence:
         self.ended = False
         now = time.monotonic()
         self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
+        self._handed = self._told = 0  # tokens handed on since it has its slot, and those that its trace knows
         self._text = TextStream(tokenizer, request.stop)
         self._new: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -149,6 +152,12 @@ class Sequence:
         drafter.open(self.slot, self.tokens[0], Origin(request.id, request.client, request.capture, request.tenant))
         self.drafter = drafter  # only now is there something to close
 
+    def give_way(self) -> None:
+        """Have no slot and no drafter any more, until there are others."""
+        self.slot, self.fed, self._handed, self.drafted_in = -1, 0, 0, -1
+        self.drafter = self.unrouted = None
+        self.preempted = True
+
     def hand_on(self, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
         """Pass committed tokens on to its drafter, or keep them until it has one, and their states to its trace.
 
@@ -159,8 +168,11 @@ class Sequence:
             self.unrouted.states.append(states)
         if self.drafter is not None:
             self.drafter.commit(self.slot, tokens, states, rows)
-        if self.trace is not None and self.learner is not None:
-            self.trace.feed(self.learner.hidden(states))
+        known = max(self._told - self._handed, 0)
+        self._handed += len(tokens)
+        self._told = max(self._told, self._handed)
+        if self.trace is not None and self.learner is not None and states is not None and known < len(tokens):
+            self.trace.feed(self.learner.hidden(states[known:]))
 
     def tell(self, logprobs: list[TokenLogprobs]) -> None:
         """Report these with the tokens that were appended."""

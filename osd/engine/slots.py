@@ -7,10 +7,11 @@ from bisect import bisect_left
 from torch import Tensor
 
 from osd.config import EngineSettings
+from osd.engine.kv_budget import KVBudget
 from osd.engine.sequence import Sequence
 from osd.runtime.device import sent
-from osd.runtime.kv_cache import untouched
 from osd.runtime.model import SlotModel
+from osd.runtime.pages import Pages
 
 
 class SlotManager:
@@ -32,14 +33,26 @@ class SlotManager:
         self._clients = [""] * settings.slots
         self._states: Tensor | None = None
         self._states_dtype = target.dtype
+        pages: Pages | None = None
         if self._shared and target.taps:
             width = len(target.taps) * target.hidden_size
-            self._states = untouched((settings.slots, self._cache.places, width), target.dtype, target.device)
+            pages = Pages((settings.slots, self._cache.places, width), target.dtype, target.device)
+            self._states = pages.tensor
+        self._budget = KVBudget(target, pages, settings.kv_mb)
 
     @property
-    def free(self) -> int:
-        """How many may be taken."""
-        return len(self._free)
+    def used(self) -> float:
+        """The share of their memory that those have who have a slot."""
+        return self._budget.share(set(self._free))
+
+    def has_room(self, s: Sequence) -> bool:
+        """Whether ``s`` may be given a slot, and what has one then grow for a while."""
+        taken = len(self._tokens) - len(self._free)
+        return bool(self._free) and (not taken or self._budget.has_room(len(s.tokens), set(self._free)))
+
+    def grow(self, s: Sequence) -> bool:
+        """Have memory for the tokens of ``s`` and a draft; False where those that have a slot have all of it."""
+        return self._budget.take(s.slot, len(s.tokens), self._free)
 
     def take(self, s: Sequence) -> None:
         """Give ``s`` a free slot, and what there is of its prompt."""
@@ -48,6 +61,9 @@ class SlotManager:
         stays = source in self._free and 2 * count >= self._cache.length[source]
         s.slot = source if stays else self._free[0]
         self._free.remove(s.slot)
+        idle = [slot for slot in self._free if slot != source]
+        self._budget.begin(s.slot, len(s.tokens), [*idle, source] if source in self._free else idle)
+        count = min(count, self._cache.length[source])  # which may have been cleared
         if not stays:
             self._adopt(s, source, count)
         self._cache.length[s.slot] = s.fed = count

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+
+from osd.runtime.pages import PAGE, Pages
 
 
 class KVCache:
     """KV slots of one model: ``keys`` and ``values`` are [layers, slots, kv_heads, places, head_dim].
 
     ``length[slot]`` places of a slot hold committed tokens; what lies beyond is scratch that the next forward may
-    overwrite.
+    overwrite. On a CPU places take memory when they are written, and ``clear`` gives it back.
     """
 
     def __init__(
@@ -27,7 +27,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (layers, slots, kv_heads, places, head_dim)
-        self.keys, self.values = untouched(shape, dtype, device), untouched(shape, dtype, device)
+        self._pages = Pages(shape, dtype, device), Pages(shape, dtype, device)
+        self.keys, self.values = (pages.tensor for pages in self._pages)
         self.places = places
         self.length = [0] * slots
 
@@ -55,6 +56,19 @@ class KVCache:
             cache[:, slot, :, places] = cache[:, source, :, places]
         self.length[slot] = start + count
 
+    def clear(self, slot: int, start: int = 0) -> None:
+        """Hold nothing of a slot from the place ``start`` on, and let the system have that memory."""
+        self.length[slot] = min(self.length[slot], start)
+        for pages in self._pages:
+            for layer in pages.tensor[:, slot]:
+                for head in layer:
+                    pages.release(head[start:])
+
+    def bytes_of(self, places: int) -> int:
+        """Memory that the first so many places of one slot take at most."""
+        layers, _, heads, _, dim = self.keys.shape
+        return slot_bytes(layers, heads, places, dim * self.keys.itemsize)
+
     def check_integrity(self) -> None:
         """Check that no slot claims more than it has.
 
@@ -64,8 +78,14 @@ class KVCache:
         assert all(0 <= length <= self.places for length in self.length), self.length  # noqa: S101
 
 
-def untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no memory until they are used: PyTorch would write them, the system gives them for nothing."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+def slot_bytes(layers: int, heads: int, places: int, width: int) -> int:
+    """Memory of the keys and values of so many places of one slot at most, each of ``width`` bytes."""
+    # The places of each head lie together, and need not begin and end with a page.
+    pages = -(-places * width // PAGE) + 1 if places else 0
+    return 2 * layers * heads * pages * PAGE
+
+
+def heads_of(config: Any) -> tuple[int, int]:
+    """How many heads of keys and values each layer of a model has, and how wide one is, by its configuration."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -14,7 +14,7 @@ from osd.runtime.decoder import Decoder, Forward, llama_shaped, recordable
 from osd.runtime.device import copied
 from osd.runtime.fused import FusedDecoder, fusable
 from osd.runtime.generic import GenericDecoder
-from osd.runtime.kv_cache import KVCache
+from osd.runtime.kv_cache import KVCache, heads_of
 from osd.runtime.lean import LeanDecoder
 from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
 
@@ -58,8 +58,7 @@ class SlotModel:
             _lengthen_table(model, embeddings)
         self.layers = decoder_layers(model)
         self.taps = tuple(range(len(self.layers))[tap] for tap in taps)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, dim = heads_of(config)
         bucketed = self.device.type == "cuda" if bucketed is None else bucketed
         places = padded(context + scratch) if bucketed else context + scratch
         self.cache = KVCache(len(self.layers), slots, heads, places, dim, self.dtype, self.device)

@@ -31,7 +31,8 @@ _NONE = Limits()
 class Key:
     """A key by its name: any secret with one of the SHA-256 ``hashes`` is it, until ``expires``, in seconds since 1970.
 
-    ``tenant`` is whose it is, "" for nobody's.
+    ``tenant`` is whose it is, "" for nobody's. The ``priority`` of its requests is added to what they say: the less,
+    the sooner they come.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Key:
     tenant: str = ""
     limits: Limits = _NONE
     expires: float | None = None
+    priority: int = 0
 
     def allows(self, right: Right) -> bool:
         """Whether it has a right; who may administer may watch."""

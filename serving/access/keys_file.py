@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_SECRETS = 4  # the one in use, and those that it takes the place of
 _SHORTEST, _LONGEST = 8, 512  # characters of a secret
+_MOST_PRIORITY = 1000
 _SETTING = "serving.keys_file"
 _REASONS = {
     "missing": "is required",
@@ -25,6 +26,7 @@ _REASONS = {
     "string_pattern_mismatch": "must match {pattern}",
     "literal_error": "must be {expected}",
     "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
     "too_short": "must have at least {min_length} entry",
     "too_long": "must have at most {max_length} entries",
     "extra_forbidden": "is not known; a key has {fields}",
@@ -57,6 +59,7 @@ class _Entry(Section):
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_day: int | None = Field(default=None, ge=1)
+    priority: int = Field(default=0, ge=-_MOST_PRIORITY, le=_MOST_PRIORITY)
     expires: AwareDatetime | None = None
 
     @property
@@ -103,7 +106,7 @@ def load(path: Path) -> tuple[Key, ...]:
 def _key(entry: _Entry) -> Key:
     limits = Limits(entry.requests_per_minute, entry.tokens_per_minute, entry.tokens_per_day)
     expires = entry.expires.timestamp() if entry.expires else None
-    return Key(entry.name, entry.hashes, entry.may, entry.tenant, limits, expires)
+    return Key(entry.name, entry.hashes, entry.may, entry.tenant, limits, expires, entry.priority)
 
 
 def _check_unique(path: Path, entries: list[_Entry]) -> None:

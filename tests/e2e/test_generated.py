@@ -98,7 +98,7 @@ def expect_as_before(service, eventually):
 
 
 def test_hundreds_of_generated_requests_are_answered_or_refused(service, eventually):
-    seen = flood(service, 300)
+    seen = flood(service, 400)
     assert seen[200] > 50
     assert seen[400] > 50
     expect_as_before(service, eventually)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.preparation import ensure_version
+from deploy.preparation import check_memory, ensure_version
 from deploy.warm_store import WarmStore
 from osd.capture.server import RedisServer
-from osd.config import MixedSettings, RecallDrafterSettings, RecallSettings, Settings, load_settings
+from osd.config import ConfigError, MixedSettings, RecallDrafterSettings, RecallSettings, Settings, load_settings
 from osd.drafters import from_config, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.recall.memories import Memories
@@ -254,3 +254,14 @@ def test_a_domain_that_has_learnt_keeps_what_it_knows_when_a_warm_up_comes_later
     assert ensure_version(mixed, restarted(server), tiny_target) == 1
     assert Registry(settings.registry_dir).numbers("general") == [1]
     assert not (settings.registry_dir / "general" / SNAPSHOT).exists()
+
+
+def test_less_memory_for_keys_and_values_than_one_request_may_need_is_refused(settings, tiny_target):
+    check_memory(settings, tiny_target)
+    roomy = settings.model_copy(update={"engine": settings.engine.model_copy(update={"kv_mb": 64})})
+    check_memory(roomy, tiny_target)
+    long = settings.engine.model_copy(update={"kv_mb": 1, "context": 1 << 20})
+    with pytest.raises(
+        ConfigError, match=r"^engine\.kv_mb is 1, and one request of engine\.context tokens may need \d+$"
+    ):
+        check_memory(settings.model_copy(update={"engine": long}), tiny_target)

@@ -15,6 +15,7 @@ from osd.cli.bench.peers import peers
 from osd.cli.bench.recall import recall
 from osd.cli.bench.rules import growth, rules
 from osd.cli.bench.scaling import scaling
+from osd.cli.bench.scheduling import scheduling
 from osd.cli.bench.serve import serve, start
 from osd.cli.bench.stopping import stopping
 from osd.cli.bench.vllm import vllm
@@ -22,6 +23,6 @@ from osd.cli.bench.vllm import vllm
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 for command in (
     *(forward, decode, recall, serve, start, peers, vllm, rules, growth, lossless, overhead, governor, plain, weights),
-    *(adapt, shift, ablate, drafters, exits, stopping, scaling, poison, net, ledger),
+    *(adapt, shift, ablate, drafters, exits, stopping, scaling, poison, net, ledger, scheduling),
 ):
     app.command()(command)

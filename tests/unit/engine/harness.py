@@ -90,6 +90,7 @@ def settings(
     *,
     slots: int = 4,
     depth: int = 3,
+    context: int = 128,
     chunk: int = 16,
     prefix_cache: bool = True,
     governed: bool = False,
@@ -100,7 +101,7 @@ def settings(
 ) -> Settings:
     made = Settings(
         target=TargetSettings(source=str(directory), dtype="float32"),
-        engine=EngineSettings(slots=slots, context=128, prefill_chunk=chunk, threads=1, prefix_cache=prefix_cache),
+        engine=EngineSettings(slots=slots, context=context, prefill_chunk=chunk, threads=1, prefix_cache=prefix_cache),
         drafter=RecallDrafterSettings(recall=RecallSettings(megabytes=1, shared=shared)),
         capture=CaptureSettings(**capture),
         trainer=TrainerSettings(samples=samples),

@@ -33,3 +33,26 @@ def test_a_length_out_of_range_is_found(cache: KVCache) -> None:
     cache.length[2] = 21
     with pytest.raises(AssertionError):
         cache.check_integrity()
+
+
+def test_a_cleared_slot_holds_nothing_from_there_on_and_others_keep_theirs() -> None:
+    cache = KVCache(2, 3, 2, 4096, 4, torch.float32, torch.device("cpu"))
+    for part in (cache.keys, cache.values):
+        part.fill_(1)
+    cache.length = [4000, 4000, 4000]
+    cache.clear(1, 2048)
+    assert cache.length == [4000, 2048, 4000]
+    for part in (cache.keys, cache.values):
+        assert part[:, [0, 2]].all()
+        assert part[:, 1, :, :2048].all()
+        # The pages at both ends may be shared.
+        assert not part[:, 1, :, 2048 + 256 : 4096 - 256].any()
+    cache.clear(1)
+    assert cache.length[1] == 0
+
+
+def test_bytes_of_places_are_whole_pages_of_every_layer_and_head() -> None:
+    cache = KVCache(3, 2, 2, 4096, 4, torch.float32, torch.device("cpu"))
+    assert cache.bytes_of(0) == 0
+    assert cache.bytes_of(4096) >= cache.keys[:, 0].nbytes + cache.values[:, 0].nbytes
+    assert cache.bytes_of(4096) - cache.bytes_of(2048) == 2 * 3 * 2 * 2048 * 16

@@ -19,7 +19,7 @@ class Engine:
     drafter_version, canary_version, pool = 3, None, None
 
     def __init__(self):
-        self.now, self.counted = EngineLoad(3, 2, slots=8), EngineCounters()
+        self.now, self.counted = EngineLoad(3, 2, memory=0.375), EngineCounters()
 
     def load(self):
         return self.now
@@ -100,12 +100,14 @@ def test_the_states_of_requests_have_vllms_names():
     engines = [Engine(), Engine()]
     engines[0].lives(1.0)
     engines[0].counted.finished["length"], engines[1].counted.cancelled, engines[1].counted.failed = 4, 2, 1
+    engines[0].counted.preemptions = 3
     samples = exposed(totals_of(*engines))
     name = "vllm:request_success_total"
     assert [samples[name, reason] for reason in ("stop", "length", "abort", "error")] == [1, 4, 2, 1]
+    assert samples["vllm:num_preemptions_total",] == 3
     assert samples["vllm:num_requests_running",] == 6
     assert samples["vllm:num_requests_waiting",] == 4
-    assert samples["vllm:kv_cache_usage_perc",] == 6 / 16
+    assert samples["vllm:kv_cache_usage_perc",] == 0.375
     assert exposed(Totals({}, []))["vllm:kv_cache_usage_perc",] == 0
 
 

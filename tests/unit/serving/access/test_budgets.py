@@ -61,6 +61,14 @@ def test_requests_are_refused_when_the_minute_is_full(limited):
     assert client(service).get("/health").status_code == 200
 
 
+def test_the_priority_of_a_key_is_added_to_what_its_requests_say(limited):
+    service = limited(priority=-3)
+    for secret in (SECRET, "sk-free-1"):
+        for body in ({}, {"priority": 5}):
+            chat(service, secret, **body).raise_for_status()
+    assert [request.priority for request in service.submitted] == [-3, 2, 0, 5]
+
+
 def test_every_answer_says_what_is_left_and_only_to_limited_keys(limited):
     service = limited(requests_per_minute=9)
     answers = [chat(service, stream=True), chat(service, top_k="x"), client(service).get("/v1/models")]

@@ -41,6 +41,7 @@ def test_a_key_has_rights_limits_a_tenant_and_an_end(write):
   requests_per_minute: 60
   tokens_per_minute: 1000
   tokens_per_day: 20000
+  priority: -2
   expires: 2999-01-31T00:00:00Z
 """)
     )
@@ -57,6 +58,7 @@ def test_a_key_has_rights_limits_a_tenant_and_an_end(write):
         {"generate", "watch"},
         Limits(60, 1000, 20000),
     )
+    assert (plain.priority, full.priority) == (0, -2)
     for secret in (b"sk-new-secret", b"sk-newer-secret", b"the old secret"):
         assert full.opens(hash_of(secret))
         assert not plain.opens(hash_of(secret))
@@ -104,6 +106,8 @@ def test_who_may_administer_may_watch(write):
         (f"- {{name: a, key: {SECRET}, may: []}}", "keys[0].may must have at least 1 entry"),
         (f"- {{name: a, key: {SECRET}, may: [rule]}}", "keys[0].may[0] must be 'generate', 'watch' or 'administer'"),
         (f"- {{name: a, key: {SECRET}, tokens_per_day: 0}}", "keys[0].tokens_per_day must be at least 1"),
+        (f"- {{name: a, key: {SECRET}, priority: -1001}}", "keys[0].priority must be at least -1000"),
+        (f"- {{name: a, key: {SECRET}, priority: 1001}}", "keys[0].priority must be at most 1000"),
         (f"- {{name: a, key: {SECRET}, expires: 2030-01-31T00:00:00}}", "keys[0].expires needs a time zone, as in 20"),
         (f"- {{name: a, key: {SECRET}, tokens: 1}}", "keys[0].tokens is not known; a key has name, key, key_sha256"),
     ],

@@ -1,0 +1,40 @@
+"""Memory that a tensor takes as it is written, and that the system can have back."""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+PAGE = mmap.PAGESIZE
+"""Bytes that memory comes and goes in."""
+
+
+class Pages:
+    """A ``tensor`` of zeros.
+
+    On a CPU it takes no memory until it is written, page by page: PyTorch would write it, the system gives zeros for
+    nothing. On another device it takes all of its memory from the start.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._map: mmap.mmap | None = None
+        self.lazy = device.type == "cpu"
+        """Whether memory can be given back."""
+        if self.lazy:
+            size, own = max(1, math.prod(shape) * dtype.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._map = mmap.mmap(-1, size, flags=own)
+            self.tensor = torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape)).view(shape)
+        else:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+
+    def release(self, part: Tensor) -> None:
+        """Give back whatever whole pages a contiguous ``part`` of the tensor has; these are zeros again."""
+        if self._map is None:
+            return
+        start = part.data_ptr() - self.tensor.data_ptr()
+        begin, end = -(-start // PAGE) * PAGE, (start + part.numel() * part.itemsize) // PAGE * PAGE
+        if begin < end:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)

@@ -1,0 +1,115 @@
+"""Who runs where not all can, and how much of a prompt is read beside those that decode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from osd.config import ChainSettings
+from osd.drafters.recall.drafter import Recall
+from osd.engine.planner import Planner
+from osd.engine.policy import Policy
+from osd.speculation.cost_model import CostModel
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
+
+ASKED = prompts([12] * 6, seed=5)
+
+
+def finished(client: Client) -> list[str]:
+    order = []
+    while any(result.finish is None for result in client.results.values()):
+        update = client.next()
+        if update.finish_reason is not None:
+            order.append(update.request_id)
+    return order
+
+
+def first_round_of(client: Client) -> None:
+    """Wait until the one request that runs is under way."""
+    client.next()
+
+
+def test_the_least_priority_comes_first_and_among_equals_who_came_first(target_dir: Path) -> None:
+    with running(target_dir, "none", slots=1) as client:
+        client.submit("runs", ASKED[0], 40, ignore_eos=True, priority=-5)
+        first_round_of(client)
+        for name, priority in (("b", 1), ("c", 1), ("a", 0), ("d", 7), ("e", 1)):
+            client.submit(name, ASKED[1], 2, ignore_eos=True, priority=priority)
+        assert finished(client) == ["runs", "a", "b", "c", "e", "d"]
+        assert client.engine.counters().preemptions == 0
+
+
+@pytest.mark.parametrize("kind", ["none", "recall", "eagle"])
+def test_a_better_priority_takes_the_slot_of_who_is_last_and_that_one_goes_on_later(
+    target_dir: Path, oracle: Oracle, kind: str
+) -> None:
+    drafter = Recall() if kind == "recall" else make_drafter(kind, target_dir)
+    with running(target_dir, drafter=drafter, slots=2) as client:
+        client.submit("early", ASKED[0], 60, ignore_eos=True, priority=3)
+        client.submit("late", ASKED[1], 60, ignore_eos=True, priority=3)
+        first_round_of(client)
+        client.submit("urgent", ASKED[2], 4, ignore_eos=True, priority=2)
+        client.submit("equal", ASKED[3], 4, ignore_eos=True, priority=3)
+        order = finished(client)
+        results, counters = client.results, client.engine.counters()
+    assert counters.preemptions == 1
+    assert order[0] == "urgent"
+    assert order.index("early") < order.index("late")
+    assert order[-1] == "equal" or order.index("equal") > order.index("early"), "it takes nobody's slot"
+    for name, prompt, count in (("early", 0, 60), ("late", 1, 60), ("urgent", 2, 4), ("equal", 3, 4)):
+        assert results[name].tokens == oracle.greedy(ASKED[prompt], count)
+
+
+def planner(seconds: dict[int, float]) -> Planner:
+    return Planner(Policy.of(ChainSettings(depth=3), None), 128, CostModel(seconds), governed=True)
+
+
+def test_a_prompt_alone_is_read_in_whole_chunks() -> None:
+    assert planner({1: 1.0, 65: 6.0}).chunk(0, 1, 64) == 64
+
+
+def test_beside_others_a_round_takes_twice_as_long_at_most() -> None:
+    found = planner({1: 1.0, 4: 1.0, 68: 9.0})
+    chunk = found.chunk(4, 1, 64)
+    rounds = found.costs.rounds(128)
+    assert rounds[4 + chunk] <= 2 * rounds[4] < rounds[4 + chunk + 1]
+    assert 4 <= chunk < 64
+
+
+def test_where_rows_are_free_whole_chunks_are_read() -> None:
+    assert planner({1: 1.0, 68: 1.5}).chunk(4, 1, 64) == 64
+
+
+def test_the_more_wait_for_their_first_token_the_more_is_read() -> None:
+    found = planner({1: 1.0, 2: 1.0, 66: 9.0})
+    chunks = [found.chunk(2, reading, 64) for reading in (1, 2, 6, 20)]
+    assert chunks[0] == chunks[1] < chunks[2] < chunks[3]
+
+
+def test_every_round_reads_something() -> None:
+    assert planner({1: 1.0, 4: 1.0, 5: 100.0, 68: 200.0}).chunk(4, 1, 64) == 4
+    assert planner({}).chunk(4, 1, 64) >= 4
+
+
+def test_a_long_prompt_is_read_beside_others_and_nothing_is_drawn_twice(target_dir: Path, oracle: Oracle) -> None:
+    asked = prompts([5, 7, 60], seed=9)
+    with running(target_dir, drafter=Recall(), slots=3, chunk=64) as client:
+        client.engine.loop.planner.costs.measure({1: 0.001, 2: 0.001, 66: 0.05})
+        for index, prompt in enumerate(asked[:2]):
+            client.submit(str(index), prompt, 40, ignore_eos=True)
+        first_round_of(client)
+        client.submit("2", asked[2], 20, ignore_eos=True)
+        results = client.wait()
+    for index, prompt in enumerate(asked):
+        assert results[str(index)].tokens == oracle.greedy(prompt, 20 if index == 2 else 40)
+
+
+def test_chunks_are_whole_numbers_of_any_costs() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        seconds = {int(rows): float(cost) for rows, cost in zip([1, 4, 16, 64], generator.random(4), strict=True)}
+        chunk = planner(seconds).chunk(int(generator.integers(1, 16)), int(generator.integers(1, 16)), 64)
+        assert isinstance(chunk, int)
+        assert 4 <= chunk <= 64
