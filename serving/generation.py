@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -146,12 +145,3 @@ class Generation:
             self._service.cancel(request_id)
         self._admission.leave(self._places)
         self._places = 0
-
-
-def seed_of(seed: int, choice: int) -> int:
-    """The seed of one of several choices, 63 bits; choice 0 is what a request for one choice draws."""
-    seed %= 2**63
-    if not choice:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 2**63

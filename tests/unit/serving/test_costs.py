@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pydantic import ValidationError
 
-from serving import limits, routes
+from serving import checks, preparation
 from serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
 from serving.tokenizing import LONG
 from tests.tiny import tokenizer
@@ -25,8 +25,8 @@ def no_work(monkeypatch):
     def worked(*given):
         raise AssertionError("work was done")
 
-    monkeypatch.setattr(routes, "seed_of", worked)
-    monkeypatch.setattr(limits, "_policy", worked)
+    monkeypatch.setattr(preparation, "seed_of", worked)
+    monkeypatch.setattr(checks, "_policy", worked)
 
 
 def test_prompts_times_choices_are_bounded_before_a_sequence_is_made(client, service, no_work):
@@ -138,7 +138,7 @@ def test_a_draft_is_planned_off_the_event_loop(client, service, monkeypatch):
     def plan(growth, verification):
         planned.append(threading.current_thread().name)
 
-    monkeypatch.setattr(limits, "_policy", plan)
+    monkeypatch.setattr(checks, "_policy", plan)
     body = {"prompt": "a", "osd": {"growth": {"kind": "static_tree", "budget": 64, "depth": 32}}}
     assert client.post("/v1/completions", json=body).status_code == 200
     assert [name.startswith("tokenize") for name in planned] == [True]

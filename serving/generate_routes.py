@@ -1,0 +1,100 @@
+"""The paths that generate: a request goes from its body to sequences, through the engine, and out as an answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from osd.engine.request import Update
+from serving.access.caller import caller_of
+from serving.generation import Disconnected, Generation
+from serving.limits import Arrivals, read_body
+from serving.preparation import Preparation, Prepared
+from serving.reference.operation import described
+from serving.reference.shapes import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from serving.responses import Answer, EventStream, Logprobs, collect, events
+from serving.schemas import ChatRequest, CompletionRequest
+from serving.service import Service
+from serving.telemetry.observed import observed_of
+from serving.tokenizing import Tokenizing
+from serving.tool_calls import CallReader
+
+
+class GenerateRoutes:
+    """Handlers over one service; all state is the counts of arriving requests and of admitted sequences."""
+
+    def __init__(self, service: Service, preparation: Preparation, tokenizing: Tokenizing, arrivals: Arrivals) -> None:
+        self._service, self._preparation, self._arrivals = service, preparation, arrivals
+        self._tokenizing = tokenizing
+        self.router = APIRouter()
+        add = self.router.add_api_route
+        chats = described("Answer a chat.", ChatCompletion, ChatRequest, ChatChunk)
+        add("/v1/chat/completions", self.chat, methods=["POST"], **chats)
+        completes = described("Go on.", Completion, CompletionRequest, CompletionChunk)
+        add("/v1/completions", self.complete, methods=["POST"], **completes)
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        with self._arrivals.one() as arrived:
+            body = await read_body(request, ChatRequest, self._service.settings.serving, arrived)
+            prepared = await self._preparation.chat(body, caller_of(request))
+        return await self._answer(request, prepared)
+
+    async def complete(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        with self._arrivals.one() as arrived:
+            body = await read_body(request, CompletionRequest, self._service.settings.serving, arrived)
+            prepared = await self._preparation.completion(body, caller_of(request))
+        return await self._answer(request, prepared)
+
+    async def _answer(self, request: Request, prepared: Prepared) -> Response:
+        service, caller, observed, body = self._service, caller_of(request), observed_of(request), prepared.body
+        observed.asked(prepared.id, caller)
+        sequences = [replace(one, arrived=observed.arrived) for one in prepared.sequences]
+        charge = partial(service.access.budgets.charge, caller.key)
+        generation = Generation(service, self._preparation.admission, sequences, prepared.seconds, charge, observed)
+        answer = self._answer_of(prepared)
+        handed_over = False
+        try:
+            generation.start(request.receive)
+            charge(sum(prepared.prompts))
+            updates = generation.updates()
+            if not body.stream:
+                return JSONResponse(await collect(answer, updates))
+            # Only after the first round is the status sent: until then a failure is an HTTP code.
+            updates = _again(await anext(updates), updates)
+            options = body.stream_options
+            usage = bool(options and options.include_usage)
+            continuous = bool(options and options.continuous_usage_stats)
+            handed_over = True
+            return EventStream(events(answer, updates, usage, continuous), generation.close)
+        except Disconnected:
+            return Response(status_code=499)
+        finally:
+            if not handed_over:
+                generation.close()
+
+    def _answer_of(self, prepared: Prepared) -> Answer:
+        body, reader = prepared.body, None
+        if prepared.calls is not None:
+            reader = partial(CallReader, prepared.calls, [one.name for one in body.callable])
+        return Answer(
+            prepared.id,
+            body.model or self._service.model.id,
+            body.chat,
+            len(prepared.sequences),
+            prepared.prompts,
+            Logprobs(body.chat, self._tokenizing.texts),
+            reader,
+        )
+
+
+async def _again(first: tuple[int, Update], rest: AsyncIterator[tuple[int, Update]]) -> AsyncIterator[Any]:
+    yield first
+    async for item in rest:
+        yield item

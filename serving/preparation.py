@@ -1,0 +1,181 @@
+"""From a body that was read to sequences for the engine: what cannot be done is refused here, the cheapest first."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from osd.engine.grammar import Grammar, GrammarError
+from osd.engine.policy import Policy
+from osd.engine.request import Request, SamplingParams
+from serving.access.caller import Caller
+from serving.checks import check_draft, check_ids, check_least, check_prompt, completion_budget, policy_of
+from serving.errors import invalid
+from serving.limits import Admission
+from serving.model_routes import ModelRoutes
+from serving.schemas import ChatRequest, CompletionRequest, Generate
+from serving.service import Service
+from serving.structured import Structure
+from serving.tokenizing import Tokenizing
+from serving.tool_formats import NoToolsError, ToolFormat
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of ``max_tokens`` for /v1/completions."""
+
+_COLDEST = 1e-4  # logits divided by less overflow float32; the distribution is greedy long before
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a body asks for.
+
+    Of each of its ``prompts``, which are so many tokens, there are as many ``sequences``, one prompt after the other.
+    Its answer ``id`` may take so many ``seconds``, None for any time; ``calls`` is how functions are called in it, None
+    where there are none.
+    """
+
+    body: Generate
+    id: str
+    prompts: list[int]
+    sequences: list[Request]
+    seconds: float | None
+    calls: ToolFormat | None = None
+
+
+class Preparation:
+    """Makes sequences of bodies, for one service; ``admission`` has the places that they will take."""
+
+    def __init__(self, service: Service, models: ModelRoutes, tokenizing: Tokenizing) -> None:
+        self._service, self._limits, self._models = service, service.settings.serving, models
+        self._tokenizing = tokenizing
+        self._compiling = ThreadPoolExecutor(1, "grammar")  # of its own: a grammar may take as long as a long text
+        self.admission = Admission(self._limits.max_queue)
+
+    async def chat(self, body: ChatRequest, caller: Caller) -> Prepared:
+        """Of ``POST /v1/chat/completions``.
+
+        Raises:
+            ApiError: it is refused.
+        """
+        domain = await self._begin(body, 1, caller)
+        calls = self._tool_format(body)
+        prompt = await self._tokenizing.encode_chat(body.messages, body.callable)
+        form = body.structure if calls is None else body.structure_of(calls)
+        most = self._limits.max_completion_tokens
+        return self._prepared(body, [prompt], await self._common(body, caller, domain, form), most, calls)
+
+    async def completion(self, body: CompletionRequest, caller: Caller) -> Prepared:
+        """Of ``POST /v1/completions``.
+
+        Raises:
+            ApiError: it is refused.
+        """
+        domain = await self._begin(body, len(body.prompt), caller)
+        prompts = [await self._tokenizing.encode(one, True) if isinstance(one, str) else one for one in body.prompt]
+        common = await self._common(body, caller, domain, body.structure)
+        return self._prepared(body, prompts, common, COMPLETION_TOKENS)
+
+    async def _begin(self, body: Generate, prompts: int, caller: Caller) -> str | None:
+        """Refuse what is too much by its numbers alone; returns whose drafter is wanted, None to find out."""
+        domain = await self._models.domain_of(body.model, caller.tenant)
+        named = body.osd.domain if body.osd else None
+        if domain is not None and named not in (None, domain):
+            raise invalid("'osd.domain' differs from the domain of 'model'.", "osd.domain")
+        limit, vocabulary = self._limits.request_timeout_s, self._service.model.vocabulary
+        if body.timeout is not None and limit is not None and body.timeout > limit:
+            raise invalid(f"'timeout' is {body.timeout:g} and this server's limit is {limit:g} seconds.", "timeout")
+        check_ids((token for token, _ in body.logit_bias or ()), "logit_bias", vocabulary)
+        check_ids(body.stop_token_ids or (), "stop_token_ids", vocabulary)
+        self.admission.check(prompts * (body.n or 1))
+        check_draft(body.osd, self._service.settings)
+        return domain or named
+
+    def _tool_format(self, body: ChatRequest) -> ToolFormat | None:
+        """How functions are called, None where none may be."""
+        param = "tools" if body.callable else "messages" if any(m.calls for m in body.messages) else None
+        try:
+            form = self._service.tool_format() if param else None
+        except NoToolsError as error:
+            raise invalid(str(error), param, "chat_template") from None
+        return form if body.callable else None
+
+    async def _common(self, body: Generate, caller: Caller, domain: str | None, form: Structure | None) -> Request:
+        """What all sequences of a request have in common; they differ in prompt, budget, id and seed."""
+        settings = self._service.settings
+        temperature = 1.0 if body.temperature is None else body.temperature
+        sampling = SamplingParams(
+            temperature=0.0 if temperature < _COLDEST else temperature,
+            top_k=max(body.top_k or 0, 0),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            logit_bias=tuple(body.logit_bias or ()),
+            repeatable=body.seed is not None,
+        )
+        return Request(
+            id="",
+            prompt_ids=(),
+            max_tokens=0,
+            sampling=sampling,
+            stop=tuple(body.stop or ()),
+            stop_ids=tuple(body.stop_token_ids or ()),
+            min_tokens=body.min_tokens or 0,
+            ignore_eos=bool(body.ignore_eos),
+            capture=settings.capture.enabled and (self._limits.capture_default if body.store is None else body.store),
+            speculate=body.osd is None or body.osd.speculate is not False,
+            domain=domain,
+            policy=await self._policy(body),
+            logprobs=body.top,
+            grammar=await self._grammar(form),
+            client=caller.client,
+            tenant=caller.tenant,
+            priority=(caller.key.priority if caller.key else 0) + (body.priority or 0),
+        )
+
+    async def _policy(self, body: Generate) -> Policy | None:
+        return await self._tokenizing.run(0, policy_of, body.osd, self._service.settings) if body.osd else None
+
+    async def _grammar(self, form: Structure | None) -> Grammar | None:
+        if form is None:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._compiling, self._service.compile, form.kind, form.text)
+        except GrammarError as error:
+            raise invalid(f"'{form.param}' {error}.", form.param) from None
+
+    def _prepared(
+        self, body: Generate, prompts: list[list[int]], common: Request, default: int, calls: ToolFormat | None = None
+    ) -> Prepared:
+        """Every prompt ``n`` times; ``default`` is how many tokens a body means that does not say."""
+        model = self._service.model
+        response_id = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        tokens, name = body.limit
+        sequences: list[Request] = []
+        for ids in prompts:
+            check_prompt(ids, "messages" if body.chat else "prompt", model.context, model.vocabulary)
+            limit = self._limits.max_completion_tokens
+            budget = completion_budget(tokens, default, name, len(ids), model.context, limit)
+            check_least(body.min_tokens or 0, budget)
+            for choice in range(body.n or 1):
+                sampling = replace(common.sampling, seed=seed_of(seed, choice))
+                mine = f"{response_id}-{len(sequences)}"
+                sequences.append(replace(common, id=mine, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling))
+        seconds = self._limits.request_timeout_s if body.timeout is None else body.timeout
+        return Prepared(body, response_id, [len(ids) for ids in prompts], sequences, seconds, calls)
+
+
+def seed_of(seed: int, choice: int) -> int:
+    """The seed of one of several choices, 63 bits; choice 0 is what a request for one choice draws."""
+    seed %= 2**63
+    if not choice:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**63

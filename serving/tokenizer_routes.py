@@ -1,0 +1,49 @@
+"""The paths of the tokenizer: from texts and chats to token ids, and back."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from serving.access.caller import caller_of
+from serving.checks import check_ids
+from serving.limits import Arrivals, read_body
+from serving.model_routes import ModelRoutes
+from serving.reference.operation import described
+from serving.reference.shapes import Detokenized, Tokenized
+from serving.schemas import DetokenizeRequest, TokenizeRequest
+from serving.service import Service
+from serving.tokenizing import Tokenizing
+
+
+class TokenizerRoutes:
+    """Handlers over one service."""
+
+    def __init__(self, service: Service, models: ModelRoutes, tokenizing: Tokenizing, arrivals: Arrivals) -> None:
+        self._service, self._models, self._tokenizing, self._arrivals = service, models, tokenizing, arrivals
+        self.router = APIRouter()
+        add = self.router.add_api_route
+        to_ids = described("The token ids of a text or a chat.", Tokenized, TokenizeRequest)
+        add("/tokenize", self.tokenize, methods=["POST"], **to_ids)
+        to_text = described("The text of token ids.", Detokenized, DetokenizeRequest)
+        add("/detokenize", self.detokenize, methods=["POST"], **to_text)
+
+    async def tokenize(self, request: Request) -> Response:
+        """``POST /tokenize``."""
+        with self._arrivals.one() as arrived:
+            body = await read_body(request, TokenizeRequest, self._service.settings.serving, arrived)
+            await self._models.domain_of(body.model, caller_of(request).tenant)
+            if body.messages is not None:
+                ids = await self._tokenizing.encode_chat(body.messages, [])
+            else:
+                ids = await self._tokenizing.encode(body.prompt or "", body.add_special_tokens)
+        return JSONResponse({"count": len(ids), "max_model_len": self._service.model.context, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        """``POST /detokenize``."""
+        with self._arrivals.one() as arrived:
+            body = await read_body(request, DetokenizeRequest, self._service.settings.serving, arrived)
+            await self._models.domain_of(body.model, caller_of(request).tenant)
+            check_ids(body.tokens, "tokens", self._service.model.vocabulary)
+            text = await self._tokenizing.decode(body.tokens)
+        return JSONResponse({"prompt": text})
