@@ -25,7 +25,7 @@ PLACES = 12
 """In the queue of one replica."""
 LONG = 900
 """Tokens that take seconds."""
-_MOMENT_SECONDS = 0.1
+_MOMENT_SECONDS, _ARRIVED_SECONDS = 0.1, 5.0
 
 
 @dataclass
@@ -55,6 +55,9 @@ class Up:
             clients.append(Asking(self.url, max_tokens=LONG, stream=stream))
             clients[-1].begun.wait(60 if stream else _MOMENT_SECONDS)
         assert all(client.begun.is_set() for client in clients[:streams])
+        deadline = time.monotonic() + _ARRIVED_SECONDS
+        while sum(self.loads().values()) < len(clients):  # of the others nobody else says that they have come
+            assert time.monotonic() < deadline, f"only {self.loads()} of {len(clients)}"
         return clients
 
     def complete(self, **fields: Any) -> httpx2.Response:

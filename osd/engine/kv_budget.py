@@ -33,6 +33,9 @@ class KVBudget:
         self._most, self._limited = one * len(self._places), megabytes is not None
         if megabytes is not None:
             check(megabytes, one, target.device.type)
+            for pages in (self._cache, states):
+                if pages is not None:
+                    pages.in_small_pages()
             self._most = min(self._most, megabytes << 20)
 
     def share(self, idle: Collection[int]) -> float:

@@ -64,6 +64,11 @@ class KVCache:
                 for head in layer:
                     pages.release(head[start:])
 
+    def in_small_pages(self) -> None:
+        """Have places take no more memory than ``bytes_of`` says, and ``clear`` give all of it back."""
+        for pages in self._pages:
+            pages.in_small_pages()
+
     def bytes_of(self, places: int) -> int:
         """Memory that the first so many places of one slot take at most."""
         layers, _, heads, _, dim = self.keys.shape

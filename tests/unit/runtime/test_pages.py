@@ -17,6 +17,7 @@ def resident() -> int:
 def test_memory_is_taken_as_it_is_written_and_given_back() -> None:
     start = resident()
     pages = Pages((64, MB), torch.int8, torch.device("cpu"))
+    pages.in_small_pages()
     assert resident() - start < 8 * MB
     pages.tensor[:48] = 1
     assert resident() - start > 40 * MB

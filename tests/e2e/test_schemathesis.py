@@ -1,0 +1,62 @@
+"""Schemathesis reads the OpenAPI document and tries what it promises and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from osd.config import Settings
+from tests.unit.serving.answers import asking
+from tests.unit.serving.scripted import ScriptedService
+
+SHORT = 4
+"""Tokens of an answer."""
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+# Tests are made of it before there is a service.
+schema = schemathesis.openapi.from_dict(asking(ScriptedService(Settings())).get("/openapi.json").json())
+
+
+def of(count: int, *more: Phase) -> settings:
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, *more],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def answered(case, service) -> None:
+    """Send a case whose answers are short where nothing is wrong with their length, and see what comes back."""
+    body = case.body
+    if case.path.startswith("/v1/") and isinstance(body, dict):
+        lengths = [name for name in ("max_tokens", "max_completion_tokens") if name in body] or ["max_tokens"]
+        for name in lengths:
+            asked = body.setdefault(name, SHORT)
+            body[name] = min(asked, SHORT) if type(asked) is int else asked
+    case.call_and_validate(base_url=service.url, checks=CHECKS, timeout=60)
+
+
+@schema.parametrize()
+@of(10)
+def test_a_few_calls_of_every_path_keep_to_the_document(case, service):
+    answered(case, service)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@schema.parametrize()
+@of(600, Phase.explicit)  # of some fifteen operations, and of each a thousand cases of its own at the limits of fields
+def test_ten_thousand_calls_keep_to_the_document(case, service):
+    answered(case, service)
