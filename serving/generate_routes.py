@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse, Response
 
 from osd.engine.request import Update
 from serving.access.caller import caller_of
+from serving.engine_requests import EngineRequests, Prepared
 from serving.generation import Disconnected, Generation
 from serving.limits import Arrivals, read_body
-from serving.preparation import Preparation, Prepared
 from serving.reference.operation import described
 from serving.reference.shapes import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from serving.responses import Answer, EventStream, Logprobs, collect, events
@@ -28,8 +28,8 @@ from serving.tool_calls import CallReader
 class GenerateRoutes:
     """Handlers over one service; all state is the counts of arriving requests and of admitted sequences."""
 
-    def __init__(self, service: Service, preparation: Preparation, tokenizing: Tokenizing, arrivals: Arrivals) -> None:
-        self._service, self._preparation, self._arrivals = service, preparation, arrivals
+    def __init__(self, service: Service, requests: EngineRequests, tokenizing: Tokenizing, arrivals: Arrivals) -> None:
+        self._service, self._requests, self._arrivals = service, requests, arrivals
         self._tokenizing = tokenizing
         self.router = APIRouter()
         add = self.router.add_api_route
@@ -42,14 +42,14 @@ class GenerateRoutes:
         """``POST /v1/chat/completions``."""
         with self._arrivals.one() as arrived:
             body = await read_body(request, ChatRequest, self._service.settings.serving, arrived)
-            prepared = await self._preparation.chat(body, caller_of(request))
+            prepared = await self._requests.chat(body, caller_of(request))
         return await self._answer(request, prepared)
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         with self._arrivals.one() as arrived:
             body = await read_body(request, CompletionRequest, self._service.settings.serving, arrived)
-            prepared = await self._preparation.completion(body, caller_of(request))
+            prepared = await self._requests.completion(body, caller_of(request))
         return await self._answer(request, prepared)
 
     async def _answer(self, request: Request, prepared: Prepared) -> Response:
@@ -57,7 +57,7 @@ class GenerateRoutes:
         observed.asked(prepared.id, caller)
         sequences = [replace(one, arrived=observed.arrived) for one in prepared.sequences]
         charge = partial(service.access.budgets.charge, caller.key)
-        generation = Generation(service, self._preparation.admission, sequences, prepared.seconds, charge, observed)
+        generation = Generation(service, self._requests.admission, sequences, prepared.seconds, charge, observed)
         answer = self._answer_of(prepared)
         handed_over = False
         try:

@@ -10,11 +10,11 @@ from serving import dashboard, errors, reference
 from serving.access.budget_guard import BudgetGuard
 from serving.access.guard import KeyGuard
 from serving.admin import AdminRoutes
+from serving.engine_requests import EngineRequests
 from serving.generate_routes import GenerateRoutes
 from serving.hosts import HostGuard, allowed_hosts
 from serving.limits import ARRIVING_BYTES, Arrivals
 from serving.model_routes import ModelRoutes
-from serving.preparation import Preparation
 from serving.server_routes import ServerRoutes
 from serving.service import Service
 from serving.telemetry.observing import Observer, Observing
@@ -32,7 +32,7 @@ def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:
     described = [
         one.router
         for one in (
-            GenerateRoutes(service, Preparation(service, models, tokenizing), tokenizing, arrivals),
+            GenerateRoutes(service, EngineRequests(service, models, tokenizing), tokenizing, arrivals),
             TokenizerRoutes(service, models, tokenizing, arrivals),
             models,
             ServerRoutes(service),

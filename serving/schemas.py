@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from osd.config import DOMAIN, GrowthSettings, Verification
+from serving.access.keys import MOST_PRIORITY
 from serving.body import Body, limits_of, too_many, unsupported
 from serving.messages import Messages
 from serving.structured import ResponseFormat, Structure, StructuredOutputs
@@ -20,8 +21,6 @@ MOST_STOP = 4096
 """Characters of all ``stop`` strings together at most."""
 MOST_STOP_IDS = 64
 """Entries of ``stop_token_ids`` at most."""
-MOST_PRIORITY = 1000
-"""``priority`` at most."""
 
 _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": (None, "auto", "default"),

@@ -85,9 +85,8 @@ class DecodeLoop:
         self.health.working()
         try:
             several_cores(self._settings.engine.threads)
-            if self.pool is not None:
-                most = self._settings.engine.slots * (1 + self._policy.growth.max_nodes)
-                self.planner.costs.measure(forward_seconds(self._target, most))
+            most = self._settings.engine.slots * (1 + self._policy.growth.max_nodes)
+            self.planner.costs.measure(forward_seconds(self._target, most))
             self.health.resting()  # what came before is no round
             while self._wait():
                 self._step()

@@ -8,6 +8,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+MOST_PRIORITY = 1000
+"""Of a request at most, and of a key in either direction."""
+
 Right = Literal["generate", "watch", "administer"]
 """What a key may: have tokens generated, read metrics and the dashboard, or change what is in service."""
 

@@ -11,13 +11,12 @@ from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, Secr
 from pydantic_core import PydanticCustomError
 
 from osd.config import DOMAIN, ConfigError, Section
-from serving.access.keys import Key, Limits, Right, hash_of
+from serving.access.keys import MOST_PRIORITY, Key, Limits, Right, hash_of
 
 logger = logging.getLogger(__name__)
 
 _MOST_SECRETS = 4  # the one in use, and those that it takes the place of
 _SHORTEST, _LONGEST = 8, 512  # characters of a secret
-_MOST_PRIORITY = 1000
 _SETTING = "serving.keys_file"
 _REASONS = {
     "missing": "is required",
@@ -59,7 +58,7 @@ class _Entry(Section):
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_day: int | None = Field(default=None, ge=1)
-    priority: int = Field(default=0, ge=-_MOST_PRIORITY, le=_MOST_PRIORITY)
+    priority: int = Field(default=0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
     expires: AwareDatetime | None = None
 
     @property

@@ -66,6 +66,13 @@ def planner(seconds: dict[int, float]) -> Planner:
     return Planner(Policy.of(ChainSettings(depth=3), None), 128, CostModel(seconds), governed=True)
 
 
+def test_an_engine_without_a_drafter_knows_what_rows_cost_too(target_dir: Path) -> None:
+    with running(target_dir, "none", slots=2) as client:
+        client.submit("a", ASKED[0], 2, ignore_eos=True)
+        client.wait()
+        assert client.engine.loop.planner.costs.at_rest(8) > 0
+
+
 def test_a_prompt_alone_is_read_in_whole_chunks() -> None:
     assert planner({1: 1.0, 65: 6.0}).chunk(0, 1, 64) == 64
 

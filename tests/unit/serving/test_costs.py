@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pydantic import ValidationError
 
-from serving import checks, preparation
+from serving import checks, engine_requests
 from serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
 from serving.tokenizing import LONG
 from tests.tiny import tokenizer
@@ -25,7 +25,7 @@ def no_work(monkeypatch):
     def worked(*given):
         raise AssertionError("work was done")
 
-    monkeypatch.setattr(preparation, "seed_of", worked)
+    monkeypatch.setattr(engine_requests, "seed_of", worked)
     monkeypatch.setattr(checks, "_policy", worked)
 
 

@@ -1,4 +1,4 @@
-"""From a body that was read to sequences for the engine: what cannot be done is refused here, the cheapest first."""
+"""From a body that was read to requests for the engine: what cannot be done is refused here, the cheapest first."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Prepared:
     calls: ToolFormat | None = None
 
 
-class Preparation:
-    """Makes sequences of bodies, for one service; ``admission`` has the places that they will take."""
+class EngineRequests:
+    """Makes the engine's requests of bodies, for one service; ``admission`` has the places that they will take."""
 
     def __init__(self, service: Service, models: ModelRoutes, tokenizing: Tokenizing) -> None:
         self._service, self._limits, self._models = service, service.settings.serving, models
