@@ -9,7 +9,8 @@ from ray import serve
 
 import serving.app
 import trainer.app
-from deploy.preparation import check_memory, check_settings, ensure_version
+from deploy.contradictions import check_settings
+from deploy.preparation import check_rules, prepare
 from osd.capture.server import open_redis
 from osd.config import ConfigError, load_settings
 from osd.target.load import target_directory
@@ -33,11 +34,10 @@ def build(args: dict[str, str]) -> serve.Application:
     if settings.redis_url is None:
         raise ConfigError("redis_url must be set on a cluster: all nodes share one Redis")
     check_settings(settings)
+    check_rules(settings)
     open_redis(settings).close()
-    directory = target_directory(settings)
-    check_memory(settings, directory)
+    prepare(settings, settings.redis_url, target_directory(settings))
     if settings.drafts:
-        ensure_version(settings, settings.redis_url, directory)
         _end_trainer()
         if trainer.app.wanted(settings):
             trainer.app.start(settings, settings.redis_url, namespace=_NAMESPACE, lifetime="detached")

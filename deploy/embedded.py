@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import filelock
 import ray
 from ray.exceptions import RayError
 
+from deploy.contradictions import check_settings
 from deploy.local_ray import LocalRay, RayDied, last_line
 from deploy.local_serve import LocalServe
 from deploy.running import announce, lock, withdraw
@@ -48,6 +50,7 @@ class Embedded:
         self.redis_url = ""
         self.directory = Path()
         self.trainer: Any = None
+        self._preparing = "reading settings"
         self._report = report
         self._ray = LocalRay()
         self._serve = LocalServe(self._ray, settings)
@@ -129,6 +132,7 @@ class Embedded:
     def _start(self) -> None:
         settings = self.settings
         check_port(settings.serving.host, settings.serving.port)
+        check_settings(settings)
         settings.home_dir.mkdir(parents=True, exist_ok=True)
         try:
             self._ends.enter_context(lock(settings.home_dir))
@@ -146,9 +150,12 @@ class Embedded:
             if not prepared.done() or prepared.exception() is None:
                 self._ends.callback(self._ray.stop)
                 with _coming_up():
+                    self._report("starting Ray")
                     self._ray.start(settings)
                     self._ends.callback(self._serve.end)
-                    self._serve.start_proxy()
+                    self._report("starting Ray Serve")
+                    self._serve.start()
+            self._report(self._preparing)
             self.directory = self._ray.wait("prepare", prepared)
         finally:
             pool.shutdown(wait=not self._ray.died)
@@ -167,25 +174,19 @@ class Embedded:
         self._ends.callback(withdraw, settings.home_dir)
 
     def _prepare(self) -> Path:
-        # What computes takes seconds to import: here that happens while Ray starts.
-        from deploy.preparation import check_memory, check_settings, ensure_version
+        # What takes seconds to import is imported here, while Ray starts: what is needed first comes first.
+        import_module("ray.serve")
 
-        check_settings(self.settings)
-        directory = target_directory(self.settings, self._report)
-        check_memory(self.settings, directory)
-        if not self.settings.drafts:
-            return directory
-        self._report("preparing the drafter")
-        from transformers.utils import logging as progress
+        from deploy.preparation import check_rules, prepare
 
-        from osd.drafters.base import DrafterError
-
-        progress.disable_progress_bar()
-        try:
-            ensure_version(self.settings, self.redis_url, directory)
-        except DrafterError as error:
-            raise StartError(str(error)) from error
+        check_rules(self.settings)
+        directory = target_directory(self.settings, self._report_preparing)
+        prepare(self.settings, self.redis_url, directory, self._report_preparing)
         return directory
+
+    def _report_preparing(self, step: str) -> None:
+        self._preparing = step
+        self._report(step)
 
     def _stop_trainer(self) -> None:
         try:

@@ -16,9 +16,11 @@ import ray
 
 from osd.capture.server import free_port
 from osd.config import Settings
-from serving import front
 
 _Kind = TypeVar("_Kind")
+
+FRONT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serving.front:middlewares"}
+"""The environment in which Serve's proxy stands behind ``serving.front``, which takes long to import."""
 
 _OBJECT_STORE_BYTES = 256 << 20  # weights travel as files, so Ray moves next to nothing
 _START_SECONDS, _STOP_SECONDS, _KILL_SECONDS = 60.0, 20.0, 3.0
@@ -73,10 +75,18 @@ class LocalRay:
             RayDied: a server died before or meanwhile.
             TimeoutError: it took longer than ``seconds``. It may still go on, in a thread of its own.
         """
+        return self.wait(doing, self.begin(function, *arguments), seconds)
+
+    def begin(self, function: Callable[..., _Kind], *arguments: Any) -> Future[_Kind]:
+        """What ``function`` will return or raise, for ``wait``.
+
+        Raises:
+            RayDied: a server died before.
+        """
         self.check()
         result: Future[_Kind] = Future()
         threading.Thread(target=_settle, args=(result, function, *arguments), name="ray-call", daemon=True).start()
-        return self.wait(doing, result, seconds)
+        return result
 
     def wait(self, doing: str, result: Future[_Kind], seconds: float | None = None) -> _Kind:
         """The same for what another thread does, without ``seconds`` for as long as Ray lives."""
@@ -150,7 +160,7 @@ def last_line(error: BaseException) -> str:
 def _init(settings: Settings) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ[front.VARIABLE] = front.IMPORT_PATH
+    os.environ.update(FRONT)
     # Ray waits for a port that the GCS picks itself for up to 30 s and keeps the interpreter's lock: nobody would see
     # the GCS die then.
     os.environ["RAY_GCS_SERVER_PORT"] = str(free_port())

@@ -6,10 +6,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
+from ray.util import list_named_actors
 
 from deploy.local_ray import LocalRay, RayDied, last_line
 from osd.config import Settings
@@ -19,22 +21,27 @@ logger = logging.getLogger(__name__)
 _PROXY_SECONDS, _REPLICAS_SECONDS = 120.0, 1800.0  # the replicas load the target
 _LATE_SECONDS, _HANGING_SECONDS = 2.0, 4.0
 _LOOK_SECONDS = 0.1
+_NAMESPACE = "serve"  # Ray's own, of Serve's actors
 
 
 class LocalServe:
-    """Serve on a Ray that runs. ``start_proxy`` and ``start_replicas``, then ``drain`` and ``end``, each once."""
+    """Serve on a Ray that runs. ``start`` and ``start_replicas``, then ``drain`` and ``end``, each once."""
 
     def __init__(self, ray: LocalRay, settings: Settings) -> None:
         self._ray, self._settings = ray, settings
         self._handle: Any = None
+        self._started: Future[None]
         self._hanging = False
 
-    def start_proxy(self) -> None:
-        """Listen for requests, which get 503 until there are replicas.
+    def start(self) -> None:
+        """Return when the controller starts; the proxy, which ``start_replicas`` waits for, comes up behind it.
+
+        Requests get 503 until there are replicas.
 
         Raises:
             RayDied: a server of Ray died meanwhile.
-            TimeoutError: it does not come up.
+            RuntimeError: Serve does not start.
+            TimeoutError: it does not within two minutes.
         """
         from ray import serve
 
@@ -42,14 +49,15 @@ class LocalServe:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         logs = {"log_level": "WARNING", "encoding": self._settings.log.format.upper()}
         start = partial(serve.start, proxy_location="HeadOnly", http_options=options, logging_config=logs)
-        self._ray.call("start Serve", _PROXY_SECONDS, start)
+        self._started = self._ray.begin(start)
+        self._ray.call("start Serve", _PROXY_SECONDS, _await_controller, self._started)
 
     def start_replicas(self, redis_url: str) -> None:
-        """Return when all replicas answer.
+        """Return when the proxy listens and all replicas answer.
 
         Raises:
             RayDied: a server of Ray died meanwhile.
-            RuntimeError: a replica does not come up.
+            RuntimeError: Serve does not start, or a replica does not come up.
             TimeoutError: they do not come up in time.
         """
         from ray import serve
@@ -59,6 +67,7 @@ class LocalServe:
         application = serving.app.build(self._settings, redis_url)
         run = partial(serve.run, application, name="osd", route_prefix="/")
         self._handle = self._ray.call("start the replicas", _REPLICAS_SECONDS, run)
+        self._ray.wait("start the proxy", self._started, _PROXY_SECONDS)
 
     def drain(self, report: Callable[[str], None]) -> None:
         """Have the replicas take no more requests, and wait until they have ended those that run.
@@ -97,6 +106,16 @@ class LocalServe:
             return
         except (RayError, TimeoutError) as error:
             logger.warning("the replicas did not stop by themselves: %s", last_line(error))
+
+
+def _await_controller(started: Future[None]) -> None:
+    """Until others can reach Serve: whoever asks sooner would start it in another way."""
+    while not started.done():
+        actors: Any = list_named_actors(all_namespaces=True)
+        if any(actor["namespace"] == _NAMESPACE for actor in actors):
+            return
+        time.sleep(_LOOK_SECONDS)
+    started.result()  # as it may have failed
 
 
 def _drain(handle: Any, seconds: float) -> list[int | Exception]:

@@ -1,10 +1,9 @@
-"""What comes before a start: settings that agree, a first drafter version, and pointers to versions that fit."""
+"""What a start needs of the target: rules, memory and drafter that fit it, and pointers to versions in service."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -12,47 +11,41 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.warm_store import WarmStore
 from osd import files
-from osd.config import ConfigError, Settings, tenant_of
+from osd.config import ConfigError, Settings
 from osd.engine.policy import Policy
-from osd.logs import check_file
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionError
 from osd.runtime.device import pick_device
 from osd.runtime.native import kernels
-from serving.access import keys_file
-from trainer import tracking
 
 if TYPE_CHECKING:
+    from deploy.warm_store import WarmStore
     from osd.drafters.base import Drafter
 
-_RAY_TRAIN_NEEDS = ("pandas", "pyarrow")
-_TRACING_NEEDS = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
+def prepare(
+    settings: Settings, redis_url: str, target: Path, report: Callable[[str], None] = lambda step: None
+) -> None:
+    """Have everything ready that replicas ask for as they start; ``report`` is told about what takes long.
 
-def check_settings(settings: Settings) -> None:
-    """Refuse settings that contradict each other, before anything is started.
+    Where a version is in service no model is read, and what reads models is not imported.
 
     Raises:
-        ConfigError: a package for ``trainer.tracking``, ``trainer.workers`` or ``serving.otlp_endpoint`` is missing,
-            verification would bias the drafts of growth, the draft is larger than a slot has room for, this machine
-            cannot compute with int8 weights, the domain is a tenant's, a key of ``serving.keys_file`` is refused,
-            ``log.file`` cannot be written, or ``trainer.warm_start`` has nothing to learn or no key.
+        ConfigError: the settings do not fit the ``target`` in that directory.
     """
-    if settings.serving.keys_file is not None:
-        keys_file.load(settings.serving.keys_file)
-    check_file(settings.log.file)
-    if settings.serving.otlp_endpoint is not None and not all(map(_installed, _TRACING_NEEDS)):
-        raise ConfigError("serving.otlp_endpoint needs packages that are not installed: pip install 'osd[otel]'")
-    if tenant_of(settings.domain):
-        raise ConfigError(f"domain {settings.domain} is a tenant's: a service's own serves those that have no tenant")
-    _check_warm_start(settings)
-    tracking.check(settings)
-    workers = settings.trainer.workers
-    if settings.trains and workers > 1 and not all(map(importlib.util.find_spec, _RAY_TRAIN_NEEDS)):
-        missing = "needs packages that are not installed: pip install 'osd[cluster]'"
-        raise ConfigError(f"trainer.workers {workers} {missing}")
+    check_memory(settings, target)
+    if settings.drafts:
+        ensure_version(settings, redis_url, target, report)
+
+
+def check_rules(settings: Settings) -> None:
+    """Refuse rules of drafting, verification and arithmetic that do not go together.
+
+    Raises:
+        ConfigError: verification would bias the drafts of growth, the draft is larger than a slot has room for, or this
+            machine cannot compute with int8 weights.
+    """
     if settings.target.weights == "int8" and (kernels() is None or pick_device(settings.target.device).type != "cpu"):
         raise ConfigError("target.weights int8 needs a CPU with AVX2 and the kernels built for it: use full")
     try:
@@ -86,36 +79,23 @@ def check_memory(settings: Settings, target: Path) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _check_warm_start(settings: Settings) -> None:
-    if not settings.trainer.warm_start:
-        return
-    if not settings.drafts:
-        raise ConfigError("trainer.warm_start: drafter.kind none learns nothing")
-    if not settings.capture.enabled:
-        raise ConfigError("trainer.warm_start learns from what is captured: set capture.enabled")
-    if settings.serving.keys_file is not None:
-        raise ConfigError("trainer.warm_start has none of the keys of serving.keys_file: use osd drafters warm-up")
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False
-
-
-def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:
+def ensure_version(
+    settings: Settings, redis_url: str, target: Path, report: Callable[[str], None] = lambda step: None
+) -> int:
     """Make sure that the rollout pointer of the domain names a version of the configured drafter; return its number.
 
     Where it does not, the newest version that fits comes into service; a domain without any is given what warm-up
     left, else the drafter's initial weights, as a version, and those of ``trainer.extra_domains`` the drafter that this
     domain has. Other domains that have a version are treated in the same way, and where none fits they stay as they
     are. A domain that recalls nothing yet is given what warm-up left of that, too.
+
+    Raises:
+        ConfigError: the settings of the drafter do not fit the target.
     """
     registry = Registry(settings.registry_dir)
-    first, store = _First(settings, target), WarmStore(settings.home_dir, target)
+    first = _First(settings, target, report)
     if settings.recalls and not registry.numbers(settings.domain):
-        store.recall(settings.recall, registry.root / settings.domain)
+        first.warm.recall(settings.recall, registry.root / settings.domain)
     with Pointer(redis_url, settings.registry_dir) as pointer:
 
         def choose(domain: str, before: Rollout | None) -> Rollout | None:
@@ -124,7 +104,7 @@ def ensure_version(settings: Settings, redis_url: str, target: Path) -> int:
                 return rollout
             if domain == settings.domain:
                 manifest: dict[str, Any] = {"parent": None, "trained_on": {}}
-                if (warm := store.drafter(first.config)) is not None:
+                if (warm := first.warm.drafter(first.config)) is not None:
                     manifest["warm_up"] = warm.manifest.get("warm_up")
                     return _at(registry.publish(domain, warm.weights, warm.config, manifest))
                 return _at(registry.publish(domain, first.drafter.weights(), first.config, manifest))
@@ -158,17 +138,32 @@ class _First:
     Making it takes seconds, and so does importing what makes it: what its ``config.json`` would say is remembered.
 
     Raises:
-        osd.drafters.base.DrafterError: from both properties: the settings do not fit the target.
+        ConfigError: from ``drafter`` and ``config``: the settings do not fit the target.
     """
 
-    def __init__(self, settings: Settings, target: Path) -> None:
-        self._settings, self._target = settings, target
+    def __init__(self, settings: Settings, target: Path, report: Callable[[str], None]) -> None:
+        self._settings, self._target, self._report = settings, target, report
 
     @cached_property
     def drafter(self) -> Drafter:
-        from osd import drafters
+        self._report("preparing the drafter")
+        from transformers.utils import logging as progress
 
-        return drafters.initial(self._settings.drafter, self._target, self._settings.home_dir)
+        from osd import drafters
+        from osd.drafters.base import DrafterError
+
+        progress.disable_progress_bar()
+        try:
+            return drafters.initial(self._settings.drafter, self._target, self._settings.home_dir)
+        except DrafterError as error:
+            raise ConfigError(str(error)) from error
+
+    @cached_property
+    def warm(self) -> WarmStore:
+        """What warm-up left."""
+        from deploy.warm_store import WarmStore
+
+        return WarmStore(self._settings.home_dir, self._target)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What stands before Ray Serve's proxy: it lets nothing in that Ray would act on, and ends what Ray gives up.
 
-Each proxy calls ``middlewares`` as it starts, where the environment variable ``VARIABLE`` is ``IMPORT_PATH``.
+Each proxy calls ``middlewares`` as it starts, where the environment variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
+is ``serving.front:middlewares``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from serving.replica_metrics import ACTOR
 from serving.reply import Reply
 
 logger = logging.getLogger(__name__)
-
-VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-IMPORT_PATH = "serving.front:middlewares"
 
 _READ = frozenset(
     {b"host", b"origin", b"authorization", b"content-type", b"content-length", b"x-request-id", b"traceparent"}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from osd import logs
 from osd.config import Settings
 from osd.registry.pointer_file import FencedError
+from trainer.first_token import await_first_token
 from trainer.status import Status
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ class Trainer:
 
     def train(self) -> None:
         """Train until ``stop``; the thread that calls it goes on after an error."""
-        # Importing PyTorch and transformers takes seconds, and only the process that trains needs them.
+        # Importing PyTorch and transformers takes seconds of a core, and only the process that trains needs them.
+        await_first_token(self._redis_url, self._stop)
         from trainer.domain_workers import DomainWorkers
 
         worker = DomainWorkers(self._settings, self._redis_url, open_target(self._settings))

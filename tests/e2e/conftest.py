@@ -18,12 +18,12 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
+from deploy.local_ray import FRONT
 from deploy.preparation import ensure_version
 from osd.capture.server import RedisServer
 from osd.config import Settings
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
-from serving import front
 from serving.app import build
 from tests.pointers import put
 from tests.tiny import make_tiny
@@ -128,7 +128,7 @@ def running(folder: Path, **drafter: Any) -> Iterator[Service]:
     os.environ.update(OTEL_BSP_SCHEDULE_DELAY="100", OTEL_EXPORTER_OTLP_TIMEOUT="1")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    os.environ[front.VARIABLE] = front.IMPORT_PATH
+    os.environ.update(FRONT)
     with RedisServer(max_memory_mb=128) as redis:
         ensure_version(settings, redis.url, target)
         try:

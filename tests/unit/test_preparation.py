@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from deploy.preparation import check_settings
+from deploy.contradictions import check_settings
+from deploy.preparation import check_rules
 from osd.config import ConfigError, Settings
 from osd.runtime.native import kernels
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "a file of keys that is not there": (
+        {"serving": {"keys_file": "/nowhere"}},
+        r"serving\.keys_file /nowhere cannot be",
+    ),
+    "a tenant's domain as the service's own": ({"domain": "acme.code"}, r"domain acme\.code is a tenant's"),
+}
+RULES: dict[str, tuple[dict[str, Any], str]] = {
     "a biased pair": (
         {"growth": {"kind": "top_k_tree"}, "verification": "siblings"},
         "siblings would bias the output: growth top_k_tree",
@@ -19,20 +29,22 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"growth": {"kind": "chain", "depth": 9}, "engine": {"max_draft": 8}},
         r"growth\.kind chain drafts up to 9 tokens, and engine\.max_draft is 8",
     ),
-    "a file of keys that is not there": (
-        {"serving": {"keys_file": "/nowhere"}},
-        r"serving\.keys_file /nowhere cannot be",
-    ),
-    "a tenant's domain as the service's own": ({"domain": "acme.code"}, r"domain acme\.code is a tenant's"),
     "int8 on a GPU": ({"target": {"weights": "int8", "device": "cuda"}}, r"target\.weights int8 needs a CPU with AVX2"),
 }
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_what_cannot_work_together_is_refused_by_name(name: str) -> None:
+def test_what_contradicts_itself_is_refused_by_name(name: str) -> None:
     settings, message = CONTRADICTIONS[name]
     with pytest.raises(ConfigError, match=message):
         check_settings(Settings(**settings))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_that_do_not_go_together_are_refused_by_name(name: str) -> None:
+    settings, message = RULES[name]
+    with pytest.raises(ConfigError, match=message):
+        check_rules(Settings(**settings))
 
 
 def test_several_workers_are_refused_without_the_packages_of_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,5 +59,11 @@ def test_several_workers_are_refused_without_the_packages_of_ray_train(monkeypat
 
 def test_defaults_work_together_and_int8_where_the_kernels_are() -> None:
     check_settings(Settings())
+    check_rules(Settings())
     if kernels() is not None:
-        check_settings(Settings(target={"weights": "int8"}))  # type: ignore[arg-type]
+        check_rules(Settings(target={"weights": "int8"}))  # type: ignore[arg-type]
+
+
+def test_what_is_refused_at_once_imports_nothing_that_computes() -> None:
+    code = "import sys; import deploy.embedded; print({'torch', 'transformers'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

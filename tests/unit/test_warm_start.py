@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deploy import warm_start
-from deploy.preparation import check_settings
+from deploy.contradictions import check_settings
 from deploy.warm_start import WarmStart
 from deploy.warm_store import WarmStore
 from osd.config import ConfigError, Settings

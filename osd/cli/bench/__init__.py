@@ -11,6 +11,7 @@ from osd.cli.bench.exits import exits
 from osd.cli.bench.kinds import drafters
 from osd.cli.bench.ledger import ledger
 from osd.cli.bench.net import net
+from osd.cli.bench.over_http import http
 from osd.cli.bench.peers import peers
 from osd.cli.bench.recall import recall
 from osd.cli.bench.rules import growth, rules
@@ -23,6 +24,6 @@ from osd.cli.bench.vllm import vllm
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 for command in (
     *(forward, decode, recall, serve, start, peers, vllm, rules, growth, lossless, overhead, governor, plain, weights),
-    *(adapt, shift, ablate, drafters, exits, stopping, scaling, poison, net, ledger, scheduling),
+    *(adapt, shift, ablate, drafters, exits, stopping, scaling, poison, net, ledger, scheduling, http),
 ):
     app.command()(command)

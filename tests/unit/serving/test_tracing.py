@@ -8,8 +8,8 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from deploy import preparation
-from deploy.preparation import check_settings
+from deploy import contradictions
+from deploy.contradictions import check_settings
 from osd.config import ConfigError, Settings, load_settings
 from osd.engine.lifetime import Lifetime
 from osd.engine.request import Update
@@ -210,7 +210,7 @@ def test_a_collector_that_is_down_is_told_of_once_and_when_it_is_back(service, c
 def test_without_the_packages_a_configured_collector_is_refused_at_the_start(monkeypatch):
     settings = Settings.model_validate({"serving": {"otlp_endpoint": "http://127.0.0.1:4318"}})
     check_settings(settings)
-    monkeypatch.setattr(preparation, "_TRACING_NEEDS", ("nowhere.to.be.found",))
+    monkeypatch.setattr(contradictions, "_TRACING_NEEDS", ("nowhere.to.be.found",))
     with pytest.raises(ConfigError, match=r"serving\.otlp_endpoint needs packages .* pip install 'osd\[otel\]'"):
         check_settings(settings)
     check_settings(Settings())

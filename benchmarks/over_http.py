@@ -1,0 +1,146 @@
+"""What the way over HTTP costs: the same requests to a service and to an engine in this process, in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rich.table import Table as Grid
+
+from benchmarks.figures import Spread
+from benchmarks.pair import BenchError, encode
+from benchmarks.report import columns
+from osd.engine.engine import Engine
+from osd.engine.request import Request, SamplingParams, Update
+from osd.traffic.open_loop import Load, Tally, client_of, converse
+from osd.traffic.prompt import Prompt
+
+HTTP, PROCESS = "http", "process"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """In each turn every number of ``users`` asks ``rounds`` times each, for ``tokens`` tokens."""
+
+    users: tuple[int, ...]
+    rounds: int
+    tokens: int
+    turns: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Requests of ``users`` who each wait for an answer before they ask again, in one ``way``.
+
+    ``first_token`` is the median of the seconds until a request's first token, ``rate`` all tokens a second.
+    """
+
+    way: str
+    users: int
+    turn: int
+    first_token: float
+    rate: float
+
+
+def measure(
+    engine: Engine,
+    url: str,
+    api_key: str | None,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    report: Callable[[str], None] = lambda step: None,
+) -> Iterator[Block]:
+    """Send the requests of each block in both ways; the ways take turns, as does which begins.
+
+    Args:
+        engine: running, as each replica of the service has it.
+        url: of the service.
+        api_key: of it, where it wants one.
+        prompts: of which the first turns are asked, in order and from the start again.
+        plan: how many requests.
+        report: told which block begins.
+
+    Raises:
+        BenchError: a request failed or ended too soon.
+    """
+    ids = encode(engine.tokenizer, prompts, engine.settings.engine.context)
+    if len(ids) < len(prompts):
+        raise BenchError(f"a prompt has more tokens than engine.context {engine.settings.engine.context}")
+    asked = itertools.cycle(zip(prompts, ids, strict=True))
+    for turn in range(plan.turns + 1):  # the first warms up
+        for users in plan.users:
+            report(f"turn {turn} of {plan.turns}, {users} users")
+            block = list(itertools.islice(asked, users * plan.rounds))
+            for way in (HTTP, PROCESS) if turn % 2 else (PROCESS, HTTP):
+                begun = time.perf_counter()
+                if way == HTTP:
+                    first = asyncio.run(_over_http(url, api_key, [prompt for prompt, _ in block], users, plan.tokens))
+                else:
+                    first = _in_process(engine, [ids for _, ids in block], users, plan.tokens)
+                rate = len(block) * plan.tokens / (time.perf_counter() - begun)
+                if turn:
+                    yield Block(way, users, turn, statistics.median(first), rate)
+
+
+async def _over_http(url: str, api_key: str | None, prompts: Sequence[Prompt], users: int, tokens: int) -> list[float]:
+    tally, left, load = Tally(), iter(prompts), Load(1.0, ignore_eos=True)
+    async with client_of(url, api_key) as client, asyncio.TaskGroup() as group:
+
+        async def user() -> None:
+            for prompt in left:
+                await converse(client, replace(prompt, turns=prompt.turns[:1]), load, tokens, tally, lambda tally: None)
+
+        for _ in range(users):
+            group.create_task(user())
+    if tally.failed or tally.tokens != len(prompts) * tokens:
+        error = next(iter(tally.errors), f"{tally.tokens} tokens instead of {len(prompts) * tokens}")
+        raise BenchError(f"{tally.failed} requests failed: {error}")
+    return tally.first_token
+
+
+def _in_process(engine: Engine, prompts: Sequence[tuple[int, ...]], users: int, tokens: int) -> list[float]:
+    updates: queue.Queue[tuple[float, Update]] = queue.Queue()
+    left, sent, first = iter(enumerate(prompts)), {}, {}
+
+    def ask() -> None:
+        for number, prompt in itertools.islice(left, 1):
+            request = Request(str(number), prompt, tokens, SamplingParams(temperature=0), ignore_eos=True)
+            sent[request.id] = time.perf_counter()
+            engine.submit(request, lambda update: updates.put((time.perf_counter(), update)))
+
+    for _ in range(users):
+        ask()
+    ended = 0
+    while ended < len(prompts):
+        moment, update = updates.get()
+        if update.token_ids:
+            first.setdefault(update.request_id, moment - sent[update.request_id])
+        if update.finish_reason not in (None, "length"):
+            raise BenchError(f"a request ended with {update.finish_reason}: {update.error}")
+        if update.finish_reason:
+            ended += 1
+            ask()
+    return list(first.values())
+
+
+def table(blocks: Sequence[Block]) -> Grid:
+    """For each number of users the medians over turns, with the least and the most."""
+    grid = columns("users", "tokens/s in process", "over HTTP", "of in process", "first token later by, ms")
+    for users in sorted({block.users for block in blocks}):
+        http, process = (
+            [block for block in blocks if (block.users, block.way) == (users, way)] for way in (HTTP, PROCESS)
+        )
+        pairs = list(zip(http, process, strict=True))
+        grid.add_row(
+            str(users),
+            Spread.of([block.rate for block in process]).text(digits=1),
+            Spread.of([block.rate for block in http]).text(digits=1),
+            Spread.of([mine.rate / other.rate for mine, other in pairs]).text(digits=3),
+            Spread.of([mine.first_token - other.first_token for mine, other in pairs]).text(1e3, 1),
+        )
+    return grid

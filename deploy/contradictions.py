@@ -1,0 +1,54 @@
+"""Settings that contradict each other, or what is installed here: refused at once, before anything is started."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from osd.config import ConfigError, Settings, tenant_of
+from osd.logs import check_file
+from serving.access import keys_file
+from trainer import tracking
+
+_RAY_TRAIN_NEEDS = ("pandas", "pyarrow")
+_TRACING_NEEDS = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse settings that contradict each other; nothing that computes is imported for it.
+
+    Raises:
+        ConfigError: a package for ``trainer.tracking``, ``trainer.workers`` or ``serving.otlp_endpoint`` is missing,
+            the domain is a tenant's, a key of ``serving.keys_file`` is refused, ``log.file`` cannot be written, or
+            ``trainer.warm_start`` has nothing to learn or no key.
+    """
+    if settings.serving.keys_file is not None:
+        keys_file.load(settings.serving.keys_file)
+    check_file(settings.log.file)
+    if settings.serving.otlp_endpoint is not None and not all(map(_installed, _TRACING_NEEDS)):
+        raise ConfigError("serving.otlp_endpoint needs packages that are not installed: pip install 'osd[otel]'")
+    if tenant_of(settings.domain):
+        raise ConfigError(f"domain {settings.domain} is a tenant's: a service's own serves those that have no tenant")
+    _check_warm_start(settings)
+    tracking.check(settings)
+    workers = settings.trainer.workers
+    if settings.trains and workers > 1 and not all(map(importlib.util.find_spec, _RAY_TRAIN_NEEDS)):
+        missing = "needs packages that are not installed: pip install 'osd[cluster]'"
+        raise ConfigError(f"trainer.workers {workers} {missing}")
+
+
+def _check_warm_start(settings: Settings) -> None:
+    if not settings.trainer.warm_start:
+        return
+    if not settings.drafts:
+        raise ConfigError("trainer.warm_start: drafter.kind none learns nothing")
+    if not settings.capture.enabled:
+        raise ConfigError("trainer.warm_start learns from what is captured: set capture.enabled")
+    if settings.serving.keys_file is not None:
+        raise ConfigError("trainer.warm_start has none of the keys of serving.keys_file: use osd drafters warm-up")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
