@@ -155,7 +155,8 @@ class Embedded:
                     self._ends.callback(self._serve.end)
                     self._report("starting Ray Serve")
                     self._serve.start()
-            self._report(self._preparing)
+            if not prepared.done():
+                self._report(self._preparing)
             self.directory = self._ray.wait("prepare", prepared)
         finally:
             pool.shutdown(wait=not self._ray.died)

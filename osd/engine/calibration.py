@@ -14,20 +14,23 @@ _FEW, _REPEATS = 24, 2  # small forwards are the usual ones, and quickly repeate
 
 
 def forward_seconds(target: SlotModel, most: int) -> dict[int, float]:
-    """Seconds of a forward by its rows, up to about ``most``: of few rows the best of two runs after one to warm up.
+    """Seconds of a forward by its rows, up to about ``most``, of few rows the best of two runs.
 
-    Must run on the thread that decodes, while no slot is in use.
+    Must run on the thread that decodes, while no slot is in use. Who asks meanwhile waits.
     """
+    _run(target, 1)  # the first forward ever touches memory
     seconds = {}
     for count in _COUNTS:
         if count > min(target.context, 2 * most):
             break
-        rows, wanted = following(0, 0, [0] * count), torch.arange(count)
-        runs = []
-        # A forward that is a CUDA graph takes its first time to record it.
-        for _ in range(1 + _REPEATS if count <= _FEW or target.bucketed else 1):
-            start = time.perf_counter()
-            target.forward(rows, wanted).logits[0, 0].item()  # waits for the device
-            runs.append(time.perf_counter() - start)
-        seconds[count] = min(runs[1:] or runs)
+        if target.bucketed:
+            _run(target, count)  # which records a CUDA graph
+        seconds[count] = min(_run(target, count) for _ in range(_REPEATS if count <= _FEW else 1))
     return seconds
+
+
+def _run(target: SlotModel, count: int) -> float:
+    rows, wanted = following(0, 0, [0] * count), torch.arange(count)
+    start = time.perf_counter()
+    target.forward(rows, wanted).logits[0, 0].item()  # waits for the device
+    return time.perf_counter() - start
