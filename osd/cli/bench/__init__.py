@@ -19,11 +19,12 @@ from osd.cli.bench.scaling import scaling
 from osd.cli.bench.scheduling import scheduling
 from osd.cli.bench.serve import serve, start
 from osd.cli.bench.stopping import stopping
+from osd.cli.bench.structured import structured
 from osd.cli.bench.vllm import vllm
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 for command in (
     *(forward, decode, recall, serve, start, peers, vllm, rules, growth, lossless, overhead, governor, plain, weights),
-    *(adapt, shift, ablate, drafters, exits, stopping, scaling, poison, net, ledger, scheduling, http),
+    *(adapt, shift, ablate, drafters, exits, stopping, scaling, poison, net, ledger, scheduling, http, structured),
 ):
     app.command()(command)
