@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,12 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table as Grid
 from safetensors import safe_open
 
@@ -32,6 +35,9 @@ from osd.target.model import DTYPES, load_config
 _UP = [sys.executable, "-c", "from osd.cli import main; main()", "up"]
 _REPLICA = "ServeReplica"
 _STOP_SECONDS = 60.0
+_FILL_SECONDS = 1800.0
+_COMPLETION = 32  # tokens of the answers that fill slots
+_ORDINARY = 300  # tokens below may be control tokens
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,17 @@ class Started:
     """How a service came up, from the start of its process.
 
     ``ready`` seconds until it answers and ``first_token`` until the first token of the first request. The replica's
-    process then has ``resident`` bytes in memory, ``unique`` of them shared with no other process; it must hold its
-    ``weights``, target's and drafter's, and has room for the target's ``kv``, which is resident as far as it was used.
+    process then has ``resident`` bytes in memory, ``unique`` of them shared with no other process, and ``full`` when
+    all slots have been used up to the end, ``table`` of them recall's. It must hold its ``weights``, target's and
+    drafter's, and has room for the target's ``kv``, which is resident as far as it was used.
     """
 
     ready: float
     first_token: float
     resident: int
     unique: int
+    full: int
+    table: int
     weights: int
     kv: int
 
@@ -55,9 +64,14 @@ class Started:
         """What the process has in memory to its weights and all its KV slots."""
         return self.resident / (self.weights + self.kv)
 
+    @property
+    def full_ratio(self) -> float:
+        """The same when all slots are full, without recall's table."""
+        return (self.full - self.table) / (self.weights + self.kv)
+
 
 def start(settings: Settings, limit: float = 300.0) -> Started:
-    """Bring a service up by ``osd up``, ask it for one token, take its measure and stop it.
+    """Bring a service up by ``osd up``, ask it for one token, then fill all of its slots, take its measure and stop it.
 
     Args:
         settings: of the service; it listens on a free port of this machine.
@@ -83,8 +97,11 @@ def start(settings: Settings, limit: float = 300.0) -> Started:
                 time.sleep(0.02)
             ready = time.perf_counter() - begun
             first_token = _first_token(http) - begun
-        resident, unique = _replica_bytes(process.pid)
-    return Started(ready, first_token, resident, unique, weight_bytes(settings), kv_bytes(settings))
+            resident, unique = _replica_bytes(process.pid)
+            _fill(http, settings)
+            full, _ = _replica_bytes(process.pid)
+            table = _table_bytes(http) // settings.serving.replicas
+    return Started(ready, first_token, resident, unique, full, table, weight_bytes(settings), kv_bytes(settings))
 
 
 @contextmanager
@@ -140,6 +157,35 @@ def _first_token(http: httpx2.Client) -> float:
     return moment
 
 
+def _fill(http: httpx2.Client, settings: Settings) -> None:
+    """Use every slot of every replica up to its last place, all at once, for texts that share no beginning."""
+    config, chance = load_config(target_directory(settings)), random.Random(0)  # noqa: S311 - no secret
+    length = min(settings.engine.context, config.max_position_embeddings) - _COMPLETION
+    count = settings.engine.slots * settings.serving.replicas
+    prompts = [
+        [chance.randrange(min(_ORDINARY, config.vocab_size - 1), config.vocab_size) for _ in range(length)]
+        for _ in range(count)
+    ]
+
+    def ask(prompt: list[int]) -> int:
+        body = {"prompt": prompt, "max_tokens": _COMPLETION, "ignore_eos": True}
+        return http.post("/v1/completions", json=body, timeout=_FILL_SECONDS).status_code
+
+    with ThreadPoolExecutor(count) as threads:
+        try:
+            refused = [status for status in threads.map(ask, prompts) if status != 200]
+        except httpx2.HTTPError as error:
+            raise BenchError(f"the service breaks while its slots are filled: {type(error).__name__}") from None
+    if refused:
+        raise BenchError(f"the service answers {refused[0]} to {len(refused)} of {count} requests that fill its slots")
+
+
+def _table_bytes(http: httpx2.Client) -> int:
+    """Of the recall tables of all replicas, 0 where nothing is recalled."""
+    families = text_string_to_metric_families(http.get("/metrics").raise_for_status().text)
+    return int(sum(one.value for family in families for one in family.samples if one.name == "osd_recall_bytes"))
+
+
 def _replica_bytes(parent: int) -> tuple[int, int]:
     """Of the largest replica: resident, and shared with no other process."""
     found = []
@@ -193,6 +239,9 @@ def table(found: Started) -> Grid:
         ("weights, MB", f"{found.weights / 1e6:.0f}"),
         ("KV of all slots, MB", f"{found.kv / 1e6:.0f}"),
         ("resident / (weights + KV)", f"{found.ratio:.2f}"),
+        ("resident with all slots full, MB", f"{found.full / 1e6:.0f}"),
+        ("of it recall's table, MB", f"{found.table / 1e6:.0f}"),
+        ("without it / (weights + KV)", f"{found.full_ratio:.2f}"),
     ):
         grid.add_row(name, text)
     return grid

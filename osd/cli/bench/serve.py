@@ -80,7 +80,7 @@ def serve(
 
 
 def start(json_file: Json = None, config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Start the service, and measure the time to its first token and the memory of its replica."""
+    """Start the service, and measure the time to its first token and the memory of its replica, fresh and full."""
     settings = settings_of(config, overrides)
     check_output(json_file)
     from dataclasses import asdict
@@ -93,4 +93,4 @@ def start(json_file: Json = None, config: ConfigFile = None, overrides: Override
     with loading(), stop_signals():
         found = bench.start(settings)
     show(bench.table(found))
-    write(json_file, {**asdict(found), "ratio": found.ratio})
+    write(json_file, {**asdict(found), "ratio": found.ratio, "full_ratio": found.full_ratio})

@@ -113,12 +113,20 @@ if sys.argv[1] == "--config":
         sys.exit("osd: redis_url: cannot connect")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     subprocess.run([sys.executable, __file__, "ServeReplica", str(settings["serving"]["port"])])
+asked, held = [], []
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+        if self.path == "/metrics":
+            self.wfile.write(b'osd_recall_bytes{domain="a"} 1000.0\\nosd_recall_bytes{domain="b"} 234.0\\n')
     def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "prompt" in body:
+            asked.append(len(body["prompt"]) + body["max_tokens"])
+            held.append(bytes(range(256)) * 40_000)
+            self.send_response(200 if asked == [64] * len(asked) else 400)
+            return self.end_headers()
         self.send_response(200)
         self.end_headers()
         time.sleep(0.3)
@@ -144,13 +152,30 @@ def started(tiny_target: Path, tmp_path: Path, *more: str) -> Result:
 
 @pytest.mark.usefixtures("up")
 def test_a_start_is_timed_to_its_first_token_and_its_replica_weighed(tiny_target: Path, tmp_path: Path):
-    result = started(tiny_target, tmp_path)
+    result = started(tiny_target, tmp_path, "engine.context=64", "engine.slots=2")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "start.json").read_text())
     assert 0.3 < found["first_token"] - found["ready"] < 3
     assert 5e6 < found["unique"] <= found["resident"] < 200e6  # a bare interpreter
     assert found["ratio"] == pytest.approx(found["resident"] / (found["weights"] + found["kv"]))
     assert "first token" in result.stdout
+
+
+@pytest.mark.usefixtures("up")
+def test_every_slot_is_used_up_to_its_end_and_the_replica_weighed_again(tiny_target: Path, tmp_path: Path):
+    result = started(tiny_target, tmp_path, "engine.context=64", "engine.slots=3")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "start.json").read_text())
+    assert found["full"] - found["resident"] > 3 * 256 * 40_000 * 0.9, "what three requests left"
+    assert found["table"] == 1234
+    assert found["full_ratio"] == pytest.approx((found["full"] - 1234) / (found["weights"] + found["kv"]))
+
+
+@pytest.mark.usefixtures("up")
+def test_slots_that_cannot_be_filled_are_said(tiny_target: Path, tmp_path: Path):
+    result = started(tiny_target, tmp_path, "engine.context=65", "engine.slots=3")
+    assert result.exit_code == 2
+    assert result.stderr == "osd: the service answers 400 to 3 of 3 requests that fill its slots\n"
 
 
 @pytest.mark.usefixtures("up")
@@ -169,4 +194,5 @@ def test_a_replica_must_hold_its_weights_and_its_slots(tiny_target: Path, tmp_pa
     narrow = settings.model_copy(update={"target": target.model_copy(update={"weights": "int8"})})
     assert weight_bytes(narrow) == 4 * (layer - 2 * 64) + 2 * (4 * 2 * 64 + 64 + 64 * 259)
     assert kv_bytes(settings) == 2 * 4 * 3 * 2 * (100 + 10) * 16 * 2
-    assert Started(1.0, 2.0, 300, 200, 100, 100).ratio == 1.5
+    assert Started(1.0, 2.0, 300, 200, 420, 20, 100, 100).ratio == 1.5
+    assert Started(1.0, 2.0, 300, 200, 420, 20, 100, 100).full_ratio == 2.0
