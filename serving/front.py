@@ -56,15 +56,29 @@ class Front:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1000})
         reply = Reply(scope, receive, partial(_counted, template_of(scope["path"]), send))
-        # Ray says nothing, or nothing more, where the replica has gone or the client has, who does not read this.
-        error = ApiError(503, _BROKEN, kind="server_error", headers={"Retry-After": "1"})
+        heard = _Heard(receive)
         read = {**scope, "headers": list(filter(_passes, scope["headers"]))}
         try:
-            await self.app(read, receive, partial(_reword, reply))
+            await self.app(read, heard, partial(_reword, reply))
         except Exception:
             logger.exception("the proxy failed")
-            error = of_status(500)
-        await reply.fail(error)
+            return await reply.fail(of_status(500))
+        # Ray says nothing, or nothing more, where the replica has gone or the client has, who does not read this.
+        broken = ApiError(503, _BROKEN, kind="server_error", headers={"Retry-After": "1"})
+        await reply.fail(of_status(499) if heard.left else broken)
+
+
+class _Heard:
+    """Passes on what the client sends, and notes that it has left."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.left = False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.left = self.left or message["type"] == "http.disconnect"
+        return message
 
 
 async def _counted(template: str, send: Send, message: Message) -> None:

@@ -9,6 +9,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
@@ -99,6 +100,19 @@ def test_every_answer_is_counted_by_path_and_status_those_of_the_proxy_too(servi
         return all(now.get(key, 0) - before.get(key, 0) == count for key, count in expected.items())
 
     eventually(told)
+
+
+def test_a_client_that_leaves_is_no_failure_of_the_server(service, eventually):
+    before = responses(service)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{service.url}/v1/completions",
+            json={"prompt": "a", "max_tokens": 1000, "ignore_eos": True},
+            timeout=0.3,
+        )
+    key = ("/v1/completions", "499")
+    eventually(lambda: responses(service).get(key, 0) == before.get(key, 0) + 1)
+    assert not [key for key, count in responses(service).items() if key[1] >= "500" and count != before.get(key, 0)]
 
 
 def test_an_answer_that_takes_too_long_ends(service):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -120,6 +121,22 @@ def test_a_replica_that_dies_before_it_answers_is_503_whatever_it_was_about_to_a
     response = client.get("/")
     assert error_of(response, 503)["type"] == "server_error"
     assert response.headers["retry-after"] == "1"
+
+
+def test_a_client_that_left_before_its_answer_is_counted_as_no_failure():
+    sent = []
+
+    async def app(scope, receive, send):
+        await receive()
+
+    async def left():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(front.Front(app)({"type": "http", "path": "/health", "headers": []}, left, send))
+    assert sent[0]["status"] == 499
 
 
 @pytest.mark.parametrize(
