@@ -45,7 +45,7 @@ test: develop browser ## Run all tests; ARGS="tests/unit -k config"
 	$(BIN)/python -m pytest $(or $(ARGS),tests/unit -n auto)
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/integration tests/e2e tests/faults)
 
-soak: develop ## Run the tests that take long: laws of the output over a hundred thousand runs, and services of their own
+soak: develop ## Run the tests that take long: laws of the output over a hundred thousand runs, services of their own, and the load generators of others
 	$(BIN)/python -m pytest -m 'soak and not fault' -n auto $(ARGS)
 
 faults: develop ## Kill, cut, fill and flush what the service needs, and print what is promised and what came of it

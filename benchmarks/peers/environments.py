@@ -43,11 +43,12 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed: ``requirement``, and of what that needs all but ``without``."""
+    """What is installed: ``requirement`` beside ``pins``, and of what that needs all but ``without``."""
 
     name: str
     requirement: str
     without: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
     cmake: Callable[[], Sequence[str]] = tuple
 
     def python(self, home: Path, report: Callable[[str], None]) -> Path:
@@ -58,7 +59,7 @@ class Environment:
         """
         place = home / "peers" / self.name
         python, done = place / "bin" / "python", place / "installed.json"
-        wanted = json.dumps([self.requirement, self.without, list(self.cmake())])
+        wanted = json.dumps([self.requirement, *self.pins, self.without, list(self.cmake())])
         place.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(place.with_name(f".{self.name}.lock")):
             if done.is_file() and done.read_text(encoding="utf-8") == wanted:
@@ -70,9 +71,10 @@ class Environment:
             if self.without:
                 run([*pip, "--no-deps", self.requirement])
                 name = self.requirement.partition("==")[0]
-                run([*pip, *json.loads(run([str(python), "-c", _READ_REQUIREMENTS, name, *self.without]))])
+                needed = json.loads(run([str(python), "-c", _READ_REQUIREMENTS, name, *self.without]))
+                run([*pip, *self.pins, *needed])
             else:
-                run([*pip, self.requirement], CMAKE_ARGS=" ".join(self.cmake()))
+                run([*pip, self.requirement, *self.pins], CMAKE_ARGS=" ".join(self.cmake()))
             done.write_text(wanted, encoding="utf-8")
         return python
 

@@ -142,6 +142,8 @@ def test_an_environment_is_made_once_and_anew_when_what_it_needs_changes(tmp_pat
     other = Environment("some", "some==2", cmake=lambda: ("-DA=ON", "-DB=OFF"))
     other.python(tmp_path, lambda step: None)
     assert ran[-1][-2:] == ["some==2", "-DA=ON -DB=OFF"]
+    Environment("some", "some==2", pins=("needed==1",)).python(tmp_path, lambda step: None)
+    assert ran[-1][-3:-1] == ["some==2", "needed==1"]
 
 
 def test_an_environment_that_cannot_be_made_is_one_line_and_tried_again(tmp_path: Path, monkeypatch):
