@@ -108,7 +108,7 @@ def aiperf(load: Load, home: Path, folder: Path) -> Report:
 
 
 def vllm_bench_serve(load: Load, home: Path, folder: Path) -> Report:
-    """It streams always."""
+    """It streams, whatever the load says."""
     _run(
         VLLM.python(home, print), "-c", _VLLM_BENCH_SERVE,
         "--base-url", load.url,
