@@ -65,7 +65,8 @@ def _operation(operation: Operation, schemas: Schemas) -> dict[str, Any]:
     if operation.event is not None:
         name = schemas[operation.event]["$ref"].rpartition("/")[2]
         events = f"With stream: server-sent events, the data of each a {name}, and [DONE] in the end."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": events}}
+        # Without a type: some take the schema for the whole text of the stream, others for each event that they read.
+        content["text/event-stream"] = {"schema": {"description": events}}
     problem = {"description": "Refused, or failed.", "content": {_JSON: {"schema": schemas[Error]}}}
     said: dict[str, Any] = {
         "summary": operation.summary,

@@ -75,6 +75,14 @@ def test_keys_are_asked_for_where_the_server_asks_for_them():
     assert locked.get("/v1/models").status_code == 401
 
 
+def test_a_stream_is_described_alike_for_who_reads_text_and_who_reads_events():
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        content = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
+        said = Draft202012Validator(content["text/event-stream"]["schema"])
+        assert said.is_valid("data: {}\n\ndata: [DONE]\n\n")
+        assert said.is_valid({"event": "message", "data": "{}"})
+
+
 def places(tokens):
     return tuple(TokenLogprobs(token, -0.5, ((token, -0.5), (token + 1, -2.0))) for token in tokens)
 
