@@ -5,15 +5,16 @@ from __future__ import annotations
 import queue
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 
 from rich.table import Table as Grid
 
 from benchmarks.figures import Quartiles
 from benchmarks.report import columns
-from benchmarks.streams import settled
+from benchmarks.streams import settled, updates_of
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 
@@ -113,25 +114,17 @@ def _request(way: str, number: int, at: int, prompt: tuple[int, ...], plan: Plan
 
 def _ask(engine: Engine, requests: Sequence[Request], traffic: Traffic, seed: int) -> None:
     """Send ``requests`` as ``traffic`` says and wait for every answer; the same ``seed`` has them come alike."""
-    updates: queue.Queue[Update] = queue.Queue()
-    later = iter(requests)
     if traffic.rate is None:
-        for request in islice(later, traffic.users):
-            engine.submit(request, updates.put)
-    else:
-        gaps, begun = random.Random(seed), time.monotonic()  # noqa: S311 - no secret
-        for moment in accumulate(gaps.expovariate(traffic.rate) for _ in requests):
-            time.sleep(max(begun + moment - time.monotonic(), 0.0))
-            engine.submit(next(later), updates.put)
-    left = len(requests)
-    while left:
-        update = updates.get()
+        deque(updates_of(engine, requests, traffic.users), maxlen=0)
+        return
+    ends: queue.Queue[Update] = queue.Queue()
+    gaps, begun = random.Random(seed), time.monotonic()  # noqa: S311 - no secret
+    for request, moment in zip(requests, accumulate(gaps.expovariate(traffic.rate) for _ in requests), strict=True):
+        time.sleep(max(begun + moment - time.monotonic(), 0.0))
+        engine.submit(request, lambda update: ends.put(update) if update.finish_reason else None)
+    for update in (ends.get() for _ in requests):
         if update.finish_reason == "error":
             raise RuntimeError(f"a request failed: {update.error}")
-        if update.finish_reason is not None:
-            left -= 1
-            for request in islice(later, 1):
-                engine.submit(request, updates.put)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import queue
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,9 @@ from rich.table import Table as Grid
 from benchmarks.figures import Spread
 from benchmarks.pair import BenchError, encode
 from benchmarks.report import columns
+from benchmarks.streams import updates_of
 from osd.engine.engine import Engine
-from osd.engine.request import Request, SamplingParams, Update
+from osd.engine.request import Request, SamplingParams
 from osd.traffic.open_loop import Load, Tally, client_of, converse
 from osd.traffic.prompt import Prompt
 
@@ -66,11 +66,13 @@ def measure(
         report: told which block begins.
 
     Raises:
-        BenchError: a request failed or ended too soon.
+        BenchError: a prompt is too long, or the service refuses a request or ends it too soon.
+        RuntimeError: the engine fails.
     """
-    ids = encode(engine.tokenizer, prompts, engine.settings.engine.context)
+    longest = engine.settings.engine.context - plan.tokens
+    ids = encode(engine.tokenizer, prompts, longest)
     if len(ids) < len(prompts):
-        raise BenchError(f"a prompt has more tokens than engine.context {engine.settings.engine.context}")
+        raise BenchError(f"a prompt has more than the {longest} tokens that engine.context has beside the answer")
     asked = itertools.cycle(zip(prompts, ids, strict=True))
     for turn in range(plan.turns + 1):  # the first warms up
         for users in plan.users:
@@ -104,28 +106,15 @@ async def _over_http(url: str, api_key: str | None, prompts: Sequence[Prompt], u
 
 
 def _in_process(engine: Engine, prompts: Sequence[tuple[int, ...]], users: int, tokens: int) -> list[float]:
-    updates: queue.Queue[tuple[float, Update]] = queue.Queue()
-    left, sent, first = iter(enumerate(prompts)), {}, {}
-
-    def ask() -> None:
-        for number, prompt in itertools.islice(left, 1):
-            request = Request(str(number), prompt, tokens, SamplingParams(temperature=0), ignore_eos=True)
-            sent[request.id] = time.perf_counter()
-            engine.submit(request, lambda update: updates.put((time.perf_counter(), update)))
-
-    for _ in range(users):
-        ask()
-    ended = 0
-    while ended < len(prompts):
-        moment, update = updates.get()
+    greedy = SamplingParams(temperature=0)
+    requests = [Request(str(at), prompt, tokens, greedy, ignore_eos=True) for at, prompt in enumerate(prompts)]
+    sent, first = [0.0] * users, {}  # who has an answer sends the next request
+    for moment, update in updates_of(engine, requests, users):
         if update.token_ids:
-            first.setdefault(update.request_id, moment - sent[update.request_id])
-        if update.finish_reason not in (None, "length"):
-            raise BenchError(f"a request ended with {update.finish_reason}: {update.error}")
+            first.setdefault(int(update.request_id), moment)
         if update.finish_reason:
-            ended += 1
-            ask()
-    return list(first.values())
+            sent.append(moment)
+    return [first[at] - sent[at] for at in range(len(requests))]
 
 
 def table(blocks: Sequence[Block]) -> Grid:

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from osd.engine.counters import EngineCounters
 from osd.engine.engine import Engine
@@ -113,28 +114,42 @@ def settled(engine: Engine) -> EngineCounters:
     return engine.counters()
 
 
-def decoding_rate(arrivals: Arrivals) -> float:
-    """Tokens per second of all requests together, from when the last of them has begun until the first one ends."""
+def together(arrivals: Arrivals) -> tuple[float, list[int]]:
+    """How long all requests decoded, from when the last of them had begun until the first ended; what came in it."""
     begin = max(moments[0][0] for moments in arrivals.values())
     end = min(moments[-1][0] for moments in arrivals.values())
-    tokens = sum(count for moments in arrivals.values() for moment, count in moments if begin < moment <= end)
-    return tokens / (end - begin) if end > begin else 0.0
+    counts = [count for moments in arrivals.values() for moment, count in moments if begin < moment <= end]
+    return max(end - begin, 0.0), counts
 
 
-def updates_of(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[float, Update]]:
-    """Send ``requests`` at once; yield every update with the seconds since then, until all have ended.
+def decoding_rate(arrivals: Arrivals) -> float:
+    """Tokens per second of all requests while all decoded."""
+    seconds, counts = together(arrivals)
+    return sum(counts) / seconds if seconds else 0.0
+
+
+def updates_of(engine: Engine, requests: Sequence[Request], users: int | None = None) -> Iterator[tuple[float, Update]]:
+    """Send ``requests`` at once, or as so many ``users`` do who wait for an answer before they ask again.
+
+    Yields every update with the seconds since then, until all have ended.
 
     Raises:
         RuntimeError: one of them failed.
     """
     updates: queue.Queue[tuple[float, Update]] = queue.Queue()
-    begun = time.perf_counter()
-    for request in requests:
-        engine.submit(request, lambda update: updates.put((time.perf_counter() - begun, update)))
+    later, begun = iter(requests), time.perf_counter()
+
+    def send(count: int | None) -> None:
+        for request in islice(later, count):
+            engine.submit(request, lambda update: updates.put((time.perf_counter() - begun, update)))
+
+    send(users)
     left = len(requests)
     while left:
         moment, update = updates.get()
         if update.finish_reason == "error":
             raise RuntimeError(f"a request failed: {update.error}")
         yield moment, update
-        left -= update.finish_reason is not None
+        if update.finish_reason is not None:
+            left -= 1
+            send(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from rich.table import Table as Grid
 from benchmarks.figures import Spread
 from benchmarks.pair import BenchError, encode
 from benchmarks.report import columns
-from benchmarks.streams import settled, updates_of
+from benchmarks.streams import Arrivals, settled, together, updates_of
 from osd.engine.constraint import Constraint
 from osd.engine.engine import Engine
 from osd.engine.forcing import FORCED
@@ -205,17 +206,15 @@ def _answered(
             for stream, ids in enumerate(prompts)
         ]  # fmt: skip
         given: dict[str, list[int]] = {request.id: [] for request in requests}
-        moments: dict[str, list[tuple[float, int]]] = {request.id: [] for request in requests}
+        arrivals: Arrivals = defaultdict(list)
         for moment, update in updates_of(engine, requests):
             given[update.request_id] += update.token_ids
             if update.token_ids:
-                moments[update.request_id].append((moment, len(update.token_ids)))
+                arrivals[update.request_id].append((moment, len(update.token_ids)))
             if update.counts:
                 counts.add(update.counts)
-        begin = max(mine[0][0] for mine in moments.values())
-        end = min(mine[-1][0] for mine in moments.values())
-        within = [count for mine in moments.values() for moment, count in mine if begin < moment <= end]
-        seconds, tokens, rounds = seconds + max(end - begin, 0.0), tokens + sum(within), rounds + len(within)
+        lasted, within = together(arrivals)
+        seconds, tokens, rounds = seconds + lasted, tokens + sum(within), rounds + len(within)
         answers += given.values()
     if not tokens:
         raise BenchError("answers ended before all of a wave had begun: fewer --streams, or more --tokens")

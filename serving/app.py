@@ -79,9 +79,9 @@ class Server:
     """A Serve replica: HTTP in front, one engine inside."""
 
     def __init__(self, settings: Settings, redis_url: str) -> None:
-        # The driver that builds the application needs neither torch nor the engine. What is imported and loaded stays:
-        # looking for garbage in it takes seconds now, and moments of every stream later.
+        # What is imported and loaded now stays: it is not searched for garbage while it comes, nor ever again.
         gc.disable()
+        # The driver that builds the application needs neither torch nor the engine.
         from serving.replica import Replica
         from serving.work import Work
 
@@ -101,6 +101,7 @@ class Server:
 
         app = create_app(self._replica, [self._tracing.observe] if self._tracing else [])
         app.add_middleware(self._work.guard)
+        gc.collect()  # what is garbage already would stay too
         gc.freeze()
         gc.enable()
         return app

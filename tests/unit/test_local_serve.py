@@ -1,6 +1,8 @@
-"""What a stop waits for; the replicas are stand-ins that answer at once."""
+"""What a start and a stop wait for; Ray and the replicas are stand-ins that answer at once."""
 
 from __future__ import annotations
+
+from concurrent.futures import Future
 
 import pytest
 from ray.exceptions import RayActorError
@@ -37,6 +39,15 @@ class Replicas:
         if isinstance(self.said[0], Exception) and len(self.said) == 1:
             raise self.said[0]
         return list(self.said)
+
+
+class FailingToStart(CallingAtOnce):
+    """The same of a Ray on which nothing else starts."""
+
+    def begin(self, function, *arguments):
+        started = Future()
+        started.set_exception(RuntimeError("no room for a proxy"))
+        return started
 
 
 def drain(replicas) -> list[str]:
@@ -85,3 +96,8 @@ def test_one_that_hangs_is_not_waited_for_as_long(said, seconds, monkeypatch):
     serve.drain(lambda step: None)
     serve.end()
     assert ray.seconds == seconds
+
+
+def test_a_serve_that_cannot_start_says_so_and_is_not_waited_for():
+    with pytest.raises(RuntimeError, match="no room for a proxy"):
+        LocalServe(FailingToStart(), Settings()).start()

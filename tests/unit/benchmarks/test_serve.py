@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,42 +14,7 @@ from benchmarks.start import Started, kv_bytes, weight_bytes
 from osd.cli.app import app
 from osd.config import EngineSettings, Settings, TargetSettings
 from osd.traffic.open_loop import Tally
-
-PIECE = 0.02  # seconds between two pieces of an answer
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers each request with three pieces of two tokens; refuses prompts that say so."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append(body)  # type: ignore[attr-defined]
-        self.send_response(503 if body["messages"][0]["content"] == "refuse" else 200)
-        self.end_headers()
-        for number in range(3):
-            time.sleep(PIECE)
-            end = "stop" if number == 2 else None
-            self._event({"choices": [{"delta": {"content": "ab"}, "finish_reason": end}]})
-        self._event({"choices": [], "usage": {"completion_tokens": 6}})
-
-    def _event(self, event: dict) -> None:
-        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-        self.wfile.flush()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def service() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.bodies = []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+from tests.unit.benchmarks.conftest import PIECE
 
 
 def bench(service: ThreadingHTTPServer, tmp_path: Path, words: list[str], *arguments: str) -> Result:

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import io
+from contextlib import contextmanager
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks.over_http import HTTP, PROCESS, Block, Plan, measure, table
+from benchmarks.pair import BenchError
+from osd.cli.app import app
+from osd.traffic.prompt import Prompt
+from tests.tiny import make_tiny
+from tests.unit.benchmarks.conftest import PIECE
+from tests.unit.engine.harness import running
+
+PROMPTS = [Prompt(str(number), "d", (f"say {number}", "and again")) for number in range(3)]
+TOKENS = 6  # of the service's answers
+
+
+@contextmanager
+def measured(tmp_path, service, plan, prompts=PROMPTS):
+    with running(make_tiny(tmp_path), prefix_cache=False) as client:
+        yield measure(client.engine, f"http://127.0.0.1:{service.server_port}", None, prompts, plan), client.engine
+
+
+def test_both_ways_answer_the_same_requests_and_take_turns(tmp_path, service):
+    with measured(tmp_path, service, Plan((1, 2), rounds=2, tokens=TOKENS, turns=2)) as (blocks, engine):
+        found = list(blocks)
+        counters = engine.counters()
+    ways = [(block.turn, block.users, block.way) for block in found]
+    assert ways[:4] == [(1, 1, HTTP), (1, 1, PROCESS), (1, 2, HTTP), (1, 2, PROCESS)]
+    assert ways[4:] == [(2, 1, PROCESS), (2, 1, HTTP), (2, 2, PROCESS), (2, 2, HTTP)]
+    assert counters.requests == len(service.bodies) == 3 * (2 + 4), "a turn before them warms up"
+    assert counters.completion_tokens == counters.requests * TOKENS
+    assert {len(body["messages"]) for body in service.bodies} == {1}, "the first turns alone are asked"
+    for body in service.bodies:
+        assert (body["max_tokens"], body["ignore_eos"], body["temperature"]) == (TOKENS, True, 0.0)
+    for block in (block for block in found if block.way == HTTP):
+        assert PIECE <= block.first_token < 4 * PIECE
+        assert block.rate < block.users * TOKENS / (3 * PIECE)
+
+
+def test_a_first_token_is_counted_from_when_a_user_asks(tmp_path, service):
+    with measured(tmp_path, service, Plan((1,), rounds=40, tokens=TOKENS, turns=1)) as (blocks, _):
+        process = next(block for block in blocks if block.way == PROCESS)
+    assert process.first_token < 2 * TOKENS / process.rate, "and not from when the first one does"
+
+
+def test_a_service_that_refuses_or_stops_too_soon_ends_the_measurement(tmp_path, service):
+    refused = [Prompt("0", "d", ("refuse",))]
+    with (
+        measured(tmp_path, service, Plan((1,), rounds=1, tokens=TOKENS, turns=1), refused) as (blocks, _),
+        pytest.raises(BenchError, match="1 requests failed: HTTP 503"),
+    ):
+        list(blocks)
+    with (
+        measured(tmp_path, service, Plan((1,), rounds=1, tokens=TOKENS + 2, turns=1)) as (blocks, _),
+        pytest.raises(BenchError, match="6 tokens instead of 8"),
+    ):
+        list(blocks)
+
+
+def test_prompts_must_leave_room_for_the_answer(tmp_path, service):
+    long = [Prompt("0", "d", ("a" * 500,))]
+    with (
+        measured(tmp_path, service, Plan((1,), rounds=1, tokens=TOKENS, turns=1), long) as (blocks, _),
+        pytest.raises(BenchError, match=r"more than the \d+ tokens that engine\.context has beside the answer"),
+    ):
+        list(blocks)
+    assert service.bodies == []
+
+
+def test_ratios_and_differences_are_taken_within_a_turn():
+    blocks = []
+    for turn, http, process in ((1, 50.0, 100.0), (2, 90.0, 90.0), (3, 60.0, 40.0)):
+        blocks += [Block(HTTP, 8, turn, 0.03, http), Block(PROCESS, 8, turn, 0.01 * turn, process)]
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(table(blocks))
+    assert "1.000 (0.500 to 1.500)" in console.export_text(clear=False)
+    assert "10.0 (0.0 to 20.0)" in console.export_text()
+
+
+def test_a_number_of_users_below_one_is_refused():
+    done = CliRunner().invoke(app, ["bench", "http", "--users", "0"])
+    assert done.exit_code == 2
+    assert "--users" in done.stderr
