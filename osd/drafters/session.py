@@ -144,6 +144,16 @@ class Tree:
         """A chain of ``tokens``."""
         return cls(tokens, list(range(ROOT, len(tokens) - 1)), [source] * len(tokens))
 
+    def followed_by(self, tree: Tree) -> Tree:
+        """This chain, and behind its last token another tree without riders."""
+        count = len(self.tokens)
+        return Tree(
+            [*self.tokens, *tree.tokens],
+            [*self.parents, *(count + parent for parent in tree.parents)],
+            [*self.sources, *tree.sources],
+            orders=[0] * count + [*tree.orders] if tree.orders else (),
+        )
+
     def with_tokens(self, tokens: list[int]) -> Tree:
         """The same chain with its ``tokens``, which may be fewer than it had room for."""
         return replace(self, tokens=tokens, parents=self.parents[: len(tokens)], sources=self.sources[: len(tokens)])
@@ -288,6 +298,13 @@ class Session(Protocol):
     def ride(self, asked: Asked, growth: Growth, proposal: Proposal) -> Proposal:
         """The same proposal, whoever made it, with this drafter's own rows behind the nodes; most have none."""
         return proposal
+
+    def behind(self, asked: Asked, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal | None:
+        """Draft behind ``chains`` of tokens, one of each sequence, of which it is certain that they come first.
+
+        Who needs the target's states there cannot, and returns None, as most do; others choose candidates.
+        """
+        return None
 
     def commit(self, slot: int, kept: Kept) -> None:
         """Append committed tokens."""

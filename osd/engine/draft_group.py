@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.session import Asked, Proposal, Tree
+from osd.engine.constraint import Constraint
 from osd.engine.forcing import FORCED, pruned
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
@@ -76,41 +77,28 @@ class DraftGroup:
         limits: dict[Decoding, int],
         device: torch.device,
         worth: Worth | None = None,
+        forced: Sequence[Sequence[int]] = (),
     ) -> DraftGroup:
         """Ask ``drafter`` for drafts of the sequences in ``limits``, with as many nodes as stand there at most.
 
-        With ``worth`` they have as many as pay, beside what the round does already.
+        With ``worth`` they have as many as pay, beside what the round does already. Where grammars leave no choice
+        about the tokens that come first, these are ``forced``, a chain for each sequence, and drafts stand behind them.
         """
         asked = _asked(policy, limits, device, worth)
         noise = _noise(list(limits), [s.step for s in limits], device)
-        drafts = drafter is not None and any(asked.limits)
-        proposal = drafter.session.propose(asked, policy.growth, noise) if drafter is not None and drafts else None
-        if drafter is not None and proposal is not None:
-            proposal.check(asked, drafter.needs.riders)
-            if proposal.chosen:
-                # What was chosen without chance may be dropped, as far as the context alone decides it.
-                trees = zip(proposal.trees, limits, strict=True)
-                proposal = replace(proposal, trees=[pruned(tree, s.constraint) for tree, s in trees])
+        constraints = [s.constraint for s in limits]
+        if forced:
+            proposal = _behind(forced, drafter, policy, asked, constraints)
+        else:
+            proposal = _proposed(drafter, policy, asked, noise, constraints)
         return cls(drafter, policy, list(limits), asked, noise, proposal)
-
-    @classmethod
-    def forced(
-        cls, drafter: ActiveDrafter | None, policy: Policy, chains: dict[Decoding, Sequence[int]], device: torch.device
-    ) -> DraftGroup:
-        """What their grammars leave no choice about is the draft; ``drafter`` may send rows of its own along."""
-        asked = _asked(policy, {s: len(chain) for s, chain in chains.items()}, device)
-        noise = _noise(list(chains), [s.step for s in chains], device)
-        trees = [Tree.chain(list(chain), FORCED) for chain in chains.values()]
-        proposal = Proposal.of_choice(trees, float(sum(asked.limits)))
-        if drafter is not None:
-            proposal = drafter.session.ride(asked, policy.growth, proposal)
-        return cls(drafter, policy, list(chains), asked, noise, proposal)
 
     @property
     def size(self) -> tuple[int, float]:
-        """Rows of all drafts, and how many of their nodes are expected to be kept."""
+        """Rows that a drafter adds, and how many of their nodes are expected to be kept."""
         expected = 0.0 if self.proposal is None else self.proposal.expected
-        return sum(len(tree.tokens) + len(tree.rider_tokens) for tree in self.trees), expected
+        rows = sum(len(tree.tokens) + len(tree.rider_tokens) - tree.sources.count(FORCED) for tree in self.trees)
+        return rows, expected
 
     @property
     def trees(self) -> Sequence[Tree]:
@@ -251,6 +239,45 @@ class DraftGroup:
         owners, nodes = torch.tensor(after, device=self.asked.device).T
         tokens, parents = _tensors(self.trees, self.proposal, self.asked.device)
         return self.asked.penalties.adjust(mine, owners, nodes, tokens, parents)
+
+
+def _proposed(
+    drafter: ActiveDrafter | None,
+    policy: Policy,
+    asked: Asked,
+    noise: Noise,
+    constraints: Sequence[Constraint | None],
+) -> Proposal | None:
+    """What ``drafter`` drafts where nothing is forced."""
+    if drafter is None or not any(asked.limits):
+        return None
+    proposal = drafter.session.propose(asked, policy.growth, noise)
+    proposal.check(asked, drafter.needs.riders)
+    # What was chosen without chance may be dropped, as far as the context alone decides it.
+    return replace(proposal, trees=_pruned(proposal.trees, constraints)) if proposal.chosen else proposal
+
+
+def _behind(
+    forced: Sequence[Sequence[int]],
+    drafter: ActiveDrafter | None,
+    policy: Policy,
+    asked: Asked,
+    constraints: Sequence[Constraint | None],
+) -> Proposal:
+    """What is ``forced``, behind it what ``drafter`` drafts there, and its own rows behind that."""
+    trees, expected = [Tree.chain(list(chain), FORCED) for chain in forced], 0.0
+    if drafter is None:
+        return Proposal.of_choice(trees)
+    if any(asked.limits) and (behind := drafter.session.behind(asked, forced, policy.growth)) is not None:
+        behind.check(asked, riders=0)
+        joined = [chain.followed_by(tree) for chain, tree in zip(trees, behind.trees, strict=True)]
+        trees, expected = _pruned(joined, constraints), behind.expected
+    whole = replace(asked, limits=[len(tree.tokens) for tree in trees], worth=None)
+    return drafter.session.ride(whole, policy.growth, Proposal.of_choice(trees, expected))
+
+
+def _pruned(trees: Sequence[Tree], constraints: Sequence[Constraint | None]) -> list[Tree]:
+    return [pruned(tree, constraint) for tree, constraint in zip(trees, constraints, strict=True)]
 
 
 def _tensors(trees: Sequence[Tree], proposal: Proposal | None, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,7 @@ class Planner:
         forced, rows = sum(len(one.forced) for one in scheduled), sum(one.rows for one in scheduled)
         rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
         most = max(rows + min(sum(limits.values()), _MOST), running)
-        usual = running if rows - forced > ends else None
+        usual = running if rows > ends else None
         return Worth(float(ends + forced), rows, self.costs.rounds(most)[: most + 1], usual, self.costs)
 
     def observe(self, outcome: Outcome, seconds: float) -> None:
@@ -173,4 +173,4 @@ class Planner:
 
     def _room(self, one: ScheduledSequence) -> int:
         s = one.sequence
-        return min(s.limit, s.remaining - 1, self._context - len(s.tokens))
+        return max(min(s.limit, s.remaining - 1, self._context - len(s.tokens)) - len(one.forced), 0)

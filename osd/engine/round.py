@@ -148,23 +148,23 @@ def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
     """Ask each drafter for the sequences that it drafts for."""
     graphs = GraphRecorder.made
     # Grammars apart: without one, the most probable tokens say what is drawn, and last candidates may be.
-    alike: dict[tuple[ActiveDrafter | None, Policy, bool, bool], dict[Decoding, int]] = defaultdict(dict)
-    forced: dict[tuple[ActiveDrafter | None, Policy, bool], dict[Decoding, Sequence[int]]] = defaultdict(dict)
+    alike: dict[tuple[ActiveDrafter | None, Policy, bool, bool, bool], list[ScheduledSequence]] = defaultdict(list)
     for one in scheduled.sequences:
-        s = one.sequence
-        greedy = s.request.sampling.temperature == 0
-        if one.forced:
-            forced[s.drafter, s.policy, greedy][s] = one.forced
-        elif one.ends:
-            alike[s.drafter, s.policy, greedy, s.constraint is not None][s] = one.limit
-    groups = [DraftGroup.forced(drafter, policy, chains, device) for (drafter, policy, _), chains in forced.items()]
+        if one.ends:
+            s = one.sequence
+            greedy = s.request.sampling.temperature == 0
+            alike[s.drafter, s.policy, greedy, s.constraint is not None, bool(one.forced)].append(one)
+    groups: list[DraftGroup] = []
     marks: list[tuple[ActiveDrafter, Mark, Mark]] = []
     worth = scheduled.worth
-    for (drafter, policy, *_), limits in alike.items():
+    for (drafter, policy, *_, forced), members in alike.items():
         begun = mark(device)
-        groups.append(DraftGroup.of(drafter, policy, limits, device, worth if policy.growth.by_worth else None))
-        if worth is not None and policy.growth.by_worth:
-            worth = worth.after(*groups[-1].size)
+        limits = {one.sequence: one.limit for one in members}
+        priced = worth if policy.growth.by_worth else None
+        chains = [one.forced for one in members] if forced else ()
+        groups.append(DraftGroup.of(drafter, policy, limits, device, priced, chains))
+        if priced is not None:
+            worth = priced.after(*groups[-1].size)
         if drafter is not None and groups[-1].proposal is not None:
             marks.append((drafter, begun, mark(device)))
     return Drafted(scheduled, groups, marks, graphs)

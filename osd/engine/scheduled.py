@@ -13,8 +13,8 @@ from osd.speculation.worth import Worth
 class ScheduledSequence:
     """What one sequence feeds: ``count`` of its tokens from ``start`` on, then a draft of up to ``limit`` nodes.
 
-    It ``ends`` where the token after these is to be drawn. Tokens that are ``forced`` by its grammar are its draft,
-    whatever a drafter would say.
+    It ``ends`` where the token after these is to be drawn. Tokens that are ``forced`` by its grammar come first in its
+    draft, beside the limit.
     """
 
     sequence: Decoding
@@ -36,10 +36,14 @@ class ScheduledSequence:
 
     @property
     def may_draft(self) -> bool:
-        """Whether a drafter can continue these: a first token is drawn from the forward of the prompt itself."""
-        if self.forced or self.sequence.drafter is None:
+        """Whether a drafter can continue these: a first token is drawn from the forward of the prompt itself.
+
+        Behind what is forced only drafts that are as large as pays go on: one governed otherwise is as large as that.
+        """
+        s = self.sequence
+        if s.drafter is None or (self.forced and not s.policy.growth.by_worth):
             return False
-        return self.ends and self.count == 1 and self.sequence.step > 0
+        return self.ends and self.count == 1 and s.step > 0
 
     def reads_for(self, other: Decoding) -> bool:
         """Whether the next token of another sequence of the same client is among these, after the same beginning."""

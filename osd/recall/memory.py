@@ -87,7 +87,8 @@ class Text(Protocol):
 class Sought:
     """A sequence to draft for, at most ``limit`` nodes, of a ``temperature``, 0 for greedy.
 
-    Tokens that are drawn are drawn by the round ``step`` of its ``seed``, see ``osd.speculation.noise``.
+    Tokens that are drawn are drawn by the round ``step`` of its ``seed``, see ``osd.speculation.noise``. Nodes stand
+    behind the tokens ``ahead``, of which it is certain that they come first.
     """
 
     memory: Memory
@@ -97,6 +98,7 @@ class Sought:
     other: Other | None = None
     seed: int = 0
     step: int = 0
+    ahead: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

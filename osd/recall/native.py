@@ -30,6 +30,8 @@ class _Asked(ctypes.Structure):
         ("others", ctypes.c_void_p),
         ("other_p", ctypes.c_void_p),
         ("levels", ctypes.c_int64),
+        ("ahead", ctypes.POINTER(ctypes.c_int64)),
+        ("further", ctypes.c_int64),
     ]
 
 
@@ -185,6 +187,8 @@ def _asked(sought: Sequence[Sought]) -> ctypes.Array[_Asked]:
         if one.other is not None:
             place.path, place.levels = one.other.path.data_ptr(), len(one.other.path)
             place.others, place.other_p = one.other.ids.data_ptr(), one.other.p.data_ptr()
+        if one.ahead:
+            place.ahead, place.further = (ctypes.c_int64 * len(one.ahead))(*one.ahead), len(one.ahead)
     return asked
 
 

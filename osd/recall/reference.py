@@ -492,7 +492,8 @@ class PlainDrafting:
 
 
 def _root(one: Sought) -> _Node:
-    return _Node(-1, cast(PlainText, one.text).tail(), 0, 1.0, None if one.other is None else 0)
+    tail = [*reversed(one.ahead), *cast(PlainText, one.text).tail()][:_TAIL]
+    return _Node(-1, tail, 0, 1.0, None if one.other is None else 0)
 
 
 def _after(one: Sought, node: _Node, number: int, token: int, chance: float) -> _Node:

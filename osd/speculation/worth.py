@@ -29,8 +29,9 @@ class Worth:
         tokens: that the round is expected to give.
         rows: of the target's forward.
         seconds: [most + 1] that rounds with 0, 1, 2, ... rows take.
-        usual: sequences that draw a token in a round without prompts; None where this is such a round. What a second is
-            worth is then taken from that round: a draft beside a prompt must earn no less.
+        usual: sequences that draw a token in a round without prompts and without tokens that a grammar forces; None
+            where this is such a round. What a second is worth is then taken from that round: a draft beside a prompt
+            must earn no less, and one behind forced tokens no more.
         costs: of everything else, for drafters that have calls to decide on.
     """
 

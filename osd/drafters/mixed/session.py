@@ -60,6 +60,10 @@ class MixedSession(Session):
         """See ``Session.propose``; without ``Asked.worth`` the trained drafter is always asked."""
         return self._trained.ride(asked, growth, self._mixture(asked, growth, noise))
 
+    def behind(self, asked: Asked, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
+        """See ``Session.behind``: recall alone, which needs no states."""
+        return self._recall.behind(asked, chains, growth)
+
     def _mixture(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         worth, several = asked.worth, len(asked.slots)
         may = [b for b, limit in enumerate(asked.limits) if limit]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -57,6 +57,11 @@ class RecallSession(Session):
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         """See ``Session.propose``; with ``Asked.worth`` as many nodes as pay, of all sequences the most probable."""
         sought = self.sought(asked)
+        return self.proposal(sought, self.draft(sought, asked, growth), asked)
+
+    def behind(self, asked: Asked, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
+        """See ``Session.behind``."""
+        sought = [replace(one, ahead=chain) for one, chain in zip(self.sought(asked), chains, strict=True)]
         return self.proposal(sought, self.draft(sought, asked, growth), asked)
 
     def sought(self, asked: Asked) -> list[Sought]:

@@ -606,6 +606,8 @@ typedef struct {
   const int64_t *others; /* [1 + levels, KEPT] what it said after each of them, -1 for nothing */
   const float *other_p;
   int64_t levels;
+  const int64_t *ahead; /* `further` tokens that come first for certain; null without them */
+  int64_t further;
 } Asked;
 
 /* The rows that a draft grows from, the roots of all sequences and then the nodes: of each the context, the number within
@@ -637,6 +639,7 @@ static int grow_new(Growing *g, int64_t rows, int64_t candidates) {
 
 static void add_root(Growing *g, const Asked *one, int64_t row) {
   tail_of(one->text, g->tails[row]);
+  for (int64_t i = 0; i < one->further; i++) follow(g->tails[row], g->tails[row], (int32_t)one->ahead[i]);
   g->number[row] = -1;
   g->depth[row] = 0;
   g->along[row] = one->path || one->others ? 0 : -1;

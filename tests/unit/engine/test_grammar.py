@@ -6,7 +6,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from osd.drafters.session import Tree
 from osd.engine.constraint import Constraint
 from osd.engine.forcing import pruned
 from osd.engine.grammar import Grammar, GrammarError, Grammars, wrapped
+from osd.engine.planner import Planner
 from osd.engine.request import SamplingParams
+from osd.engine.round import Outcome
 from osd.speculation.tree import ROOT
 from tests.tiny import VOCABULARY, tokenizer
 from tests.unit.engine.harness import GREEDY, Client, Oracle, make_drafter, prompts, running
@@ -130,6 +132,31 @@ def test_greedy_answers_under_a_schema_are_those_of_plain_masked_decoding(
     assert plain.drafted == 0
     for index in range(3):
         assert results[str(index)].finish == ("stop" if len(goals[index]) < 70 else "length")
+
+
+@pytest.mark.parametrize("kind", ["recall", "mixed eagle"])
+def test_drafts_go_on_behind_what_a_grammar_forces(
+    target_dir: Path, oracle: Oracle, grammars: Grammars, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[tuple[Sequence[str], list[str]]] = []
+    observe = Planner.observe
+
+    def noted(planner: Planner, outcome: Outcome, seconds: float) -> None:
+        rounds.extend((one.tree.sources, one.accepted) for one in outcome.sequences)
+        observe(planner, outcome, seconds)
+
+    monkeypatch.setattr(Planner, "observe", noted)
+    grammar = grammars.compile("regex", r"([^=]{3}==={3}){8}")
+    goal = masked_by_the_book(oracle, ASKED[0], Constraint(grammar), 60)
+    with running(target_dir, drafter=drafter_of(kind, target_dir), growth=GROWTHS["worth"]) as client:
+        for turn in range(3):
+            client.submit(str(turn), ASKED[0], 60, grammar=grammar, capture=True)
+            assert client.wait()[str(turn)].tokens == goal
+    assert sum({"grammar"} < set(accepted) for _, accepted in rounds) >= 3
+    for sources, accepted in rounds:  # what is forced comes first, and all of it is kept but behind the end
+        forced = list(sources).count("grammar")
+        assert list(sources[:forced]) == ["grammar"] * forced
+        assert accepted[:forced] == ["grammar"] * min(forced, len(accepted))
 
 
 def schema(chance: random.Random, depth: int = 2) -> dict[str, Any]:

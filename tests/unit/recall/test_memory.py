@@ -282,6 +282,26 @@ def test_limits_hold_for_each_sequence_and_for_all_together(backend: Backend) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_behind_tokens_that_come_first_it_drafts_as_if_the_text_had_them(backend: Backend, temperature: float) -> None:
+    memory, language = backend.memory(1 << 14), Language()
+    list(serve(backend, memory, language, 60))
+    tokens = [7, 3, 5, 8, 13, 2, 9, 4, 11, 6, 1, 10, 7, 3, 5, 8, 13, 2]
+    for read in range(12, len(tokens)):  # what is copied is in both texts
+        text, whole = backend.text(64), backend.text(64)
+        text.append(tokens[:read], certain=False)
+        whole.append(tokens[:read], certain=False)
+        whole.append(tokens[read:], certain=False)
+        ahead = Sought(memory, text, 6, temperature, ahead=tokens[read:])
+        draft, draw = (backend.drafting().draft, backend.drafting().draw)
+        expected = draft([Sought(memory, whole, 6, temperature)], 6, 0.01, chains=False)
+        assert expected.tokens
+        assert draft([ahead], 6, 0.01, chains=False) == expected
+        if temperature:
+            assert draw([ahead], 6, 0.01)[0] == draw([Sought(memory, whole, 6, temperature)], 6, 0.01)[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_another_drafter_is_mixed_in_along_its_path_and_weighs_as_much_as_it_is_right(backend: Backend) -> None:
     memory, text, language = backend.memory(4096), backend.text(512), Language()
     tokens = [4, 5]
