@@ -19,8 +19,16 @@ from osd.config import Settings
 
 _Kind = TypeVar("_Kind")
 
-FRONT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serving.front:middlewares"}
-"""The environment in which Serve's proxy stands behind ``serving.front``, which takes long to import."""
+SERVE_ENVIRONMENT = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serving.front:middlewares",
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str((1 << 31) - 1),
+}
+"""The environment of Serve's proxy, which stands behind ``serving.front``, and of its replicas.
+
+Between the two each piece of an answer travels by gRPC: by calls of actors the proxy takes twice as long for it. An
+answer that is not streamed is one message, for which gRPC's own limit of 4 MiB is too low.
+"""
 
 _OBJECT_STORE_BYTES = 256 << 20  # weights travel as files, so Ray moves next to nothing
 _START_SECONDS, _STOP_SECONDS, _KILL_SECONDS = 60.0, 20.0, 3.0
@@ -160,7 +168,7 @@ def last_line(error: BaseException) -> str:
 def _init(settings: Settings) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.update(FRONT)
+    os.environ.update(SERVE_ENVIRONMENT)
     # Ray waits for a port that the GCS picks itself for up to 30 s and keeps the interpreter's lock: nobody would see
     # the GCS die then.
     os.environ["RAY_GCS_SERVER_PORT"] = str(free_port())

@@ -18,7 +18,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from deploy.local_ray import FRONT
+from deploy.local_ray import SERVE_ENVIRONMENT
 from deploy.preparation import ensure_version
 from osd.capture.server import RedisServer
 from osd.config import Settings
@@ -128,7 +128,7 @@ def running(folder: Path, **drafter: Any) -> Iterator[Service]:
     os.environ.update(OTEL_BSP_SCHEDULE_DELAY="100", OTEL_EXPORTER_OTLP_TIMEOUT="1")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    os.environ.update(FRONT)
+    os.environ.update(SERVE_ENVIRONMENT)
     with RedisServer(max_memory_mb=128) as redis:
         ensure_version(settings, redis.url, target)
         try:

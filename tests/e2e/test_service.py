@@ -108,6 +108,20 @@ def test_a_seed_gives_the_same_choices_and_logprobs_again_through_the_openai_cli
     assert ask(5) == first != ask(6)
 
 
+def test_an_answer_of_more_than_four_mebibytes_arrives(client):
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=900,
+        n=4,
+        logprobs=True,
+        top_logprobs=20,
+        extra_body={"ignore_eos": True},
+    )
+    assert [len(choice.logprobs.content) for choice in answer.choices] == [900] * 4
+    assert len(answer.model_dump_json()) > 4 << 20
+
+
 PERSON = {
     "type": "object",
     "properties": {

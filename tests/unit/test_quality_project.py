@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy.local_ray import SERVE_ENVIRONMENT
 from osd.cli.app import app
 from osd.config import Settings, load_settings
 from osd.engine.counters import EngineLoad
@@ -145,6 +146,7 @@ def test_cluster_files_hold_settings_that_exist(file):
 
 def test_the_image_and_compose_use_settings_that_exist():
     image = (ROOT / "deploy/Dockerfile").read_text()
+    assert SERVE_ENVIRONMENT.items() <= dict(re.findall(r"(RAY_\w+)=(\S+)", image)).items()
     compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
     environ = dict(re.findall(r"(OSD_\w+)=(\S+)", image)) | compose["services"]["osd"]["environment"]
     assert load_settings(None, (), environ).serving.host == "0.0.0.0"  # noqa: S104
