@@ -80,6 +80,11 @@ class SlotModel:
         if bucketed:
             self.bucketed = BucketedForward(self.decoder, self.cache, scratch, recordable(config))
 
+    @property
+    def embedding(self) -> Tensor:
+        """[vocabulary, hidden], the table that tokens are looked up in."""
+        return ends_of(self.model)[0].weight.data[: self.vocabulary]
+
     @torch.inference_mode()
     def forward(
         self, rows: PackedRows, wanted: Tensor, layers: range | None = None, states: Tensor | None = None

@@ -21,6 +21,7 @@ from osd.drafters.draft_vocabulary import VocabularyDrafter
 from osd.drafters.eagle import initial
 from osd.drafters.eagle.session import EagleSession
 from osd.drafters.eagle.shape import EagleShape
+from osd.drafters.held_once import held_once
 from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch
@@ -206,6 +207,7 @@ class Eagle(VocabularyDrafter):
 
     def session(self, runtime: Runtime) -> EagleSession:
         """See ``Drafter.session``."""
+        self.embedding, self.target_head = held_once(runtime.target, self.embedding, self.target_head)
         return EagleSession(self.shape, self.weights(), self.embedding_on(runtime.device), runtime)
 
     def embedding_on(self, device: torch.device) -> Tensor:

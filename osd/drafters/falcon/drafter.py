@@ -26,6 +26,7 @@ from osd.drafters.falcon.glancing import glance_ratio, glances
 from osd.drafters.falcon.recurrence import LAYERS, recur
 from osd.drafters.falcon.session import FalconSession
 from osd.drafters.falcon.shape import FalconShape
+from osd.drafters.held_once import held_once
 from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.target_head import TargetHeadDrafter
@@ -282,6 +283,7 @@ class Falcon(TargetHeadDrafter):
 
     def session(self, runtime: Runtime) -> FalconSession:
         """See ``Drafter.session``."""
+        self.embedding, self.target_head = held_once(runtime.target, self.embedding, self.target_head)
         ends = (self.embedding_on(runtime.device), self.final_norm, self.target_head)
         return FalconSession(self.shape, self.weights(), ends, runtime)
 

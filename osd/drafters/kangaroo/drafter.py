@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from osd.drafters.alternative_tokens import AlternativeTokens, Reading
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.draft_vocabulary import VocabularyDrafter
+from osd.drafters.held_once import held_once
 from osd.drafters.kangaroo.session import KangarooSession
 from osd.drafters.kangaroo.shape import KangarooShape, check_exit, usual_exit
 from osd.drafters.rotary import rotate
@@ -214,6 +215,7 @@ class Kangaroo(VocabularyDrafter):
 
     def session(self, runtime: Runtime) -> KangarooSession:
         """See ``Drafter.session``."""
+        (self.target_head,) = held_once(runtime.target, self.target_head)
         return KangarooSession(self.shape, self.weights(), runtime)
 
 

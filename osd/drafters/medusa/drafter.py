@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafters.base import DrafterError, Needs
+from osd.drafters.held_once import held_once
 from osd.drafters.medusa.session import MedusaSession
 from osd.drafters.session import Runtime
 from osd.drafters.sizes import MOST_OF_A_CALL, check_sizes
@@ -104,4 +105,5 @@ class Medusa(TargetHeadDrafter):
 
     def session(self, runtime: Runtime) -> MedusaSession:
         """See ``Drafter.session``."""
+        self.embedding, self.target_head = held_once(runtime.target, self.embedding, self.target_head)
         return MedusaSession(self.weights(), self.final_norm, self.target_head, runtime)
