@@ -91,12 +91,11 @@ class Planner:
 
     def _worth(self, scheduled: Sequence[ScheduledSequence], limits: dict[Decoding, int], running: int) -> Worth:
         """What the round gives and takes without the drafts of the own policy."""
-        ends = sum(one.ends for one in scheduled)
-        forced, rows = sum(len(one.forced) for one in scheduled), sum(one.rows for one in scheduled)
+        ends, rows = sum(one.ends for one in scheduled), sum(one.rows for one in scheduled)
         rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
         most = max(rows + min(sum(limits.values()), _MOST), running)
         usual = running if rows > ends else None
-        return Worth(float(ends + forced), rows, self.costs.rounds(most)[: most + 1], usual, self.costs)
+        return Worth(float(ends), rows, self.costs.rounds(most)[: most + 1], usual, self.costs)
 
     def observe(self, outcome: Outcome, seconds: float) -> None:
         """Take in what a round of so many seconds cost and gave."""

@@ -38,7 +38,7 @@ class ScheduledSequence:
     def may_draft(self) -> bool:
         """Whether a drafter can continue these: a first token is drawn from the forward of the prompt itself.
 
-        Behind what is forced only drafts that are as large as pays go on: one governed otherwise is as large as that.
+        Behind forced tokens only a draft that is as large as pays goes on: a governor knows nothing of such rounds.
         """
         s = self.sequence
         if s.drafter is None or (self.forced and not s.policy.growth.by_worth):

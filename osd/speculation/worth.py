@@ -26,7 +26,7 @@ class Worth:
     """What a round gives and takes without further drafts.
 
     Attributes:
-        tokens: that the round is expected to give.
+        tokens: that the round is expected to give, beside those that a grammar forces.
         rows: of the target's forward.
         seconds: [most + 1] that rounds with 0, 1, 2, ... rows take.
         usual: sequences that draw a token in a round without prompts and without tokens that a grammar forces; None

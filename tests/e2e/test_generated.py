@@ -98,8 +98,8 @@ def expect_as_before(service, eventually):
 
 
 def test_hundreds_of_generated_requests_are_answered_or_refused(service, eventually):
-    seen = flood(service, 400)
-    assert seen[200] > 30  # how many are valid depends on what else the generator has drawn in this process
+    seen = flood(service, 600)
+    assert seen[200] > 50
     assert seen[400] > 50
     expect_as_before(service, eventually)
 
