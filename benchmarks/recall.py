@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.figures import Quartiles
-from benchmarks.machine import Machine
 from benchmarks.nodes import Calibration, Draft, Tally, WatchedMixed, WatchedRecall, tallies
 from benchmarks.pair import BenchError, engine_with
 from benchmarks.streams import Arrivals, answers_of, decoding_rate, settled, updates_of
@@ -26,6 +25,7 @@ from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.recall.backends import ENTRY_BYTES
 from osd.recall.memory import KEPT, Backend, Heard, Memory, Sought, mark_of
+from osd.runtime.machine import Machine
 
 PLAIN, RECALL, LOOKUP, DRAFTER, MIXED = "plain", "recall", "lookup", "drafter", "mixed"
 STREAM, UNSEEN = "stream", "unseen"

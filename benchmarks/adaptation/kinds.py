@@ -18,7 +18,6 @@ from benchmarks.adaptation.learner import Recipe, Work
 from benchmarks.adaptation.offline_acceptance import Counts, Drafted, total
 from benchmarks.decode import Calls
 from benchmarks.figures import Quartiles
-from benchmarks.machine import Machine
 from benchmarks.pair import engine_with
 from osd import files
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED
@@ -31,6 +30,7 @@ from osd.drafters.trainable import Trainable
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
 from osd.registry.versions import Registry, VersionError
+from osd.runtime.machine import Machine
 
 TEMPERATURES = (0.0, 1.0)
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from benchmarks import serve
 from benchmarks.adaptation.service_sampler import ServiceSampler
 from benchmarks.adaptation.turn import Turn, turn_of
-from benchmarks.machine import Machine
 from benchmarks.pair import BenchError
 from deploy.embedded import Embedded
 from osd import files
 from osd.config import DrafterSettings, MixedSettings, NoDrafterSettings, RecallDrafterSettings, Settings
 from osd.drafters.trainable import Trainable
 from osd.registry.versions import Registry
+from osd.runtime.machine import Machine
 from osd.traffic.arrivals import Arrival, paced, with_valley
 from osd.traffic.open_loop import Load
 from osd.traffic.prompt import Prompt, TrafficError

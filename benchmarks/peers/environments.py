@@ -12,7 +12,7 @@ from pathlib import Path
 
 import filelock
 
-from benchmarks.machine import cpu_fields
+from osd.runtime.machine import cpu_fields
 
 _GGML_FLAGS = {
     "avx": "AVX",

@@ -9,18 +9,19 @@ from osd.cli import analyze, bench, drafters, traces
 from osd.cli.audit import audit
 from osd.cli.chat import chat
 from osd.cli.demo import demo
+from osd.cli.doctor import doctor
 from osd.cli.replay import replay
+from osd.cli.top import top
 from osd.cli.up import up
 
 app = typer.Typer(
     name="osd",
     help="Speculative decoding whose drafter learns from live traffic. The output never changes.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (up, demo, replay, chat, audit):
+for command in (up, demo, replay, chat, top, audit, doctor):
     app.command()(command)
 app.add_typer(drafters.app, name="drafters")
 app.add_typer(traces.app, name="traces")

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.common import AsJson, ConfigFile, Overrides, fail, settings_of
 
 
 def audit(
     last: Annotated[int, typer.Option(min=1, help="How many actions.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_json: AsJson = False,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

@@ -24,6 +24,7 @@ Overrides = Annotated[
 Url = Annotated[
     str | None, typer.Option("--url", help="Address of the service; else the one that runs on this machine.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Completion tokens of one answer at most.")]
 Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")]
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from osd.cli.common import ConfigFile, Overrides, broken, fail, redis_url, settings_of, stop_signals
+from osd.cli.common import AsJson, ConfigFile, Overrides, broken, fail, redis_url, settings_of, stop_signals
 
 if TYPE_CHECKING:
     from osd.admin.audit import Actor
     from osd.admin.rollouts import Rollouts
     from osd.config import Settings
-    from osd.registry.pointer import Rollout
 
 app = typer.Typer(help="List drafter versions, and say which of them is in service.", no_args_is_help=True)
 
@@ -31,34 +30,32 @@ class FormatName(StrEnum):
 
 
 @app.command("list")
-def list_versions(config: ConfigFile = None, overrides: Overrides = None) -> None:
+def list_versions(as_json: AsJson = False, config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Show the versions of every domain, and those that were removed last.
 
-    Payback: the seconds in service after which a version was expected to have saved what training it took and, after
-    the slash, all that was ever trained; never, where it was not expected to save anything.
+    Accepted and length: the share of draft tokens that the gate saw kept, and tokens a round, by the version before and
+    by this one. Payback: the time in service after which a version was expected to have saved what training it took,
+    and all that was ever trained; never, where it was not expected to save anything.
     """
     settings = settings_of(config, overrides)
     from rich.console import Console
-    from rich.table import Table
 
     from osd.admin.errors import AdminError
     from osd.admin.listing import listings
+    from osd.cli.version_table import version_records, version_table
 
-    table = Table("domain", "version", "in service", "parent", "made", "payback", "gate")
     try:
         found = listings(settings, redis_url(settings))
     except AdminError as error:
         fail(error)
+    console = Console(highlight=False)
     for listing in found:
-        for one in listing.versions:
-            state = _state(one.number, listing.rollout) if one.removed is None else f"removed {_day(one.removed)}"
-            made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.manifest.get("created", 0)))
-            worth = one.manifest.get("worth") or {}
-            row = [listing.domain, str(one.number), state, str(one.manifest.get("parent") or ""), made, _payback(worth)]
-            table.add_row(*row, one.problem or _figures(one.manifest.get("gate") or {}))
-    if table.row_count:
-        Console(highlight=False).print(table)
-    else:
+        if as_json:
+            for record in version_records(listing):
+                typer.echo(json.dumps(record))
+        else:
+            console.print(version_table(listing))
+    if not found and not as_json:
         typer.echo(f"no drafter version in {settings.registry_dir}")
 
 
@@ -229,32 +226,6 @@ def _rollouts(config: ConfigFile, overrides: Overrides) -> Generator[tuple[Rollo
         fail(error)
     finally:
         rollouts.close()
-
-
-def _state(number: int, rollout: Rollout | None) -> str:
-    if rollout is None:
-        return ""
-    if number == rollout.canary:
-        return f"canary, {100 * rollout.share:.0f} %"
-    if number != rollout.stable:
-        return ""
-    return "yes, pinned" if rollout.pinned else "yes"
-
-
-def _payback(worth: dict[str, Any]) -> str:
-    if not worth:
-        return ""
-    seconds = (worth.get(name) for name in ("payback_seconds", "payback_of_all"))
-    return " / ".join("never" if one is None else f"{one:,.0f} s" for one in seconds)
-
-
-def _day(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(seconds))
-
-
-def _figures(gate: dict[str, Any]) -> str:
-    numbers = ((name, value) for name, value in gate.items() if isinstance(value, float))
-    return ", ".join(f"{name} {value:.3f}" for name, value in numbers)
 
 
 def _known_name(settings: Settings, target: Path) -> str:

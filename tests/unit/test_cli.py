@@ -113,3 +113,8 @@ def test_a_running_loop_is_found_only_while_it_runs(tmp_path):
         assert (tmp_path / "running.json").stat().st_mode & 0o077 == 0
     assert (tmp_path / "running.json").exists()  # as a killed loop leaves it
     assert find(tmp_path) is None
+
+
+def test_the_shell_completes_commands():
+    words = {"_OSD_COMPLETE": "complete_bash", "COMP_WORDS": "osd dra", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, [], prog_name="osd", env=words).stdout.split() == ["drafters"]

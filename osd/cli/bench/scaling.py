@@ -45,9 +45,9 @@ def scaling(
     if points.is_dir() or not points.parent.is_dir():
         fail(f"--points: cannot write {points}")
     from benchmarks.adaptation import scaling as bench
-    from benchmarks.machine import Machine
     from benchmarks.pair import BenchError
     from osd.analysis.scaling.points import Run, ScalingError, read, write
+    from osd.runtime.machine import Machine
     from osd.target.model import load_config
 
     if settings.engine.context < bench.CONTEXT:

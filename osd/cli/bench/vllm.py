@@ -34,11 +34,11 @@ def vllm(
     from pathlib import Path
 
     from benchmarks import vllm as bench
-    from benchmarks.machine import Machine
     from benchmarks.pair import engine_with
     from benchmarks.peers.environments import PeerError
     from benchmarks.peers.roster import LOOKUP, Models
     from osd.drafters.recall.drafter import Recall
+    from osd.runtime.machine import Machine
     from osd.target.load import target_directory
     from osd.traffic import load
 

@@ -10,7 +10,6 @@ import torch
 from typer.testing import CliRunner, Result
 
 from benchmarks.figures import Quartiles
-from benchmarks.machine import Machine, cpu_fields
 from benchmarks.nodes import Calibration, Draft, Node, Tally, tallies
 from benchmarks.pair import BenchError
 from benchmarks.recall import LOOKUP, PLAIN, RECALL, STREAM, UNSEEN, Plan, Setup, Wave, curve, gains, serve, timed
@@ -22,6 +21,7 @@ from osd.metrics import SpeculationCounts
 from osd.recall.memory import Backend, Found
 from osd.recall.native import NativeBackend
 from osd.recall.reference import PlainBackend
+from osd.runtime.machine import Machine, cpu_fields
 from osd.runtime.native import quick_kernels
 from osd.speculation.tree import ROOT
 from tests.unit.engine.harness import prompts

@@ -1,4 +1,4 @@
-"""The machine that measures: its CPU, and the instructions that it has."""
+"""This machine: its CPU, and the instructions that it has."""
 
 from __future__ import annotations
 

@@ -1,0 +1,190 @@
+"""``osd top``: what a service does now, in the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from osd.cli.common import ConfigFile, Overrides, Url, address_of, fail, key_of, settings_of, stop_signals
+
+if TYPE_CHECKING:
+    import httpx2
+    from rich.table import Table
+
+    from osd.cli.scrape import Scrape, Span
+
+_WINDOW = 10.0
+"""Seconds that speeds and shares are of."""
+
+_FEW = 100
+"""Draft tokens of which no share is told: it would be chance."""
+
+
+def top(
+    interval: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view, of two looks, and end.")] = False,
+    url: Url = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Watch requests, speed, latency, drafts and training of a running service; Ctrl-C ends it.
+
+    Speeds, shares and percentiles are of the last ten seconds, versions and totals since the replicas started.
+    """
+    settings = settings_of(config, overrides)
+    import httpx2
+    from rich.console import Console
+    from rich.live import Live
+
+    address = address_of(settings, url)
+    headers = {"Authorization": f"Bearer {key}"} if (key := key_of(settings)) else {}
+    with stop_signals(), httpx2.Client(base_url=address, headers=headers, timeout=10) as http:
+        looks = deque([_look(http, address)])
+        if once:
+            time.sleep(interval)
+            Console(highlight=False).print(_view(address, _span(looks, _look(http, address))))
+            return
+        with Live(refresh_per_second=4, screen=True) as live:
+            while True:
+                time.sleep(interval)
+                live.update(_view(address, _span(looks, _look(http, address))))
+
+
+def _look(http: httpx2.Client, address: str) -> Scrape:
+    import httpx2
+
+    from osd.cli.scrape import Scrape
+
+    try:
+        answer = http.get("/metrics")
+        answer.raise_for_status()
+        return Scrape.of(answer.text, time.monotonic())
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+        fail(f"{address}/metrics: {error}")
+
+
+def _span(looks: deque[Scrape], now: Scrape) -> Span:
+    """From the newest look that is a window old, or else the oldest, until ``now``, which joins the others."""
+    from osd.cli.scrape import Span
+
+    while len(looks) > 1 and now.at - looks[1].at >= _WINDOW:
+        looks.popleft()
+    looks.append(now)
+    return Span(looks[0], now)
+
+
+def _view(address: str, span: Span) -> Table:
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(width=9, style="bold")
+    grid.add_column(overflow="fold")
+    grid.add_row("osd", f"{address}, {time.strftime('%H:%M:%S')}, of the last {span.seconds:.0f} s")
+    for name, text in (
+        ("requests", _requests(span)),
+        ("speed", _speed(span)),
+        ("latency", _latency(span)),
+        ("drafts", _drafts(span)),
+        *(("", line) for line in _sources(span)),
+        *(("versions", line) for line in _versions(span)),
+        *(("training", line) for line in _training(span)),
+    ):
+        grid.add_row(name, text)
+    return grid
+
+
+def _requests(span: Span) -> str:
+    now, failed = span.now, span.added("osd_failed_requests_total")
+    ended = sum(span.added_by("vllm:request_success_total", "finished_reason").values()) / span.seconds
+    refused = sum(
+        count for (status,), count in span.added_by("osd_http_responses_total", "status").items() if status >= "400"
+    )
+    return (
+        f"{now.sum('vllm:num_requests_running'):.0f} running, {now.sum('vllm:num_requests_waiting'):.0f} waiting, "
+        f"{ended:.1f} ended a second, {failed:.0f} failed, {refused:.0f} answers of status 400 and above"
+    )
+
+
+def _speed(span: Span) -> str:
+    replicas = len(span.now.by("osd_running_requests", "replica"))
+    busy = span.rate("osd_busy_seconds_total") / max(replicas, 1)
+    looked, hits = span.added("vllm:prefix_cache_queries_total"), span.added("vllm:prefix_cache_hits_total")
+    cached = f", {hits / looked:.0%} of prompts cached" if looked else ""
+    return (
+        f"{span.rate('osd_completion_tokens_total'):,.0f} tokens/s, engine{'s' * (replicas > 1)} busy {busy:.0%}, "
+        f"{span.now.sum('vllm:kv_cache_usage_perc'):.0%} of KV memory{cached}"
+    )
+
+
+def _latency(span: Span) -> str:
+    told: list[str] = []
+    for what, name in (
+        ("first token", "vllm:time_to_first_token_seconds"),
+        ("between tokens", "vllm:inter_token_latency_seconds"),
+        ("whole", "vllm:e2e_request_latency_seconds"),
+    ):
+        middle, late = span.percentiles(name, (0.5, 0.99))
+        if middle is not None and late is not None:
+            told.append(f"{what} {_time(middle)}, p99 {_time(late)}")
+    return "; ".join(told) or "no request ended"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _drafts(span: Span) -> str:
+    drafted = span.added("vllm:spec_decode_num_draft_tokens_total")
+    rounds = span.added("vllm:spec_decode_num_drafts_total")
+    if not rounds:
+        return "none"
+    kept = span.added("vllm:spec_decode_num_accepted_tokens_total")
+    return f"{_share(kept, drafted)}, {1 + kept / rounds:.2f} tokens a round"
+
+
+def _sources(span: Span) -> list[str]:
+    kept = span.added_by("osd_source_accepted_tokens_total", "source")
+    drafted = span.added_by("osd_source_draft_tokens_total", "source")
+    return [f"{source}: {_share(kept.get((source,), 0), count)}" for (source,), count in drafted.items() if count]
+
+
+def _share(kept: float, drafted: float) -> str:
+    share = f"{kept / drafted:.0%}" if drafted >= _FEW else f"{kept:,.0f}"
+    return f"{share} of {drafted:,.0f} tokens kept"
+
+
+def _versions(span: Span) -> list[str]:
+    """Of each domain which versions its replicas have, and what they earned since they started."""
+    now = span.now
+    lines: list[str] = []
+    swaps = now.by("osd_swaps_total", "domain")
+    serving: dict[str, set[int]] = {}
+    for (domain, _), version in now.by("osd_drafter_version", "domain", "replica").items():
+        serving.setdefault(domain, set()).add(int(version))
+    for domain, versions in serving.items():
+        line = f"{domain}: {', '.join(map(str, sorted(versions)))} in service"
+        if (domain,) in swaps:
+            line += f", {swaps[domain,]:.0f} swaps"
+        plain = now.sum("osd_version_plain_seconds_total", domain=domain)
+        took = now.sum("osd_version_decode_seconds_total", domain=domain)
+        if took:
+            line += f"; {plain / took:.2f} times as fast as plain decoding over {took:,.0f} s"
+        lines.append(line)
+    return lines
+
+
+def _training(span: Span) -> list[str]:
+    now = span.now
+    lines: list[str] = []
+    for (domain,), lag in now.by("osd_training_lag", "domain").items():
+        line = f"{domain}: {now.sum('osd_training_steps_total', domain=domain):,.0f} steps"
+        if domain in {known for (known,) in now.by("osd_training_loss", "domain")}:
+            line += f", loss {now.sum('osd_training_loss', domain=domain):.3f}"
+        verdicts = now.by("osd_gate_verdicts_total", "domain", "verdict")
+        line += f", gate passed {verdicts.get((domain, 'passed'), 0):.0f}"
+        line += f" and rejected {verdicts.get((domain, 'rejected'), 0):.0f}"
+        lines.append(f"{line}, {lag:,.0f} records waiting")
+    return lines

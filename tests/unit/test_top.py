@@ -1,0 +1,103 @@
+"""What ``osd top`` makes of two scrapes of /metrics, and what it says where there is none."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from typer.testing import CliRunner
+
+from osd.cli.app import app
+from osd.cli.scrape import Scrape, Span
+
+BEFORE = """\
+osd_completion_tokens_total{domain="general"} 100.0
+osd_source_draft_tokens_total{domain="general",source="recall"} 10.0
+osd_source_accepted_tokens_total{domain="general",source="recall"} 5.0
+osd_requests_total{domain="general"} 50.0
+"""
+LATER = """\
+osd_completion_tokens_total{domain="general"} 400.0
+osd_running_requests{domain="general",replica="a"} 2.0
+osd_busy_seconds_total{domain="general"} 1.0
+osd_source_draft_tokens_total{domain="general",source="recall"} 610.0
+osd_source_draft_tokens_total{domain="general",source="eagle"} 20.0
+osd_source_accepted_tokens_total{domain="general",source="recall"} 305.0
+osd_source_accepted_tokens_total{domain="general",source="eagle"} 19.0
+vllm:spec_decode_num_drafts_total{model_name="m"} 162.0
+vllm:spec_decode_num_draft_tokens_total{model_name="m"} 620.0
+vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 324.0
+osd_drafter_version{domain="general",replica="a"} 7.0
+osd_version_plain_seconds_total{domain="general",version="7"} 30.0
+osd_version_decode_seconds_total{domain="general",version="7"} 15.0
+vllm:time_to_first_token_seconds_bucket{le="0.1",model_name="m"} 50.0
+vllm:time_to_first_token_seconds_bucket{le="0.2",model_name="m"} 100.0
+vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="m"} 100.0
+osd_requests_total{domain="general"} 3.0
+"""
+
+
+@contextmanager
+def served(*texts: str, status: int = 200) -> Iterator[str]:
+    """A server that says these texts one after the other, and the last one from then on."""
+    left = list(texts)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            text = left.pop(0) if len(left) > 1 else left[0]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_counters_are_read_as_what_was_added_and_begin_anew_with_a_replica():
+    span = Span(Scrape.of(BEFORE, 10.0), Scrape.of(LATER, 12.0))
+    assert span.rate("osd_completion_tokens_total") == 150
+    assert span.added("osd_requests_total") == 3
+    assert span.added_by("osd_source_draft_tokens_total", "source") == {("eagle",): 20, ("recall",): 600}
+
+
+def test_percentiles_lie_within_the_bucket_that_holds_them():
+    span = Span(Scrape(), Scrape.of(LATER, 1.0))
+    middle, late = span.percentiles("vllm:time_to_first_token_seconds", (0.25, 0.75))
+    assert middle == pytest.approx(0.05)
+    assert late == pytest.approx(0.15)
+    assert span.percentiles("vllm:e2e_request_latency_seconds", (0.5,)) == [None]
+
+
+def test_a_view_tells_speed_drafts_by_source_and_what_the_version_earned():
+    with served(BEFORE, LATER) as url:
+        shown = CliRunner().invoke(app, ["top", "--once", "--interval", "0.2", "--url", url], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    words = " ".join(shown.stdout.split())
+    assert "recall: 50% of 600 tokens kept" in words
+    assert "eagle: 19 of 20 tokens kept" in words  # too few for a share
+    assert "3.00 tokens a round" in words
+    assert "general: 7 in service; 2.00 times as fast as plain decoding over 15 s" in words
+    assert "first token 100 ms, p99 198 ms" in words
+
+
+@pytest.mark.parametrize(("text", "status", "says"), [("nothing of the kind{", 200, "/metrics"), ("", 401, "401")])
+def test_what_is_no_service_is_one_line_and_exit_code_2(text: str, status: int, says: str):
+    with served(text, status=status) as url:
+        shown = CliRunner().invoke(app, ["top", "--once", "--url", url])
+    assert shown.exit_code == 2
+    assert shown.stdout == ""
+    assert says in shown.stderr
+    assert shown.stderr.count("\n") == 1
