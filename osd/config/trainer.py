@@ -17,16 +17,18 @@ Domains = Annotated[tuple[Annotated[str, Field(pattern=FULL_DOMAIN)], ...], LIST
 class TrainerSettings(Section):
     """Online distillation."""
 
-    enabled: bool = True
+    enabled: bool = Field(default=True, description="false: drafters stay what they are; recall learns all the same")
     warm_start: bool = Field(
         default=False,
         description="a service of osd up that has learnt nothing yet answers prompts of its own until somebody asks",
     )
     divergence: Literal[
         "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "hybrid", "lk_hybrid"
-    ] = "forward_kl"
+    ] = Field(default="forward_kl", description="what is made small between what target and drafter say")
     jensen_shannon_beta: float = Field(default=0.5, gt=0, lt=1, description="weight of the target in the mixture")
-    positions: Literal["all", "rejected", "weighted"] = "all"
+    positions: Literal["all", "rejected", "weighted"] = Field(
+        default="all", description="which tokens of a record count: all, those rejected, or these more than the others"
+    )
     rejected_weight: float = Field(default=4.0, gt=0, description="with weighted positions; the others weigh 1")
     samples: Literal["teacher", "student", "mixed"] = Field(
         default="teacher", description="whose tokens unrolled steps read: the target's, the drafter's own, or in turns"
@@ -66,7 +68,7 @@ class TrainerSettings(Section):
     tracking: Literal["tensorboard", "mlflow", "wandb", "none"] = Field(
         default="tensorboard", description="where losses, verdicts and versions are recorded"
     )
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, description="CPU threads of a training process")
     workers: int = Field(default=1, ge=1, description="processes that train together; several need osd[cluster]")
     latency_objective_ms: float | None = Field(
         default=None, gt=0, description="mean time between two tokens above which training rests; none: queues only"

@@ -17,8 +17,7 @@ from packaging.utils import canonicalize_name
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.local_ray import SERVE_ENVIRONMENT
-from osd.cli.app import app
-from osd.config import Settings, load_settings
+from osd.config import load_settings
 from osd.engine.counters import EngineLoad
 from osd.registry.training import Expected, Training
 from serving.prometheus import BY_VERSION, render
@@ -150,13 +149,3 @@ def test_the_image_and_compose_use_settings_that_exist():
     compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
     environ = dict(re.findall(r"(OSD_\w+)=(\S+)", image)) | compose["services"]["osd"]["environment"]
     assert load_settings(None, (), environ).serving.host == "0.0.0.0"  # noqa: S104
-
-
-def test_the_readme_names_commands_and_settings_that_exist():
-    readme = (ROOT / "README.md").read_text()
-    commands = {command.callback.__name__ for command in app.registered_commands if command.callback}
-    commands |= {str(group.name) for group in app.registered_groups}
-    assert set(re.findall(r"`osd (\w+)", readme)) == commands
-    for section, key in re.findall(r"`(\w+)\.(\w+)`", readme):
-        if section in Settings.model_fields:
-            assert key in getattr(Settings(), section).model_dump()

@@ -1,0 +1,84 @@
+"""Every setting with its default, its limits and its description, as Markdown: ``python -m osd.config.reference``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from osd.config.base import Section
+from osd.config.settings import Settings
+
+_LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+
+
+def reference() -> str:
+    """A table for each section of the settings, and for each kind of what is of one of several kinds."""
+    return "\n".join(_section("", Settings, set()))
+
+
+def _section(name: str, section: type[Section], told: set[type[Section]]) -> Iterator[str]:
+    """The settings of a section below ``name``, and then the sections in it that were not ``told`` of before."""
+    told.add(section)
+    rows: list[str] = []
+    inner: list[tuple[str, type[Section]]] = []
+    for key, field in section.model_fields.items():
+        path = f"{name}.{key}" if name else key
+        sections = list(_sections(field.annotation))
+        kinds = [str(one.model_fields["kind"].default) for one in sections if "kind" in one.model_fields]
+        inner += [(path, one) for one in sections]
+        if kinds:
+            default = field.get_default(call_default_factory=True).kind
+            rows.append(f"| `{path}.kind` | `{default}` | one of {', '.join(f'`{kind}`' for kind in kinds)} |")
+        elif not sections and key != "kind":
+            rows.append(f"| `{path}` | {_default(field)} | {_meaning(field)} |")
+    kind = section.model_fields.get("kind")
+    title = f"{name}.kind={kind.default}" if kind is not None else name
+    if rows:
+        purpose = " ".join((section.__doc__ or "").split("\n\n")[0].split())
+        yield from (f"### `{title}`", "") if title else ()
+        yield from (purpose, "", "| setting | default | |", "|---|---|---|", *rows, "")
+    for path, one in inner:
+        if one not in told:
+            yield from _section(path, one, told)
+
+
+def _sections(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    elif get_origin(annotation) in (Annotated, Union, UnionType):
+        for part in get_args(annotation):
+            yield from _sections(part)
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is None or value in ("", ()):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value}`"
+
+
+def _meaning(field: FieldInfo) -> str:
+    parts = [" ".join(field.description.split())] if field.description else []
+    choices = list(_choices(field.annotation))
+    if choices:
+        parts.append("one of " + ", ".join(f"`{one}`" for one in choices))
+    for limit in field.metadata:
+        parts += [words.format(getattr(limit, name)) for name, words in _LIMITS.items() if hasattr(limit, name)]
+    return "; ".join(parts).replace("|", "\\|")
+
+
+def _choices(annotation: Any) -> Iterator[str]:
+    if get_origin(annotation) is Literal:
+        yield from map(str, get_args(annotation))
+    elif get_origin(annotation) in (Annotated, Union, UnionType):
+        for part in get_args(annotation):
+            yield from _choices(part)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
