@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install develop demo bench test soak faults vllm quality browser
+.PHONY: help install develop demo bench test soak faults vllm quality browser prometheus
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -41,7 +41,7 @@ bench: install ## Measure what needs no other engine, in a few minutes; benchmar
 	$(BIN)/osd bench serve --rate 0.5 --duration 30
 
 # Unit tests share the cores; the others hold processes to times and have the machine to themselves.
-test: develop browser ## Run all tests; ARGS="tests/unit -k config"
+test: develop browser prometheus ## Run all tests; ARGS="tests/unit -k config"
 	$(BIN)/python -m pytest $(or $(ARGS),tests/unit -n auto)
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/integration tests/e2e tests/faults)
 
@@ -68,3 +68,10 @@ browser:
 	  elif sudo -n true 2>/dev/null; then sudo='sudo -n'; else sudo=; fi; \
 	  if [ -n "$$sudo" ]; then $$sudo apt-get update -q && $$sudo apt-get install -y -q --no-install-recommends chromium; \
 	  else echo "The browser tests need chromium: install your system's package of that name."; fi; }
+
+# Not installed, only unpacked: Debian's package would start a server.
+prometheus: develop
+	@command -v promtool >/dev/null || test -x .venv/prometheus/usr/bin/promtool || { \
+	  if command -v apt-get >/dev/null; then \
+	    mkdir -p .venv/prometheus && cd .venv/prometheus && apt-get download -q prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb; \
+	  else echo "The tests of alerts need prometheus and promtool: put them on the PATH."; fi; }

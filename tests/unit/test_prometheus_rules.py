@@ -1,0 +1,136 @@
+"""Each alert fires where it should and nowhere else, and each recorded series is the figure that its name says."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.prometheus import promtool
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES = [DEPLOY / "recording.yml", DEPLOY / "alerts.yml"]
+OF = '{domain="general"}'
+
+
+def case(series: dict[str, str], **expected: Any) -> dict[str, Any]:
+    """What the rules are to say of series, each a minute's values as promtool writes them."""
+    inputs = [{"series": name, "values": values} for name, values in series.items()]
+    return {"interval": "1m", "input_series": inputs, **expected}
+
+
+def check(tmp_path: Path, *cases: dict[str, Any]) -> None:
+    file = tmp_path / "rules_test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": list(map(str, RULES)), "tests": list(cases)}))
+    promtool("test", "rules", file)
+
+
+def test_files_are_what_prometheus_reads(tmp_path: Path):
+    for name in ("prometheus.yml", "recording.yml", "alerts.yml"):
+        shutil.copy(DEPLOY / name, tmp_path)
+    assert "SUCCESS" in promtool("check", "config", tmp_path / "prometheus.yml")
+
+
+def test_recorded_series(tmp_path: Path):
+    series = {
+        'vllm:spec_decode_num_drafts_total{model_name="m"}': "0+10x10",
+        'vllm:spec_decode_num_draft_tokens_total{model_name="m"}': "0+40x10",
+        'vllm:spec_decode_num_accepted_tokens_total{model_name="m"}': "0+20x10",
+        'osd_source_draft_tokens_total{domain="general",source="recall"}': "0+30x10",
+        'osd_source_accepted_tokens_total{domain="general",source="recall"}': "0+6x10",
+        'osd_version_plain_seconds_total{domain="general",version="7"}': "0+30x10",
+        'osd_version_decode_seconds_total{domain="general",version="7"}': "0+20x10",
+    }
+    values = {
+        "model:osd_draft_acceptance:ratio_rate5m": ('{model_name="m"}', 0.5),
+        "model:osd_acceptance_length:rate5m": ('{model_name="m"}', 3.0),
+        "source:osd_draft_acceptance:ratio_rate5m": ('{domain="general",source="recall"}', 0.2),
+        "domain:osd_speedup:ratio_rate30m": (OF, 1.5),
+    }
+    asked = [
+        {"expr": name, "eval_time": "10m", "exp_samples": [{"labels": name + labels, "value": value}]}
+        for name, (labels, value) in values.items()
+    ]
+    check(tmp_path, case(series, promql_expr_test=asked))
+
+
+LATER, DAY = 120, 1500  # minutes
+ALERTS: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {  # after how many minutes, bad series, good ones
+    "OsdNoReplica": (10, {}, {"osd_running_requests" + OF: "0x20"}),
+    "OsdAnswersFail": (
+        20,
+        {'osd_http_responses_total{status="503"}': "0+6x30", 'osd_http_responses_total{status="200"}': "0+94x30"},
+        {'osd_http_responses_total{status="503"}': "0+4x30", 'osd_http_responses_total{status="200"}': "0+96x30"},
+    ),
+    "OsdQueueIsFull": (
+        20,
+        {'osd_http_responses_total{status="429"}': "0+1x30"},
+        {'osd_http_responses_total{status="429"}': "5x30"},
+    ),
+    "OsdRequestsWait": (20, {"vllm:num_requests_waiting": "1x30"}, {"vllm:num_requests_waiting": "1 0x30"}),
+    "OsdTracesDropped": (20, {"osd_traces_dropped_total" + OF: "0+1x30"}, {"osd_traces_dropped_total" + OF: "3x30"}),
+    "OsdVersionRejected": (
+        12,
+        {"osd_rejected_versions_total" + OF: "0x5 1x10"},
+        {"osd_rejected_versions_total" + OF: "1x20"},
+    ),
+    "OsdAcceptanceFell": (
+        1000,
+        {
+            "osd_version_draft_tokens_total" + OF: "0+100x1000",
+            "osd_version_accepted_tokens_total" + OF: "0+50x940 47000+30x60",
+        },
+        {
+            "osd_version_draft_tokens_total" + OF: "0+100x1000",
+            "osd_version_accepted_tokens_total" + OF: "0+50x940 47000+40x60",
+        },
+    ),
+    "OsdDraftsCost": (
+        LATER,
+        {"osd_version_plain_seconds_total" + OF: "0+9x120", "osd_version_decode_seconds_total" + OF: "0+10x120"},
+        {"osd_version_plain_seconds_total" + OF: "0+11x120", "osd_version_decode_seconds_total" + OF: "0+10x120"},
+    ),
+    "OsdTrainerStalled": (
+        LATER,
+        {"osd_training_lag" + OF: "5x120", "osd_training_records_total" + OF: "40x120"},
+        {"osd_training_lag" + OF: "5x120", "osd_training_records_total" + OF: "40+1x120"},
+    ),
+    "OsdStreamLags": (LATER, {"osd_training_lag" + OF: "1+1x120"}, {"osd_training_lag" + OF: "200-1x120"}),
+    "OsdCanaryStuck": (20, {"osd_canary_seconds" + OF: "3000+60x30"}, {"osd_canary_seconds" + OF: "0+60x30"}),
+    "OsdNeverPaysBack": (
+        DAY + LATER,
+        {"osd_payback_seconds" + OF: "Inf+0x1700", "osd_training_cpu_seconds_total" + OF: "0+1x1700"},
+        {"osd_payback_seconds" + OF: "Inf+0x1700", "osd_training_cpu_seconds_total" + OF: "50x1700"},
+    ),
+}
+
+
+OF_THE_WHOLE = {"OsdNoReplica", "OsdAnswersFail", "OsdQueueIsFull", "OsdRequestsWait"}
+"""Alerts without a domain."""
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def test_every_alert_is_tried():
+    assert {rule["alert"] for rule in alerts()} == set(ALERTS)
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_fires_and_keeps_silent(name: str, tmp_path: Path):
+    minutes, bad, good = ALERTS[name]
+    (rule,) = (rule for rule in alerts() if rule["alert"] == name)
+    labels = {} if name in OF_THE_WHOLE else {"domain": "general"}
+    summary = rule["annotations"]["summary"].replace("{{ $labels.domain }}", "general")
+    fires = [{"exp_labels": labels, "exp_annotations": {"summary": summary}}]
+    at = {"eval_time": f"{minutes}m", "alertname": name}
+    check(
+        tmp_path,
+        case(bad, alert_rule_test=[{**at, "exp_alerts": fires}]),
+        case(good, alert_rule_test=[{**at, "exp_alerts": []}]),
+    )
