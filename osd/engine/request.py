@@ -96,9 +96,9 @@ class Update:
 
     ``token_ids`` are new since the last update, ``text`` is their text as far as it can be shown.
     ``error`` is set when ``finish_reason`` is "error"; ``counts`` on the last update. ``logprobs`` are those of
-    ``token_ids`` when the request asks for them, and so are ``sources``: of a draft token that was accepted who proposed
-    it, else ``TARGET``. ``cached_tokens`` of the prompt did not have to be read. The last one
-    has the ``lifetime`` too, and domain and version of what ``drafted``, None where it decoded plainly.
+    ``token_ids`` when the request asks for them. So are ``sources``: who proposed a draft token that was accepted, and
+    ``TARGET`` of any other. ``cached_tokens`` of the prompt did not have to be read. The last one has the ``lifetime``
+    too, and domain and version of what ``drafted``, None where it decoded plainly.
     """
 
     request_id: str
