@@ -147,12 +147,15 @@ export class Chart {
   // Marks are elements over the canvas, so that they can carry text and be found.
   mark(plot) {
     const shown = this.marks.filter(({ time }) => time >= this.span[0] && time <= this.span[1]);
-    let end = -Infinity;
+    const ends = [-Infinity, -Infinity, -Infinity]; // of what is written in each row
     const made = shown.map(({ time, kind, text, title }) => {
       const at = plot.valToPos(time, "x");
-      const room = at - end > 6 && at < plot.over.clientWidth - 7 * text.length - 12;
-      if (room) end = at + 7 * text.length + 12;
-      return h("div", { class: `mark ${kind}`, "data-mark": text, title, style: { left: `${at}px` } }, h("span", { class: room ? "" : "hidden" }, text));
+      const width = 7 * text.length + 14;
+      const left = at + width > plot.over.clientWidth ? at - width : at;
+      const row = ends.findIndex((end) => left > end);
+      if (row >= 0) ends[row] = left + width;
+      const label = h("span", { class: row < 0 ? "hidden" : left < at ? "left" : null, style: { top: `${17 * row - 2}px` } }, text);
+      return h("div", { class: `mark ${kind}`, "data-mark": text, title, style: { left: `${at}px` } }, label);
     });
     for (const old of plot.over.querySelectorAll(".mark")) old.remove();
     plot.over.append(...made);

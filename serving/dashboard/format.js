@@ -27,7 +27,7 @@ export function seconds(value) {
   if (size < 0.001) return `${sign}${(1e6 * size).toFixed(0)} µs`;
   if (size < 1) return `${sign}${(1000 * size).toFixed(size < 0.01 ? 1 : 0)} ms`;
   if (size < 100) return `${sign}${size.toFixed(size < 10 ? 1 : 0)} s`;
-  if (size < 7200) return `${sign}${(size / 60).toFixed(0)} min`;
+  if (size < 7200) return `${sign}${(size / 60).toFixed(size < 1200 ? 1 : 0)} min`;
   return `${sign}${(size / 3600).toFixed(1)} h`;
 }
 

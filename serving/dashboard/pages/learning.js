@@ -79,7 +79,7 @@ export class Learning {
     const loss = own?.loss ?? steps.at(-1)?.[1] ?? null;
     this.now.loss.show(fixed(3)(loss), own ? `${whole(own.steps)} micro-steps${others ? `, ${others} more domains` : ""}` : "no step yet");
     this.now.records.show(whole(own?.records ?? 0), own ? `${whole(own.trained)} trained on, ${whole(own.held_out)} only judge` : "none has come to the trainer");
-    this.now.verdicts.show(own ? `${whole(own.passed)} / ${whole(own.passed + own.rejected)}` : "–", own ? `passed of judged, ${whole(own.drifts)} times drift` : "no candidate was judged");
+    this.now.verdicts.show(own ? `${whole(own.passed)} / ${whole(own.passed + own.rejected)}` : "–", own ? `passed of judged; ${whole(own.drifts)} drift${own.drifts === 1 ? "" : "s"}` : "no candidate was judged");
     const offer = own?.expected;
     this.now.value.show(offer ? (offer.pays ? "pays" : "rests") : "–", offer ? `earns ${seconds(offer.earns)}, costs ${seconds(offer.costs)}` : "not reckoned yet");
     const { net, payback, training: spent } = ledger.total;
