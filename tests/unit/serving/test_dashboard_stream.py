@@ -107,6 +107,7 @@ def test_viewers_that_look_at_the_same_moment_share_what_is_read(service, monkey
 
 def test_a_stream_ends_so_that_a_server_can(service, monkeypatch):
     monkeypatch.setattr(stream, "STREAM_SECONDS", 0.1)
+    tell(service.past, int(time.time()) - 5, 1)
     client = TestClient(create_app(service), base_url="http://127.0.0.1")
     begun = time.monotonic()
     answer = client.get(STREAM, params={"seconds": "60"})
