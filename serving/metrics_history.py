@@ -126,7 +126,8 @@ class MetricsHistory:
                     key = (key[0], OTHERS, OLDER)
                 else:
                     apart.add(key[1:3])
-            second.counts[self._names.setdefault(key, key)] += value
+            known = self._names.setdefault(key, key)
+            second.counts[known] += value  # pyright: ignore[reportArgumentType] # a counter of floats
         if len(self._names) > _KNOWN_NAMES:
             self._names = {}
 

@@ -163,6 +163,8 @@ def test_every_page_shows_the_loop_without_a_serious_fault(spoken, opened, schem
         go(page, name)
         picture(page, f"{name}-{scheme}")
         assert faults(page, *rules) == [], name
+    if scheme == "dark":  # a phone has the same sizes in both
+        return
     page.set_viewport_size(PHONE)
     for name in PAGES:
         go(page, name)
