@@ -79,3 +79,17 @@ def test_what_a_grammar_leaves_no_choice_about_comes_from_it(target_dir: Path) -
     drafted = Counter(result.sources) - Counter({TARGET: len(result.tokens)})
     assert set(drafted) == {"grammar"}
     assert drafted == accepted(result)
+
+
+def test_a_round_ends_with_the_targets_own_token(target_dir: Path) -> None:
+    prompt, drafted = prompts([9], seed=8)[0], 0
+    with running(target_dir, drafter=drafter_of("language_model", target_dir)) as client:
+        client.submit("r", prompt, 30, ignore_eos=True, sources=True)
+        update = client.next()
+        while update.finish_reason is None:
+            *before, last = update.sources
+            assert last == TARGET
+            assert set(before) <= {"language_model"}
+            drafted += len(before)
+            update = client.next()
+    assert drafted > 0
