@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 
 from osd import logs
 from osd.config import Settings
-from serving.replica_metrics import ACTOR, History, ReplicaMetrics, Report, Totals
+from serving.metrics_history import Bins, History
+from serving.replica_metrics import ACTOR, ReplicaMetrics, Report, Totals
 
 if TYPE_CHECKING:
     from serving.telemetry.tracing import Tracing
@@ -52,6 +53,10 @@ class MetricsOverRay:
     async def history(self, seconds: int) -> History | None:
         """The last ``seconds`` of all replicas."""
         return await self._ask("history", time.time(), seconds)
+
+    async def bins(self, seconds: int, since: int | None) -> Bins | None:
+        """What was counted in the last ``seconds``, after the bin at ``since``."""
+        return await self._ask("bins", time.time(), seconds, since)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         try:

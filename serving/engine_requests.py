@@ -132,6 +132,7 @@ class EngineRequests:
             domain=domain,
             policy=await self._policy(body),
             logprobs=body.top,
+            sources=body.credits,
             grammar=await self._grammar(form),
             client=caller.client,
             tenant=caller.tenant,

@@ -21,6 +21,7 @@ from serving.responses import Answer, EventStream, Logprobs, collect, events
 from serving.schemas import ChatRequest, CompletionRequest
 from serving.service import Service
 from serving.telemetry.observed import observed_of
+from serving.token_sources import TokenSources
 from serving.tokenizing import Tokenizing
 from serving.tool_calls import CallReader
 
@@ -90,6 +91,7 @@ class GenerateRoutes:
             len(prepared.sequences),
             prepared.prompts,
             Logprobs(body.chat, self._tokenizing.texts),
+            TokenSources(self._tokenizing.texts) if body.credits else None,
             reader,
         )
 

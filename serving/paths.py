@@ -8,6 +8,9 @@ OTHERS = "(others)"
 UNREAD = "(unread)"
 """Stands for what was refused before its path was known."""
 
+STREAM = "/dashboard/stream"
+"""What the dashboard follows."""
+
 _PATHS = frozenset(
     {
         "/health",
@@ -27,6 +30,7 @@ _PATHS = frozenset(
         "/admin/traces/purge",
         "/dashboard",
         "/dashboard/data",
+        STREAM,
         "/docs",
         "/openapi.json",
     }

@@ -16,8 +16,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from osd.histogram import ACCEPTED, REQUEST_HISTOGRAMS
+from serving.metrics_history import Name
 from serving.prometheus_training import of_training
-from serving.replica_metrics import Name, Totals
+from serving.replica_metrics import Totals
 
 __all__ = ["CONTENT_TYPE", "render"]
 

@@ -35,8 +35,9 @@ from osd.target.model import load_config, load_model
 from serving.access.access import Access
 from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
+from serving.metrics_history import Bins, History
 from serving.recall_keeper import RecallKeeper
-from serving.replica_metrics import History, ReplicaMetrics, Report, Totals
+from serving.replica_metrics import ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
 from serving.rollout_follower import DrafterCache, Start, Versions, VersionWatcher, Watcher, starting_drafter
 from serving.service import ChatTemplateError, Model
@@ -60,6 +61,10 @@ class SharedMetrics(Protocol):
 
     async def history(self, seconds: int) -> History | None:
         """The last ``seconds`` of all replicas."""
+        ...
+
+    async def bins(self, seconds: int, since: int | None) -> Bins | None:
+        """What all replicas counted in the last ``seconds``, after the bin at ``since``."""
         ...
 
 
@@ -172,10 +177,18 @@ class Replica:
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         """See ``Service``."""
-        totals = await self.totals()
         history = await self._shared.history(seconds) or self._own.history(time.time(), seconds)
+        return data.with_history(await self.dashboard_state(), history)
+
+    async def dashboard_state(self) -> dict[str, Any]:
+        """See ``Service``."""
+        totals = await self.totals()
         feeds = await asyncio.to_thread(self._feeds.read)
-        return data.compose(self.settings, self.model, totals, history, feeds)
+        return data.compose(self.settings, self.model, totals, feeds)
+
+    async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
+        """See ``Service``."""
+        return await self._shared.bins(seconds, since) or self._own.bins(time.time(), seconds, since)
 
     def set_speculation(self, enabled: bool) -> None:
         """Switch speculation in every replica: here at once, in the others within a second.

@@ -8,39 +8,21 @@ kept apart, and all others together, and so are the domains: no count falls but 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, EngineLoad
-from osd.metrics import acceptance_rate, mean_acceptance_length
 from osd.registry.ledger import Spent
 from osd.registry.training import Training
-
-Name = str | tuple[str | int, ...]
-"""What a counter is called: a name, or a name and its labels."""
-
-_SHOWN = frozenset(
-    {
-        "completion_tokens",
-        "rounds",
-        "drafted",
-        "accepted",
-        "accepted_per_position",
-        "source_drafted",
-        "source_accepted",
-    }
-)
-"""Counters of which there is a history."""
+from serving.metrics_history import MOST_BINS, Bins, History, MetricsHistory, Name
 
 ACTOR = "replica_metrics"
 """Name of the actor that keeps the metrics of all replicas."""
 
-HISTORY_SECONDS = 3600
 ALIVE_SECONDS = 5.0
 _KNOWN = 256  # replicas, and proxies
-_MARK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -92,35 +74,6 @@ class Totals:
         return dict(sorted(found.items(), key=lambda item: [(isinstance(label, int), label) for label in item[0]]))
 
 
-@dataclass
-class Second:
-    """What all replicas counted in one second, and how loaded they were at its end."""
-
-    time: int
-    counts: Counter[Name] = field(default_factory=Counter)
-    load: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class History:
-    """A window of the past: parallel lists, one entry a bin; None where nothing was drafted.
-
-    ``accepted_per_position`` and ``rounds`` sum over the window, and so does ``by_source``: (drafted, accepted) tokens
-    of each source that ever drafted. ``swaps`` are (time, version).
-    """
-
-    time: list[float]
-    tokens_per_second: list[float]
-    acceptance_rate: list[float | None]
-    mean_acceptance_length: list[float | None]
-    running: list[float]
-    waiting: list[float]
-    rounds: float
-    accepted_per_position: list[float]
-    by_source: dict[str, tuple[float, float]]
-    swaps: list[tuple[float, int]]
-
-
 class ReplicaMetrics:
     """Totals and the last hour of all replicas, in memory."""
 
@@ -129,23 +82,20 @@ class ReplicaMetrics:
         self._last: dict[str, Report] = {}
         self._proxies: dict[str, dict[Name, float]] = {}
         self._apart: dict[str | int, dict[str | int, None]] = {}
-        self._seconds: deque[Second] = deque(maxlen=HISTORY_SECONDS)
-        self._swaps: deque[tuple[float, int]] = deque(maxlen=200)
+        self._past = MetricsHistory()
 
     def push(self, report: Report) -> None:
         """Take one report; reports of one replica come in order."""
         before = self._last.get(report.replica)
         if before is not None and report.time < before.time:
-            self._set_back(int(report.time))
+            self._set_back(report.time)
         delta = _since({} if before is None else before.counters, report.counters)
         if before is not None and before.version != report.version:
-            self._mark(report.time, report.version)
+            self._past.swapped(report.time, report.version)
         self._last[report.replica] = report
         self._totals.update(delta)
         self._fold(delta)
-        second = self._second(int(report.time))
-        second.counts.update({name: value for name, value in delta.items() if value > 0 and _base(name) in _SHOWN})
-        second.load[report.replica] = (report.load.running, report.load.waiting)
+        self._past.add(report.time, report.replica, delta, (report.load.running, report.load.waiting))
         if len(self._last) > _KNOWN:
             del self._last[min(self._last, key=lambda name: self._last[name].time)]
 
@@ -162,62 +112,20 @@ class ReplicaMetrics:
         living = [report for report in self._last.values() if now - report.time < ALIVE_SECONDS]
         return Totals(dict(self._totals), sorted(living, key=lambda report: report.replica))
 
-    def history(self, now: float, seconds: int, bins: int = 240) -> History:
+    def history(self, now: float, seconds: int, bins: int = MOST_BINS) -> History:
         """The last ``seconds`` in at most ``bins`` bins, oldest first; the running second is left out."""
-        width = max(1, -(-seconds // bins))
-        end = int(now) // width * width
-        start = end - seconds // width * width
-        first = self._seconds[0].time if self._seconds else end
-        edges = range(max(start, first // width * width), end, width)
-        merged = {edge: Second(edge) for edge in edges}
-        loads: dict[int, list[tuple[int, int]]] = {edge: [] for edge in edges}
-        for second in self._seconds:
-            edge = second.time // width * width
-            if edge in merged:
-                merged[edge].counts.update(second.counts)
-                running, waiting = zip(*second.load.values(), strict=True)
-                loads[edge].append((sum(running), sum(waiting)))
-        counts = [entry.counts for entry in merged.values()]
-        window: Counter[Name] = sum(counts, Counter())
         # Of all time: a position that accepted nothing in this window is still one.
         totals = Totals(self._totals, [])
         positions, sources = totals.by_label("accepted_per_position"), totals.by_label("source_drafted")
-        return History(
-            time=[float(edge) for edge in edges],
-            tokens_per_second=[count["completion_tokens"] / width for count in counts],
-            acceptance_rate=[
-                acceptance_rate(count["accepted"], count["drafted"]) if count["drafted"] else None for count in counts
-            ],
-            mean_acceptance_length=[
-                mean_acceptance_length(count["accepted"], count["rounds"]) if count["rounds"] else None
-                for count in counts
-            ],
-            running=[_mean([running for running, _ in load]) for load in loads.values()],
-            waiting=[_mean([waiting for _, waiting in load]) for load in loads.values()],
-            rounds=window["rounds"],
-            accepted_per_position=[window["accepted_per_position", *place] for place in positions],
-            by_source={
-                str(source): (window["source_drafted", source], window["source_accepted", source])
-                for (source,) in sources
-            },
-            swaps=[mark for mark in self._swaps if mark[0] >= start],
-        )
+        return self._past.history(now, seconds, bins, [place for (place,) in positions], [name for (name,) in sources])
 
-    def _set_back(self, time: int) -> None:
-        """A clock was set back: the past goes with it, else all that comes would count in its last second."""
-        ahead = self._seconds[-1].time - time
-        if ahead <= ALIVE_SECONDS:
-            return
-        for second in self._seconds:
-            second.time -= ahead
-        self._swaps = deque(((at - ahead, version) for at, version in self._swaps), self._swaps.maxlen)
-        self._last = {name: replace(report, time=report.time - ahead) for name, report in self._last.items()}
+    def bins(self, now: float, seconds: int, since: int | None) -> Bins:
+        """The last ``seconds`` by what was counted, and of these only what came after the bin at ``since``."""
+        return self._past.bins(now, seconds, since)
 
-    def _second(self, time: int) -> Second:
-        # Clocks of replicas differ a little: a late report counts in the newest second.
-        if not self._seconds or self._seconds[-1].time < time:
-            self._seconds.append(Second(time))
-        return self._seconds[-1]
+    def _set_back(self, time: float) -> None:
+        if ahead := self._past.set_back(time):
+            self._last = {name: replace(report, time=report.time - ahead) for name, report in self._last.items()}
 
     def _fold(self, counted: Iterable[Name]) -> None:
         """Keep the domains, and of each the versions, that were ``counted`` last apart, so many of them."""
@@ -241,16 +149,6 @@ class ReplicaMetrics:
         for key in [key for key in self._totals if _of_version(key) and key[1 : 1 + len(oldest)] == oldest]:
             self._totals[key[0], domain, OLDER, *key[3:]] += self._totals.pop(key)
 
-    def _mark(self, time: float, version: int) -> None:
-        # Replicas swap one after the other; that is one mark.
-        recent = [mark for mark in self._swaps if time - mark[0] < _MARK_SECONDS and mark[1] == version]
-        if not recent:
-            self._swaps.append((time, version))
-
-
-def _base(key: Name) -> str | int:
-    return key[0] if isinstance(key, tuple) else key
-
 
 def _of_version(key: Name) -> TypeGuard[tuple[str | int, ...]]:
     return isinstance(key, tuple) and str(key[0]).startswith("version_")
@@ -267,7 +165,3 @@ def _since(before: Mapping[Name, float], now: Mapping[Name, float]) -> dict[Name
         if _of_version(key):  # the replica has added it to its older ones, and here it has been counted
             delta[key[0], key[1] if key[1] in domains else OTHERS, OLDER, *key[3:]] -= before[key]
     return delta
-
-
-def _mean(values: list[int]) -> float:
-    return sum(values) / len(values) if values else 0.0

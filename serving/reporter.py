@@ -20,7 +20,8 @@ from osd.histogram import ACCEPTED
 from osd.recall.backends import ENTRY_BYTES
 from osd.redis_client import RedisClient, decoded
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from serving.replica_metrics import Name, Report, TableSize
+from serving.metrics_history import Name
+from serving.replica_metrics import Report, TableSize
 from serving.rollout_follower import Watcher
 
 if TYPE_CHECKING:

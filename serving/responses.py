@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,10 @@ from osd.metrics import SpeculationCounts
 from serving import sse
 from serving.errors import ApiError
 from serving.generation import Disconnected
+from serving.token_sources import Texts, TokenSources
 from serving.tool_calls import CallReader, News
 
 Updates = AsyncIterator[tuple[int, Update]]
-
-Texts = Callable[[list[int]], Awaitable[list[str]]]
-"""The text of each of some token ids."""
 
 _LEAST = -9999.0  # JSON has no infinity
 _UNFINISHED = "\ufffd"  # a token that is a part of a character
@@ -81,8 +79,9 @@ class Logprobs:
 class Answer:
     """Gathers updates into what the client is told: ids, texts, usage.
 
-    ``choices`` are as many for each prompt, one prompt after the other; ``prompts`` are the tokens of each. Where
-    functions may be called, ``reader`` makes what tells calls and text of a choice apart.
+    ``choices`` are as many for each prompt, one prompt after the other; ``prompts`` are the tokens of each. ``sources``
+    says who each token comes from, None where nobody asks. Where functions may be called, ``reader`` makes what tells
+    calls and text of a choice apart.
     """
 
     id: str
@@ -91,6 +90,7 @@ class Answer:
     choices: int
     prompts: Sequence[int]
     logprobs: Logprobs
+    sources: TokenSources | None = None
     reader: Callable[[], CallReader] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = field(default=0, init=False)
@@ -120,16 +120,20 @@ class Answer:
     def metrics(self) -> dict[str, Any]:
         """How speculation did on this request, all choices together."""
         counts = self.counts
-        return {
-            "speculative_decoding": {
-                "mean_acceptance_length": counts.mean_acceptance_length,
-                "draft_acceptance_rate": counts.acceptance_rate,
-                "acceptance_histogram": counts.histogram,
-                "num_spec_steps": counts.rounds,
-                "num_accepted_draft_tokens": counts.accepted,
-                "num_draft_tokens": counts.drafted,
-            }
+        drafts: dict[str, Any] = {
+            "mean_acceptance_length": counts.mean_acceptance_length,
+            "draft_acceptance_rate": counts.acceptance_rate,
+            "acceptance_histogram": counts.histogram,
+            "num_spec_steps": counts.rounds,
+            "num_accepted_draft_tokens": counts.accepted,
+            "num_draft_tokens": counts.drafted,
         }
+        if self.sources is not None:
+            drafts["sources"] = {
+                source: {"num_draft_tokens": mine.drafted, "num_accepted_draft_tokens": mine.accepted}
+                for source, mine in counts.by_source.items()
+            }
+        return {"speculative_decoding": drafts}
 
     def envelope(self, choices: list[dict[str, Any]], streamed: bool) -> dict[str, Any]:
         """The root of a response or of one event."""
@@ -163,6 +167,10 @@ class Answer:
             said["content"] = news.text
         return {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": finish}
 
+    async def credited(self, tokens: Sequence[tuple[int, str]]) -> dict[str, Any]:
+        """Who these tokens of a choice, pairs of id and source, come from; nothing where nobody asks."""
+        return {} if self.sources is None else {"token_sources": await self.sources.render(tokens)}
+
     def _news(self, index: int, text: str, reason: FinishReason | None) -> tuple[News, str | None]:
         """What a further text of a choice says, and why the choice ends."""
         if self.reader is None:
@@ -179,13 +187,16 @@ async def collect(answer: Answer, updates: Updates) -> dict[str, Any]:
     texts: list[list[str]] = [[] for _ in range(answer.choices)]
     reasons: list[FinishReason | None] = [None] * answer.choices
     logprobs: list[list[TokenLogprobs]] = [[] for _ in range(answer.choices)]
+    credited: list[list[tuple[int, str]]] = [[] for _ in range(answer.choices)]
     async for index, update in updates:
         answer.add(index, update)
         texts[index].append(update.text)
         reasons[index] = update.finish_reason
         logprobs[index] += update.logprobs
+        credited[index] += zip(update.token_ids, update.sources, strict=False)
     choices = [
         answer.choice(index, "".join(texts[index]), reasons[index], await answer.logprobs.render(index, places))
+        | await answer.credited(credited[index])
         for index, places in enumerate(logprobs)
     ]
     return {**answer.envelope(choices, streamed=False), "usage": answer.usage(), "metrics": answer.metrics()}
@@ -199,6 +210,7 @@ async def events(answer: Answer, updates: Updates, usage: bool, continuous: bool
             answer.add(index, update)
             logprobs = await answer.logprobs.render(index, update.logprobs)
             delta = answer.delta(index, update.text, update.finish_reason, logprobs, index not in begun)
+            delta |= await answer.credited(list(zip(update.token_ids, update.sources, strict=False)))
             begun.add(index)
             event = answer.envelope([delta], streamed=True)
             if usage or continuous:

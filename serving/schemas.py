@@ -115,13 +115,15 @@ class Speculation(Body):
     """How this request speculates; what is left out is as the server has it. It changes speed and nothing else.
 
     ``speculate`` false decodes plainly. ``domain`` names whose drafter is wanted; one that has none is served by the
-    server's own.
+    server's own. With ``sources`` the answer says who each token comes from, as ``token_sources`` of a choice, and how
+    many draft tokens of each were accepted, as ``sources`` of its metrics.
     """
 
     speculate: bool | None = None
     growth: GrowthSettings | None = None
     verification: Verification | None = None
     domain: str | None = Field(None, pattern=DOMAIN)
+    sources: bool | None = None
 
     @model_validator(mode="after")
     def _not_governed(self) -> Speculation:
@@ -195,6 +197,11 @@ class Generate(Body):
     def top(self) -> int | None:
         """How many most probable tokens to report beside each token; None to report no log-probabilities."""
         return None
+
+    @property
+    def credits(self) -> bool:
+        """Whether to report who each token comes from."""
+        return self.osd is not None and bool(self.osd.sources)
 
     @model_validator(mode="after")
     def _streams(self) -> Generate:

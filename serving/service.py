@@ -10,6 +10,7 @@ from osd.config import Settings
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from serving.access.access import Access
+from serving.metrics_history import Bins
 from serving.replica_metrics import Totals
 from serving.tool_formats import ToolFormat
 
@@ -87,4 +88,12 @@ class Service(Protocol):
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         """What the dashboard shows of the last ``seconds``, as JSON."""
+        ...
+
+    async def dashboard_state(self) -> dict[str, Any]:
+        """What it shows of now: the same without the history."""
+        ...
+
+    async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
+        """What all replicas counted in the last ``seconds``, after the bin at ``since``, None for all of it."""
         ...

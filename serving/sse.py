@@ -14,3 +14,13 @@ DONE = b"data: [DONE]\n\n"
 def event(data: dict[str, Any]) -> bytes:
     """One event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def named(kind: str, id: str, data: bytes) -> bytes:
+    """One event of a ``kind`` of its own; whoever lost the connection says the last ``id`` as ``Last-Event-ID``."""
+    return b"event: %b\nid: %b\ndata: %b\n\n" % (kind.encode(), id.encode(), data)
+
+
+def retry(milliseconds: int) -> bytes:
+    """How long a client waits before it connects again."""
+    return b"retry: %d\n\n" % milliseconds

@@ -12,6 +12,9 @@ from osd.metrics import SpeculationCounts
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
+TARGET = "target"
+"""The source of a token that nobody drafted, or whose draft was not kept: the target drew it itself."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -48,6 +51,7 @@ class Request:
     how it speculates, None as the engine does; ``domain`` is whose drafter it wants, None to find out.
     ``client`` is who sent it, as far as clients are told apart, and ``tenant`` whose the domain is, "" for nobody's.
     ``logprobs`` reports each token's log-probability and those of so many most probable tokens; None reports none.
+    ``sources`` reports who each token comes from.
     It ``arrived`` at that moment of ``time.monotonic``, None for when it comes to the engine. Where there is not room
     for all, those of the least ``priority`` come first.
     """
@@ -65,6 +69,7 @@ class Request:
     domain: str | None = "general"
     policy: Policy | None = None
     logprobs: int | None = None
+    sources: bool = False
     grammar: Grammar | None = None
     client: str = ""
     tenant: str = ""
@@ -91,8 +96,9 @@ class Update:
 
     ``token_ids`` are new since the last update, ``text`` is their text as far as it can be shown.
     ``error`` is set when ``finish_reason`` is "error"; ``counts`` on the last update. ``logprobs`` are those of
-    ``token_ids`` when the request asks for them. ``cached_tokens`` of the prompt did not have to be read. The last one
-    has the ``lifetime`` too, and domain and version of what ``drafted``, None where it decoded plainly.
+    ``token_ids`` when the request asks for them. So are ``sources``: who proposed a draft token that was accepted, and
+    ``TARGET`` of any other. ``cached_tokens`` of the prompt did not have to be read. The last one has the ``lifetime``
+    too, and domain and version of what ``drafted``, None where it decoded plainly.
     """
 
     request_id: str
@@ -105,3 +111,4 @@ class Update:
     cached_tokens: int = 0
     lifetime: Lifetime | None = None
     drafted: tuple[str, int] | None = None
+    sources: tuple[str, ...] = ()

@@ -24,6 +24,7 @@ from osd.engine.logprobs import token_logprobs
 from osd.engine.packing import Feed, Packed, pack
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
+from osd.engine.request import TARGET
 from osd.engine.scheduled import Scheduled, ScheduledSequence
 from osd.engine.sequence import Sequence as Decoding
 from osd.engine.slots import SlotManager
@@ -348,6 +349,8 @@ def _go_on(
     if s.request.logprobs is not None:
         rows = [1 + node for node in [ROOT, *decision.path][: len(taken)]]
         s.tell(token_logprobs(said[rows], taken, s.request.logprobs))
+    if s.request.sources:
+        s.credit([*(tree.sources[node] for node in decision.path), TARGET][: len(taken)])
     s.step += 1
     return taken
 

@@ -93,6 +93,7 @@ class Sequence:
         self._text = TextStream(tokenizer, request.stop)
         self._new: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._sources: list[str] = []
 
     @property
     def missed(self) -> int:
@@ -178,15 +179,20 @@ class Sequence:
         """Report these with the tokens that were appended."""
         self._logprobs += logprobs
 
+    def credit(self, sources: list[str]) -> None:
+        """Report that the tokens that were appended come from these."""
+        self._sources += sources
+
     def report(self) -> None:
         """Send what is new; the last report carries the counts."""
         text = self._text.take(last=self.finish is not None)
         if self._new or self.finish:
             counts = self.counts if self.finish else None
             logprobs = tuple(self._logprobs)
-            new = tuple(self._new)
-            self._send(Update(self.request.id, new, text, self.finish, counts, None, logprobs, self.cached))
-        self._new, self._logprobs = [], []
+            new, sources = tuple(self._new), tuple(self._sources)
+            update = Update(self.request.id, new, text, self.finish, counts, None, logprobs, self.cached)
+            self._send(replace(update, sources=sources) if sources else update)
+        self._new, self._logprobs, self._sources = [], [], []
 
     def fail(self, message: str) -> None:
         """End the request with an error."""

@@ -9,11 +9,12 @@ from serving.access.caller import Caller, bearer_of, client_of, state_of
 from serving.access.keyring import Keyring
 from serving.access.keys import Right
 from serving.errors import ApiError
+from serving.paths import STREAM
 
 OPEN_PATHS = frozenset({"/health"})
 """Paths that answer without a key. The dashboard's own files are open too: they hold no data."""
 
-_WATCHED = frozenset({"/metrics", "/dashboard/data"})
+_WATCHED = frozenset({"/metrics", "/dashboard/data", STREAM})
 _REFUSED = {
     "generate": "This key may not generate.",
     "watch": "This key may not watch: metrics and the dashboard need one that may watch or administer.",

@@ -1,4 +1,4 @@
-"""The dashboard: a page of static files and the JSON that it reads every other second."""
+"""The dashboard: pages of static files, the stream that they follow, and the same as JSON for whoever asks once."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from serving.access.caller import caller_of
+from serving.dashboard.stream import Viewers
 from serving.errors import ApiError
-from serving.replica_metrics import HISTORY_SECONDS
+from serving.metrics_history import HISTORY_SECONDS
+from serving.responses import EventStream
 from serving.service import Service
 
 _FOLDER = Path(__file__).parent
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_ASSETS = (
-    "app.js",
-    "charts.js",
-    "panels.js",
-    "style.css",
-    "icon.svg",
-    "vendor/uPlot.iife.min.js",
-    "vendor/uPlot.min.css",
+_HIDDEN = frozenset({"index.html"})
+_ASSETS = tuple(
+    sorted(
+        str(path.relative_to(_FOLDER))
+        for path in _FOLDER.rglob("*")
+        if path.suffix in _TYPES and path.name not in _HIDDEN
+    )
 )
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
@@ -38,6 +39,7 @@ def router(service: Service) -> APIRouter:
     """The paths under ``/dashboard``."""
     routes = APIRouter(prefix="/dashboard")
     files = {name: (_FOLDER / name).read_bytes() for name in ("index.html", *_ASSETS)}
+    viewers = Viewers(service)
 
     def file(name: str, status: int = 200) -> Response:
         return Response(files[name], status, _HEADERS, media_type=_TYPES[Path(name).suffix])
@@ -48,11 +50,13 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/data")
     async def data(request: Request) -> Response:
-        asked = request.query_params.get("seconds", "900")
-        # Python refuses to read a number of thousands of digits.
-        if not (asked.isdecimal() and len(asked) < 10 and 60 <= int(asked) <= HISTORY_SECONDS):
-            raise ApiError(400, f"'seconds' must be a whole number from 60 to {HISTORY_SECONDS}.", param="seconds")
-        return JSONResponse(await service.dashboard(int(asked)), headers={"Cache-Control": "no-store"})
+        return JSONResponse(await service.dashboard(_seconds(request)), headers={"Cache-Control": "no-store"})
+
+    @routes.get("/stream")
+    async def stream(request: Request) -> Response:
+        seconds = _seconds(request)
+        viewers.enter()
+        return EventStream(viewers.follow(seconds, request.headers.get("last-event-id")), viewers.leave)
 
     @routes.get("/{name:path}")
     async def asset(name: str) -> Response:
@@ -63,3 +67,16 @@ def router(service: Service) -> APIRouter:
         return file(name)
 
     return routes
+
+
+def _seconds(request: Request) -> int:
+    """The window that a request asks for.
+
+    Raises:
+        ApiError: 400; it is none.
+    """
+    asked = request.query_params.get("seconds", "900")
+    # Python refuses to read a number of thousands of digits.
+    if not (asked.isdecimal() and len(asked) < 10 and 60 <= int(asked) <= HISTORY_SECONDS):
+        raise ApiError(400, f"'seconds' must be a whole number from 60 to {HISTORY_SECONDS}.", param="seconds")
+    return int(asked)

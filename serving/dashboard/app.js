@@ -1,96 +1,110 @@
-// Asks for data every other second and shows it.
+// The shell: which page is shown, what the stream says of itself, the key, and the colours.
 
-import { Chart, fixed, percent } from "./charts.js";
-import * as panels from "./panels.js";
+import { $, h, put, refill } from "./dom.js";
+import { clock } from "./format.js";
+import { keep } from "./keys.js";
+import { Overview } from "./pages/overview.js";
+import { follow, on, pause, show as showWindow, store } from "./store.js";
 
-const PERIOD = 1500;
-const KEY = "osd-key";
-const $ = (id) => document.getElementById(id);
-
-const fromZero = (least) => (_, high) => [0, Math.max(least, 1.15 * (high ?? 0))];
-const charts = {
-  acceptance: new Chart("chart-acceptance", {
-    ink: "--one", format: percent, label: (value) => `${Math.round(100 * value)} %`, range: () => [0, 1], empty: "No round has drafted yet.",
-  }),
-  length: new Chart("chart-length", {
-    ink: "--two", format: fixed(2), range: (_, high) => [1, Math.max(2, 1.1 * (high ?? 0))], empty: "No round has drafted yet.",
-  }),
-  speed: new Chart("chart-speed", {
-    ink: "--three", format: fixed(0), range: fromZero(10), empty: "No traffic yet: send a request to /v1/chat/completions.",
-  }),
-  loss: new Chart("chart-loss", {
-    ink: "--four", format: fixed(2), range: fromZero(0.1), empty: "The trainer has not made a step yet.",
-  }),
+const PAGES = {
+  overview: async () => new Overview(),
+  learning: async () => new (await import("./pages/learning.js")).Learning(),
+  traffic: async () => new (await import("./pages/traffic.js")).Traffic(),
+  versions: async () => new (await import("./pages/versions.js")).Versions(),
+  playground: async () => new (await import("./pages/playground.js")).Playground(),
 };
+const WITHOUT_WINDOW = ["versions", "playground"];
 
-let seconds = 900;
-let timer = null;
-let asking = null;
+const made = {};
+let current = null;
+let lost = false;
+
+async function turn() {
+  const name = location.hash.slice(1) in PAGES ? location.hash.slice(1) : "overview";
+  if (!made[name]) {
+    made[name] = PAGES[name]().then((page) => {
+      page.element.hidden = true;
+      $("pages").append(page.element);
+      return page;
+    });
+  }
+  const page = await made[name];
+  if ((location.hash.slice(1) in PAGES ? location.hash.slice(1) : "overview") !== name) return;
+  if (current) current.element.hidden = true;
+  current = page;
+  page.element.hidden = false;
+  put($("title"), page.title);
+  document.title = `${page.title} · osd`;
+  $("window").hidden = WITHOUT_WINDOW.includes(name);
+  for (const link of document.querySelectorAll("#nav a")) {
+    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  render();
+}
+
+function render() {
+  notices();
+  const { state, bins, time, seconds } = store;
+  if (!state || !current) return;
+  put($("model"), state.model.id);
+  put($("subtitle"), `domain ${state.domain}, ${state.drafter}, ${state.replicas.length} replica${state.replicas.length === 1 ? "" : "s"}`);
+  // A young server's charts begin when it began, but span a minute at least.
+  const from = Math.max(time - seconds, Math.min(bins.time[0] ?? time, time - 60));
+  current.show({ ...store, span: [from, time] });
+}
+
+// What a reader has to know before any figure.
+function notices() {
+  const { state } = store;
+  const said = [];
+  if (lost) said.push(["bad", state ? `The server does not answer. What is shown is of ${clock(store.time)}; trying again.` : "The server does not answer yet; trying again."]);
+  if (state && !state.stream.redis) said.push(["bad", "Redis does not answer. Requests are served on; nothing is learned, and events and rollout are not known."]);
+  if (state && state.drafter === "none") said.push(["", "This service has no drafter: every request decodes plainly."]);
+  else if (state?.replicas.length && state.replicas.every(({ speculation }) => !speculation)) said.push(["", "Speculation is switched off: every request decodes plainly."]);
+  if (state && !lost && !state.replicas.length) said.push(["bad", "No replica has reported for some seconds."]);
+  refill($("notices"), said, () => said.map(([mood, text]) => h("p", { class: `notice ${mood}` }, text)));
+}
 
 function status(text, mood = "") {
-  $("status").textContent = text;
+  put($("status"), text);
   $("status").className = `pill ${mood}`;
 }
 
-function show(data) {
-  const { history } = data;
+on("status", (how) => {
+  lost = how === "lost";
+  status(lost ? "no answer, trying again" : "live", how);
+  notices();
+});
+on("data", () => {
   $("login").hidden = true;
-  $("main").hidden = false;
-  $("model").textContent = data.model.id;
-  $("subtitle").textContent = `domain ${data.domain}, drafter ${data.drafter}, ${data.replicas.length} replica${data.replicas.length === 1 ? "" : "s"}`;
-  // A young server's chart begins when it began, but spans a minute at least.
-  const from = Math.max(data.time - seconds, Math.min(history.time[0] ?? data.time, data.time - 60));
-  const span = [from, data.time];
-  const busy = history.tokens_per_second.some((value) => value > 0);
-  charts.acceptance.show(history.time, history.acceptance_rate, history.swaps, span);
-  charts.length.show(history.time, history.mean_acceptance_length, history.swaps, span);
-  charts.speed.show(history.time, busy ? history.tokens_per_second : history.time.map(() => null), history.swaps, span);
-  const steps = data.events.filter((event) => event.kind === "train_step" && event.time >= from && event.loss != null);
-  charts.loss.show(steps.map((step) => step.time), steps.map((step) => step.loss), history.swaps, span);
-  for (const panel of Object.values(panels)) panel(data);
-  status("live", "live");
-}
-
-async function refresh() {
-  clearTimeout(timer);
-  asking?.abort();
-  asking = new AbortController();
-  const key = sessionStorage.getItem(KEY);
-  try {
-    const response = await fetch(`/dashboard/data?seconds=${seconds}`, {
-      headers: key ? { Authorization: `Bearer ${key}` } : {},
-      signal: AbortSignal.any([asking.signal, AbortSignal.timeout(10000)]),
-    });
-    if (response.status === 401 || response.status === 403) {
-      $("login-error").hidden = key === null;
-      sessionStorage.removeItem(KEY);
-      $("login").hidden = false;
-      $("main").hidden = true;
-      status("key needed");
-      return;
-    }
-    if (!response.ok) throw new Error(`status ${response.status}`);
-    show(await response.json());
-  } catch (error) {
-    if (error.name === "AbortError") return;
-    console.error(error);
-    status("no answer, trying again", "lost");
-  }
-  timer = setTimeout(refresh, document.hidden ? 4 * PERIOD : PERIOD);
-}
-
-for (const button of document.querySelectorAll("[data-seconds]")) {
-  button.addEventListener("click", () => {
-    seconds = Number(button.dataset.seconds);
-    for (const other of document.querySelectorAll("[data-seconds]")) other.setAttribute("aria-pressed", other === button);
-    refresh();
-  });
-}
+  $("pages").hidden = false;
+  render();
+});
+on("key", (refused) => {
+  $("login-error").hidden = !refused;
+  $("login").hidden = false;
+  $("pages").hidden = true;
+  status("key needed");
+});
 $("login").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(KEY, $("key").value);
+  keep("watch", $("key").value);
   $("key").value = "";
-  refresh();
+  follow();
 });
-document.addEventListener("visibilitychange", () => document.hidden || refresh());
-refresh();
+for (const button of document.querySelectorAll("[data-seconds]")) {
+  button.addEventListener("click", () => {
+    for (const other of document.querySelectorAll("[data-seconds]")) other.setAttribute("aria-pressed", String(other === button));
+    showWindow(Number(button.dataset.seconds));
+  });
+}
+$("theme").value = document.documentElement.dataset.theme;
+$("theme").addEventListener("change", () => {
+  document.documentElement.dataset.theme = $("theme").value;
+  localStorage.setItem("osd-theme", $("theme").value);
+});
+document.addEventListener("visibilitychange", () => (document.hidden ? pause() : follow()));
+addEventListener("hashchange", turn);
+turn();
+follow();

@@ -8,22 +8,26 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 from redis.exceptions import RedisError
 
 from osd.capture.stream import TraceReader
 from osd.config import Settings
 from osd.engine.counters import OLDER
+from osd.histogram import REQUEST_HISTOGRAMS
 from osd.registry.events import Events
 from osd.registry.learnt import REQUESTS
 from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry, VersionInfo
-from serving.replica_metrics import History, Totals
+from serving.metrics_history import History
+from serving.replica_metrics import Totals
 from serving.service import Model
 
 _FRESH_SECONDS = 1.0
 _EVENTS = 240
+_LATENCIES = ("time_to_first_token", "inter_token", "queue_time", "request_time")
 
 
 class Feeds:
@@ -120,10 +124,29 @@ def ledger(totals: Totals, domain: str) -> dict[str, Any]:
     return {"versions": rows, "unpublished": unpublished, "slowed": slowed, "total": total}
 
 
-def compose(
-    settings: Settings, model: Model, totals: Totals, history: History, feeds: dict[str, Any]
-) -> dict[str, Any]:
+def with_history(state: dict[str, Any], history: History) -> dict[str, Any]:
     """The JSON of ``/dashboard/data``."""
+    return {**state, "history": asdict(history)}
+
+
+def _recall(totals: Totals) -> dict[str, Any]:
+    """How large the tables of all replicas are, by domain, and what was found in them, by source and order."""
+    tables: dict[str, dict[str, int]] = {}
+    for report in totals.replicas:
+        for domain, size in report.tables.items():
+            known = tables.setdefault(domain, {"entries": 0, "bytes": 0})
+            known["entries"] += size.entries
+            known["bytes"] += size.bytes
+    accepted = totals.by_label("recall_accepted")
+    orders = [
+        {"source": source, "order": order, "drafted": drafted, "accepted": accepted.get((source, order), 0)}
+        for (source, order), drafted in totals.by_label("recall_drafted").items()
+    ]
+    return {"tables": tables, "orders": orders}
+
+
+def compose(settings: Settings, model: Model, totals: Totals, feeds: dict[str, Any]) -> dict[str, Any]:
+    """What the dashboard shows of now: the JSON of ``/dashboard/data`` without its history."""
     live = {name: totals.by_label(f"version_{name}") for name in ("rounds", "drafted", "accepted")}
     running = {report.version for report in totals.replicas}
     rollout: Rollout | None = feeds["rollout"]
@@ -145,9 +168,11 @@ def compose(
         "domain": settings.domain,
         "model": asdict(model),
         "drafter": settings.drafter.kind,
+        "growth": settings.growth.kind,
+        "governed": getattr(settings.growth, "governed", False),
         "capture": settings.capture.enabled,
-        "history": asdict(history),
-        "totals": {name: totals.counters.get(name, 0) for name in (*names, "traces_dropped")},
+        "bounds": {name: REQUEST_HISTOGRAMS[name] for name in _LATENCIES},
+        "totals": {name: totals.counters.get(name, 0) for name in names},
         "replicas": [
             {
                 "name": report.replica,
@@ -163,6 +188,8 @@ def compose(
         ],
         "versions": versions,
         "ledger": ledger(totals, settings.domain),
+        "training": {domain: msgspec.to_builtins(one) for domain, one in totals.training.items()},
+        "recall": _recall(totals),
         "stable": rollout.stable if rollout else None,
         "canary": rollout.canary if rollout else None,
         "share": rollout.share if rollout else 0.0,

@@ -37,8 +37,15 @@ class Usage(TypedDict):
     prompt_tokens_details: CachedTokens
 
 
+class SourceDrafts(TypedDict):
+    """Draft tokens that one source proposed, and how many of them are in the answer."""
+
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+
+
 class SpeculativeDecoding(TypedDict):
-    """How drafts did, all choices together."""
+    """How drafts did, all choices together; ``sources`` where ``osd.sources`` asks for them."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -46,6 +53,7 @@ class SpeculativeDecoding(TypedDict):
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
+    sources: NotRequired[dict[str, SourceDrafts]]
 
 
 class Metrics(TypedDict):
@@ -73,6 +81,13 @@ class ChatLogprobs(TypedDict):
 
     content: list[PlaceLogprobs]
     refusal: None
+
+
+class TokenSource(TypedDict):
+    """A token and who it comes from: what drafted it, ``target`` where the target drew it itself."""
+
+    token: str
+    source: str
 
 
 class CompletionLogprobs(TypedDict):
@@ -118,6 +133,7 @@ class ChatChoice(TypedDict):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish
+    token_sources: NotRequired[list[TokenSource]]
 
 
 class _Root(TypedDict):
@@ -166,6 +182,7 @@ class ChatChunkChoice(TypedDict):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
+    token_sources: NotRequired[list[TokenSource]]
 
 
 class ChatChunk(_Root):
@@ -184,6 +201,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Finish | None
+    token_sources: NotRequired[list[TokenSource]]
 
 
 class Completion(_Root):

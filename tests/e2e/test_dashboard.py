@@ -1,8 +1,11 @@
-"""The dashboard in a real browser."""
+"""The dashboard in a real browser: five pages, with data and with none, in both themes, on a desk and on a phone."""
 
 from __future__ import annotations
 
+import importlib.resources
+import json
 import os
+import re
 import shutil
 from contextlib import closing
 
@@ -10,6 +13,7 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from osd.registry.events import Events
+from tests.e2e.conftest import ADMIN_KEY
 from tests.e2e.test_swaps import shake
 
 _ARGUMENTS = [
@@ -19,6 +23,8 @@ _ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+PAGES = ("overview", "learning", "traffic", "versions", "playground")
+DESK, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
 
 expect.set_options(timeout=15_000)
 
@@ -29,6 +35,15 @@ _INK = """canvas => {
   for (let i = 3; i < data.length; i += 4) ink += data[i] > 0;
   return 4 * ink / data.length;
 }"""
+
+# What lies beside the screen and cannot be scrolled to within a box of its own.
+_CUT_OFF = """() => [...document.querySelectorAll('body *')].filter(element => {
+  const { left, right, width } = element.getBoundingClientRect();
+  const scrolls = element.closest('.scroll, .events, .u-wrap, .plot, .sprite, .hidden, .skip, svg');
+  return width > 0 && !scrolls && (left < -1 || right > innerWidth + 1);
+}).map(element => element.outerHTML.slice(0, 120))"""
+
+_AXE = importlib.resources.files("axe_playwright_python").joinpath("axe.min.js").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -42,68 +57,184 @@ def browser():
         browser.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_dashboard_shows_the_loop(service, browser, eventually, tmp_path, scheme):
-    before = service.versions()[0]
-    for seed in range(3):
-        # Hot, so that a drafter of random weights has something accepted.
-        assert service.complete(max_tokens=60, ignore_eos=True, temperature=2, seed=seed).status_code == 200
-    number = service.publish(shake)
-    service.point_at(number)
-    eventually(lambda: service.versions() == [number] * 2)
-    for seed in range(3):
-        # Hot, so that a drafter of random weights has something accepted.
-        assert service.complete(max_tokens=60, ignore_eos=True, temperature=2, seed=seed).status_code == 200
-    page = browser.new_page(color_scheme=scheme, viewport={"width": 1360, "height": 1500})
-    problems = []
-    page.on("console", lambda message: message.type == "error" and problems.append(message.text))
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    foreign = []
-    page.on("request", lambda request: request.url.startswith(service.url) or foreign.append(request.url))
-    page.goto(f"{service.url}/dashboard")
-    expect(page.locator("#status")).to_have_text("live")
-    expect(page.locator("#model")).to_have_text("tiny")
-    for chart in ("acceptance", "length", "speed"):
-        mark = page.locator(f'#chart-{chart} .swap[data-version="{number}"]')
-        expect(mark).to_have_count(1)
-        expect(mark).to_have_text(f"v{number}")
-        assert page.locator(f"#chart-{chart} canvas").evaluate(_INK) > 0.01
-    expect(page.locator("#now-version")).to_have_text(f"v{number}")
-    row = page.locator(f'#versions tr[data-version="{number}"]')
-    expect(row).to_contain_text("in service")
-    expect(row).to_contain_text("61.0 %")
-    expect(row).to_contain_text("321")
-    expect(page.locator(f'#versions tr[data-version="{before}"]')).to_contain_text("earlier")
-    expect(page.locator("#versions tbody tr")).to_have_count(len(service.registry.list(service.settings.domain)))
-    expect(page.locator("#positions .bar")).not_to_have_count(0)
-    expect(page.locator("#sources .bar")).not_to_have_count(0)
-    shares = page.locator("#sources .bar b").all_inner_texts()
-    assert 99 <= sum(float(text.split(" %")[0]) for text in shares) <= 101
-    expect(page.locator("#events li").first).to_contain_text(f"v{number} is in service, before it v{before}")
-    expect(page.locator("#replicas dt")).to_have_count(2)
-    speed = page.locator("#now-speed").inner_text()
-    assert float(speed) >= 0
-    picture = os.environ.get("SCREENSHOTS", str(tmp_path))
-    page.screenshot(path=f"{picture}/dashboard-{scheme}.png", full_page=True)
-    page.set_viewport_size({"width": 420, "height": 900})
-    page.wait_for_function("document.documentElement.scrollWidth <= 420")
-    page.screenshot(path=f"{picture}/dashboard-{scheme}-narrow.png", full_page=True)
-    page.close()
+@pytest.fixture
+def opened(service, browser):
+    """Opens a page of the dashboard; in the end nothing has gone wrong in it and nothing was asked from elsewhere."""
+    pages, problems, foreign = [], [], []
+
+    def open_page(name="overview", viewport=DESK, scheme="light", quiet=True, prepare=lambda page: None):
+        page = browser.new_page(color_scheme=scheme, viewport=viewport, reduced_motion="reduce")
+        if quiet:
+            page.on("console", lambda message: message.type == "error" and problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: request.url.startswith(service.url) or foreign.append(request.url))
+        prepare(page)
+        pages.append(page)
+        page.goto(f"{service.url}/dashboard#{name}")
+        expect(page.locator("#nav a[aria-current]")).to_have_text(name.capitalize())
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
     assert problems == []
     assert foreign == []
 
 
-def test_a_canary_is_shown_beside_the_stable_version_and_events_are_sentences(service, browser, eventually):
+@pytest.fixture(scope="module")
+def spoken(service):
+    """A service that has drafted, for requests and for chats; hot, so that a drafter of random weights is accepted."""
+    for seed in range(4):
+        assert service.complete(max_tokens=60, ignore_eos=True, temperature=2, seed=seed).status_code == 200
+    return service
+
+
+def go(page, name):
+    page.locator(f'#nav a[href="#{name}"]').click()
+    expect(page.locator("#title")).to_have_text(name.capitalize())
+
+
+def faults(page, *rules):
+    """What axe-core finds that is serious, by these rules, else by all."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(_AXE)
+    options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
+    found = page.evaluate("options => axe.run(options)", options)["violations"]
+    return [
+        (one["id"], node["html"][:160], node["failureSummary"])
+        for one in found
+        if one["impact"] in ("serious", "critical")
+        for node in one["nodes"]
+    ]
+
+
+def picture(page, name):
+    if folder := os.environ.get("SCREENSHOTS"):
+        page.evaluate("scrollTo(0, 0)")
+        page.screenshot(path=f"{folder}/{name}.png", full_page=True)
+
+
+def say(page, data):
+    """Have the stream say this, again and again."""
+    body = f"event: snapshot\nid: 900-0\ndata: {json.dumps(data)}\n\n"
+    page.route(
+        "**/dashboard/stream*", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body)
+    )
+
+
+def silence(service, **state):
+    """What a service says that has done nothing yet."""
+    now = service.data()
+    now.pop("history")
+    none = dict.fromkeys(("tokens", "plain", "decode", "saved", "training", "net"), 0)
+    nothing = {"versions": [], "unpublished": 0, "slowed": 0, "total": {**none, "payback": None}}
+    now |= {"events": [], "steps": [], "investments": [], "versions": [], "ledger": nothing, "training": {}}
+    now |= {"totals": dict.fromkeys(now["totals"], 0), "recall": {"tables": {}, "orders": []}, "stable": None}
+    bins = {"width": 4, "time": [], "running": [], "waiting": [], "counts": {}, "swaps": []}
+    return {"time": now["time"], "bins": bins, "state": {**now, **state}}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_shows_the_loop_without_a_serious_fault(spoken, opened, scheme):
+    page = opened(scheme=scheme)
+    expect(page.locator("#status")).to_have_text("live")
+    expect(page.locator("#model")).to_have_text("tiny")
+    expect(page.locator("#now-acceptance")).to_contain_text("%")
+    for chart in ("acceptance", "length", "speed", "tokens"):
+        expect(page.locator(f"#chart-{chart} canvas")).to_have_count(1)
+        assert page.locator(f"#chart-{chart} canvas").evaluate(_INK) > 0.01
+    for by in ("source", "version", "domain"):
+        page.get_by_role("button", name=by).click()
+        expect(page.locator("#breakdown .bar").first).to_contain_text(" of ")
+    expect(page.locator("#positions .bar")).not_to_have_count(0)
+    rules = () if scheme == "light" else ("color-contrast",)  # all else is the same
+    assert faults(page, *rules) == []
+    picture(page, f"overview-{scheme}")
+    go(page, "learning")
+    expect(page.locator("#ledger tbody tr").last).to_contain_text("total")
+    expect(page.locator("#chart-ledger canvas")).to_have_count(1)
+    go(page, "traffic")
+    expect(page.locator("#replicas tbody tr")).to_have_count(2)
+    expect(page.locator("#now-first")).to_contain_text("s")
+    assert page.locator("#chart-token canvas").evaluate(_INK) > 0.01
+    go(page, "versions")
+    expect(page.locator("#versions tbody tr")).to_have_count(len(spoken.registry.list(spoken.settings.domain)))
+    for name in PAGES[1:]:
+        go(page, name)
+        picture(page, f"{name}-{scheme}")
+        assert faults(page, *rules) == [], name
+    if scheme == "dark":  # a phone has the same sizes in both
+        return
+    page.set_viewport_size(PHONE)
+    for name in PAGES:
+        go(page, name)
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], name
+        assert page.evaluate(_CUT_OFF) == [], name
+        picture(page, f"{name}-{scheme}-phone")
+
+
+def test_pages_without_data_say_what_is_missing(service, opened):
+    page = opened(viewport=PHONE, prepare=lambda page: say(page, silence(service, replicas=[])))
+    expect(page.locator("#status")).to_have_text("live")
+    expect(page.locator("#notices")).to_contain_text("No replica has reported")
+    for name in PAGES:
+        go(page, name)
+        shown = page.locator(".page:not([hidden])")
+        if name not in ("versions", "playground"):
+            expect(shown.locator(".plot .empty").first).to_be_visible()
+            assert shown.locator("canvas").count() == 0
+        if name == "versions":
+            expect(page.locator("#versions")).to_be_hidden()
+            expect(shown).to_contain_text("No drafter version is published yet.")
+        assert page.evaluate(_CUT_OFF) == []
+        assert not re.search("undefined|NaN|null", page.inner_text("body"))
+        picture(page, f"{name}-empty")
+    assert faults(page, "color-contrast", "label") == []
+
+
+def test_few_drafts_look_like_few(service, opened):
+    """Five drafts that were all accepted are no spike of 100 %, beside 400 of which a tenth was."""
+
+    def few(page):
+        said = silence(service)
+        now = int(said["time"]) // 4 * 4
+        counts = {"drafted": [400, 5], "accepted": [40, 5], "rounds": [100, 1]}
+        counts |= {"source_drafted|recall": [0, 5], "source_accepted|recall": [0, 5]}
+        said["bins"] |= {"time": [now - 8, now - 4], "running": [1, 1], "waiting": [0, 0], "counts": counts}
+        say(page, said)
+
+    page = opened(prepare=few)
+    legend = page.locator("figure", has_text="Acceptance rate").locator(".legend")
+    expect(legend).to_contain_text("5 drafted")
+    shown = float(re.search(r"([\d.]+) %", legend.inner_text())[1])
+    assert 10 < shown < 40
+    bar = page.locator('#breakdown .bar[data-name="recall"]')
+    expect(bar).to_contain_text("5 of 5")
+    expect(bar).to_have_class(re.compile("few"))
+    assert bar.locator(".whisker").evaluate("whisker => parseFloat(whisker.style.left)") < 60
+
+
+def test_a_swap_is_seen_while_it_happens(spoken, opened, eventually):
+    page = opened()
+    expect(page.locator("#status")).to_have_text("live")
+    before = spoken.versions()[0]
+    number = spoken.publish(shake)
+    expect(page.locator("#now-version")).to_have_text(f"v{before}")
+    spoken.point_at(number)
+    expect(page.locator("#now-version")).to_have_text(f"v{number}")
+    for chart in ("acceptance", "length", "speed"):
+        mark = page.locator(f'#chart-{chart} .mark.swap[data-mark="v{number}"]')
+        expect(mark).to_have_count(1)
+    expect(page.locator("#events li").first).to_contain_text(f"v{number} is in service, before it v{before}")
+    eventually(lambda: spoken.versions() == [number] * 2)
+
+
+def test_a_canary_is_shown_beside_the_stable_version_and_events_are_sentences(service, opened, eventually):
     stable = service.versions()[0]
     number = service.publish()
     service.point_at(stable, number, 0.25)
     told = [
-        (
-            "canary",
-            number,
-            {"parent": stable, "share": 0.25},
-            f"v{number} passed the gate and serves 25 % of requests beside",
-        ),
+        ("canary", number, {"parent": stable, "share": 0.25}, f"v{number} passed the gate and serves 25 % of requests"),
         ("promoted", number, {"parent": stable, "reason": "0.3 -> 0.4"}, f"takes the place of v{stable}: 0.3 -> 0.4"),
         (
             "rolled_back",
@@ -119,48 +250,177 @@ def test_a_canary_is_shown_beside_the_stable_version_and_events_are_sentences(se
         for kind, version, figures, _ in told:
             events.add(kind, service.settings.domain, version, **figures)
     eventually(lambda: [replica["canary"] for replica in service.data()["replicas"]] == [number] * 2)
-    page = browser.new_page()
-    page.goto(f"{service.url}/dashboard")
+    page = opened()
     expect(page.locator("#note-version")).to_contain_text(f"v{number} on trial for 25 % of requests")
-    expect(page.locator(f'#versions tr[data-version="{number}"]')).to_contain_text("canary, 25 %")
-    expect(page.locator(f'#versions tr[data-version="{stable}"]')).to_contain_text("in service")
-    expect(page.locator("#replicas dd").first).to_contain_text(f"v{stable} and v{number}")
     for _, _, _, sentence in told:
         expect(page.locator("#events")).to_contain_text(sentence)
-    page.close()
+    expect(page.locator(f'#chart-tokens .mark.canary[data-mark="canary v{number}"]')).to_have_count(1)
+    expect(page.locator("#chart-tokens .mark.drift")).to_have_count(1)
+    go(page, "versions")
+    expect(page.locator(f'#versions tr[data-key="{number}"]')).to_contain_text("canary, 25 %")
+    expect(page.locator(f'#versions tr[data-key="{stable}"]')).to_contain_text("in service")
+    go(page, "traffic")
+    expect(page.locator("#replicas tbody tr").first).to_contain_text(f"v{stable} and v{number}")
+    go(page, "learning")
+    expect(page.locator("#verdicts tbody tr").first).to_contain_text("drift")
     service.point_at(stable)
     eventually(lambda: [replica["canary"] for replica in service.data()["replicas"]] == [None] * 2)
 
 
-def test_the_page_asks_for_the_key_and_keeps_it_for_its_tab(service, browser):
-    page = browser.new_page()
+def test_an_operator_rolls_back_by_a_button_and_the_key_stays_in_the_tab(service, opened, eventually):
+    old = service.versions()[0]
+    new = service.publish()
+    service.point_at(new)
+    eventually(lambda: service.versions() == [new] * 2)
+    page = opened("versions", quiet=False)  # the browser itself reports the refused key
+    expect(page.locator(f'#versions tr[data-key="{new}"]')).to_contain_text("in service")
+    for number in (old, new):
+        page.get_by_label(f"Compare v{number}", exact=True).check()
+    expect(page.locator("#comparison")).to_contain_text("Held-out acceptance")
+    expect(page.locator("#comparison thead")).to_contain_text(f"v{old}")
+    page.get_by_label("Operator's key").fill("wrong")
+    page.get_by_role("button", name="Use key").click()
+    expect(page.locator("#said")).to_contain_text("key")
+    expect(page.locator("#do-rollback")).to_be_hidden()
+    page.get_by_label("Operator's key").fill(ADMIN_KEY)
+    page.keyboard.press("Enter")
+    expect(page.locator("#said")).to_have_text("The key is accepted.")
+    assert faults(page) == []
+    picture(page, "versions-operator")
+    page.locator("#which").select_option(str(old))
+    page.locator("#do-rollback").click()
+    expect(page.get_by_role("dialog")).to_contain_text(f"v{old} serves every request from now on, in place of v{new}.")
+    picture(page, "versions-question")
+    page.keyboard.press("Escape")
+    assert service.versions() == [new] * 2
+    page.locator("#do-rollback").click()
+    page.locator("#confirm").click()
+    expect(page.locator("#said")).to_contain_text(f"Done: v{old} is in service; it was v{new}.")
+    expect(page.locator(f'#versions tr[data-key="{old}"]')).to_contain_text("in service")
+    eventually(lambda: service.versions() == [old] * 2)
+    page.locator("#do-pin").click()
+    page.locator("#confirm").click()
+    expect(page.locator(f'#versions tr[data-key="{old}"]')).to_contain_text("pinned")
+    page.locator("#do-unpin").click()
+    page.locator("#confirm").click()
+    expect(page.locator("#said")).to_contain_text("Done")
+    expect(page.locator("#do-promote")).to_be_disabled()
+    assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage)]") == [[ADMIN_KEY], []]
+    page.get_by_role("button", name="Forget key").click()
+    expect(page.locator("#do-rollback")).to_be_hidden()
+    assert page.evaluate("Object.values(sessionStorage)") == []
 
+
+def test_a_chat_whose_colours_add_up_beside_plain_decoding(spoken, opened):
+    page = opened("playground")
+    page.get_by_label("Tokens at most").fill("40")
+    exact = page.locator('.tokens[data-exact="true"]')
+    for turn in (1, 2):
+        page.get_by_label("Message").fill("hello")
+        page.keyboard.press("Enter")
+        expect(exact).to_have_count(2 * turn)
+        expect(page.locator(".verdict").nth(turn - 1)).to_contain_text("the speed of plain decoding")
+        if turn == 1:
+            page.get_by_role("button", name="New chat").click()
+            page.get_by_label("Message").fill("hello")
+            page.keyboard.press("Enter")
+            expect(exact).to_have_count(2)
+    expect(page.locator(".turn")).to_have_count(2)
+    drafted, plain = page.locator(".answer").nth(0), page.locator(".answer").nth(1)
+    assert drafted.locator(".token:not(.target)").count() > 0, "what was answered once is recalled"
+    assert plain.locator(".token:not(.target)").count() == 0
+    for answer in (drafted, plain):
+        shown = sum(int(count) for count in answer.locator(".counts b").all_inner_texts())
+        assert shown == answer.locator(".token").count() == 40
+        assert "tokens/s" in answer.locator(".speed").inner_text()
+    assert drafted.locator(".tokens").inner_text() == plain.locator(".tokens").inner_text()
+    drafted.locator(".tokens").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tooltip")).to_contain_text("The target gave it")
+    expect(page.get_by_role("tooltip").locator("li")).to_have_count(5)
+    assert faults(page) == []
+    picture(page, "playground-chat")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("tooltip")).to_be_hidden()
+    page.set_viewport_size(PHONE)
+    assert page.evaluate(_CUT_OFF) == []
+    picture(page, "playground-chat-phone")
+
+
+def test_a_chat_that_is_refused_says_why(service, opened):
+    page = opened("playground", quiet=False)
+    page.get_by_label("Tokens at most").fill("2000")
+    page.get_by_label("Message").fill("hello")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("alert").filter(has_text="context")).to_be_visible()
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+
+
+def test_the_page_asks_for_the_key_and_keeps_it_for_its_tab(service, opened):
     def guard(route):
         if route.request.headers.get("authorization") == "Bearer right":
             route.continue_()
         else:
             route.fulfill(status=401, json={"error": {"message": "key", "type": "", "param": None, "code": None}})
 
-    page.route("**/dashboard/data*", guard)
-    page.goto(f"{service.url}/dashboard")
-    page.get_by_label("API key").fill("wrong")
+    page = opened(quiet=False, prepare=lambda page: page.route("**/dashboard/stream*", guard))
+    page.get_by_label("API key", exact=True).fill("wrong")
     page.get_by_role("button", name="Open dashboard").click()
     expect(page.get_by_role("alert")).to_be_visible()
-    page.get_by_label("API key").fill("right")
+    page.get_by_label("API key", exact=True).fill("right")
     page.get_by_role("button", name="Open dashboard").click()
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#login")).to_be_hidden()
     page.reload()
     expect(page.locator("#status")).to_have_text("live")
-    page.close()
 
 
-def test_the_dashboard_goes_on_when_the_server_is_gone_for_a_moment(service, browser):
-    page = browser.new_page()
-    page.goto(f"{service.url}/dashboard")
+def test_the_dashboard_goes_on_where_it_was_when_the_server_is_gone_for_a_moment(service, opened):
+    page = opened(quiet=False)
     expect(page.locator("#status")).to_have_text("live")
-    page.route("**/dashboard/data*", lambda route: route.abort())
+    page.route("**/dashboard/stream*", lambda route: route.abort())
+    page.evaluate("dispatchEvent(new Event('offline')), document.dispatchEvent(new Event('visibilitychange'))")
     expect(page.locator("#status")).to_contain_text("trying again")
-    page.unroute("**/dashboard/data*")
-    expect(page.locator("#status")).to_have_text("live")
-    page.close()
+    expect(page.locator("#notices")).to_contain_text("The server does not answer. What is shown is of")
+    picture(page, "overview-gone")
+    page.unroute("**/dashboard/stream*")
+    with page.expect_request(lambda request: "last-event-id" in request.headers) as resumed:
+        expect(page.locator("#status")).to_have_text("live")
+    assert re.fullmatch(r"900-\d+", resumed.value.headers["last-event-id"])
+    expect(page.locator("#notices")).to_be_empty()
+
+
+@pytest.mark.parametrize(
+    ("state", "notice"),
+    [
+        ({"stream": {"redis": False, "lag": None, "capacity": 512}}, "Redis does not answer"),
+        ({"drafter": "none"}, "This service has no drafter"),
+    ],
+    ids=["Redis gone", "no drafter"],
+)
+def test_what_is_missing_is_said_before_any_figure(service, opened, state, notice):
+    page = opened(prepare=lambda page: say(page, silence(service, **state)))
+    expect(page.locator("#notices")).to_contain_text(notice)
+
+
+def test_colours_follow_the_switch_and_the_switch_is_remembered(service, opened):
+    page = opened(scheme="light")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.get_by_label("Colours").select_option("dark")
+    assert page.evaluate(ground) != light
+    page.reload()
+    assert page.evaluate(ground) != light
+    page.get_by_label("Colours").select_option("light")
+    assert page.evaluate(ground) == light
+
+
+def test_the_keyboard_reaches_every_page(service, opened):
+    page = opened()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the page")).to_be_focused()
+    for name in PAGES:
+        page.locator(f'#nav a[href="#{name}"]').focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("#title")).to_have_text(name.capitalize())

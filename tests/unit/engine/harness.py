@@ -52,6 +52,7 @@ class Result:
     updates: int = 0
     cached: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
 
 
 class Client:
@@ -76,6 +77,7 @@ class Client:
         result.updates += 1
         result.cached = update.cached_tokens
         result.logprobs += update.logprobs
+        result.sources += update.sources
         result.finish, result.counts, result.error = update.finish_reason, update.counts, update.error
         return update
 

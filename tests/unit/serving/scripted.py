@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from osd.engine.grammar import Grammar, Grammars
 from osd.engine.request import Request, Update
 from osd.metrics import SpeculationCounts
 from serving.access.access import Access
+from serving.metrics_history import Bins, MetricsHistory
 from serving.replica_metrics import Report, Totals
 from serving.service import ChatTemplateError, Model
 from serving.tool_formats import ToolFormat, tool_format
@@ -46,6 +48,7 @@ class ScriptedService:
         self.cancelled: list[str] = []
         self.healthy = True
         self.replicas: list[Report] = []
+        self.past, self.looks, self.shown = MetricsHistory(), 0, {"requests": 1}
 
     def encode(self, text: str, special: bool) -> list[int]:
         return [1] * special + [min(ord(letter), 0x24F) for letter in text]
@@ -84,3 +87,10 @@ class ScriptedService:
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         return {"seconds": seconds}
+
+    async def dashboard_state(self) -> dict[str, Any]:
+        self.looks += 1
+        return {"time": time.time(), "events": [], "totals": self.shown}
+
+    async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
+        return self.past.bins(time.time(), seconds, since)

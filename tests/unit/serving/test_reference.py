@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from osd import __version__
 from osd.config import Settings
 from osd.engine.request import TokenLogprobs, Update
-from osd.metrics import SpeculationCounts
+from osd.metrics import SourceCounts, SpeculationCounts
 from serving.dashboard import router as dashboard_router
 from serving.routes import create_app
 from tests.e2e.generated import PATHS, bodies
@@ -90,14 +90,25 @@ def places(tokens):
 @pytest.mark.parametrize(
     ("path", "body", "answer", "event"),
     [
-        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, "ChatCompletion", "ChatChunk"),
-        ("/v1/completions", {"prompt": "hi", "logprobs": 2, "n": 2}, "Completion", "CompletionChunk"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "logprobs": True, "top_logprobs": 2, "osd": {"sources": True}},
+            "ChatCompletion",
+            "ChatChunk",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "hi", "logprobs": 2, "n": 2, "osd": {"sources": True}},
+            "Completion",
+            "CompletionChunk",
+        ),
     ],
 )
 def test_answers_whole_and_streamed_are_what_is_said(client, service, path, body, answer, event):
+    drafts = SpeculationCounts(2, 4, 1, [1, 0], [1, 1], {"recall": SourceCounts(4, 1)})
     service.script = lambda request: [
-        Update(request.id, (72,), "H", logprobs=places([72])),
-        Update(request.id, (105,), "i", "stop", SpeculationCounts(2, 4, 1, [1, 0], [1, 1]), logprobs=places([105])),
+        Update(request.id, (72,), "H", logprobs=places([72]), sources=("target",)),
+        Update(request.id, (105,), "i", "stop", drafts, logprobs=places([105]), sources=("recall",)),
     ]
     check(answer, client.post(path, json=body).json())
     for options in ({"include_usage": True}, {"continuous_usage_stats": True}, {}):

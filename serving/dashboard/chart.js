@@ -1,0 +1,181 @@
+// Charts over time: lines that fade where they stand on little, what they leave open, and what happened meanwhile.
+
+import { h, put } from "./dom.js";
+import { clock } from "./format.js";
+
+const probe = document.createElement("i");
+
+// A colour of the style sheet as the canvas takes it.
+function colour(name) {
+  if (!probe.isConnected) document.body.append(probe);
+  probe.hidden = true;
+  probe.style.color = `var(${name})`;
+  return getComputedStyle(probe).color;
+}
+
+const faint = (ink, alpha) => ink.replace(/^rgba?\(([^)]*)\)$/, (_, parts) => `rgba(${parts.split(",").slice(0, 3).join(",")}, ${alpha})`);
+
+// Where `ENOUGH` were counted a line is drawn in full.
+const ENOUGH = 40;
+const STRIP = 22;
+
+const all = new Set();
+const redraw = () => all.forEach((chart) => chart.rebuild());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+new MutationObserver(redraw).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+
+// `series` are { name, ink, dash, area }; `format` writes a value, `label` one on the axis; `range` is (low, high) -> [low, high];
+// `empty` is said while there is nothing to show. `count` names what the strip below counts.
+export class Chart {
+  constructor({ title, note, series, format, label = format, range, empty, count = null }) {
+    Object.assign(this, { series, format, label, range, count, plot: null, data: null, marks: [], counts: null });
+    this.values = series.map(() => h("b"));
+    const keys = series.map(({ name, ink, dash }, index) =>
+      h("span", { class: "key" }, h("i", { class: dash ? "dash" : "", style: { "--paint": `var(${ink})` } }), name, this.values[index]),
+    );
+    this.reading = h("span", { class: "reading" });
+    this.box = h("div", { class: "plot", role: "img", "aria-label": title });
+    this.empty = h("p", { class: "empty" }, empty);
+    this.box.append(this.empty);
+    this.element = h("figure", { class: "card chart" },
+      h("figcaption", {}, h("h2", {}, title), h("p", { class: "hint" }, note)),
+      h("div", { class: "legend" }, series.length > 1 ? keys : this.values[0], this.reading), this.box);
+    this.title = title;
+    new ResizeObserver(() => this.resize()).observe(this.box);
+    all.add(this);
+  }
+
+  // `lines` are values of each series; `low` and `high` what the first leaves open, `counts` how many it stands on.
+  show(times, lines, { span, marks = [], low = null, high = null, counts = null }) {
+    const filled = lines.some((values) => values.some((value) => value !== null));
+    this.empty.hidden = filled;
+    Object.assign(this, { marks, span, counts, times });
+    this.banded = low !== null;
+    this.data = filled ? [times, ...lines, ...(this.banded ? [low, high] : [])] : null;
+    this.tell(null);
+    if (!filled) {
+      this.plot?.destroy();
+      this.plot = null;
+    } else if (this.plot) {
+      this.plot.setData(this.data);
+    } else {
+      this.rebuild();
+    }
+  }
+
+  size() {
+    return { width: Math.max(this.box.clientWidth, 120), height: this.box.clientHeight };
+  }
+
+  resize() {
+    if (this.box.clientWidth === 0) return;
+    if (this.plot) this.plot.setSize(this.size());
+    else this.rebuild();
+  }
+
+  rebuild() {
+    this.plot?.destroy();
+    this.plot = null;
+    if (!this.data || this.box.clientWidth === 0) return;
+    const axis = { stroke: colour("--soft"), font: "12px system-ui, sans-serif", ticks: { show: false } };
+    const grid = { stroke: colour("--line"), width: 1 };
+    const lines = this.series.map(({ ink, dash, area }) => {
+      const stroke = colour(ink);
+      return {
+        stroke: this.counts ? (plot) => this.fading(plot, stroke) : stroke,
+        width: 2,
+        dash: dash ? [5, 4] : undefined,
+        fill: area ? faint(stroke, 0.1) : undefined,
+        spanGaps: true,
+        points: { show: (plot, which) => plot.data[which].reduce((known, value) => known + (value !== null), 0) < 3, size: 6, fill: stroke, stroke },
+      };
+    });
+    const edge = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+    const first = lines.length + 1;
+    this.plot = new uPlot(
+      {
+        ...this.size(),
+        padding: [10, 24, 0, 0],
+        legend: { show: false },
+        cursor: { y: false, points: { size: 7 }, drag: { x: false, y: false } },
+        scales: { x: { range: () => this.span }, y: { range: (_, low, high) => this.range(low ?? 0, high ?? 0) } },
+        axes: [
+          { ...axis, grid: { show: false }, space: 80, size: 26, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, this.span[1] - this.span[0] > 240 ? 5 : 8)) },
+          { ...axis, grid, size: 54, gap: 4, space: 34, values: (_, ticks) => ticks.map((tick) => this.label(tick)) },
+        ],
+        series: [{}, ...lines, ...(this.banded ? [edge, edge] : [])],
+        bands: this.banded ? [{ series: [first + 1, first], fill: faint(colour(this.series[0].ink), 0.14) }] : [],
+        hooks: {
+          drawAxes: [(plot) => this.strip(plot)],
+          draw: [(plot) => this.mark(plot)],
+          setCursor: [(plot) => this.tell(plot.cursor.idx)],
+        },
+      },
+      this.data,
+      this.box,
+    );
+  }
+
+  // A line that is as faint as little was counted under it.
+  fading(plot, stroke) {
+    const { left, width } = plot.bbox;
+    const [from, to] = this.span;
+    const gradient = plot.ctx.createLinearGradient(left, 0, left + width, 0);
+    this.times.forEach((time, index) => {
+      const place = (time - from) / (to - from);
+      const sure = Math.min(1, (this.counts[index] ?? 0) / ENOUGH);
+      if (place >= 0 && place <= 1 && this.counts[index]) gradient.addColorStop(place, faint(stroke, 0.2 + 0.8 * sure));
+    });
+    return gradient;
+  }
+
+  // How many were counted, as bars at the foot.
+  strip(plot) {
+    if (!this.counts) return;
+    const most = Math.max(...this.counts, ENOUGH);
+    const { ctx, bbox } = plot;
+    const bar = Math.max(1, (bbox.width / Math.max(this.times.length, 30)) * 0.6);
+    ctx.save();
+    ctx.fillStyle = faint(colour("--soft"), 0.3);
+    this.times.forEach((time, index) => {
+      const height = (this.counts[index] / most) * STRIP * devicePixelRatio;
+      if (height && time >= this.span[0]) ctx.fillRect(plot.valToPos(time, "x", true) - bar / 2, bbox.top + bbox.height - height, bar, height);
+    });
+    ctx.restore();
+  }
+
+  // Marks are elements over the canvas, so that they can carry text and be found.
+  mark(plot) {
+    const shown = this.marks.filter(({ time }) => time >= this.span[0] && time <= this.span[1]);
+    const ends = [-Infinity, -Infinity, -Infinity]; // of what is written in each row
+    const made = shown.map(({ time, kind, text, title }) => {
+      const at = plot.valToPos(time, "x");
+      const width = 7 * text.length + 14;
+      const left = at + width > plot.over.clientWidth ? at - width : at;
+      const row = ends.findIndex((end) => left > end);
+      if (row >= 0) ends[row] = left + width;
+      const label = h("span", { class: row < 0 ? "hidden" : left < at ? "left" : null, style: { top: `${17 * row - 2}px` } }, text);
+      return h("div", { class: `mark ${kind}`, "data-mark": text, title, style: { left: `${at}px` } }, label);
+    });
+    for (const old of plot.over.querySelectorAll(".mark")) old.remove();
+    plot.over.append(...made);
+  }
+
+  // The values at a place, or the last ones.
+  tell(index) {
+    if (!this.data) {
+      this.values.forEach((value) => put(value, ""));
+      put(this.reading, "");
+      return;
+    }
+    const at = index ?? this.data[1].findLastIndex((value) => value !== null);
+    this.values.forEach((value, which) => put(value, at < 0 ? "" : this.format(this.data[which + 1][at] ?? null)));
+    const counted = this.counts && at >= 0 ? `${this.counts[at]?.toLocaleString("en") ?? 0} ${this.count}, ` : "";
+    put(this.reading, at < 0 ? "" : `${counted}${clock(this.data[0][at])}`);
+    this.box.setAttribute("aria-label", `${this.title}: ${this.values.map((value) => value.textContent).join(", ")}`);
+  }
+}
+
+// Ranges of the axis: from 0, over what is there and some more; and a share.
+export const fromZero = (least) => (_, high) => [0, Math.max(least, 1.15 * high)];
+export const share = () => [0, 1];

@@ -1,0 +1,203 @@
+// Versions: what there is, two of them side by side, and what an operator does with them.
+
+import { $, h, put, refill } from "../dom.js";
+import { day, fixed, percent, seconds, signed, whole } from "../format.js";
+import { authorization, forget, keep, keyFor, refusal } from "../keys.js";
+import { interval } from "../statistics.js";
+import { Table, badge, card, empty } from "../widgets.js";
+
+const COLUMNS = [["Version"], ["State"], ["Parent"], ["Published"], ["Records", true], ["Held-out acceptance", true], ["Expected length", true], ["Live acceptance", true], ["Payback", true], ["Compare", true]];
+
+// What may be done: [action, button, question].
+const ACTIONS = {
+  promote: { name: "Promote canary", says: (version, { canary, stable }) => `v${canary} takes the place of v${stable} and serves every request.`, takes: false },
+  rollback: { name: "Roll back", says: (version, { stable, canary }) => `v${version} serves every request from now on, in place of v${stable}${canary === null ? "" : `; the trial of v${canary} ends`}.`, takes: true },
+  pin: { name: "Pin", says: (version) => `v${version} stays in service, whatever the trainer finds, until it is unpinned.`, takes: true },
+  unpin: { name: "Unpin", says: (version, { stable }) => `The trainer may move on from v${stable} again.`, takes: false },
+};
+
+export class Versions {
+  title = "Versions";
+
+  constructor() {
+    this.chosen = [];
+    this.table = new Table("versions", COLUMNS, "No drafter version is published yet.");
+    this.comparison = h("div", { id: "comparison" });
+    this.element = h("div", { class: "page" },
+      this.operator(),
+      card("Drafter versions", "Held-out figures are what the gate measured; live ones are of this service's own requests, with the range that they leave open", this.table.element).element,
+      card("Side by side", "Two versions that are ticked above", this.comparison).element);
+  }
+
+  operator() {
+    this.key = h("input", { type: "password", id: "admin-key", autocomplete: "off", placeholder: "serving.admin_key", "aria-label": "Operator's key", required: true });
+    this.open = h("form", { class: "row", onsubmit: (event) => this.enter(event) }, this.key, h("button", { type: "submit" }, "Use key"));
+    this.which = h("select", { id: "which", "aria-label": "Version to act on" });
+    this.buttons = Object.entries(ACTIONS).map(([action, { name, takes }]) => [action, h("button", { type: "button", id: `do-${action}`, onclick: () => this.ask(action) }, name), takes]);
+    const leave = h("button", { type: "button", class: "quiet", onclick: () => this.leave() }, "Forget key");
+    const taking = this.buttons.filter(([, , takes]) => takes).map(([, button]) => button);
+    const others = this.buttons.filter(([, , takes]) => !takes).map(([, button]) => button);
+    this.actions = h("div", { class: "actions", hidden: true }, h("span", { class: "group" }, this.which, taking), h("span", { class: "group" }, others), leave);
+    this.said = h("p", { id: "said", role: "status" });
+    this.question = h("p", {});
+    this.yes = h("button", { type: "button", class: "primary", id: "confirm", onclick: () => this.act() }, "Yes");
+    this.dialog = h("dialog", { "aria-labelledby": "asked" }, h("h2", { id: "asked" }, "Sure?"), this.question,
+      h("div", { class: "row end" }, h("button", { type: "button", onclick: () => this.dialog.close() }, "Cancel"), this.yes));
+    return h("section", { class: "card operator" }, h("h2", {}, "Operate"), h("p", { class: "hint" }, "Every action needs the operator's key, which stays in this tab, and is written to the audit log."),
+      this.open, this.actions, this.said, this.dialog);
+  }
+
+  async enter(event) {
+    event.preventDefault();
+    keep("admin", this.key.value);
+    const response = await this.request("/admin/drafters");
+    if (response?.ok) this.say("The key is accepted.");
+    else {
+      forget("admin");
+      this.say(response ? await refusal(response) : "The server does not answer.", "bad");
+    }
+    this.key.value = "";
+    this.arrange();
+  }
+
+  leave() {
+    forget("admin");
+    this.say("The key is forgotten.");
+    this.arrange();
+    this.key.focus();
+  }
+
+  async request(path, body) {
+    const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
+    try {
+      return await fetch(path, { ...sent, headers: { ...authorization("admin"), "Content-Type": "application/json" } });
+    } catch {
+      return null;
+    }
+  }
+
+  ask(action) {
+    this.action = action;
+    put($("asked"), `${ACTIONS[action].name}?`);
+    put(this.question, ACTIONS[action].says(Number(this.which.value), this.state));
+    put(this.yes, ACTIONS[action].name);
+    this.dialog.showModal();
+  }
+
+  async act() {
+    this.dialog.close();
+    const { takes, name } = ACTIONS[this.action];
+    const body = { domain: this.state.domain, ...(takes ? { version: Number(this.which.value) } : {}) };
+    this.say(`${name} …`);
+    const response = await this.request(`/admin/drafters/${this.action}`, body);
+    if (response === null) return this.say("The server does not answer; nothing is known of the action.", "bad");
+    if (!response.ok) return this.say(await refusal(response), "bad");
+    const moved = await response.json();
+    return this.say(`Done: v${moved.version} is in service${moved.pinned ? ", pinned" : ""}; it was v${moved.previous}. Replicas follow within a second.`, "good");
+  }
+
+  say(text, mood = "") {
+    this.said.className = mood;
+    put(this.said, text);
+  }
+
+  show({ state }) {
+    this.state = state;
+    const { versions, stable, canary, pinned } = state;
+    this.arrange();
+    const paybacks = Object.fromEntries(state.ledger.versions.map(({ version, payback }) => [version, payback]));
+    const told = [versions, stable, canary, pinned, state.share, this.chosen, paybacks];
+    this.table.show(told, () => [...versions].reverse().map((version) => this.row(version, paybacks[version.number])));
+    refill(this.which, [versions.map(({ number, problem }) => [number, problem]), stable], () => {
+      const known = Number(this.which.value) || versions.findLast(({ number, problem }) => number < stable && !problem)?.number || stable;
+      return [...versions].reverse().filter(({ problem }) => !problem).map(({ number }) =>
+        h("option", { value: number, selected: number === known }, number === stable ? `v${number}, in service` : `v${number}`));
+    });
+    refill(this.comparison, told, () => this.compared(paybacks));
+  }
+
+  arrange() {
+    const open = keyFor("admin") !== null;
+    this.open.hidden = open;
+    this.actions.hidden = !open;
+    if (!this.state) return;
+    const { canary, pinned, versions } = this.state;
+    const possible = { promote: canary !== null, rollback: versions.length > 0, pin: versions.length > 0, unpin: pinned };
+    for (const [action, button] of this.buttons) button.disabled = !possible[action];
+  }
+
+  row(version, payback) {
+    const { number, manifest, live } = version;
+    const gate = manifest.gate ?? {};
+    const tick = h("input", { type: "checkbox", "aria-label": `Compare v${number}`, onchange: () => this.choose(number) });
+    tick.checked = this.chosen.includes(number);
+    return {
+      key: number,
+      cells: [
+        h("strong", {}, `v${number}`), this.stateOf(version), manifest.parent ? `v${manifest.parent}` : "–", day(manifest.created), whole(manifest.trained_on?.records),
+        against(gate.acceptance, gate.baseline_acceptance, percent), against(gate.expected_length, gate.baseline_expected_length, fixed(2)), lived(live), seconds(payback),
+        h("label", { class: "tick" }, tick),
+      ],
+    };
+  }
+
+  stateOf({ number, problem, in_service: serving }) {
+    const { stable, canary, share, pinned } = this.state;
+    if (problem) return badge("damaged", "bad");
+    if (number === canary) return badge(`canary, ${percent(share, 0)}`, "good");
+    if (serving) return [badge("in service", "good"), pinned && number === stable ? badge("pinned") : null].filter(Boolean);
+    if (number === stable) return badge("next");
+    return badge(stable !== null && number > stable ? "set aside" : "earlier");
+  }
+
+  choose(number) {
+    this.chosen = this.chosen.includes(number) ? this.chosen.filter((other) => other !== number) : [...this.chosen, number].slice(-2);
+    this.show({ state: this.state });
+    document.querySelector(`#versions tr[data-key="${number}"] input`)?.focus();
+  }
+
+  compared(paybacks) {
+    const pair = this.chosen.map((number) => this.state.versions.find((version) => version.number === number)).filter(Boolean).sort((a, b) => a.number - b.number);
+    if (pair.length < 2) return empty("Tick two versions to see them side by side.");
+    const ledger = Object.fromEntries(this.state.ledger.versions.map((row) => [row.version, row]));
+    const line = (name, value, format, better = 0) => {
+      const [a, b] = pair.map(value);
+      const change = a == null || b == null ? null : b - a;
+      const mood = !change || !better ? "" : Math.sign(change) === better ? "good" : "bad";
+      return h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "number" }, format(a)), h("td", { class: "number" }, format(b)),
+        h("td", { class: `number ${mood}` }, change === null ? "–" : signed(format)(change)));
+    };
+    const gate = (name) => ({ manifest }) => manifest.gate?.[name];
+    return [
+      h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Figure"), pair.map(({ number }) => h("th", { scope: "col", class: "number" }, `v${number}`)), h("th", { scope: "col", class: "number" }, "Change"))),
+        h("tbody", {},
+          line("Held-out acceptance", gate("acceptance"), percent, 1), line("Expected length", gate("expected_length"), fixed(2), 1),
+          line("Live acceptance", ({ live }) => (live.drafted ? live.accepted / live.drafted : null), percent, 1),
+          line("Live draft tokens", ({ live }) => live.drafted, whole), line("Records trained on", ({ manifest }) => manifest.trained_on?.records, whole),
+          line("Seconds of training", ({ number }) => ledger[number]?.training, seconds, -1), line("Seconds saved", ({ number }) => ledger[number]?.saved, seconds, 1),
+          line("Payback", ({ number }) => paybacks[number], seconds, -1)))),
+      h("p", { class: "hint" }, clear(pair.map(({ live }) => live), pair)),
+    ];
+  }
+}
+
+function against(now, before, format) {
+  if (now == null) return "–";
+  if (before == null) return format(now);
+  return [format(now), h("span", { class: `delta ${now < before ? "bad" : "good"}` }, signed(format)(now - before))];
+}
+
+function lived({ drafted, accepted }) {
+  if (!drafted) return "–";
+  const [low, high] = interval(accepted, drafted);
+  return [percent(accepted / drafted), h("span", { class: "delta" }, `${percent(low, 0).replace(" %", "")}–${percent(high, 0)} of ${whole(drafted)}`)];
+}
+
+// Whether live acceptance tells the two apart.
+function clear([a, b], pair) {
+  if (!a.drafted || !b.drafted) return "Not both have drafted for requests, so live figures do not tell them apart.";
+  const [one, other] = [a, b].map(({ accepted, drafted }) => interval(accepted, drafted));
+  if (one[1] < other[0]) return `Live, v${pair[1].number} is accepted more: the ranges of 95 % do not meet.`;
+  if (other[1] < one[0]) return `Live, v${pair[0].number} is accepted more: the ranges of 95 % do not meet.`;
+  return "Live, the ranges of 95 % meet: what was drafted so far does not tell them apart.";
+}

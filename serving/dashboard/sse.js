@@ -1,0 +1,28 @@
+// Server-Sent Events from a response: EventSource itself can send no key.
+
+// Yields { event, id, data } as they come.
+export async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  try {
+    while (true) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      text += value;
+      const parts = text.split("\n\n");
+      text = parts.pop();
+      for (const part of parts) yield parsed(part);
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function parsed(part) {
+  const found = { event: "message", id: null, data: "" };
+  for (const line of part.split("\n")) {
+    const at = line.indexOf(":");
+    if (at > 0 && line.slice(0, at) in found) found[line.slice(0, at)] = line.slice(at + 1).trimStart();
+  }
+  return found;
+}

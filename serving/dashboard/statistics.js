@@ -1,0 +1,117 @@
+// Figures of the bins: sums, rates that know how many they are of, quantiles of histograms.
+
+// Drafts that the mean of the window counts as: so much has to be seen before a bin says something of its own.
+export const PRIOR = 20;
+
+const add = (sum, value) => sum + value;
+export const total = (values = []) => values.reduce(add, 0);
+export const sum = (bins, name) => total(bins.counts[name]);
+export const zeros = (bins) => bins.time.map(() => 0);
+export const series = (bins, name) => bins.counts[name] ?? zeros(bins);
+
+// { label: sum } of the counters of one name, by the label at `place`; `keep` may leave some out.
+export function byLabel(bins, name, place = 1, keep = () => true) {
+  const found = {};
+  for (const [key, values] of Object.entries(bins.counts)) {
+    const labels = key.split("|");
+    if (labels[0] === name && keep(labels)) found[labels[place]] = (found[labels[place]] ?? 0) + total(values);
+  }
+  return found;
+}
+
+// Per bin, the sum over all labels of a name.
+export function overLabels(bins, name) {
+  const found = zeros(bins);
+  for (const [key, values] of Object.entries(bins.counts)) {
+    if (key.startsWith(`${name}|`)) values.forEach((value, index) => (found[index] += value));
+  }
+  return found;
+}
+
+// Per bin, what part of `of` is of `part`, drawn towards the mean of all where `of` is small; null where it is 0.
+// `low` and `high` are between which it lies with 95 %.
+export function rates(part, of) {
+  const mean = total(of) ? total(part) / total(of) : 0;
+  const value = of.map((n, index) => (n ? (part[index] + PRIOR * mean) / (n + PRIOR) : null));
+  const spread = value.map((rate, index) => (rate === null ? null : 1.96 * Math.sqrt((rate * Math.max(1 - rate, 0)) / (of[index] + PRIOR + 1))));
+  return {
+    value,
+    low: value.map((rate, index) => (rate === null ? null : Math.max(0, rate - spread[index]))),
+    high: value.map((rate, index) => (rate === null ? null : Math.min(1, rate + spread[index]))),
+  };
+}
+
+// The same for a mean of any size: part / of, in the mean of all where `of` is small.
+export function means(part, of, prior = PRIOR) {
+  const mean = total(of) ? total(part) / total(of) : 0;
+  return of.map((n, index) => (n ? (part[index] + prior * mean) / (n + prior) : null));
+}
+
+// Wilson's interval of 95 % for `part` of `of`.
+export function interval(part, of) {
+  if (!of) return [0, 1];
+  const z = 1.96, rate = part / of, scale = 1 + z ** 2 / of;
+  const middle = (rate + z ** 2 / (2 * of)) / scale;
+  const half = (z * Math.sqrt((rate * (1 - rate)) / of + z ** 2 / (4 * of ** 2))) / scale;
+  return [Math.max(0, middle - half), Math.min(1, middle + half)];
+}
+
+// The newest bins that hold at least `least` of a counter, or all: { part, of, seconds }.
+export function recent(bins, part, of, least) {
+  const parts = Array.isArray(part) ? part : series(bins, part);
+  const all = Array.isArray(of) ? of : series(bins, of);
+  let [sumPart, sumOf, index] = [0, 0, bins.time.length];
+  while (index > 0 && sumOf < least) {
+    index -= 1;
+    sumPart += parts[index];
+    sumOf += all[index];
+  }
+  return { part: sumPart, of: sumOf, seconds: (bins.time.length - index) * bins.width };
+}
+
+// Counts of each bucket of a histogram, [bin][bucket].
+function buckets(bins, name, bounds) {
+  const places = Array.from({ length: bounds.length + 1 }, (_, place) => bins.counts[`${name}_bucket|${place}`]);
+  return bins.time.map((_, index) => places.map((values) => values?.[index] ?? 0));
+}
+
+// The figure below which a share lies, from counts in buckets; between two bounds it is interpolated.
+export function quantile(counts, bounds, share) {
+  const all = total(counts);
+  if (!all) return null;
+  let below = 0;
+  for (let place = 0; place < counts.length; place += 1) {
+    if (counts[place] && below + counts[place] >= share * all) {
+      const low = place ? bounds[place - 1] : 0;
+      const high = bounds[Math.min(place, bounds.length - 1)];
+      return low + (high - low) * ((share * all - below) / counts[place]);
+    }
+    below += counts[place];
+  }
+  return bounds.at(-1);
+}
+
+export const SHARES = [0.5, 0.95, 0.99];
+const LEAST = [1, 8, 40];
+const POOL = 30;
+
+// Per bin, quantiles of the 30 seconds before its end; null where too few figures are known to tell.
+export function quantiles(bins, name, bounds) {
+  const counts = buckets(bins, name, bounds);
+  const span = Math.max(1, Math.round(POOL / bins.width));
+  const pooled = zeros({ time: bounds.concat(0) });
+  return SHARES.map((share, which) => {
+    pooled.fill(0);
+    return counts.map((mine, index) => {
+      mine.forEach((value, place) => (pooled[place] += value - (index >= span ? counts[index - span][place] : 0)));
+      return total(pooled) >= LEAST[which] ? quantile(pooled, bounds, share) : null;
+    });
+  });
+}
+
+// The same for the whole window: { quantiles, count }.
+export function quantilesOfAll(bins, name, bounds) {
+  const counts = buckets(bins, name, bounds).reduce((all, mine) => all.map((value, place) => value + mine[place]), new Array(bounds.length + 1).fill(0));
+  const count = total(counts);
+  return { count, quantiles: SHARES.map((share, which) => (count >= LEAST[which] ? quantile(counts, bounds, share) : null)) };
+}

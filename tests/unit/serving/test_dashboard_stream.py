@@ -1,0 +1,192 @@
+"""What the dashboard follows: everything once, then what has changed, from where a stream broke."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+from starlette.testclient import TestClient
+
+from osd.engine.counters import EngineLoad
+from serving.access.guard import right_for
+from serving.dashboard import stream
+from serving.dashboard.stream import Viewers, parts_of
+from serving.errors import ApiError
+from serving.metrics_history import HISTORY_SECONDS, MetricsHistory
+from serving.replica_metrics import ReplicaMetrics, Report
+from serving.routes import create_app
+from serving.work import Work
+from tests.unit.serving.browser import Browser, until
+
+STREAM = "/dashboard/stream"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Events every few milliseconds."""
+    monkeypatch.setattr(stream, "_PERIOD", 0.02)
+
+
+async def some(viewers: Viewers, count: int, seconds: int = 60, last: str | None = None) -> list[tuple[str, str, dict]]:
+    """The first events of a stream: kind, id and data."""
+    found = []
+    events = viewers.follow(seconds, last)
+    async for event in events:
+        fields = dict(line.split(": ", 1) for line in event.decode().strip().split("\n"))
+        if "data" in fields:
+            found.append((fields["event"], fields["id"], json.loads(fields["data"])))
+        if len(found) == count:
+            break
+    await events.aclose()
+    return found
+
+
+def tell(past: MetricsHistory, second: int, tokens: int) -> None:
+    past.add(second + 0.5, "a", {"completion_tokens": tokens, ("source_drafted", "recall"): 2}, (1, 0))
+
+
+def test_all_is_told_once_and_then_what_is_new(service, monkeypatch):
+    now = int(time.time())
+    for second in range(10):
+        tell(service.past, now - 12 + second, 5)
+
+    async def follow():
+        viewers = Viewers(service)
+        monkeypatch.setattr(Viewers, "_renew", lambda self: (setattr(self, "_state", None), self._bins.clear()))
+        events = viewers.follow(60, None)
+        told = [await anext(events) for _ in range(3)]
+        service.shown = {"requests": 2}
+        told.append(await anext(events))
+        return told
+
+    retry, first, second, third = asyncio.run(follow())
+    assert retry == b"retry: 500\n\n"
+    assert first.startswith(b"event: snapshot\nid: 60-")
+    whole = json.loads(first.split(b"data: ")[1])
+    assert whole["bins"]["counts"]["completion_tokens"][:10] == [5.0] * 10
+    assert whole["bins"]["counts"]["source_drafted|recall"][:10] == [2.0] * 10
+    assert set(whole["state"]) == {"totals", "events", "steps", "investments"}
+    assert second.startswith(b"event: update\n")
+    assert json.loads(second.split(b"data: ")[1])["state"] == {}
+    assert json.loads(third.split(b"data: ")[1])["state"] == {"totals": {"requests": 2}}
+
+
+def test_a_stream_that_broke_goes_on_after_the_last_bin_that_was_seen(service):
+    now = int(time.time())
+    for second in range(10):
+        tell(service.past, now - 10 + second, second)
+    ((kind, id, data),) = asyncio.run(some(Viewers(service), 1, last=f"60-{now - 5}"))
+    assert kind == "update"
+    assert data["bins"]["time"][:4] == [now - 4, now - 3, now - 2, now - 1]
+    assert data["bins"]["counts"]["completion_tokens"][:4] == [6.0, 7.0, 8.0, 9.0]
+    assert int(id.split("-")[1]) >= now - 1
+    assert "totals" in data["state"], "what the page had of the state is not known"
+
+
+@pytest.mark.parametrize(
+    "last", ["", "x", "60-", "300-5", "60-9999999999999", "60-99999999999", "60--5", "٦٠-5", "60-5\n"]
+)
+def test_an_id_of_another_window_of_the_future_or_of_nobody_begins_anew(service, last):
+    ((kind, _, _),) = asyncio.run(some(Viewers(service), 1, last=last))
+    assert kind == "snapshot"
+
+
+def test_viewers_that_look_at_the_same_moment_share_what_is_read(service, monkeypatch):
+    monkeypatch.setattr(Viewers, "_renew", lambda self: None)
+
+    async def five():
+        viewers = Viewers(service)
+        return await asyncio.gather(*(some(viewers, 3) for _ in range(5)))
+
+    told = asyncio.run(five())
+    assert [len(one) for one in told] == [3] * 5
+    assert service.looks == 1
+
+
+def test_a_stream_ends_so_that_a_server_can(service, monkeypatch):
+    monkeypatch.setattr(stream, "STREAM_SECONDS", 0.1)
+    tell(service.past, int(time.time()) - 5, 1)
+    client = TestClient(create_app(service), base_url="http://127.0.0.1")
+    begun = time.monotonic()
+    answer = client.get(STREAM, params={"seconds": "60"})
+    assert time.monotonic() - begun < 3
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.text.count("event: update") >= 2
+
+
+def test_as_many_may_follow_as_there_is_room_for(service, monkeypatch):
+    monkeypatch.setattr(stream, "MOST_VIEWERS", 2)
+    viewers = Viewers(service)
+    viewers.enter()
+    viewers.enter()
+    with pytest.raises(ApiError) as refused:
+        viewers.enter()
+    assert (refused.value.status, refused.value.headers["Retry-After"]) == (429, "5")
+    viewers.leave()
+    viewers.enter()
+
+
+@pytest.mark.parametrize("seconds", ["59", "3601", "x"])
+def test_a_window_out_of_range_is_refused(client, seconds):
+    response = client.get(STREAM, params={"seconds": seconds})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "seconds")
+
+
+def test_it_needs_a_key_that_may_watch(make_service):
+    client = TestClient(create_app(make_service(api_key="right")), base_url="http://127.0.0.1")
+    assert client.get(STREAM).status_code == 401
+    assert right_for(STREAM) == "watch"
+
+
+def test_who_follows_a_replica_that_stops_is_sent_away_and_is_no_work(service):
+    async def stop():
+        work, app = Work(), create_app(service)
+        app.add_middleware(work.guard)
+        browser = Browser(app, STREAM, None, method="GET")
+        await until(lambda: b"snapshot" in browser.answer)
+        assert await work.drain(30) == 0
+        await until(browser.task.done)
+        late = Browser(app, STREAM, None, method="GET")
+        await until(late.task.done)
+        return browser.status, late.status
+
+    assert asyncio.run(stop()) == (200, 503)
+
+
+def test_training_steps_are_told_as_figures_and_milestones_as_events():
+    events = [
+        {"kind": "train_step", "time": 1.0, "loss": 0.5, "cpu_seconds": 3.0, "step": 9},
+        {"kind": "investment", "time": 2.0, "earns": 4.0, "costs": 1.0, "pays": True},
+        {"kind": "swapped", "time": 3.0, "version": 2},
+    ]
+    parts = parts_of({"time": 5.0, "events": events, "domain": "general"})
+    assert parts["steps"] == [[1.0, 0.5, 3.0]]
+    assert parts["investments"] == [[2.0, 4.0, 1.0, True]]
+    assert parts["events"] == [events[2]]
+    assert parts["domain"] == "general"
+    assert "time" not in parts
+
+
+def test_bins_hold_what_was_counted_and_only_whole_ones_are_told():
+    metrics = ReplicaMetrics()
+    for second in range(8):
+        counters = {"completion_tokens": 3 * (second + 1), ("version_drafted", "general", 2): second + 1, "swaps": 1}
+        metrics.push(Report("a", 1000.5 + second, 1, True, EngineLoad(second, 1), 0.0, counters))
+    bins = metrics.bins(1007.9, 480, None)
+    assert (bins.width, bins.time) == (2, [1000, 1002, 1004])
+    assert bins.counts == {"completion_tokens": [6.0] * 3, "version_drafted|general|2": [2.0] * 3}
+    assert bins.running == [0.5, 2.5, 4.5]
+    assert metrics.bins(1008.0, 480, 1002).time == [1004, 1006]
+    assert metrics.bins(1008.0, 480, 1006).time == []
+
+
+def test_versions_of_one_second_are_bounded_and_so_is_the_past():
+    past = MetricsHistory()
+    for second in range(HISTORY_SECONDS + 500):
+        past.add(float(second), "a", {("version_tokens", f"d{number}", 1): 1 for number in range(50)}, (0, 0))
+    seconds = list(past.seconds)
+    assert len(seconds) == HISTORY_SECONDS
+    assert all(len(second.counts) <= 17 and sum(second.counts.values()) == 50 for second in seconds)
