@@ -5,6 +5,7 @@ The versions that counted last have series of their own; all others of a domain 
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -218,6 +219,12 @@ class _Families(Collector):
             gauge.add_metric([self.model], value)
             yield gauge
         yield from self._tables()
+        canaries = GaugeMetricFamily(
+            "osd_canary_seconds", "For how long a version has been on trial, where one is.", labels=["domain"]
+        )
+        for domain, since in self.totals.tried_since.items():
+            canaries.add_metric([domain], max(time.time() - since, 0.0))
+        yield canaries
         labels = ["domain", "replica"]
         gauges = {
             name: GaugeMetricFamily(name, help_text, labels=labels)

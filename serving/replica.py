@@ -172,8 +172,8 @@ class Replica:
     async def totals(self) -> Totals:
         """See ``Service``; with those of all replicas out of reach, the counters of this replica."""
         totals = await self._shared.totals() or self._own.totals(time.time())
-        spent, training = await asyncio.to_thread(self._feeds.trainer)
-        return replace(totals, spent=spent, training=training)
+        spent, training, tried_since = await asyncio.to_thread(self._feeds.trainer)
+        return replace(totals, spent=spent, training=training, tried_since=tried_since)
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         """See ``Service``."""

@@ -60,13 +60,15 @@ class Report:
 class Totals:
     """Counters summed over every replica that ever reported, and the last report of each living one.
 
-    ``spent`` is what the trainer says of its CPU seconds, and ``training`` of its work, by domain.
+    ``spent`` is what the trainer says of its CPU seconds, and ``training`` of its work, by domain. ``tried_since`` says
+    by domain since when a canary is tried, where there is one.
     """
 
     counters: Mapping[Name, float]
     replicas: list[Report]
     spent: Spent = field(default_factory=Spent)
     training: Mapping[str, Training] = field(default_factory=dict)
+    tried_since: Mapping[str, float] = field(default_factory=dict)
 
     def by_label(self, name: str) -> dict[tuple[str | int, ...], float]:
         """The counter ``name`` by its labels, in order."""

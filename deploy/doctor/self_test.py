@@ -6,6 +6,7 @@ import queue
 import time
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -82,7 +83,8 @@ def _by_transformers(directory: Path, device: torch.device) -> list[int]:
                 parameter.normal_(0, 0.08)
     model.save_pretrained(directory)
     _tokenizer().save_pretrained(directory)
-    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    loaded.to(device)
     prompt = torch.tensor([_PROMPT], device=device)
     said = loaded.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=_TOKENS, pad_token_id=0

@@ -43,6 +43,7 @@ class Feeds:
         self._reports = TrainingReports(redis_url)
         self._domains = list(dict.fromkeys((settings.domain, *settings.trainer.extra_domains)))
         self._spent, self._training, self._spent_at = Spent(), dict[str, Training](), 0.0
+        self._tried_since: dict[str, float] = {}
         self._lock = threading.Lock()
         self._read_at = 0.0
         self._latest: dict[str, Any] = {}
@@ -56,8 +57,11 @@ class Feeds:
                 self._read_at = time.monotonic()
             return self._latest
 
-    def trainer(self) -> tuple[Spent, dict[str, Training]]:
-        """What the trainer spent, and by domain what it has done, as last known when Redis is gone; may block."""
+    def trainer(self) -> tuple[Spent, dict[str, Training], dict[str, float]]:
+        """What the trainer spent, and by domain what it has done, and since when a canary is tried where one is.
+
+        As last known when Redis is gone; may block.
+        """
         with self._lock:
             if time.monotonic() - self._spent_at > _FRESH_SECONDS:
                 with contextlib.suppress(RedisError):
@@ -66,8 +70,12 @@ class Feeds:
                     for domain, training in self._reports.get(self._domains).items():
                         before = self._training.get(domain, Training())
                         self._training[domain] = training.at_least(before)
+                    rollouts = {domain: self._pointer.get(domain) for domain in self._domains}
+                    self._tried_since = {
+                        domain: rollout.changed for domain, rollout in rollouts.items() if rollout and rollout.canary
+                    }
                 self._spent_at = time.monotonic()
-            return self._spent, dict(self._training)
+            return self._spent, dict(self._training), dict(self._tried_since)
 
     def close(self) -> None:
         """Close the connections."""

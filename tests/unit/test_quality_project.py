@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy.local_ray import SERVE_ENVIRONMENT
 from osd.config import load_settings
 from osd.engine.counters import EngineLoad
+from osd.registry.ledger import Spent
 from osd.registry.training import Expected, Training
 from serving.prometheus import BY_VERSION, render
 from serving.replica_metrics import Report, TableSize, Totals
@@ -101,14 +102,23 @@ def exported() -> set[str]:
     }
     counters |= {(name, "recall", 1): 1.0 for name in ("recall_drafted", "recall_accepted")}
     training = {"general": Training(lag=0, loss=1.0, expected=Expected(True, 0.1, 60.0, 2.0, 1.0))}
-    text = render(Totals(counters, [report], training=training), "general", "model").decode()
+    counters |= {(name, "recall"): 1.0 for name in ("source_drafted", "source_accepted")}
+    totals = Totals(counters, [report], Spent({1: 2.0}, 0.5, saving={1: 0.01}), training, {"general": 0.0})
+    text = render(totals, "general", "model").decode()
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
+def rules() -> list[dict]:
+    """Those of all files that the Prometheus of compose reads."""
+    prometheus = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
+    files = [yaml.safe_load((ROOT / "deploy" / name).read_text()) for name in prometheus["rule_files"]]
+    return [rule for file in files for group in file["groups"] for rule in group["rules"]]
+
+
 def assert_known(expressions: list[str]) -> None:
-    known = exported()
+    known = exported() | {rule["record"] for rule in rules() if "record" in rule}
     for expression in expressions:
-        names = set(re.findall(r"(?:vllm:|osd_)\w+", expression))
+        names = set(re.findall(r"vllm:\w+|\w+:osd_[\w:]+|\bosd_\w+", expression))
         assert names
         assert names <= known, expression
 
@@ -117,13 +127,8 @@ def test_prometheus_alerts_only_about_metrics_that_the_service_exports():
     prometheus = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
     compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
     mounted = [volume.split(":")[0] for volume in compose["services"]["prometheus"]["volumes"]]
-    for name in prometheus["rule_files"]:
-        assert f"./{name}" in mounted
-        rules = [
-            rule for group in yaml.safe_load((ROOT / "deploy" / name).read_text())["groups"] for rule in group["rules"]
-        ]
-        assert rules
-        assert_known([rule["expr"] for rule in rules])
+    assert {f"./{name}" for name in prometheus["rule_files"]} <= set(mounted)
+    assert_known([rule["expr"] for rule in rules()])
 
 
 def test_grafana_asks_only_for_metrics_that_the_service_exports():

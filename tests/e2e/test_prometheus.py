@@ -1,0 +1,78 @@
+"""A real Prometheus scrapes the service, and answers all that dashboards and rules ask."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import yaml
+
+from osd.capture.server import free_port
+from tests.prometheus import program
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+SECONDS = 30.0
+WITHOUT_TRAINER = ("osd_training_", "osd_replay_", "osd_investment_", "osd_gate_", "osd_payback_", "osd_canary_")
+"""What nothing is known of where no trainer has told anything."""
+
+
+@contextmanager
+def prometheus(folder: Path, scraped: str) -> Iterator[httpx.Client]:
+    """A server with the project's rules that looks at an address several times a second, until the block ends."""
+    config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    config["rule_files"] = [str(DEPLOY / name) for name in config["rule_files"]]
+    config["global"] = {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "500ms"}
+    config["scrape_configs"][0]["static_configs"] = [{"targets": [scraped]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_port()}"
+    command = [program("prometheus"), f"--config.file={folder / 'prometheus.yml'}", f"--web.listen-address={address}"]
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen([*command, f"--storage.tsdb.path={folder / 'data'}"], stdout=log, stderr=log)
+    try:
+        with httpx.Client(base_url=f"http://{address}", timeout=10) as http:
+            yield http
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def ask(http: httpx.Client, expression: str) -> list[Any]:
+    answer = http.get("/api/v1/query", params={"query": expression})
+    assert answer.status_code == 200, f"{expression}: {answer.text}"
+    return answer.json()["data"]["result"]
+
+
+def wait_for(http: httpx.Client, expression: str) -> None:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        try:
+            if ask(http, expression):
+                return
+        except httpx.TransportError:  # it has not come up
+            pass
+        time.sleep(0.2)
+    pytest.fail(f"{expression} has no answer after {SECONDS:g} seconds")
+
+
+def test_dashboards_and_rules_are_answered(service, tmp_path):
+    dashboard = json.loads((DEPLOY / "grafana/osd.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    with prometheus(tmp_path, service.url.removeprefix("http://")) as http:
+        wait_for(http, "osd_requests_total")
+        for number in range(4):
+            assert service.complete(f"the same text {number % 2}").status_code == 200
+        wait_for(http, "domain:osd_draft_acceptance:ratio_rate5m and domain:osd_speedup:ratio_rate30m")
+        for expression in asked:
+            found = ask(http, expression)
+            assert found or any(name in expression for name in WITHOUT_TRAINER), expression
+        rules = http.get("/api/v1/rules").json()["data"]["groups"]
+        assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}
+        firing = {alert["labels"]["alertname"] for alert in http.get("/api/v1/alerts").json()["data"]["alerts"]}
+        assert "OsdNoReplica" not in firing
