@@ -19,6 +19,7 @@ from osd.config.drafter import (
     PromptTokensSettings,
     RecallDrafterSettings,
     RecallSettings,
+    TokenSelectSettings,
     drafter_of,
 )
 from osd.config.growth import (
@@ -84,6 +85,7 @@ __all__ = [
     "SparseTreeSettings",
     "StaticTreeSettings",
     "TargetSettings",
+    "TokenSelectSettings",
     "TopKTreeSettings",
     "TrainerSettings",
     "Verification",

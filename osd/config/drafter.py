@@ -133,6 +133,19 @@ class RecallDrafterSettings(_Drafter):
     recall: RecallSettings = RecallSettings()
 
 
+class TokenSelectSettings(_Drafter):
+    """The target itself, reading of a long context only the tokens that it selects."""
+
+    trainable: ClassVar[bool] = False
+    kind: Literal["token_select"] = "token_select"
+    top: int = Field(default=2048, ge=1, le=1 << 20, description="tokens of the context that a layer selects")
+    initial: int = Field(default=128, ge=0, le=1 << 20, description="first tokens, which it reads beside them")
+    local: int = Field(default=512, ge=1, le=1 << 20, description="last tokens, which it reads beside them")
+    threshold: float = Field(
+        default=0.7, ge=0, le=1, description="cosine of queries from which on they read what an earlier one selected"
+    )
+
+
 _Trained = (
     EagleSettings | FalconSettings | KangarooSettings | LanguageModelSettings | MedusaSettings | PromptTokensSettings
 )
@@ -166,7 +179,7 @@ class NoDrafterSettings(_Drafter):
     kind: Literal["none"] = "none"
 
 
-_Kinds = _Trained | RecallDrafterSettings | MixedSettings | NoDrafterSettings
+_Kinds = _Trained | RecallDrafterSettings | TokenSelectSettings | MixedSettings | NoDrafterSettings
 
 DRAFTER_SETTINGS = by_kind(get_args(_Kinds))
 """The settings of each drafter, by kind."""

@@ -196,9 +196,11 @@ class Settings(Section):
     @classmethod
     def _judged(cls, growth: GrowthSettings, info: ValidationInfo) -> GrowthSettings:
         drafter: DrafterSettings | None = info.data.get("drafter")
-        if growth.judges and hasattr(drafter, "recall"):
-            message = "must be one that asks no head, as drafts of drafter.kind {drafter} go where recall does"
-            error = PydanticCustomError("not_asked", message, {"drafter": drafter.kind if drafter else ""})
+        recalls = hasattr(drafter, "recall")
+        if growth.judges and drafter is not None and (recalls or not drafter.trainable) and drafter.kind != "none":
+            does = f"drafts of drafter.kind {drafter.kind} go where recall does"
+            why = does if recalls else f"drafter.kind {drafter.kind} trains none"
+            error = PydanticCustomError("not_asked", "must be one that asks no head, as {why}", {"why": why})
             raise refused(InitErrorDetails(type=error, loc=("kind",), input=growth.kind))
         return growth
 
