@@ -35,6 +35,7 @@ from osd.config.growth import (
     StaticTreeSettings,
     TopKTreeSettings,
 )
+from osd.config.selection import AttentionSettings, FullAttentionSettings, SelectedAttentionSettings
 from osd.config.settings import (
     CaptureSettings,
     EngineSettings,
@@ -56,6 +57,7 @@ __all__ = [
     "GROWTH_SETTINGS",
     "TRAINED_SETTINGS",
     "AcceptanceHeadSettings",
+    "AttentionSettings",
     "BestFirstSettings",
     "CaptureSettings",
     "ChainSettings",
@@ -66,6 +68,7 @@ __all__ = [
     "EagleSettings",
     "EngineSettings",
     "FalconSettings",
+    "FullAttentionSettings",
     "GrowthSettings",
     "HeuristicSettings",
     "KangarooSettings",
@@ -80,6 +83,7 @@ __all__ = [
     "RedisSettings",
     "RegistrySettings",
     "Section",
+    "SelectedAttentionSettings",
     "ServingSettings",
     "Settings",
     "SparseTreeSettings",

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from osd.config.base import Section, by_kind, of_kind
+from osd.config.selection import SelectionSettings
 
 
 class _Drafter(Section):
@@ -133,14 +134,11 @@ class RecallDrafterSettings(_Drafter):
     recall: RecallSettings = RecallSettings()
 
 
-class TokenSelectSettings(_Drafter):
+class TokenSelectSettings(_Drafter, SelectionSettings):
     """The target itself, reading of a long context only the tokens that it selects."""
 
     trainable: ClassVar[bool] = False
     kind: Literal["token_select"] = "token_select"
-    top: int = Field(default=2048, ge=1, le=1 << 20, description="tokens of the context that a layer selects")
-    initial: int = Field(default=128, ge=0, le=1 << 20, description="first tokens, which it reads beside them")
-    local: int = Field(default=512, ge=1, le=1 << 20, description="last tokens, which it reads beside them")
     threshold: float = Field(
         default=0.7, ge=0, le=1, description="cosine of queries from which on they read what an earlier one selected"
     )

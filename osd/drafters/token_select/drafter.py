@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from osd.config import TokenSelectSettings
 from osd.drafters.base import Drafter, DrafterError, Needs
 from osd.drafters.session import Runtime
 from osd.drafters.sizes import check_sizes
 from osd.drafters.token_select.session import TokenSelectSession
 from osd.runtime.attention.selection import SelectionSizes
-from osd.runtime.causal_lm import decoder_layers, inverse_frequencies
-from osd.target.model import load_config
+from osd.target.model import check_rotary
 
 
 class TokenSelect(Drafter):
@@ -86,10 +82,7 @@ def _check_target(directory: Path) -> int:
     Raises:
         DrafterError: it has none.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(directory))
     try:
-        inverse_frequencies(model)
+        return check_rotary(directory)
     except ValueError as error:
         raise DrafterError(f"drafter.kind token_select needs a target with rotary positions, and {error}") from None
-    return len(decoder_layers(model))
