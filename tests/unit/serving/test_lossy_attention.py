@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from deploy.preparation import check_attention
 from osd.config import ConfigError, NoDrafterSettings, SelectedAttentionSettings, Settings, load_settings
+from osd.runtime.attention.selection import TokenSelection
 from serving.replica import context_of, make_engine
 from tests.tiny import make_tiny, tokenizer
 from tests.unit.engine.harness import Client, Oracle, prompts, settings
@@ -72,10 +73,18 @@ def test_short_texts_are_the_targets_own_and_long_ones_are_not(tiny: Path) -> No
     assert long != oracle.greedy(asked[1], 12)
 
 
-def test_an_answer_does_not_depend_on_what_its_slot_held_before(tiny: Path) -> None:
+def test_a_sequence_chooses_anew_whatever_its_slot_held_before(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget, forgotten = TokenSelection.forget, []
+
+    def told(self: TokenSelection, slot: int) -> None:
+        forgotten.append(slot)
+        forget(self, slot)
+
+    monkeypatch.setattr(TokenSelection, "forget", told)
     one, other = prompts([60, 70], seed=3)
     alone = answers(tiny, [one], FEW, slots=1, prefix_cache=False)
     assert answers(tiny, [other, one], FEW, slots=1, prefix_cache=False)[1:] == alone
+    assert forgotten == [0, 0, 0]
 
 
 def test_contexts_may_be_longer_than_the_trained_one(tiny: Path) -> None:
