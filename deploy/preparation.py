@@ -35,6 +35,7 @@ def prepare(
         ConfigError: the settings do not fit the ``target`` in that directory.
     """
     check_memory(settings, target)
+    check_attention(settings, target)
     if settings.drafts:
         ensure_version(settings, redis_url, target, report)
 
@@ -77,6 +78,24 @@ def check_memory(settings: Settings, target: Path) -> None:
         kv_budget.check(settings.engine.kv_mb, one, pick_device(settings.target.device).type)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def check_attention(settings: Settings, target: Path) -> None:
+    """Refuse to select tokens for the target in a directory where it has no rotary positions.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    chosen = settings.target.attention.selected
+    if chosen is None:
+        return
+    from osd.target.model import check_rotary
+
+    try:
+        check_rotary(target)
+    except ValueError as error:
+        message = f"target.attention.kind {chosen.kind} needs a target with rotary positions, and {error}"
+        raise ConfigError(message) from None
 
 
 def ensure_version(

@@ -26,6 +26,7 @@ from osd.registry.events import Events
 from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry
+from osd.runtime.attention.selection import SelectionSizes
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
@@ -248,6 +249,7 @@ def make_engine(
         taps=taps,
         embeddings=settings.engine.slots * (start.drafter.needs.embeddings if start else 0),
         label=label,
+        selection=selection_of(settings),
     )
     sink = writer.offer if writer else None
     if start is None:
@@ -255,8 +257,18 @@ def make_engine(
     return Engine(target, tokenizer, settings, start.drafter, start.version, sink)
 
 
+def selection_of(settings: Settings) -> SelectionSizes | None:
+    """What the target itself reads of long contexts, side by side; None where it reads everything."""
+    chosen = settings.target.attention.selected
+    if chosen is None:
+        return None
+    return SelectionSizes(chosen.initial, chosen.top, chosen.local, chosen.threshold, compact=True)
+
+
 def context_of(settings: Settings, directory: Path) -> int:
-    """Tokens of prompt and completion: as configured, and no more than the model was made for."""
+    """Tokens of prompt and completion: as configured, and no more than the model was made for if it reads them all."""
+    if settings.target.attention.selected is not None:
+        return settings.engine.context
     longest = getattr(load_config(directory), "max_position_embeddings", None)
     return min(settings.engine.context, longest or settings.engine.context)
 

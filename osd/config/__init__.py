@@ -19,6 +19,7 @@ from osd.config.drafter import (
     PromptTokensSettings,
     RecallDrafterSettings,
     RecallSettings,
+    TokenSelectSettings,
     drafter_of,
 )
 from osd.config.growth import (
@@ -34,6 +35,7 @@ from osd.config.growth import (
     StaticTreeSettings,
     TopKTreeSettings,
 )
+from osd.config.selection import AttentionSettings, FullAttentionSettings, SelectedAttentionSettings
 from osd.config.settings import (
     CaptureSettings,
     EngineSettings,
@@ -55,6 +57,7 @@ __all__ = [
     "GROWTH_SETTINGS",
     "TRAINED_SETTINGS",
     "AcceptanceHeadSettings",
+    "AttentionSettings",
     "BestFirstSettings",
     "CaptureSettings",
     "ChainSettings",
@@ -65,6 +68,7 @@ __all__ = [
     "EagleSettings",
     "EngineSettings",
     "FalconSettings",
+    "FullAttentionSettings",
     "GrowthSettings",
     "HeuristicSettings",
     "KangarooSettings",
@@ -79,11 +83,13 @@ __all__ = [
     "RedisSettings",
     "RegistrySettings",
     "Section",
+    "SelectedAttentionSettings",
     "ServingSettings",
     "Settings",
     "SparseTreeSettings",
     "StaticTreeSettings",
     "TargetSettings",
+    "TokenSelectSettings",
     "TopKTreeSettings",
     "TrainerSettings",
     "Verification",

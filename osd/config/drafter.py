@@ -8,6 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from osd.config.base import Section, by_kind, of_kind
+from osd.config.selection import SelectionSettings
 
 
 class _Drafter(Section):
@@ -133,6 +134,16 @@ class RecallDrafterSettings(_Drafter):
     recall: RecallSettings = RecallSettings()
 
 
+class TokenSelectSettings(_Drafter, SelectionSettings):
+    """The target itself, reading of a long context only the tokens that it selects."""
+
+    trainable: ClassVar[bool] = False
+    kind: Literal["token_select"] = "token_select"
+    threshold: float = Field(
+        default=0.7, ge=0, le=1, description="cosine of queries from which on they read what an earlier one selected"
+    )
+
+
 _Trained = (
     EagleSettings | FalconSettings | KangarooSettings | LanguageModelSettings | MedusaSettings | PromptTokensSettings
 )
@@ -166,7 +177,7 @@ class NoDrafterSettings(_Drafter):
     kind: Literal["none"] = "none"
 
 
-_Kinds = _Trained | RecallDrafterSettings | MixedSettings | NoDrafterSettings
+_Kinds = _Trained | RecallDrafterSettings | TokenSelectSettings | MixedSettings | NoDrafterSettings
 
 DRAFTER_SETTINGS = by_kind(get_args(_Kinds))
 """The settings of each drafter, by kind."""

@@ -13,6 +13,7 @@ from osd.config.base import LISTED, Section, refused
 from osd.config.domains import FULL_DOMAIN
 from osd.config.drafter import DrafterSettings, MixedSettings, RecallSettings
 from osd.config.growth import BestFirstSettings, GrowthSettings
+from osd.config.selection import AttentionSettings, FullAttentionSettings
 from osd.config.trainer import TrainerSettings
 
 Verification = Literal["chain", "block", "siblings", "traversal", "naive", "greedy_multidraft", "k_seq"]
@@ -32,6 +33,7 @@ class TargetSettings(Section):
         default="full", description="full: of dtype; int8: linear layers rounded to 8 bits, on a CPU with AVX2"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
+    attention: AttentionSettings = FullAttentionSettings()
 
 
 class EngineSettings(Section):
@@ -123,6 +125,10 @@ class ServingSettings(Section):
         default=None, description="YAML list of keys with their rights, limits and tenants, instead of all these"
     )
     model_name: str | None = Field(default=None, description="id in /v1/models, else made from the target")
+    allow_lossy: bool = Field(
+        default=False,
+        description="whether requests and settings may ask for answers that are not the target's own",
+    )
     capture_default: bool = Field(default=True, description="learn from requests that do not say store")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a request's body at most")
     max_messages: int = Field(default=256, ge=1, description="messages of a conversation at most")
@@ -200,9 +206,11 @@ class Settings(Section):
     @classmethod
     def _judged(cls, growth: GrowthSettings, info: ValidationInfo) -> GrowthSettings:
         drafter: DrafterSettings | None = info.data.get("drafter")
-        if growth.judges and hasattr(drafter, "recall"):
-            message = "must be one that asks no head, as drafts of drafter.kind {drafter} go where recall does"
-            error = PydanticCustomError("not_asked", message, {"drafter": drafter.kind if drafter else ""})
+        recalls = hasattr(drafter, "recall")
+        if growth.judges and drafter is not None and (recalls or not drafter.trainable) and drafter.kind != "none":
+            does = f"drafts of drafter.kind {drafter.kind} go where recall does"
+            why = does if recalls else f"drafter.kind {drafter.kind} trains none"
+            error = PydanticCustomError("not_asked", "must be one that asks no head, as {why}", {"why": why})
             raise refused(InitErrorDetails(type=error, loc=("kind",), input=growth.kind))
         return growth
 
@@ -217,6 +225,22 @@ class Settings(Section):
             error = PydanticCustomError("too_deep", message, {"name": most[0], "levels": most[1]})
             raise refused(InitErrorDetails(type=error, loc=(key,), input=depth))
         return growth
+
+    @model_validator(mode="after")
+    def _lossy(self) -> Settings:
+        attention = self.target.attention
+        if attention.selected is None:
+            return self
+        given = {"kind": attention.kind}
+        if not self.serving.allow_lossy:
+            message = "must be true for target.attention.kind {kind}, whose answers are not the target's own"
+            error, loc, value = PydanticCustomError("lossy", message, given), ("serving", "allow_lossy"), False
+            raise refused(InitErrorDetails(type=error, loc=loc, input=value))
+        if self.drafts:
+            message = "must be none for target.attention.kind {kind}, as what it reads would depend on the draft"
+            error, loc = PydanticCustomError("drafts", message, given), ("drafter", "kind")
+            raise refused(InitErrorDetails(type=error, loc=loc, input=self.drafter.kind))
+        return self
 
     @property
     def drafts(self) -> bool:

@@ -16,6 +16,7 @@ from osd.drafters.medusa.drafter import Medusa
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.prompt_tokens.drafter import PromptTokens
 from osd.drafters.recall.drafter import Recall
+from osd.drafters.token_select.drafter import TokenSelect
 from osd.drafters.trainable import Trainable
 
 DRAFTERS: dict[str, Kind] = {
@@ -26,6 +27,7 @@ DRAFTERS: dict[str, Kind] = {
     "medusa": Medusa,
     "prompt_tokens": PromptTokens,
     "recall": Recall,
+    "token_select": TokenSelect,
 }
 
 __all__ = [

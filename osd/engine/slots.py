@@ -27,7 +27,7 @@ class SlotManager:
 
     def __init__(self, target: SlotModel, settings: EngineSettings) -> None:
         """Manage the slots of ``target``, all of them free."""
-        self._cache, self._shared = target.cache, settings.prefix_cache
+        self._target, self._cache, self._shared = target, target.cache, settings.prefix_cache
         self._free = list(range(settings.slots))
         self._tokens: list[list[int]] = [[] for _ in self._free]  # the cache knows how many of them are there
         self._clients = [""] * settings.slots
@@ -67,6 +67,7 @@ class SlotManager:
         if not stays:
             self._adopt(s, source, count)
         self._cache.length[s.slot] = s.fed = count
+        self._target.begin(s.slot)
         self._tokens[s.slot], self._clients[s.slot] = s.tokens, s.request.client
 
     def catch_up(self, s: Sequence) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from osd.runtime.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from osd.runtime.attention.selection import TokenSelection
 
 _ALIGNED = 64  # places of a slot come in multiples of this: kernels want masks that are aligned
 _SHORTEST = 256  # places that attention reads at least; further buckets are twice as long
@@ -31,6 +35,7 @@ class PackedRows:
     * ``unread``: tokens that the host has not read; None when it knows all.
     * ``embedded`` [K, hidden]: on the model's device, what ids behind its vocabulary stand for, the first of them for
       the first row. None where all are tokens.
+    * ``selection``: chooses what the rows read of long contexts; None where they read all that they see.
     * ``grid``: where the rows stand for attention over a grid. None until they are laid out on a device.
 
     A ``RowBuilder`` makes them on the host, a ``RowBuffer`` on the device of a model.
@@ -46,6 +51,7 @@ class PackedRows:
     unread: DeviceTokens | None = None
     grid: Grid | None = None
     embedded: Tensor | None = None
+    selection: TokenSelection | None = None
 
     def settled(self) -> PackedRows:
         """The same with the unread tokens in their rows, on the host."""
@@ -270,7 +276,7 @@ def laid_out(rows: PackedRows, wanted: Tensor, cache: KVCache) -> tuple[PackedRo
     """Rows and ``wanted`` [n] on the host, brought to the device of ``cache`` as they are, for one forward."""
     buffer = RowBuffer(GridShape.of(rows, len(wanted)).aligned(cache), cache)
     buffer.fill(rows, wanted)
-    return buffer.rows, buffer.wanted
+    return replace(buffer.rows, selection=rows.selection), buffer.wanted
 
 
 class RowBuffer:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from osd.runtime.decoder import fixed_angles
+
+_TURN = "apply_rotary_pos_emb"
+"""What transformers calls the function that turns queries and keys, in the module of each model that has it."""
 
 
 def text_config(model: nn.Module) -> Any:
@@ -51,6 +57,33 @@ def attention_of(model: nn.Module) -> dict[str, Any]:
         "eps": getattr(config, "rms_norm_eps", 1e-6),
         "rope_theta": float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)),
     }
+
+
+def inverse_frequencies(model: nn.Module) -> Tensor:
+    """[head_dim / 2] float32: by which angle the rotary embedding of ``model`` turns each plane from place to place.
+
+    Only its configuration and its classes are looked at, so that it may be on the meta device.
+
+    Raises:
+        ValueError: it has no rotary embedding, or one that does anything but turn the halves of whole heads.
+    """
+    name, config = type(model).__name__, text_config(model)
+    rotary = getattr(decoder_of(model), "rotary_emb", None)
+    if rotary is None or not getattr(config, "rope_parameters", None):
+        raise ValueError(f"{name} has no rotary positions")
+    made = type(rotary)(config=config)
+    inverse, turn = getattr(made, "inv_freq", None), getattr(sys.modules[type(model).__module__], _TURN, None)
+    dim = attention_of(model)["head_dim"]
+    if inverse is not None and turn is not None and 2 * len(inverse) == dim and fixed_angles(config):
+        x, places = torch.randn(1, 1, 3, dim, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 1, 50]])
+        cosines, sines = made(x, places)
+        turned = turn(x, x, cosines, sines)[0]
+        angles = places[0, :, None] * inverse.float()
+        first, second = (x * turned[0, 0, 0].norm() / x[0, 0, 0].norm()).chunk(2, -1)  # some lengthen what they turn
+        goal = [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()]
+        if torch.allclose(turned, torch.cat(goal, -1), atol=1e-4):
+            return inverse.float()
+    raise ValueError(f"{name} has rotary positions that do not turn the halves of whole heads by fixed angles")
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -115,7 +115,8 @@ class BucketedForward:
     def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
         """See ``Decoder.forward``; ``rows`` and ``wanted`` are on the host, all else on the device."""
         needed = GridShape.of(rows, len(wanted))
-        shape = needed.bucket(self._cache, self._scratch) if self._recordable else None
+        recordable = self._recordable and rows.selection is None  # what is chosen is no fixed size
+        shape = needed.bucket(self._cache, self._scratch) if recordable else None
         if shape is None:
             return self._decoder.forward(*laid_out(rows, wanted, self._cache), layers, states)
 

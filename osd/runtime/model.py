@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from osd.runtime.attention.selection import SelectionSizes, TokenSelection
 from osd.runtime.batch import PackedRows, padded
-from osd.runtime.causal_lm import check_table, decoder_layers, ends_of, text_config
+from osd.runtime.causal_lm import check_table, decoder_layers, ends_of, inverse_frequencies, text_config
 from osd.runtime.cuda_graph import BucketedForward
 from osd.runtime.decoder import Decoder, Forward, llama_shaped, recordable
 from osd.runtime.device import copied
@@ -24,11 +26,15 @@ class SlotModel:
 
     ``context`` tokens fit a sequence; ``scratch`` more places hold a draft that is being verified.
     ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last. ``weights`` are
-    those of the linear layers: "full" as they come, or "int8". A forward may bring up to ``embeddings`` rows that are
-    no tokens, see ``PackedRows.embedded``. ``label`` tells it from other targets, where somebody learns from it.
+    those of the linear layers: "full" as they come, or "int8". With a ``selection`` all rows read selected tokens of
+    long contexts, which changes what the model says. A forward may bring up to ``embeddings`` rows that are no tokens,
+    see ``PackedRows.embedded``. ``label`` tells it from other targets, where somebody learns from it.
 
     On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
     ``BucketedForward``. A CPU can do the same without graphs, more slowly than it does otherwise.
+
+    Raises:
+        ValueError: there is a ``selection``, and the model has no rotary positions that it could move.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class SlotModel:
         bucketed: bool | None = None,
         embeddings: int = 0,
         label: str = "",
+        selection: SelectionSizes | None = None,
     ) -> None:
         self.label = label
         self.model = model.eval().requires_grad_(False)
@@ -62,6 +69,10 @@ class SlotModel:
         bucketed = self.device.type == "cuda" if bucketed is None else bucketed
         places = padded(context + scratch) if bucketed else context + scratch
         self.cache = KVCache(len(self.layers), slots, heads, places, dim, self.dtype, self.device)
+        self._selection: TokenSelection | None = None
+        if selection is not None:
+            asked = self.config.num_attention_heads
+            self._selection = TokenSelection(selection, inverse_frequencies(model), asked, self.cache)
         fused = fusable(model) and not bucketed
         if weights == "int8":
             quantise(model)
@@ -109,9 +120,16 @@ class SlotModel:
             wanted = wanted[:0]
         if rows.embedded is not None and states is None:
             self.embed(rows.embedded)
+        if self._selection is not None and rows.selection is None:
+            rows = replace(rows, selection=self._selection)
         if self.bucketed is not None:
             return self.bucketed.forward(rows, wanted, layers, states)
         return self.decoder.forward(rows.settled(), wanted, layers, states)
+
+    def begin(self, slot: int) -> None:
+        """Have another sequence in ``slot``."""
+        if self._selection is not None:
+            self._selection.forget(slot)
 
     def embed(self, embedded: Tensor) -> None:
         """Have the ids behind the vocabulary mean ``embedded`` [K, hidden] from now on.

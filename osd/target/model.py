@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from osd.runtime.causal_lm import decoder_layers, inverse_frequencies
 from osd.runtime.device import pick_device
 from osd.runtime.generic import NAME
 
@@ -21,6 +22,18 @@ def load_model(directory: Path, dtype: str, device: str) -> nn.Module:
         directory, dtype=DTYPES.get(dtype, dtype), attn_implementation=NAME, local_files_only=True
     )
     return model.to(pick_device(device))
+
+
+def check_rotary(directory: Path) -> int:
+    """Check that the model in a directory has rotary positions, without its weights; return its number of layers.
+
+    Raises:
+        ValueError: it has none, or some that ``inverse_frequencies`` does not know.
+    """
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(load_config(directory))
+    inverse_frequencies(model)
+    return len(decoder_layers(model))
 
 
 def load_config(directory: Path) -> Any:

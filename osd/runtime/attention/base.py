@@ -32,7 +32,8 @@ class AttentionBackend(ABC):
         """Store the new keys and values of ``layer`` in their slots, and attend.
 
         query [R, heads, dim]; key and value [R, kv_heads, dim], all of one dtype; ``window`` is how many places a row
-        sees, itself included, None for all; ``softcap`` 0 caps no score. Returns [R, heads, dim] of the query's dtype.
+        sees, itself included, None for all; ``softcap`` 0 caps no score. Where the rows carry a selection, and see all
+        places, they read what it chooses. Returns [R, heads, dim] of the query's dtype.
         """
 
 

@@ -31,7 +31,7 @@ class GridAttention(AttentionBackend):
     @staticmethod
     def fits(rows: PackedRows, cache: KVCache) -> bool:
         """See ``AttentionBackend.fits``."""
-        return rows.grid is not None
+        return rows.grid is not None and rows.selection is None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float

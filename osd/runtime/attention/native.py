@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ class NativeAttention(FromPlace):
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         count, heads, dim = query.shape
         out = torch.empty_like(query)
+        selection = rows.selection if window is None else None  # what slides reads little anyway
         failed = library.osd_attention(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
             count, heads, key.shape[1], dim, keys.shape[2],
@@ -39,6 +42,7 @@ class NativeAttention(FromPlace):
             None if rows.mask is None else rows.mask.data_ptr(),
             0 if rows.mask is None else rows.mask.shape[1],
             scale, softcap, DTYPES[query.dtype], DTYPES[keys.dtype], torch.get_num_threads(),
+            rows.positions.data_ptr(), None if selection is None else ctypes.byref(selection.native), layer,
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for attention's scratch space")

@@ -18,13 +18,14 @@ class ReferenceAttention(FromPlace):
     @staticmethod
     def fits(rows: PackedRows, cache: KVCache) -> bool:
         """See ``AttentionBackend.fits``."""
-        return rows.grid is None
+        return rows.grid is None or rows.selection is not None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
         """See ``AttentionBackend.attend``."""
         rows, keys, values = self._rows, self._cache.keys[layer], self._cache.values[layer]
+        selection = rows.selection if window is None else None
         slots, stores, start = rows.slots.long(), rows.stores.long(), self.first(window)
         keys[slots, :, stores] = key.to(keys.dtype)
         values[slots, :, stores] = value.to(values.dtype)
@@ -42,9 +43,18 @@ class ReferenceAttention(FromPlace):
                 offset = places - rows.base[mine, None]
                 inside = (offset >= 0) & (offset < rows.mask.shape[1])
                 seen |= inside & rows.mask[mine].gather(1, offset.clamp(0, rows.mask.shape[1] - 1).long())
+            read = keys[slot, :, :end].float()
+            if selection is not None:
+                first = int(torch.minimum(rows.visible[mine], rows.stores[mine]).min())
+                far = selection.far(layer, slot, first, query[mine], rows.positions[mine], keys[slot])
+                if far is not None:
+                    seen &= places >= far.begin
+                    seen[:, far.places] = True
+                    turned = selection.turned(read[:, far.places].transpose(0, 1), far.moved).transpose(0, 1)
+                    read = read.index_copy(1, far.places, turned.to(keys.dtype).float())  # as precise as all others
             # Query heads that share a key head become rows, so keys are never copied.
             q = query[mine].float().unflatten(1, (kv_heads, heads // kv_heads)).permute(1, 2, 0, 3).flatten(1, 2)
-            scores = torch.matmul(q, keys[slot, :, :end].float().transpose(1, 2)) * scale  # [kv, g * r, end]
+            scores = torch.matmul(q, read.transpose(1, 2)) * scale  # [kv, g * r, end]
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             scores = scores.unflatten(1, (heads // kv_heads, len(mine))).masked_fill(~seen, -math.inf)

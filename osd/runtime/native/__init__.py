@@ -17,7 +17,12 @@ _SIGNATURES: dict[str, tuple[list[type], type]] = {
     "osd_pack": ([_POINTER, _POINTER, _INT64, _INT64, _INT, _INT], _NONE),
     "osd_linear": ([_POINTER] * 4 + [_INT64] * 3 + [_INT] * 3, _INT),
     "osd_attention": (
-        [_POINTER] * 6 + [_INT64] * 5 + [_POINTER] * 6 + [_INT64, _FLOAT, _FLOAT, _INT, _INT, _INT],
+        [_POINTER] * 6
+        + [_INT64] * 5
+        + [_POINTER] * 6
+        + [_INT64, _FLOAT, _FLOAT, _INT, _INT, _INT]
+        + [_POINTER] * 2
+        + [_INT64],
         _INT,
     ),
     "osd_forward": ([_POINTER] * 4, _INT),

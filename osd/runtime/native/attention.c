@@ -1,9 +1,11 @@
 /* Attention of new tokens over KV slots: a row's numbers do not depend on its neighbours.
  *
  * A key and a value are converted once for all queries of a block. What a row sees is two ranges, the places
- * [from, visible) and its ancestors in a tree, and its weights are summed as if these were one list.
+ * [from, visible) and its ancestors in a tree, and where tokens are selected those before them; its weights are summed as
+ * if these were one list.
  */
 #include "common.h"
+#include "selection.h"
 #include "team.h"
 #ifdef __AMX_TILE__
 #include "tiles.h"
@@ -94,7 +96,7 @@ INLINE void score_queries(const float *queries, int64_t width, const int count, 
 #define KEYS_TILE 6
 #define QUERIES_TILE 7
 
-/* What `score` gives for keys of bfloat16, with queries rounded to it, where `dim` is a multiple of 32: as many keys as a
+/* What `osd_score` gives for keys of bfloat16, with queries rounded to it, where `dim` is a multiple of 32: as many keys as a
  * tile has rows times the queries side by side. `wide` is space for both. */
 static void score_by_tiles(const float *queries, int64_t count_queries, const char *keys, int64_t count, int64_t dim,
                            float *scores, int64_t stride, float *wide) {
@@ -123,9 +125,8 @@ static void score_by_tiles(const float *queries, int64_t count_queries, const ch
 }
 #endif
 
-/* scores [queries, stride] = queries [queries, padded(dim)] times `count` neighbouring keys. */
-static void score(const float *queries, int64_t count_queries, const char *keys, int64_t count, int64_t dim,
-                  float *scores, int64_t stride, float *wide, int dtype) {
+void osd_score(const float *queries, int64_t count_queries, const char *keys, int64_t count, int64_t dim, float *scores,
+               int64_t stride, float *wide, int dtype) {
 #ifdef __AMX_TILE__
   if (dtype == BFLOAT16 && dim % (TILE_BYTES / 2) == 0) {
     score_by_tiles(queries, count_queries, keys, count, dim, scores, stride, wide);
@@ -222,15 +223,16 @@ static float soften(float *scores, int64_t count, float softcap) {
 }
 
 /* Attention of one block; query and out are [rows, heads, dim]. The keys and values of its rows are stored already. */
-void osd_attention_block(const Attention *a, const Rows *rows, const Block *block, const void *query, void *out,
+void osd_attention_block(const Attention *a, const Rows *rows, const Block *block, Far far, const void *query, void *out,
                          char *scratch) {
   const int64_t group = a->heads / a->kv_heads, dim = a->dim, queries = block->count;
   const int64_t first_row = block->row + block->first / group;
   const int64_t last_row = block->row + (block->first + queries - 1) / group;
   int64_t low = INT64_MAX, high = 0, tree_low = INT64_MAX, tree_high = 0; /* the places that any row sees */
   for (int64_t r = first_row; r <= last_row; r++) {
-    if (rows->from[r] < rows->visible[r]) {
-      if (rows->from[r] < low) low = rows->from[r];
+    const int64_t from = rows->from[r] > far.begin ? rows->from[r] : far.begin;
+    if (from < rows->visible[r]) {
+      if (from < low) low = from;
       if (rows->visible[r] > high) high = rows->visible[r];
     }
     for (int64_t j = 0; rows->mask && j < rows->mask_width; j++)
@@ -240,7 +242,8 @@ void osd_attention_block(const Attention *a, const Rows *rows, const Block *bloc
       }
   }
   const int64_t flat = high > low ? high - low : 0, tree = tree_high > tree_low ? tree_high - tree_low : 0;
-  const int64_t tree_at = (flat + 7) / 8 * 8, stride = tree_at + (tree + 7) / 8 * 8 + MARGIN;
+  const int64_t flat_at = (far.count + 7) / 8 * 8, tree_at = flat_at + (flat + 7) / 8 * 8;
+  const int64_t stride = tree_at + (tree + 7) / 8 * 8 + MARGIN; /* of the scores of all three parts */
 
   const int64_t across = padded(dim);
   float *wide_query = (float *)(((uintptr_t)scratch + 63) / 64 * 64), *sums = wide_query + queries * across;
@@ -254,29 +257,35 @@ void osd_attention_block(const Attention *a, const Rows *rows, const Block *bloc
   const int64_t width = a->cache_dtype == BFLOAT16 ? 2 : 4, place = dim * width;
   const int64_t offset = (rows->slots[block->row] * a->kv_heads + block->kv_head) * a->places * place;
   const char *keys = (const char *)a->keys + offset, *values = (const char *)a->values + offset;
-  if (flat) score(wide_query, queries, keys + low * place, flat, dim, scores, stride, wide, a->cache_dtype);
+  if (far.count) osd_score(wide_query, queries, far.keys, far.count, dim, scores, stride, wide, a->cache_dtype);
+  if (flat)
+    osd_score(wide_query, queries, keys + low * place, flat, dim, scores + flat_at, stride, wide, a->cache_dtype);
   if (tree)
-    score(wide_query, queries, keys + tree_low * place, tree, dim, scores + tree_at, stride, wide, a->cache_dtype);
+    osd_score(wide_query, queries, keys + tree_low * place, tree, dim, scores + tree_at, stride, wide, a->cache_dtype);
 
   float totals[MAX_QUERIES];
   for (int64_t q = 0; q < queries; q++) {
     const int64_t r = block->row + (block->first + q) / group;
-    const int64_t own = rows->visible[r] > rows->from[r] ? rows->visible[r] - rows->from[r] : 0;
+    const int64_t from = rows->from[r] > far.begin ? rows->from[r] : far.begin;
+    const int64_t own = rows->visible[r] > from ? rows->visible[r] - from : 0, whole = far.count + own;
     const uint8_t *mask = tree ? rows->mask + r * rows->mask_width : NULL;
     const int64_t shift = tree ? tree_at + rows->base[r] - tree_low : 0; /* of node 0 among the scores */
-    float *row = scores + q * stride;
-    int64_t count = own;
-    if (own) memcpy(seen, row + rows->from[r] - low, (size_t)own * 4);
+    float *row = scores + q * stride, *near = row + flat_at + from - low;
+    int64_t count = whole;
+    memcpy(seen, row, (size_t)far.count * 4);
+    if (own) memcpy(seen + far.count, near, (size_t)own * 4);
     for (int64_t j = 0; mask && j < rows->mask_width; j++)
       if (mask[j]) seen[count++] = row[shift + j];
     totals[q] = soften(seen, count, a->softcap);
     memset(row, 0, (size_t)stride * 4);
-    if (own) memcpy(row + rows->from[r] - low, seen, (size_t)own * 4);
-    count = own;
+    memcpy(row, seen, (size_t)far.count * 4);
+    if (own) memcpy(near, seen + far.count, (size_t)own * 4);
+    count = whole;
     for (int64_t j = 0; mask && j < rows->mask_width; j++)
       if (mask[j]) row[shift + j] = seen[count++];
   }
-  if (flat) mix(scores, stride, queries, values + low * place, flat, dim, sums, wide, a->cache_dtype);
+  if (far.count) mix(scores, stride, queries, far.values, far.count, dim, sums, wide, a->cache_dtype);
+  if (flat) mix(scores + flat_at, stride, queries, values + low * place, flat, dim, sums, wide, a->cache_dtype);
   if (tree)
     mix(scores + tree_at, stride, queries, values + tree_low * place, tree, dim, sums, wide, a->cache_dtype);
 
@@ -292,20 +301,25 @@ void osd_attention_block(const Attention *a, const Rows *rows, const Block *bloc
  *
  * query [rows, heads, dim], key and value [rows, kv_heads, dim], out [rows, heads, dim]: contiguous, of `dtype`;
  * cache keys and values: [slots, kv_heads, places, dim] of `cache_dtype`. Row r belongs to slots[r], is stored at
- * stores[r], and sees the places [from[r], visible[r]) and, in a tree, base[r] + j for every mask[r, j] != 0.
+ * stores[r], and sees the places [from[r], visible[r]) and, in a tree, base[r] + j for every mask[r, j] != 0. With a
+ * `selection`, which `positions` are for, it reads of these what that chooses in `layer`.
  */
 int osd_attention(const void *query, const void *key, const void *value, void *cache_keys, void *cache_values,
                   void *out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t places_per_slot,
                   const int32_t *slots, const int32_t *stores, const int32_t *from, const int32_t *visible,
                   const int32_t *base, const uint8_t *mask, int64_t mask_width, float scaling, float softcap,
-                  int dtype, int cache_dtype, int threads) {
-  const Rows all = {NULL, NULL, NULL, slots, stores, from, visible, base, mask, rows, mask_width};
+                  int dtype, int cache_dtype, int threads, const int64_t *positions, const Selection *selection,
+                  int64_t layer) {
+  const Rows all = {NULL, NULL, positions, slots, stores, from, visible, base, mask, rows, mask_width, selection};
   const Attention a = {cache_keys, cache_values, heads,   kv_heads, dim,
                        places_per_slot, scaling, softcap, dtype,    cache_dtype};
   Plan plan;
   if (osd_plan(&plan, &all, &a, threads)) return 1;
+  Chooser chooser;
   char *scratch = malloc((size_t)(plan.scratch * threads));
-  if (!scratch) {
+  if (osd_make_chooser(&chooser, &all, &a, threads) || !scratch) {
+    osd_free_chooser(&chooser);
+    free(scratch);
     free(plan.blocks);
     return 1;
   }
@@ -322,9 +336,12 @@ int osd_attention(const void *query, const void *key, const void *value, void *c
 #pragma omp parallel num_threads(threads)
   {
     const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
+    if (chooser.count) osd_choose(&m, &chooser, &a, &all, query, layer);
     for (int64_t item; (item = take(&m, plan.count)) >= 0;)
-      osd_attention_block(&a, &all, plan.blocks + item, query, out, scratch + m.me * plan.scratch);
+      osd_attention_block(&a, &all, plan.blocks + item, osd_far(&chooser, &a, plan.blocks + item, layer), query, out,
+                          scratch + m.me * plan.scratch);
   }
+  osd_free_chooser(&chooser);
   free(scratch);
   free(plan.blocks);
   return 0;

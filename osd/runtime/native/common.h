@@ -72,6 +72,8 @@ void osd_linear_chunk(const Linear *layer, const Input *x, void *y, int64_t rows
 void osd_gated_chunk(const Linear *gate, const Linear *up, const Input *x, float *y, int64_t rows, int64_t chunk,
                      const char *next);
 
+typedef struct Selection Selection; /* see selection.h */
+
 /* The new tokens of a forward: their places in the KV slots and what each sees, see attention.c. */
 typedef struct {
   const float *cosines, *sines; /* [places, dim] of the rotary embedding */
@@ -79,6 +81,7 @@ typedef struct {
   const int32_t *slots, *stores, *from, *visible, *base;
   const uint8_t *mask;
   int64_t count, mask_width;
+  const Selection *selection; /* or null: each row reads all that it sees */
 } Rows;
 
 /* The keys and values of one layer: [slots, kv_heads, places, dim]. */
@@ -94,6 +97,13 @@ typedef struct {
   int64_t row, first, count, kv_head;
 } Block;
 
+/* Keys and values [count, dim] that a block reads in place of what its rows see before the place `begin`; where there are
+ * none, it reads these where they are. */
+typedef struct {
+  const char *keys, *values;
+  int64_t count, begin;
+} Far;
+
 /* Everything that a forward's attention needs beside its numbers, the same for all layers. */
 typedef struct {
   Block *blocks;
@@ -101,7 +111,12 @@ typedef struct {
 } Plan;
 
 int osd_plan(Plan *plan, const Rows *rows, const Attention *shape, int threads);
-void osd_attention_block(const Attention *a, const Rows *rows, const Block *block, const void *query, void *out,
+void osd_attention_block(const Attention *a, const Rows *rows, const Block *block, Far far, const void *query, void *out,
                          char *scratch);
+
+/* scores [queries, stride] = queries [queries, whole vectors of dim] times `count` neighbouring keys; up to 32 more are
+ * written. `wide` is space for 32 keys. */
+void osd_score(const float *queries, int64_t count_queries, const char *keys, int64_t count, int64_t dim, float *scores,
+               int64_t stride, float *wide, int dtype);
 
 #endif

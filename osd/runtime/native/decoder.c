@@ -33,6 +33,7 @@ int osd_forward(const Model *model, const Shape *shape, Rows *r, const Asked *as
   Space s;
   float *x;
   if (!rows) return 0;
+  if (model->window) r->selection = NULL; /* what slides reads little anyway */
   if (posix_memalign((void **)&x, 64, (size_t)(rows * (4 * h + 4)))) return 1;
   if (make_space(&s, shape, r, rows > asked->asked ? rows : asked->asked, h)) {
     free(x);
@@ -63,7 +64,7 @@ int osd_forward(const Model *model, const Shape *shape, Rows *r, const Asked *as
       const Step then = l + 1 < asked->stop   ? step_of(&after.q, &after.k, &after.v, rows)
                         : l + 1 < shape->layers ? (Step){0}
                                                 : step_of(&model->head, NULL, NULL, asked->asked ? asked->asked : 1);
-      run_layer(&m, model->layers + l, shape, r, &s, x, own, h, &then);
+      run_layer(&m, model->layers + l, l, shape, r, &s, x, own, h, &then);
       /* x stays as it is until this thread reaches the next layer's meetings */
       for (int64_t t = 0; t < model->tap_count && m.me == 0; t++)
         if (model->taps[t] == l)

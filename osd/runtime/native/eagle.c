@@ -52,7 +52,7 @@ int osd_eagle(const Layer *layer, const Shape *shape, const Eagle *e, const Rows
     const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
     const Own own = own_space(&m, &s);
     join(layer, shape, e, embedded, features, own.normed, rows);
-    run_layer(&m, layer, shape, r, &s, features, own, 2 * h, NULL);
+    run_layer(&m, layer, 0, shape, r, &s, features, own, 2 * h, NULL);
     to_logits(&m, shape, e->final_norm, &head, features, last, asked, own, logits);
   }
   free_space(&s);
@@ -83,7 +83,7 @@ static int make_level(Level *l, const Shape *shape, const Eagle *e, const Chains
   l->stores = l->slots + rows;
   l->from = l->stores + rows;
   l->visible = l->from + rows;
-  l->rows = (Rows){e->cosines, e->sines, l->positions, l->slots, l->stores, l->from, l->visible, NULL, NULL, 0, 0};
+  l->rows = (Rows){e->cosines, e->sines, l->positions, l->slots, l->stores, l->from, l->visible, NULL, NULL, 0, 0, NULL};
   return 0;
 }
 
@@ -189,7 +189,7 @@ int osd_eagle_chains(const Layer *layer, const Shape *shape, const Eagle *e, con
       if (!level) fuse_taps(&m, shape, e, c, own, l.features);
       join(layer, shape, e, l.embedded, l.features, own.normed, l.rows.count);
       const Step then = step_of(&head, NULL, NULL, l.asked);
-      run_layer(&m, layer, shape, &l.rows, &s, l.features, own, 2 * h, &then);
+      run_layer(&m, layer, 0, shape, &l.rows, &s, l.features, own, 2 * h, &then);
       to_logits(&m, shape, e->final_norm, &head, l.features, l.last, l.asked, own, l.logits);
       for (int64_t i; (i = take(&m, l.asked)) >= 0;) {
         const int64_t b = l.owners[i], at = b * c->levels + level;

@@ -6,6 +6,7 @@
 #define OSD_LAYER_H
 
 #include "common.h"
+#include "selection.h"
 #include "team.h"
 
 typedef struct {
@@ -70,6 +71,7 @@ typedef struct {
   int64_t normed_size, narrow_size; /* floats and bytes of a thread */
   char *narrow, *scratch;
   Plan plan;
+  Chooser chooser;
 } Space;
 
 /* A member's part of the space. */
@@ -84,7 +86,8 @@ static Own own_space(const Member *m, const Space *s) {
 
 /* Space for the rows, and for `normed_rows` rows of `normed_width` that are read by linear layers. */
 static int make_space(Space *s, const Shape *shape, const Rows *rows, int64_t normed_rows, int64_t normed_width) {
-  const Attention a = {.heads = shape->heads, .kv_heads = shape->kv_heads, .dim = shape->dim, .places = shape->places};
+  const Attention a = {.heads = shape->heads, .kv_heads = shape->kv_heads, .dim = shape->dim, .places = shape->places,
+                       .cache_dtype = shape->cache_dtype};
   const int64_t q = shape->heads * shape->dim, kv = shape->kv_heads * shape->dim, count = rows->count;
   if (osd_plan(&s->plan, rows, &a, shape->threads)) return 1;
   s->normed_size = (normed_rows * normed_width + 15) / 16 * 16;
@@ -95,7 +98,10 @@ static int make_space(Space *s, const Shape *shape, const Rows *rows, int64_t no
   const int64_t shared = (count * (2 * q + 2 * kv + shape->intermediate) + 15) / 16 * 16;
   const int64_t scratch = (s->plan.scratch + 63) / 64 * 64;
   const int64_t each = 4 * s->normed_size + s->narrow_size + scratch;
-  if (posix_memalign((void **)&s->all, 64, (size_t)(4 * shared + each * shape->threads))) {
+  s->all = NULL;
+  if (osd_make_chooser(&s->chooser, rows, &a, shape->threads) ||
+      posix_memalign((void **)&s->all, 64, (size_t)(4 * shared + each * shape->threads))) {
+    osd_free_chooser(&s->chooser);
     free(s->plan.blocks);
     return 1;
   }
@@ -114,6 +120,7 @@ static int make_space(Space *s, const Shape *shape, const Rows *rows, int64_t no
 static void free_space(Space *s) {
   free(s->all);
   free(s->plan.blocks);
+  osd_free_chooser(&s->chooser);
 }
 
 /* The linear layers of one step: chunk i of them all, counted through. */
@@ -164,9 +171,9 @@ static Projections projections(const Layer *l, const Shape *shape, int64_t input
 
 /* One layer, by every member of a team: x [rows, hidden] += attention(normed [rows, input]), then x += mlp(norm(x)).
  * `normed` is the member's own, and so is what it narrows: computing these twice costs less than a meeting. `then` is
- * what follows the layer, or null. */
-static void run_layer(const Member *m, const Layer *layer, const Shape *shape, const Rows *r, const Space *s, float *x,
-                      Own own, int64_t input, const Step *then) {
+ * what follows the layer, or null; `number` is that of the layer, by which selections know it. */
+static void run_layer(const Member *m, const Layer *layer, int64_t number, const Shape *shape, const Rows *r, Space *s,
+                      float *x, Own own, int64_t input, const Step *then) {
   const int64_t h = shape->hidden, inner = shape->intermediate, rows = r->count, dim = shape->dim;
   const int64_t q_width = shape->heads * dim, group = shape->heads / shape->kv_heads;
   const Projections p = projections(layer, shape, input);
@@ -195,8 +202,11 @@ static void run_layer(const Member *m, const Layer *layer, const Shape *shape, c
   }
   meet(m);
 
+  if (s->chooser.count) osd_choose(m, &s->chooser, &attention, r, s->q, number);
   for (int64_t item; (item = take(m, s->plan.count)) >= 0;)
-    osd_attention_block(&attention, r, s->plan.blocks + item, s->q, s->mixed, s->scratch + m->me * s->plan.scratch);
+    osd_attention_block(&attention, r, s->plan.blocks + item,
+                        osd_far(&s->chooser, &attention, s->plan.blocks + item, number), s->q, s->mixed,
+                        s->scratch + m->me * s->plan.scratch);
   meet(m);
 
   in = osd_input(s->mixed, rows, q_width, p.o.dtype, own.narrow);

@@ -31,10 +31,29 @@ class Shape(ctypes.Structure):
     ]
 
 
+class Selection(ctypes.Structure):
+    """Which tokens are read, and what was chosen, see ``osd.runtime.attention.selection.TokenSelection``."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("initial", "top", "local", "slots")),
+        ("threshold", ctypes.c_float),
+        ("compact", ctypes.c_int32),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("queries", "chosen", "begins", "cosines", "sines", "counts", "keys", "values")
+        ),
+    ]
+
+
 class Rows(ctypes.Structure):
     """The new tokens of a forward. It keeps the tensors alive whose addresses it holds."""
 
-    _fields_ = [*((name, ctypes.c_void_p) for name in _ROWS), ("count", ctypes.c_int64), ("mask_width", ctypes.c_int64)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _ROWS),
+        ("count", ctypes.c_int64),
+        ("mask_width", ctypes.c_int64),
+        ("selection", ctypes.c_void_p),
+    ]
 
     def __init__(self, rows: Any, cosines: Tensor, sines: Tensor, start: Tensor | None = None) -> None:
         """Point at the tensors of a ``PackedRows`` and at tables [places, dim] of the rotary embedding.
@@ -45,10 +64,11 @@ class Rows(ctypes.Structure):
         tree = rows.mask is not None
         base, mask = (rows.base, rows.mask) if tree else (None, None)
         parts = (cosines, sines, rows.positions, rows.slots, rows.stores, start, rows.visible, base, mask)
-        self._alive = parts
+        self._alive = (*parts, rows.selection)
         for name, part in zip(_ROWS, parts, strict=True):
             setattr(self, name, None if part is None else part.data_ptr())
         self.count, self.mask_width = len(rows.slots), rows.mask.shape[1] if tree else 0
+        self.selection = None if rows.selection is None else ctypes.addressof(rows.selection.native)
 
 
 class Linear(ctypes.Structure):

@@ -19,6 +19,7 @@ from osd.config import (
     MedusaSettings,
     PromptTokensSettings,
     RecallDrafterSettings,
+    TokenSelectSettings,
 )
 from osd.drafters import DRAFTERS, DrafterError, from_config, initial
 from osd.target.model import load_model
@@ -31,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "medusa": MedusaSettings(vocabulary=64),
     "prompt_tokens": PromptTokensSettings(),
     "recall": RecallDrafterSettings(),
+    "token_select": TokenSelectSettings(),
 }
 ODD: list[Any] = [-1, 1.5, "x", None, [1, "a"], 10**8]
 FREE = {("eps", 1.5), ("eps", 10**8), ("rope_theta", 1.5), ("rope_theta", 10**8)}
@@ -50,7 +52,7 @@ def configs(target_dir: Path) -> dict[str, dict[str, Any]]:
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target is the same all the time, and nobody changes it."""
     kept = functools.cache(load_model)
-    for kind in SETTINGS.keys() - {"recall"}:
+    for kind in SETTINGS.keys() - {"recall", "token_select"}:
         monkeypatch.setattr(f"osd.drafters.{kind}.drafter.load_model", kept)
 
 
@@ -98,6 +100,8 @@ SAID: list[tuple[str, dict[str, Any], str]] = [
     ("kangaroo", {"exit_layer": 4}, "exit_layer is 4, but must be from 1 to 3: the target has 4 layers"),
     ("kangaroo", {"rope_theta": float("nan")}, "rope_theta is nan, but must be a number above 0"),
     ("falcon", {"block": 65}, "block is 65, but must be at most 64"),
+    ("token_select", {"local": 0}, "local is 0, but must be a whole number of at least 1"),
+    ("token_select", {"threshold": 1.5}, "threshold is 1.5, but must be a number from 0 to 1"),
     ("medusa", {"heads": True}, "heads is True, but must be a whole number of at least 1"),
     ("language_model", {"shared": 1}, "shared is 1, but must be true or false"),
     ("language_model", {"model": {"model_type": "x"}}, "model.model_type is 'x', which transformers does not have"),

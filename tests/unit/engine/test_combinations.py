@@ -25,6 +25,7 @@ from osd.config import (
     MixedSettings,
     PromptTokensSettings,
     RecallDrafterSettings,
+    TokenSelectSettings,
     load_settings,
 )
 from osd.config.drafter import DrafterSettings
@@ -38,8 +39,10 @@ from osd.drafters.medusa.drafter import Medusa
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.prompt_tokens.drafter import PromptTokens
 from osd.drafters.recall.drafter import Recall
+from osd.drafters.token_select.drafter import TokenSelect
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
+from osd.runtime.attention.selection import SelectionSizes
 from tests.unit.engine import test_law
 from tests.unit.engine.harness import Oracle, prompts, running
 
@@ -65,6 +68,7 @@ SETTINGS: dict[str, DrafterSettings] = {
     "prompt_tokens": PromptTokensSettings(),
     "recall": RecallDrafterSettings(),
     "mixed": MixedSettings(),
+    "token_select": TokenSelectSettings(top=2, initial=1, local=2),
 }
 
 
@@ -96,11 +100,15 @@ def test_every_kind_and_every_growth_policy_is_here() -> None:
 
 def test_what_nobody_would_ask_is_refused_when_the_configuration_is_read() -> None:
     refused = {(kind, growth) for kind in SETTINGS for growth in GROWTHS if refusal(kind, growth) is not None}
-    assert refused == {("recall", "acceptance_head"), ("mixed", "acceptance_head")}
+    why = {
+        "recall": "drafts of drafter.kind recall go where recall does",
+        "mixed": "drafts of drafter.kind mixed go where recall does",
+        "token_select": "drafter.kind token_select trains none",
+    }
+    assert refused == {(kind, "acceptance_head") for kind in why}
     for kind, growth in refused:
-        assert refusal(kind, growth) == (
-            f"growth.kind must be one that asks no head, as drafts of drafter.kind {kind} go where recall does, not "
-            "acceptance_head"
+        assert (
+            refusal(kind, growth) == f"growth.kind must be one that asks no head, as {why[kind]}, not acceptance_head"
         )
 
 
@@ -155,6 +163,7 @@ LAWS: dict[str, Callable[[LlamaForCausalLM], Drafter]] = {
     "prompt_tokens": lambda model: noisy(PromptTokens.from_target(model, 3, 1, 8)),
     "recall": lambda model: Recall(),
     "mixed": lambda model: Mixed(Eagle.from_target(model, 4)),
+    "token_select": lambda model: TokenSelect(SelectionSizes(initial=1, top=1, local=1, threshold=0.9), 3),
 }
 
 model = test_law.model

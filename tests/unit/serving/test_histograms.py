@@ -145,4 +145,4 @@ def test_no_bucket_falls_while_replicas_domains_and_versions_come_and_go_and_the
     assert samples["vllm:e2e_request_latency_seconds_count",] == 2 * (turn + 1)
     assert len(samples) < 3000
     assert before["version_round_accepted", OTHERS, "older", 2] > 0
-    assert all(len(second.counts) < 20 for second in metrics._history.seconds)
+    assert all(len(second.counts) < 20 for second in metrics._past.seconds)
