@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from osd.cli.bench.adaptation import ablate, adapt, poison, shift
+from osd.cli.bench.completion import completion
 from osd.cli.bench.costs import forward, overhead, weights
 from osd.cli.bench.decoding import decode, governor, lossless, plain
 from osd.cli.bench.exits import exits
@@ -25,6 +26,21 @@ from osd.cli.bench.vllm import vllm
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 for command in (
     *(forward, decode, recall, serve, start, peers, vllm, rules, growth, lossless, overhead, governor, plain, weights),
-    *(adapt, shift, ablate, drafters, exits, stopping, scaling, poison, net, ledger, scheduling, http, structured),
+    *(
+        adapt,
+        shift,
+        ablate,
+        drafters,
+        exits,
+        stopping,
+        scaling,
+        poison,
+        net,
+        ledger,
+        scheduling,
+        http,
+        structured,
+        completion,
+    ),
 ):
     app.command()(command)

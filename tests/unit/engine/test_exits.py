@@ -7,6 +7,7 @@ resumed forward says, and every outcome of their randomness is followed.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,11 +114,11 @@ class Rounds:
             for slot, tree in zip(slots, trees, strict=True)
         ]
         packed = pack(feeds)
-        assert proposal.exits is not None
+        assert proposal.exits
         known = [(slot, row, place, tree) for slot, row, tree in zip(slots, packed.first, trees, strict=True)]
         begun = exits_of.begun_rows(proposal.exits, known, self.target.cache)
-        assert begun is not None
-        logits = resume(self.target, packed.rows, packed.wanted, [begun]).logits
+        assert begun
+        logits = resume(self.target, packed.rows, packed.wanted, begun).logits
         return list(logits.split([1 + len(tree.tokens) for tree in trees]))
 
 
@@ -153,9 +154,12 @@ def test_every_way_of_drawing_keeps_the_law(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["confidence", "drawn tree"])
 def test_going_on_from_the_row_of_another_node_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(exits: Exits, *rest: Any) -> Any:
-        paths = [dict(zip(one, [*one.values()][1:] + [*one.values()][:1], strict=True)) for one in exits.paths]
-        return whole(replace(exits, paths=paths), *rest)
+    def shifted(exits: Sequence[Exits], *rest: Any) -> Any:
+        changed = []
+        for left in exits:
+            paths = [dict(zip(one, [*one.values()][1:] + [*one.values()][:1], strict=True)) for one in left.paths]
+            changed.append(replace(left, paths=paths))
+        return whole(changed, *rest)
 
     whole = exits_of.begun_rows
     monkeypatch.setattr(exits_of, "begun_rows", shifted)
