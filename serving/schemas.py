@@ -111,7 +111,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class Completion(Body):
+class Judgement(Body):
     """What a controller may decide about this completion, by the probability above which it counts.
 
     ``stop`` ends one that is judged to go wrong, with the finish reason ``stop``; ``metrics.completion`` then says so.
@@ -138,7 +138,7 @@ class Speculation(Body):
     growth: GrowthSettings | None = None
     verification: Verification | None = None
     domain: str | None = Field(None, pattern=DOMAIN)
-    completion: Completion | None = None
+    completion: Judgement | None = None
 
     @property
     def stop(self) -> float | None:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from osd import __version__
 from osd.config import Settings
+from osd.engine.completion import Judged
 from osd.engine.request import TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
 from serving.dashboard import router as dashboard_router
@@ -97,8 +98,11 @@ def places(tokens):
 def test_answers_whole_and_streamed_are_what_is_said(client, service, path, body, answer, event):
     service.script = lambda request: [
         Update(request.id, (72,), "H", logprobs=places([72])),
-        Update(request.id, (105,), "i", "stop", SpeculationCounts(2, 4, 1, [1, 0], [1, 1]), logprobs=places([105])),
-    ]
+        Update(
+            request.id, (105,), "i", "stop", SpeculationCounts(2, 4, 1, [1, 0], [1, 1]), logprobs=places([105]),
+            judged=Judged(1, 0.9),
+        ),
+    ]  # fmt: skip
     check(answer, client.post(path, json=body).json())
     for options in ({"include_usage": True}, {"continuous_usage_stats": True}, {}):
         response = client.post(path, json={**body, "stream": True, "stream_options": options})
