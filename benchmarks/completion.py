@@ -41,6 +41,9 @@ THRESHOLDS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
 WRONG, NEAR = 0.3, 0.9
 """Similarities to the reference below which a completion went wrong, and from which on it is nearly right."""
 
+_RIGHT = 0.02
+"""Of the completions that are right, that may be stopped."""
+
 _UNSEEN = 0.5  # of the texts
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -94,7 +97,10 @@ class Exits:
 
 @dataclass(frozen=True)
 class Figures:
-    """What came out; ``seconds`` are those of completions that may stop, over plain ones, by threshold."""
+    """What came out; ``seconds`` are those of completions that may stop, over plain ones, by threshold.
+
+    ``at_most`` are the stops above the lowest thresholds that end no more than 2% of the nearly right or exact ones.
+    """
 
     trained_records: int
     training_cpu_seconds: float
@@ -103,6 +109,7 @@ class Figures:
     right: int
     completions: int
     stops: list[Stops]
+    at_most: dict[str, Stops]
     exits: list[Exits]
     seconds: dict[float, Spread]
     drafted: Spread
@@ -265,6 +272,12 @@ def stops_at(completed: Sequence[Completed], threshold: float) -> Stops:
     )
 
 
+def within(completed: Sequence[Completed], right: Sequence[Completed]) -> Stops:
+    """What ends above the lowest threshold that ends no more than 2% of those that are ``right``."""
+    most = sorted((max(one.stops[1:], default=0.0) for one in right), reverse=True)
+    return stops_at(completed, most[int(_RIGHT * len(most))] if most else 1.0)
+
+
 def exits_at(completed: Sequence[Completed], exits: Sequence[int], layers: int, threshold: float) -> Exits:
     """What drafts that leave above a threshold skip, where the token before them is the target's own."""
     skipped: list[float] = []
@@ -305,6 +318,10 @@ def measure(
         sum(one.exact for one in completed),
         len(completed),
         [stops_at(completed, threshold) for threshold in THRESHOLDS],
+        {
+            "nearly right": within(completed, [one for one in completed if one.similar >= NEAR]),
+            "exact": within(completed, [one for one in completed if one.exact]),
+        },
         [exits_at(completed, bench.drafter.exits, layers, threshold) for threshold in THRESHOLDS],
         times,
         drafted,
@@ -313,13 +330,15 @@ def measure(
 
 def tables(name: str, found: Figures) -> list[Table]:
     """Stops and exits, a row for each threshold."""
+    some = [(f"{one.threshold:g}", one) for one in found.stops]
+    some += [(f"{one.threshold:.3f}: 2% of {name}", one) for name, one in found.at_most.items()]
     stops = [
         (
-            f"{one.threshold:g}", f"{one.wrong:.3f}", f"{one.near:.4f}", f"{one.right:.4f}", f"{one.saved:.3f}",
+            label, f"{one.wrong:.3f}", f"{one.near:.4f}", f"{one.right:.4f}", f"{one.saved:.3f}",
             f"{one.rouge:.3f}", f"{one.exact:.4f}",
-            found.seconds[one.threshold].text(),
+            found.seconds[one.threshold].text() if one.threshold in found.seconds else "",
         )
-        for one in found.stops
+        for label, one in some
     ]  # fmt: skip
     title = (
         f"{name}: completions that stop; of {found.completions}, {found.wrong} went wrong (similarity < {WRONG}), "

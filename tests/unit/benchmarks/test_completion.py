@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import prefixes as cuts
-from benchmarks.completion import Completed, exits_at, rouge_l, stops_at
+from benchmarks.completion import Completed, exits_at, rouge_l, stops_at, within
 from benchmarks.prefixes import Text, parted, prefixes
 from osd.cli.app import app
 from tests.tiny import make_tiny, tokenizer
@@ -40,6 +40,14 @@ def test_stops_are_counted_by_what_the_completion_was_and_the_first_token_never_
     assert low.exact == 0.0
     assert (high.wrong, high.near, high.right, high.saved) == (0.0, 0.0, 0.0, 0.0)
     assert high.exact == pytest.approx(1 / 3)
+
+
+def test_the_lowest_threshold_that_spares_the_right_ones_is_found() -> None:
+    right = [completed((0.0, number / 200, 0.0)) for number in range(100)]
+    wrong = [completed((0.0, number / 100, 0.0), similar=0.0, exact=False) for number in range(100)]
+    found = within([*right, *wrong], right)
+    assert found.right <= 0.02 < stops_at([*right, *wrong], found.threshold - 0.01).right
+    assert found.wrong == pytest.approx(0.51)
 
 
 def test_drafts_leave_at_the_first_exit_above_the_threshold_and_at_the_last_one_otherwise() -> None:

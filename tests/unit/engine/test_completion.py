@@ -173,6 +173,16 @@ def test_what_is_stopped_is_captured_as_far_as_it_went(target_dir: Path) -> None
         trace.check()
 
 
+def test_only_the_first_segment_of_a_record_has_a_prompt_that_nobody_generated(target_dir: Path) -> None:
+    traces: list[Trace] = []
+    with running(target_dir, drafter=judging(target_dir), traces=traces, segment=16) as client:
+        client.submit("long 0", prompts((9,))[0], 40, ignore_eos=True, capture=True, completes=True)
+        client.wait()
+        while not client.engine.rests:
+            time.sleep(0.005)
+    assert [(one.segment, one.completes) for one in traces] == [(0, True), (1, False), (2, False)]
+
+
 def test_weights_that_are_swapped_in_judge_from_then_on(target_dir: Path) -> None:
     new, old = judging(target_dir), judging(target_dir)
     with torch.no_grad():
