@@ -218,7 +218,7 @@ class Completions:
         odds = drafter.odds(states)
         heads = drafter.said(drafter.final_norm(adapted(states[:, :-1], drafter.down, drafter.up)))
         drafted: Tensor = drafter.draft_ids[heads.argmax(-1)]
-        mine, theirs = (self.tokenizer.decode(ids) for ids in (said, prefix.reference))
+        mine, theirs = (self.tokenizer.decode(list(ids)) for ids in (said, prefix.reference))
         return Completed(
             said,
             prefix.reference,

@@ -81,6 +81,7 @@ def begin(target: SlotModel, session: EarlyExitSession, slot: int, tokens: list[
     session.commit(slot, Kept(tokens[1:], states))
 
 
+@torch.no_grad()
 def naive(drafter: EarlyExit, states: Tensor) -> tuple[int, Tensor]:
     """The exit of one token and what its head says, from its states [exits + 1, hidden], step by step."""
     for number in range(len(drafter.exits)):
@@ -150,9 +151,8 @@ def test_drafts_leave_where_the_formula_says_from_the_targets_own_states(drafter
     depth, slots = 6, [2, 0, 1]
     for slot, row in zip(slots, tokens, strict=True):
         begin(target, session, slot, row[: LENGTH - depth].tolist())
-    said = torch.stack(
-        expand_chain(session, slots, tokens[:, LENGTH - depth :].contiguous()), 1
-    )  # [3, 1 + depth, vocabulary]
+    drafted = tokens[:, LENGTH - depth :].contiguous()
+    said = torch.stack(expand_chain(session, slots, drafted), 1)  # [3, 1 + depth, vocabulary]
     exits = session.take_exits(slots)
     states = torch.stack([taps_of(target, row.tolist()) for row in tokens]).view(3, LENGTH, 3, -1)
     left = {(b, path): one.layer for one in exits for b, known in enumerate(one.paths) for path in known}

@@ -7,6 +7,7 @@ resumed forward says, and every outcome of their randomness is followed.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from osd.drafters.draft_vocabulary import VocabularyDrafter
+from osd.drafters.early_exit.drafter import EarlyExit
 from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.session import Asked, Exits, Kept, Proposal, Runtime, Tree
 from osd.engine import exits as exits_of
@@ -46,11 +49,12 @@ class Settings:
 class Rounds:
     """One round after the same prompt in every slot: drafted, verified from the exits on, and forgotten."""
 
-    def __init__(self, growth: Growth, rule: str) -> None:
+    def __init__(self, growth: Growth, rule: str, early: bool = False) -> None:
+        """With ``early`` exits, of which there are two, the controller says where each token leaves."""
         torch.manual_seed(1)
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=4,
+                vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=7 if early else 4,
                 num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=32,
                 tie_word_embeddings=False,
             )
@@ -59,11 +63,18 @@ class Rounds:
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0, 0.4)
-        drafter = Kangaroo.from_target(copy.deepcopy(model), 2, EXIT)
+        drafter: VocabularyDrafter
+        if early:
+            drafter = EarlyExit(copy.deepcopy(model), 2)
+            with torch.no_grad():
+                drafter.controller.normal_(0, 0.5)
+        else:
+            drafter = Kangaroo.from_target(copy.deepcopy(model), 2, EXIT)
         drafter.adapt_vocabulary(torch.tensor([1, 0, 1]))
         model.set_attn_implementation(NAME)
         how: dict[str, Any] = {"slots": BATCH, "context": 16, "scratch": 10}
-        self.target = SlotModel(model, taps=(EXIT - 1,), **how)
+        self.target = SlotModel(model, taps=drafter.needs.taps, **how)
+        self.left: Counter[int] = Counter()  # how many rows left behind each layer
         self.session = drafter.session(Runtime(**how, target=self.target))
         expand = self.session.expand
         self.session.expand = lambda *asked: expand(*asked).double()  # type: ignore[method-assign]
@@ -115,6 +126,7 @@ class Rounds:
         ]
         packed = pack(feeds)
         assert proposal.exits
+        self.left.update({one.layer: len(one.states) for one in proposal.exits})
         known = [(slot, row, place, tree) for slot, row, tree in zip(slots, packed.first, trees, strict=True)]
         begun = exits_of.begun_rows(proposal.exits, known, self.target.cache)
         assert begun
@@ -150,6 +162,17 @@ def test_every_way_of_drawing_keeps_the_law(name: str) -> None:
     found = law(name)
     assert found.error < 1e-9
     assert found.accepted > 0.1
+
+
+@pytest.mark.parametrize("name", ["confidence", "drawn tree", "siblings with replacement"])
+def test_rows_that_leave_behind_different_layers_keep_the_law(name: str) -> None:
+    growth, rule, length = WAYS[name]
+    rounds = Rounds(growth, rule, early=True)
+    found = law_of(rounds, rounds.toy(length - 1), length)
+    print(f"{name}: {found}, {rounds.left}")
+    assert found.error < 1e-9
+    assert found.accepted > 0.1
+    assert min(rounds.left[3], rounds.left[6]) > 0
 
 
 @pytest.mark.parametrize("name", ["confidence", "drawn tree"])
