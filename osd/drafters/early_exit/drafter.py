@@ -156,16 +156,16 @@ class EarlyExit(TargetHeadDrafter):
         places = Places.of(batch)
         states = self._states(batch, places.sequence, places.place)
         with torch.no_grad():
-            told = self.final_norm(states[:, -1]).to(self.target_head.dtype) @ self.target_head.T
+            told = self.final_norm(states[places.real, -1]).to(self.target_head.dtype) @ self.target_head.T
             taught = places.teach(batch, told.float())
         heads = self.said(self.final_norm(adapted(states[:, :-1], self.down, self.up)))  # [M, exits, vocabulary]
         losses = [objective.loss(taught, [head], self.draft_ids) for head in heads.unbind(1)]
         with torch.no_grad():
-            ids = torch.cat([self.draft_ids[heads.argmax(-1)], told.argmax(-1)[:, None]], 1)
-            judged = places.real
-            truth = torch.where(judged, batch.token_ids[places.sequence, places.place], ids[:, -1])
+            final = places.most_probable(taught)
+            ids = torch.cat([self.draft_ids[heads.argmax(-1)], final[:, None]], 1)
+            truth = torch.where(places.real, batch.token_ids[places.sequence, places.place], final)
             wanted = labels(first_right(ids, truth), ids.shape[1])
-        value = controller_loss(self.odds(states), wanted, judged)
+        value = controller_loss(self.odds(states), wanted, places.real)
         value = value + sum(one.value for one in losses)
         return Loss(value, losses[0].positions, losses[-1].kept)
 

@@ -47,25 +47,27 @@ class Places:
         return cls(sequence, place, drawn, torch.arange(len(place), device=device) >= len(drawn))
 
     def teach(self, batch: Batch, said: Tensor) -> Batch:
-        """The batch with these positions, where the target says what ``said`` has, logits [M, target vocabulary]."""
-        source = cast(Any, batch)
-        logp = said.log_softmax(-1)
-        top = logp.topk(min(source.target_ids.shape[1], logp.shape[1]))
+        """The batch with these positions; ``said`` are the target's logits [R, target vocabulary] at the real ones.
+
+        Of the generated ones the batch knows what the target said.
+        """
+        source, logp = cast(Any, batch), said.log_softmax(-1)
+        top = logp.topk(source.target_ids.shape[1])
         rest = (1 - top.values.exp().sum(-1)).clamp(min=1e-9).log()
-        real = int(self.real.sum())
+        none = torch.full_like(self.sequence[self.real], -1)
+        further = {
+            "target_ids": top.indices,
+            "target_logp": top.values,
+            "target_tail": rest,
+            "drafted": none,
+            "verdict": torch.full_like(none, NOT_DRAFTED),
+        }
+        both = {name: torch.cat([getattr(source, name)[self.generated], more]) for name, more in further.items()}
+        return replace(source, sequence=self.sequence, place=self.place, **both, own=None, weight=None)
 
-        def known(values: Tensor, otherwise: int) -> Tensor:
-            return torch.cat([values[self.generated], values.new_full((real,), otherwise)])
-
-        return replace(
-            source,
-            sequence=self.sequence,
-            place=self.place,
-            target_ids=top.indices,
-            target_logp=top.values,
-            target_tail=rest,
-            drafted=known(source.drafted, -1),
-            verdict=known(source.verdict, NOT_DRAFTED),
-            own=None,
-            weight=None,
-        )
+    @staticmethod
+    def most_probable(taught: Batch) -> Tensor:
+        """[M] what the target says at each position, of what ``teach`` has made."""
+        source = cast(Any, taught)
+        best: Tensor = source.target_logp.argmax(-1, keepdim=True)
+        return source.target_ids.gather(1, best).squeeze(1)

@@ -277,22 +277,26 @@ def test_the_loss_is_that_of_every_head_and_of_the_controller(drafter: EarlyExit
     found = drafter.loss(batch, Objective.of(TrainerSettings(), 0))
     ids, heads, odds, wanted = drafter.draft_ids, 0.0, [], []
     assert batch.hidden is not None
-    for s, p, real in zip(places.sequence.tolist(), places.place.tolist(), places.real.tolist(), strict=True):
-        states = batch.hidden[s, p - 1].view(3, 64)
-        goal = (drafter.final_norm(states[2]).bfloat16() @ drafter.target_head.T).float()
-        top = goal.log_softmax(0).topk(12)
+    for number, (s, place, real) in enumerate(zip(places.sequence, places.place, places.real, strict=True)):
+        states = batch.hidden[s, place - 1].view(3, 64)
+        goal = (drafter.final_norm(states[2]).bfloat16() @ drafter.target_head.T).float().log_softmax(0)
+        kept, log_p = goal.topk(12).indices, goal.topk(12).values
+        if not real:  # what was captured of the target's distribution there
+            at = int(places.generated[number])
+            kept, log_p = batch.target_ids[at], batch.target_logp[at]
         says = []
-        for number in range(2):
-            unit = torch.nn.functional.rms_norm(states[number], (64,))
-            changed = states[number] + drafter.up[number] @ (drafter.down[number] @ unit)
+        for head in range(2):
+            unit = torch.nn.functional.rms_norm(states[head], (64,))
+            changed = states[head] + drafter.up[head] @ (drafter.down[head] @ unit)
             log_q = (drafter.rows @ drafter.final_norm(changed)).log_softmax(0)
             says.append(int(ids[log_q.argmax()]))
-            p_top, q_top = top.values.exp(), log_q[top.indices].exp()
-            p_rest, q_rest = 1 - p_top.sum(), 1 - q_top.sum()
-            heads += float((p_top * (p_top / q_top).log()).sum() + p_rest * (p_rest / q_rest).log())
-        says.append(int(goal.argmax()))
-        truth = int(batch.token_ids[s, p]) if real else says[-1]
-        f = next((number for number, said in enumerate(says, 1) if said == truth), 0)
+            p, q = log_p.exp(), log_q[kept].exp()
+            heads += float((p * (p / q).log()).sum())
+            if (rest := 1 - float(p.sum())) > 1e-5:
+                heads += rest * float((rest / (1 - q.sum())).log())
+        says.append(int(kept[log_p.argmax()]))
+        truth = int(batch.token_ids[s, place]) if real else says[-1]
+        f = next((head for head, said in enumerate(says, 1) if said == truth), 0)
         wanted.append([STOP if f == 0 else EXIT if f <= i + 1 else CONTINUE for i in range(3)])
         odds.append(drafter.odds(states))
     controller = controller_loss(torch.stack(odds), torch.tensor(wanted), places.real)
