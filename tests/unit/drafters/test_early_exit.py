@@ -319,7 +319,7 @@ def test_what_the_target_is_wrong_about_is_learnt_and_generated_text_is_no_reaso
     assert after.value.item() < 0.6 * before.value.item()
     assert batch.hidden is not None
     prompts = batch.hidden[:, 1:11].reshape(-1, 3, 64)
-    said = drafter.odds(prompts).softmax(-1)[:, -1, STOP]
+    said = drafter.odds(prompts).detach().softmax(-1)[:, -1, STOP]
     print(f"probability to stop in text that the target does not expect: {float(said.mean())}")
     assert float(said.mean()) > 0.8
     for parameter in (drafter.down, drafter.up, drafter.controller):

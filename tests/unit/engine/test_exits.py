@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd.drafters.draft_vocabulary import VocabularyDrafter
+from osd.drafters.early_exit.controller import EXIT as LEAVE
 from osd.drafters.early_exit.drafter import EarlyExit
 from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.session import Asked, Exits, Kept, Proposal, Runtime, Tree
@@ -50,7 +51,7 @@ class Rounds:
     """One round after the same prompt in every slot: drafted, verified from the exits on, and forgotten."""
 
     def __init__(self, growth: Growth, rule: str, early: bool = False) -> None:
-        """With ``early`` exits, of which there are two, the controller says where each token leaves."""
+        """With ``early`` exits, of which there are two, one token leaves behind the first and the other does not."""
         torch.manual_seed(1)
         model = LlamaForCausalLM(
             LlamaConfig(
@@ -66,8 +67,6 @@ class Rounds:
         drafter: VocabularyDrafter
         if early:
             drafter = EarlyExit(copy.deepcopy(model), 2)
-            with torch.no_grad():
-                drafter.controller.normal_(0, 0.5)
         else:
             drafter = Kangaroo.from_target(copy.deepcopy(model), 2, EXIT)
         drafter.adapt_vocabulary(torch.tensor([1, 0, 1]))
@@ -75,10 +74,20 @@ class Rounds:
         how: dict[str, Any] = {"slots": BATCH, "context": 16, "scratch": 10}
         self.target = SlotModel(model, taps=drafter.needs.taps, **how)
         self.left: Counter[int] = Counter()  # how many rows left behind each layer
+        if isinstance(drafter, EarlyExit):
+            zero, two = (self.unit(token) for token in drafter.draft_ids.tolist())
+            with torch.no_grad():
+                drafter.controller[LEAVE] = zero - two
         self.session = drafter.session(Runtime(**how, target=self.target))
         expand = self.session.expand
         self.session.expand = lambda *asked: expand(*asked).double()  # type: ignore[method-assign]
         self.growth, self.rule = growth, VERIFICATIONS[rule]
+
+    def unit(self, token: int) -> Tensor:
+        """[16] the direction of the state at the first exit after the prompt and a token."""
+        hidden = self.target.forward(following(0, 0, [*PROMPT, token]), WANTED).hidden
+        assert hidden is not None
+        return torch.nn.functional.rms_norm(hidden[-1, :16], (16,))
 
     def toy(self, length: int) -> Toy:
         """What the target says after each history of up to ``length`` tokens, read one at a time."""
