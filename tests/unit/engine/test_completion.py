@@ -145,11 +145,16 @@ def test_requests_that_do_not_ask_are_never_judged(target_dir: Path) -> None:
 
 
 def test_nothing_ends_before_its_least_tokens(target_dir: Path) -> None:
-    with running(target_dir, drafter=judging(target_dir)) as client:
-        ask(client, "judged", completing=Completing(0.0), min_tokens=9)
-        lengths = [len(result.tokens) for result in client.results.values()]
-    assert min(lengths) >= 9
-    assert min(lengths) < TOKENS
+    """Also where they end within a draft."""
+    drafter, traces = judging(target_dir), []
+    with running(target_dir, drafter=drafter, traces=traces) as client:
+        ask(client, "free", capture=True)
+        found = {one.request_id.split()[-1]: stops(drafter, one) for one in traces}
+        for least in (3, 6, 9):
+            ask(client, f"least {least},", completing=Completing(0.0), min_tokens=least)
+            for index in range(len(LENGTHS)):
+                over = [number for number, p in enumerate(found[str(index)], 1) if p > 0 and number >= least]
+                assert len(client.results[f"least {least}, {index}"].tokens) == (over[0] if over else TOKENS)
 
 
 def test_a_drafter_without_a_controller_judges_nothing(target_dir: Path) -> None:
