@@ -15,10 +15,10 @@ from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signal
 def completion(
     stream: Streams,
     records: Annotated[int, typer.Option(min=16, help="Completions to learn from.")] = 1000,
-    unseen: Annotated[int, typer.Option(min=8, help="Completions of other texts, to measure on.")] = 2500,
+    unseen: Annotated[int, typer.Option(min=8, help="Completions of other texts, to measure on.")] = 1500,
     tokens: Annotated[int, typer.Option(min=2, max=64, help="Of each completion.")] = 10,
     passes: Annotated[float, typer.Option(min=0.5, help="Over the completions to learn from.")] = 1.0,
-    turns: Annotated[int, typer.Option(min=1, help="Completions to time, each in every way.")] = 40,
+    turns: Annotated[int, typer.Option(min=1, help="Completions to time, each in every way.")] = 16,
     json_file: Json = None,
     markdown: Markdown = None,
     config: ConfigFile = None,

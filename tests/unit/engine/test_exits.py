@@ -216,3 +216,17 @@ def test_rows_that_stand_elsewhere_in_the_tree_are_found_by_their_tokens(
         monkeypatch.setattr(KVCache, "move", lambda *args: None)
     found = rounds.verified([0], Proposal([tree], exits=exits))
     assert torch.allclose(found[0], goal.logits, atol=1e-6) is moves
+
+
+def test_rows_of_different_exits_that_change_places_keep_their_keys_in_the_layers_that_they_ran() -> None:
+    cache = KVCache(5, 1, 1, 8, 2, torch.float32, torch.device("cpu"))
+    cache.keys.copy_(torch.arange(8.0)[:, None].expand_as(cache.keys))  # each key says where it was computed
+    deep = Exits(4, [{(): 0, (7,): 1}], [0, 1], torch.tensor([[0.0], [1.0]]), None)
+    shallow = Exits(2, [{(8,): 0}], [2], torch.tensor([[2.0]]), None)
+    begun = exits_of.begun_rows([deep, shallow], [(0, 10, 3, Tree([8, 7], [-1, -1], ["", ""]))], cache)
+    assert [(one.layer, list(one.rows), one.states.flatten().tolist()) for one in begun] == [
+        (2, [11], [2.0]),
+        (4, [10, 12], [0.0, 1.0]),
+    ]
+    held = cache.keys[:, 0, 0, 3:6, 0].tolist()  # of the last committed token and both nodes
+    assert held == [[3, 5, 4], [3, 5, 4], [3, 4, 4], [3, 4, 4], [3, 4, 5]]
