@@ -35,6 +35,21 @@ def check_ids(ids: Iterable[int], param: str, vocabulary: int) -> None:
         raise invalid(f"'{param}' holds a token id that is not below the vocabulary's size, {vocabulary}.", param)
 
 
+def check_completion(speculation: Speculation | None, settings: Settings) -> None:
+    """Refuse what a controller would have to decide where there is none.
+
+    Raises:
+        ApiError: 400.
+    """
+    drafter = settings.drafter.distilled
+    asked = speculation.completion.asked if speculation is not None and speculation.completion is not None else None
+    if asked is not None and not drafter.judges:
+        param = f"osd.completion.{asked}"
+        raise invalid(
+            f"'{param}' needs a drafter with a controller, early_exit; this server has {drafter.kind}.", param
+        )
+
+
 @lru_cache(64)
 def _policy(growth: GrowthSettings, verification: str | None) -> Policy:
     # Sequences draft together when their policy is the same object.

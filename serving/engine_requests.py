@@ -9,11 +9,20 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from osd.engine.completion import Completing
 from osd.engine.grammar import Grammar, GrammarError
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams
 from serving.access.caller import Caller
-from serving.checks import check_draft, check_ids, check_least, check_prompt, completion_budget, policy_of
+from serving.checks import (
+    check_completion,
+    check_draft,
+    check_ids,
+    check_least,
+    check_prompt,
+    completion_budget,
+    policy_of,
+)
 from serving.errors import invalid
 from serving.limits import Admission
 from serving.model_routes import ModelRoutes
@@ -92,6 +101,7 @@ class EngineRequests:
         check_ids(body.stop_token_ids or (), "stop_token_ids", vocabulary)
         self.admission.check(prompts * (body.n or 1))
         check_draft(body.osd, self._service.settings)
+        check_completion(body.osd, self._service.settings)
         return domain or named
 
     def _tool_format(self, body: ChatRequest) -> ToolFormat | None:
@@ -128,6 +138,7 @@ class EngineRequests:
             min_tokens=body.min_tokens or 0,
             ignore_eos=bool(body.ignore_eos),
             capture=settings.capture.enabled and (self._limits.capture_default if body.store is None else body.store),
+            completes=not body.chat,
             speculate=body.osd is None or body.osd.speculate is not False,
             domain=domain,
             policy=await self._policy(body),
@@ -136,6 +147,7 @@ class EngineRequests:
             grammar=await self._grammar(form),
             client=caller.client,
             tenant=caller.tenant,
+            completing=_completing(body),
             priority=(caller.key.priority if caller.key else 0) + (body.priority or 0),
         )
 
@@ -171,6 +183,11 @@ class EngineRequests:
                 sequences.append(replace(common, id=mine, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling))
         seconds = self._limits.request_timeout_s if body.timeout is None else body.timeout
         return Prepared(body, response_id, [len(ids) for ids in prompts], sequences, seconds, calls)
+
+
+def _completing(body: Generate) -> Completing | None:
+    asked = None if body.osd is None else body.osd.completion
+    return None if asked is None or asked.asked is None else Completing(asked.stop, asked.exit)
 
 
 def seed_of(seed: int, choice: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from osd.engine.completion import Judged
 from osd.engine.request import FinishReason, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
 from serving import sse
@@ -96,6 +97,7 @@ class Answer:
     completion_tokens: int = field(default=0, init=False)
     cached: dict[int, int] = field(default_factory=dict, init=False)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts, init=False)
+    judged: dict[int, Judged] = field(default_factory=dict, init=False)
     readers: dict[int, CallReader] = field(default_factory=dict, init=False)
 
     def add(self, index: int, update: Update) -> None:
@@ -104,6 +106,8 @@ class Answer:
         self.cached[index] = update.cached_tokens
         if update.counts is not None:
             self.counts.add(update.counts)
+        if update.judged is not None:
+            self.judged[index] = update.judged
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once for all its choices, and what none of them had to read as cached."""
@@ -118,7 +122,7 @@ class Answer:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """How speculation did on this request, all choices together."""
+        """How speculation did on this request, all choices together, and what became of each completion's judgement."""
         counts = self.counts
         drafts: dict[str, Any] = {
             "mean_acceptance_length": counts.mean_acceptance_length,
@@ -133,7 +137,15 @@ class Answer:
                 source: {"num_draft_tokens": mine.drafted, "num_accepted_draft_tokens": mine.accepted}
                 for source, mine in counts.by_source.items()
             }
-        return {"speculative_decoding": drafts}
+        if not self.judged:
+            return {"speculative_decoding": drafts}
+        stopped = [
+            {"index": index, "reason": "judged_wrong", "probability": round(one.stopped, 4)}
+            for index, one in sorted(self.judged.items())
+            if one.stopped is not None
+        ]
+        completion = {"judged_tokens": sum(one.tokens for one in self.judged.values()), "stopped": stopped}
+        return {"completion": completion, "speculative_decoding": drafts}
 
     def envelope(self, choices: list[dict[str, Any]], streamed: bool) -> dict[str, Any]:
         """The root of a response or of one event."""

@@ -111,12 +111,29 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class Speculation(Body):
-    """How this request speculates; what is left out is as the server has it. It changes speed and nothing else.
+class Judgement(Body):
+    """What a controller may decide about this completion, by the probability above which it counts.
 
-    ``speculate`` false decodes plainly. ``domain`` names whose drafter is wanted; one that has none is served by the
-    server's own. With ``sources`` the answer says who each token comes from, as ``token_sources`` of a choice, and how
-    many draft tokens of each were accepted, as ``sources`` of its metrics.
+    ``stop`` ends one that is judged to go wrong, with the finish reason ``stop``; ``metrics.completion`` then says so.
+    ``exit`` lets its drafts leave the target's layers early, which changes speed and nothing else.
+    """
+
+    stop: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    exit: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+
+    @property
+    def asked(self) -> str | None:
+        """The first of these that is given, None for none."""
+        return next((name for name in ("stop", "exit") if getattr(self, name) is not None), None)
+
+
+class Speculation(Body):
+    """How this request speculates; what is left out is as the server has it.
+
+    It changes speed and nothing else, but for ``completion``. ``speculate`` false decodes plainly. ``domain`` names
+    whose drafter is wanted; one that has none is served by the server's own. With ``sources`` the answer says who each
+    token comes from, as ``token_sources`` of a choice, and how many draft tokens of each were accepted, as ``sources``
+    of its metrics.
     """
 
     speculate: bool | None = None
@@ -124,6 +141,21 @@ class Speculation(Body):
     verification: Verification | None = None
     domain: str | None = Field(None, pattern=DOMAIN)
     sources: bool | None = None
+    completion: Judgement | None = None
+
+    @property
+    def stop(self) -> float | None:
+        """The probability above which a completion ends that is judged to go wrong, None for never."""
+        return None if self.completion is None else self.completion.stop
+
+    @model_validator(mode="after")
+    def _is_judged(self) -> Speculation:
+        asked = None if self.completion is None else self.completion.asked
+        if asked is not None and self.speculate is False:
+            # What judges is the drafter.
+            param = f"osd.completion.{asked}"
+            raise unsupported(param, "'{param}' is not supported where 'osd.speculate' is false.")
+        return self
 
     @model_validator(mode="after")
     def _not_governed(self) -> Speculation:
@@ -217,6 +249,12 @@ class Generate(Body):
         if self.structure is not None and self.ignore_eos:
             # A form has an end, and nothing can follow it.
             raise unsupported("ignore_eos", "'{param}' is not supported where the form of the answer is given.")
+        if (self.structure is not None or self.callable) and self.osd is not None and self.osd.stop is not None:
+            # An answer that ends by ``stop`` is complete.
+            raise unsupported(
+                "osd.completion.stop",
+                "'{param}' is not supported where the form of the answer is given, nor with tools.",
+            )
         return self
 
 

@@ -94,7 +94,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
     ``domain`` is whose request it is, and ``drafter_domain`` whose drafter served it in ``drafter_version``. A record
     of format 1 does not say who drafted: its only source has an empty name. ``replica`` names the one that decoded it,
-    where there are several.
+    where there are several. It ``completes`` its prompt where that is the text that the answer goes on with, and no
+    chat.
     """
 
     format: int = FORMAT
@@ -125,6 +126,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     after_logp: Array | None = None
     after_tail: Array | None = None
     replica: str = ""
+    completes: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,8 @@ class _Drafter(Section):
     """Whether recall drafts beside what is trained."""
     trainable: ClassVar[bool] = True
     """Whether there is anything to train; a table learns while it serves."""
+    judges: ClassVar[bool] = False
+    """Whether a controller judges what it reads: where to leave the target, and whether that goes wrong."""
 
     @property
     def reproducible(self) -> bool:
@@ -40,6 +42,14 @@ class EagleSettings(_Drafter):
     """One layer on the target's hidden states."""
 
     kind: Literal["eagle"] = "eagle"
+    vocabulary: Vocabulary = 8192
+
+
+class EarlyExitSettings(_Drafter):
+    """Heads inside the target, and a controller that says where to leave it, or that what comes is wrong."""
+
+    judges: ClassVar[bool] = True
+    kind: Literal["early_exit"] = "early_exit"
     vocabulary: Vocabulary = 8192
 
 
@@ -145,7 +155,13 @@ class TokenSelectSettings(_Drafter, SelectionSettings):
 
 
 _Trained = (
-    EagleSettings | FalconSettings | KangarooSettings | LanguageModelSettings | MedusaSettings | PromptTokensSettings
+    EagleSettings
+    | EarlyExitSettings
+    | FalconSettings
+    | KangarooSettings
+    | LanguageModelSettings
+    | MedusaSettings
+    | PromptTokensSettings
 )
 
 TRAINED_SETTINGS = by_kind(get_args(_Trained))

@@ -9,6 +9,7 @@ from osd.config import DrafterSettings, Settings
 from osd.drafters.acceptance_head import WithAcceptanceHead, has_head, suited, without_head
 from osd.drafters.base import Drafter, DrafterError, Kind
 from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.early_exit.drafter import EarlyExit
 from osd.drafters.falcon.drafter import Falcon
 from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.language_model.drafter import LanguageModel
@@ -21,6 +22,7 @@ from osd.drafters.trainable import Trainable
 
 DRAFTERS: dict[str, Kind] = {
     "eagle": Eagle,
+    "early_exit": EarlyExit,
     "falcon": Falcon,
     "kangaroo": Kangaroo,
     "language_model": LanguageModel,

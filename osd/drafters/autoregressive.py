@@ -74,8 +74,9 @@ class AutoregressiveSession(Session, ABC):
         Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor``; that one is kept.
         """
 
-    def take_exits(self, slots: Sequence[int]) -> Exits | None:  # most drafters run no layers of the target
+    def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:  # most drafters run no layers of the target
         """What ``expand`` ran of the target for ``slots`` since it was last asked about their roots."""
+        return ()
 
     def acceptance(self) -> Tensor:
         """[M] how probably the tokens of the nodes that ``expand`` asked about last are accepted; 1/2 if unknown."""
@@ -142,13 +143,17 @@ class WrappedSession(AutoregressiveSession):
         """See ``AutoregressiveSession.chains``."""
         return self._session.chains(slots, limits, floor)
 
-    def take_exits(self, slots: Sequence[int]) -> Exits | None:
+    def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
         """See ``AutoregressiveSession.take_exits``."""
         return self._session.take_exits(slots)
 
     def acceptance(self) -> Tensor:
         """See ``AutoregressiveSession.acceptance``."""
         return self._session.acceptance()
+
+    def judge(self, states: Tensor) -> Tensor | None:
+        """See ``Session.judge``."""
+        return self._session.judge(states)
 
     def ride(self, asked: Asked, growth: Growth, proposal: Proposal) -> Proposal:
         """See ``Session.ride``."""

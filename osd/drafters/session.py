@@ -78,6 +78,8 @@ class Asked:
     bring, None where the limits alone decide; of each sequence, ``left`` are then the tokens that it may
     still get, and ``missed`` about how many tokens a drafter would first have to read. ``keys`` are the seed and the
     round of each, where candidates may be drawn that the group verifies itself; empty where they may not.
+    ``exits`` say for each above which probability a controller may let its draft leave the target's layers, 0 where
+    its first choice is enough; empty where that is so for all.
     """
 
     slots: Sequence[int]
@@ -89,6 +91,7 @@ class Asked:
     left: Sequence[int] = ()
     missed: Sequence[int] = ()
     keys: Sequence[tuple[int, int]] = ()
+    exits: Sequence[float] = ()
 
     @property
     def greedy(self) -> bool:
@@ -164,8 +167,8 @@ class Exits:
     """Rows that a drafter ran through the target's layers before ``layer``, where it left: verification goes on there.
 
     ``paths`` say for each of B sequences which row stands after which tokens of its draft, none for the last committed
-    one, whose row is there where any is. Of each row the keys in these layers are at the place ``offsets`` behind that
-    token's; ``states`` [n, hidden] and ``hidden`` [n, taps * hidden] are as in ``osd.runtime.decoder.Forward``.
+    one. Of each row the keys in these layers are at the place ``offsets`` behind that token's; ``states`` [n, hidden]
+    and ``hidden`` [n, taps * hidden] are as in ``osd.runtime.decoder.Forward``.
     """
 
     layer: int
@@ -197,7 +200,8 @@ class Proposal:
         support: [Vd] their target ids, None for the whole vocabulary.
         pending: greedy chains that the host has not read.
         expected: tokens of it that are expected to be kept, where that is known.
-        exits: what the drafter ran of the target itself, None where it runs no layers of it.
+        exits: what the drafter ran of the target itself, an entry for each layer that it left behind; the rows before
+            one that it ran are there too.
         embedded: [K, hidden] what riders that are no tokens are read as, the same tensor while the weights stay; None
             where all are tokens.
     """
@@ -210,7 +214,7 @@ class Proposal:
     support: Tensor | None = None
     pending: Chains | None = None
     expected: float = 0.0
-    exits: Exits | None = None
+    exits: Sequence[Exits] = ()
     embedded: Tensor | None = None
 
     @classmethod
@@ -303,6 +307,14 @@ class Session(Protocol):
         """Draft behind ``chains`` of tokens, one of each sequence, of which it is certain that they come first.
 
         Who needs the target's states there cannot, and returns None, as most do; others choose candidates.
+        """
+        return None
+
+    def judge(self, states: Tensor) -> Tensor | None:
+        """What a controller says of tokens whose ``states`` [n, taps * hidden] it reads: logits [n, points, 3].
+
+        At each point, from the first layer to the last, of ``osd.drafters.early_exit.controller``'s STOP, EXIT and
+        CONTINUE. None where there is no controller, as in most.
         """
         return None
 

@@ -16,7 +16,8 @@ class Batch(Protocol):
     """The sequences that a drafter is unrolled on.
 
     ``token_ids`` [B, L] and ``lengths`` [B]; ``hidden`` [B, L, taps * hidden] or None; the N places to
-    predict as ``sequence`` [N], the row, and ``place`` [N], the index in that row.
+    predict as ``sequence`` [N], the row, and ``place`` [N], the index in that row. Of the sequences that it
+    ``completes`` [B] bool, the prompt is the text that the completion goes on with, and no chat.
     """
 
     token_ids: Tensor
@@ -24,6 +25,7 @@ class Batch(Protocol):
     hidden: Tensor | None
     sequence: Tensor
     place: Tensor
+    completes: Tensor
 
     def select(self, positions: Tensor) -> Self:
         """The same sequences with some of the N places, [M] or [N] bool."""

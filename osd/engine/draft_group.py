@@ -306,7 +306,9 @@ def _asked(policy: Policy, limits: dict[Decoding, int], device: torch.device, wo
     # A drawn candidate must stay, and those that a grammar forbids are to go.
     draws = not any(constraints) and _may_draw(policy, settings, device)
     keys = [(s.request.sampling.seed, s.step) for s in sequences] if draws else ()
-    return Asked([s.slot for s in sequences], allowed, settings, penalties, device, worth, left, missed, keys)
+    asked = [s.request.completing for s in sequences]
+    exits = [0.0 if one is None else one.exit or 0.0 for one in asked] if any(asked) else ()
+    return Asked([s.slot for s in sequences], allowed, settings, penalties, device, worth, left, missed, keys, exits)
 
 
 def _may_draw(policy: Policy, settings: Sequence[SamplingParams], device: torch.device) -> bool:

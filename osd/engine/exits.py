@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from osd.drafters.session import Exits, Tree
 from osd.runtime.kv_cache import KVCache
@@ -10,8 +10,8 @@ from osd.runtime.resumption import Begun
 from osd.speculation.tree import ROOT
 
 
-def begun_rows(exits: Exits, trees: Sequence[tuple[int, int, int, Tree]], cache: KVCache) -> Begun | None:
-    """The rows of the forward that stand where a drafter left the target; None where there are none.
+def begun_rows(exits: Sequence[Exits], trees: Sequence[tuple[int, int, int, Tree]], cache: KVCache) -> list[Begun]:
+    """The rows of the forward that stand where a drafter left the target, those of each layer together.
 
     A drafter knows its rows by the tokens that lead there: what it ran for a node that stands elsewhere in the tree
     that is verified, such as one of several sources, is moved to the places of that node.
@@ -22,24 +22,46 @@ def begun_rows(exits: Exits, trees: Sequence[tuple[int, int, int, Tree]], cache:
             is verified behind it.
         cache: of the target.
     """
-    rows: list[int] = []
-    entries: list[int] = []
-    for (slot, root, place, tree), known in zip(trees, exits.paths, strict=True):
-        if () not in known:
-            continue
-        paths: dict[int, tuple[int, ...]] = {ROOT: ()}
-        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-            paths[node] = (*paths[parent], token)
-        found = {1 + node: known[path] for node, path in paths.items() if path in known}
-        rows += [root + offset for offset in found]
-        entries += found.values()
-        source = {offset: exits.offsets[entry] for offset, entry in found.items()}
-        moved = [offset for offset, before in source.items() if offset != before]
+    exits = sorted(exits, key=lambda one: one.layer)
+    rows: list[list[int]] = [[] for _ in exits]
+    entries: list[list[int]] = [[] for _ in exits]
+    for number, (slot, root, place, tree) in enumerate(trees):
+        found = [_offsets(tree, one.paths[number]) for one in exits]
+        for mine, entry, one in zip(rows, entries, found, strict=True):
+            mine += [root + offset for offset in one]
+            entry += one.values()
+        _move(slot, place, exits, found, cache)
+    return [
+        Begun(one.layer, mine, one.states[entry], None if one.hidden is None else one.hidden[entry])
+        for one, mine, entry in zip(exits, rows, entries, strict=True)
+        if mine
+    ]
+
+
+def _offsets(tree: Tree, known: Mapping[tuple[int, ...], int]) -> dict[int, int]:
+    """Which of the ``known`` rows stands at which place behind the last committed token."""
+    if not known:
+        return {}
+    paths: dict[int, tuple[int, ...]] = {ROOT: ()}
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        paths[node] = (*paths[parent], token)
+    return {1 + node: known[path] for node, path in paths.items() if path in known}
+
+
+def _move(slot: int, place: int, exits: Sequence[Exits], found: Sequence[dict[int, int]], cache: KVCache) -> None:
+    """Have the keys of all rows at their places; ``exits`` come by their layers, the first ones first.
+
+    In each layer those of all rows that ran through it move at once: one may go where another has been.
+    """
+    done = 0
+    for number, one in enumerate(exits):
+        moved = [
+            (place + other.offsets[entry], place + offset)
+            for other, mine in zip(exits[number:], found[number:], strict=True)
+            for offset, entry in mine.items()
+            if other.offsets[entry] != offset
+        ]
         if moved:
-            layers = range(exits.layer)
-            cache.move(slot, [place + source[offset] for offset in moved], [place + offset for offset in moved], layers)
-    if not rows:
-        return None
-    if entries == list(range(len(exits.states))):
-        return Begun(exits.layer, rows, exits.states, exits.hidden)
-    return Begun(exits.layer, rows, exits.states[entries], None if exits.hidden is None else exits.hidden[entries])
+            before, after = zip(*moved, strict=True)
+            cache.move(slot, [*before], [*after], range(done, one.layer))
+        done = one.layer

@@ -65,6 +65,11 @@ class ActiveDrafter:
         needed = rows if self.needs.target_rows or self.needs.riders else None
         self.session.commit(slot, Kept(tokens, self.hidden(states), needed))
 
+    def judge(self, states: Tensor) -> Tensor | None:
+        """What its controller says of tokens with these states [n, taps * hidden], as ``Session.judge`` says it."""
+        mine = self.hidden(states)
+        return None if mine is None else self.session.judge(mine)
+
     def hidden(self, states: Tensor | None) -> Tensor | None:
         """Of the target's tapped states [n, taps * hidden] those that the drafter reads."""
         if states is None or not self.needs.taps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from osd.engine.completion import Completing, Judged
 from osd.engine.grammar import Grammar
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
@@ -49,11 +50,13 @@ class Request:
     else, whatever the others of these say.
     ``capture`` allows the trainer to learn from it; ``speculate`` False decodes it plainly; ``policy`` is
     how it speculates, None as the engine does; ``domain`` is whose drafter it wants, None to find out.
+    It ``completes`` its prompt where that is the text that the answer goes on with as it stands, and no chat.
     ``client`` is who sent it, as far as clients are told apart, and ``tenant`` whose the domain is, "" for nobody's.
     ``logprobs`` reports each token's log-probability and those of so many most probable tokens; None reports none.
     ``sources`` reports who each token comes from.
     It ``arrived`` at that moment of ``time.monotonic``, None for when it comes to the engine. Where there is not room
-    for all, those of the least ``priority`` come first.
+    for all, those of the least ``priority`` come first. ``completing`` ends it where it is judged to go wrong, if
+    it has no grammar, and says how sure a controller has to be about its drafts.
     """
 
     id: str
@@ -65,6 +68,7 @@ class Request:
     ignore_eos: bool = False
     min_tokens: int = 0
     capture: bool = False
+    completes: bool = False
     speculate: bool = True
     domain: str | None = "general"
     policy: Policy | None = None
@@ -75,6 +79,7 @@ class Request:
     tenant: str = ""
     arrived: float | None = None
     priority: int = 0
+    completing: Completing | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,8 @@ class Update:
     ``error`` is set when ``finish_reason`` is "error"; ``counts`` on the last update. ``logprobs`` are those of
     ``token_ids`` when the request asks for them. So are ``sources``: who proposed a draft token that was accepted, and
     ``TARGET`` of any other. ``cached_tokens`` of the prompt did not have to be read. The last one has the ``lifetime``
-    too, and domain and version of what ``drafted``, None where it decoded plainly.
+    too, domain and version of what ``drafted``, None where it decoded plainly, and what was ``judged`` of it where the
+    request asks for that.
     """
 
     request_id: str
@@ -112,3 +118,4 @@ class Update:
     lifetime: Lifetime | None = None
     drafted: tuple[str, int] | None = None
     sources: tuple[str, ...] = ()
+    judged: Judged | None = None

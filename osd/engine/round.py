@@ -259,15 +259,15 @@ def _told_apart(drafted: Drafted, vocabulary: int) -> tuple[dict[Decoding, Tree]
 def _begun(drafted: Drafted, packed: Packed, target: SlotModel) -> list[Begun]:
     """The rows that drafters have run through the first layers of the target."""
     where = {one.sequence: (one, first) for one, first in zip(drafted.scheduled.sequences, packed.first, strict=True)}
-    found: list[Begun | None] = []
+    found: list[Begun] = []
     for group in drafted.groups:
-        if group.proposal is not None and group.proposal.exits is not None:
+        if group.proposal is not None and group.proposal.exits:
             trees = [
                 (s.slot, where[s][1] + where[s][0].count - 1, where[s][0].end - 1, tree)
                 for s, tree in zip(group.sequences, group.trees, strict=True)
             ]
-            found.append(begun_rows(group.proposal.exits, trees, target.cache))
-    return [one for one in found if one is not None]
+            found += begun_rows(group.proposal.exits, trees, target.cache)
+    return found
 
 
 def read_together(parts: Sequence[Tensor | None]) -> list[list[int]]:
@@ -345,7 +345,7 @@ def _go_on(
     said = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)]
     with upkeep.of([s.drafter]):
         s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said, best))
-    taken = s.append(decision.tokens)
+    taken = s.append(decision.tokens, states)
     if s.request.logprobs is not None:
         rows = [1 + node for node in [ROOT, *decision.path][: len(taken)]]
         s.tell(token_logprobs(said[rows], taken, s.request.logprobs))

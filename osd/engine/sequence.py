@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.drafters.session import Origin, TargetRows
+from osd.engine.completion import Judged, judged
 from osd.engine.constraint import Constraint
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
@@ -54,7 +55,8 @@ class Sequence:
     prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all but the last once the
     prompt is done; ``cached`` of the prompt's were in some slot before. ``ended`` says that its last report was sent.
     ``lifetime`` notes when it came, began and drew its tokens, ``number`` how many came before. It was ``preempted``
-    where it had a slot before and lost it: then it feeds again what it has.
+    where it had a slot before and lost it: then it feeds again what it has. ``judged`` is what a controller said of it
+    where its request asks for that.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.counts = SpeculationCounts()
         self.trace: TraceBuilder | None = None
+        self.judged = None if request.completing is None or request.completing.stop is None else Judged()
         self.ended = False
         now = time.monotonic()
         self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
@@ -121,8 +124,29 @@ class Sequence:
         early = self.request.min_tokens - self.generated
         return Withheld(self._ends, early) if early > 0 and self._ends else None
 
-    def append(self, tokens: list[int]) -> list[int]:
-        """Append generated tokens up to the one that ends the request; returns those that were kept."""
+    def append(self, tokens: list[int], states: Tensor | None = None) -> list[int]:
+        """Append generated tokens up to the one that ends the request; returns those that were kept.
+
+        The last of ``states`` [n, taps * hidden] are the target's before each token, for who judges them.
+        """
+        right = self._right(tokens, states)
+        kept = self._append(tokens[:right])
+        if self.finish is None and right < len(tokens):
+            self.finish = "stop"
+        elif self.judged is not None:  # it had ended by itself before what was judged to be wrong
+            self.judged = replace(self.judged, stopped=None)
+        return kept
+
+    def _right(self, tokens: list[int], states: Tensor | None) -> int:
+        """How many of the tokens stay before one that is judged to be wrong."""
+        asked = self.request.completing
+        if asked is None or asked.stop is None or self.judged is None or self.drafter is None:
+            return len(tokens)
+        exempt = min(max(max(1, self.request.min_tokens) - self.generated, 0), len(tokens))
+        self.judged, right = judged(self.judged, asked.stop, self.drafter, states, exempt, len(tokens))
+        return right
+
+    def _append(self, tokens: list[int]) -> list[int]:
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
             self._new.append(token)
@@ -203,7 +227,7 @@ class Sequence:
         self.ended = update.finish_reason is not None
         if self.ended:
             drafted = None if self.drafter is None else (self.drafter.domain, self.drafter.version)
-            update = replace(update, lifetime=replace(self.lifetime), drafted=drafted)
+            update = replace(update, lifetime=replace(self.lifetime), drafted=drafted, judged=self.judged)
         try:
             self._on_update(update)
         except Exception:  # a receiver that is gone ends its own request and nobody else's

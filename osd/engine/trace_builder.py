@@ -143,6 +143,7 @@ class TraceBuilder:
             after_ids=after[0],
             after_logp=after[1],
             after_tail=after[2],
+            completes=self.request.completes and not self.number,
         )
         self._next(hidden, places)
         return trace

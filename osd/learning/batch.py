@@ -42,6 +42,7 @@ class DistillBatch:
         target_tail: [N] log-mass of all other ids, float32.
         drafted: [N] the token that was drafted there, -1 for none.
         verdict: [N] NOT_DRAFTED, ACCEPTED or REJECTED.
+        completes: [B] bool, the sequences whose prompt is the text that the completion goes on with, and no chat.
         own: what the drafter's own tokens would have led to, None when no trace says.
         weight: [N] how much of each position counts when a drafter is judged, None for all of it.
     """
@@ -56,6 +57,7 @@ class DistillBatch:
     target_tail: Tensor
     drafted: Tensor
     verdict: Tensor
+    completes: Tensor
     own: OwnSamples | None = None
     weight: Tensor | None = None
 
@@ -150,6 +152,7 @@ def cut(trace: Trace, tokens: int, first: int) -> Trace:
         prompt_ids=Array.of(everything[begin : prompt + first]),
         completion_ids=Array.of(everything[prompt + first : prompt + stop]),
         hidden=hidden,
+        completes=trace.completes and not first,  # else the prompt has generated tokens
         **{name: Array.of(getattr(trace, name).numpy()[first:stop]) for name in _BY_POSITION},
         **{name: kept and Array.of(kept.numpy()[lost]) for name, kept in zip(_AFTER, trace.after, strict=True)},
     )
@@ -224,6 +227,7 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         target_tail=tail,
         drafted=torch.from_numpy(drafted).to(device),
         verdict=torch.from_numpy(verdict).to(device),
+        completes=torch.tensor([trace.completes for trace in traces], device=device),
     )
     if any(trace.after_ids is not None for trace in traces):
         batch.own = own_samples(traces, token_ids, target, device)

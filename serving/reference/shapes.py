@@ -56,9 +56,25 @@ class SpeculativeDecoding(TypedDict):
     sources: NotRequired[dict[str, SourceDrafts]]
 
 
-class Metrics(TypedDict):
-    """Figures of one request."""
+class StoppedChoice(TypedDict):
+    """A choice that was ended before a token which is judged to be wrong with this probability."""
 
+    index: int
+    reason: Literal["judged_wrong"]
+    probability: float
+
+
+class JudgedCompletion(TypedDict):
+    """What a controller did, all choices together; no token was judged where the drafter that answered has none."""
+
+    judged_tokens: int
+    stopped: list[StoppedChoice]
+
+
+class Metrics(TypedDict):
+    """Figures of one request; ``completion`` is there where it asks for ``osd.completion.stop``."""
+
+    completion: NotRequired[JudgedCompletion]
     speculative_decoding: SpeculativeDecoding
 
 

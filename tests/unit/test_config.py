@@ -90,8 +90,8 @@ def test_values_of_every_kind_are_read_from_text():
         (
             "drafter.trained.kind=none",
             [
-                "drafter.trained.kind (--set) must be 'eagle', 'falcon', 'kangaroo', 'language_model', 'medusa' or "
-                "'prompt_tokens', ",
+                "drafter.trained.kind (--set) must be 'eagle', 'early_exit', 'falcon', 'kangaroo', 'language_model', "
+                "'medusa' or 'prompt_tokens', ",
                 "not none",
             ],
         ),

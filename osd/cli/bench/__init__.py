@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from osd.cli.bench.adaptation import ablate, adapt, poison, shift
+from osd.cli.bench.completion import completion
 from osd.cli.bench.context import context
 from osd.cli.bench.costs import forward, overhead, weights
 from osd.cli.bench.decoding import decode, governor, lossless, plain
@@ -40,6 +41,7 @@ for command in (
         scheduling,
         http,
         structured,
+        completion,
         context,
     ),
 ):

@@ -128,17 +128,17 @@ class KangarooSession(AutoregressiveSession):
         self._states, logits = self._step(torch.cat([*states, forward.states]).float(), fed, last)
         return logits
 
-    def take_exits(self, slots: Sequence[int]) -> Exits | None:
+    def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
         """See ``AutoregressiveSession.take_exits``."""
         forwards, offsets, self._forwards, self._offsets = self._forwards, self._offsets, [], []
         found = [self._texts[slot].rows for slot in slots]
         for slot in slots:
             self._texts[slot].rows = {}
         if not forwards:
-            return None
+            return ()
         states = torch.cat([one.states for one in forwards if one.states is not None])
         hidden = [one.hidden for one in forwards if one.hidden is not None]
-        return Exits(self.shape.exit_layer, found, offsets, states, torch.cat(hidden) if hidden else None)
+        return [Exits(self.shape.exit_layer, found, offsets, states, torch.cat(hidden) if hidden else None)]
 
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""

@@ -95,17 +95,18 @@ class MixedSession(Session):
 
     def _ask(
         self, asked: Asked, members: Sequence[int], levels: int, noise: Noise, worth: Worth | None = None
-    ) -> tuple[dict[int, Other], Exits | None]:
+    ) -> tuple[dict[int, Other], Sequence[Exits]]:
         """What the trained drafter says along its most probable tokens, by the numbers of the sequences.
 
         And what it ran of the target for that.
         """
         if not members:
-            return {}, None
+            return {}, ()
         begun = mark(asked.device)
         slots = [asked.slots[b] for b in members]
         limits = [min(levels, asked.limits[b]) for b in members]
-        mine = Asked(slots, limits, [GREEDY] * len(slots), device=asked.device)
+        exits = [asked.exits[b] for b in members] if asked.exits else ()
+        mine = Asked(slots, limits, [GREEDY] * len(slots), device=asked.device, exits=exits)
         chosen = noise.rows(torch.tensor(members, device=asked.device))
         proposal = self._trained.propose(mine, self._chains[levels - 1], chosen)
         paths = [tree.tokens for tree in proposal.trees] if proposal.pending is None else proposal.pending.tokens
@@ -117,8 +118,11 @@ class MixedSession(Session):
         if worth is not None:
             seconds = between(begun, mark(asked.device))
             worth.costs.observe_proposal(self._calls, len(slots), levels, seconds, missed)
-        exits = proposal.exits
-        return said, None if exits is None else exits.spread(members, len(asked.slots))
+        return said, [exits.spread(members, len(asked.slots)) for exits in proposal.exits]
+
+    def judge(self, states: Tensor) -> Tensor | None:
+        """See ``Session.judge``: the trained drafter's."""
+        return self._trained.judge(states)
 
     def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""

@@ -18,13 +18,14 @@ class Sequences:
     hidden: Tensor | None
     sequence: Tensor
     place: Tensor
+    completes: Tensor
 
 
 def at_places(token_ids: Tensor, hidden: Tensor | None, places: list[tuple[int, int]]) -> Sequences:
     """All rows in full, to be predicted at the ``(row, place)`` given."""
     lengths = torch.full((len(token_ids),), token_ids.shape[1])
     rows, where = torch.tensor(places).T
-    return Sequences(token_ids, lengths, hidden, rows, where)
+    return Sequences(token_ids, lengths, hidden, rows, where, torch.zeros(len(token_ids), dtype=torch.bool))
 
 
 def expand_chain(session: Session, slots: list[int], drafted: Tensor) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 
 from osd.config import (
     EagleSettings,
+    EarlyExitSettings,
     FalconSettings,
     KangarooSettings,
     LanguageModelSettings,
@@ -26,6 +27,7 @@ from osd.target.model import load_model
 
 SETTINGS: dict[str, Any] = {
     "eagle": EagleSettings(vocabulary=64),
+    "early_exit": EarlyExitSettings(vocabulary=64),
     "falcon": FalconSettings(vocabulary=64),
     "kangaroo": KangarooSettings(vocabulary=64, exit_layer=1),
     "language_model": LanguageModelSettings(layers=2, prompt_tokens=2),

@@ -260,7 +260,8 @@ def test_a_version_that_does_not_fit_is_refused_by_name(eagle: Eagle, name: str)
 @pytest.mark.parametrize(("change", "message"), [
     (
         {"kind": "oracle"},
-        "drafter kind 'oracle' is not one of eagle, falcon, kangaroo, language_model, medusa, prompt_tokens, recall",
+        "drafter kind 'oracle' is not one of eagle, early_exit, falcon, kangaroo, language_model, medusa, "
+        "prompt_tokens, recall",
     ),
     ({"surprise": 1}, "does not describe a eagle drafter.*surprise"),
     ({"target_vocabulary": 260}, r"the target's embedding is \[259, 64\]"),

@@ -11,6 +11,7 @@ import torch
 from osd.config import (
     TRAINED_SETTINGS,
     EagleSettings,
+    EarlyExitSettings,
     FalconSettings,
     KangarooSettings,
     LanguageModelSettings,
@@ -30,6 +31,7 @@ KINDS: dict[str, Any] = {
     "falcon": FalconSettings(vocabulary=200),
     "language_model, prompted": LanguageModelSettings(layers=2, prompt_tokens=2),
     "kangaroo": KangarooSettings(vocabulary=200),
+    "early_exit": EarlyExitSettings(vocabulary=200),
     "prompt_tokens": PromptTokensSettings(),
 }
 

@@ -17,6 +17,7 @@ from osd.config import (
     GROWTH_SETTINGS,
     ConfigError,
     EagleSettings,
+    EarlyExitSettings,
     FalconSettings,
     GrowthSettings,
     KangarooSettings,
@@ -32,6 +33,7 @@ from osd.config.drafter import DrafterSettings
 from osd.drafters import Drafter, Trainable, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.early_exit.drafter import EarlyExit
 from osd.drafters.falcon.drafter import Falcon
 from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.language_model.drafter import LanguageModel
@@ -60,6 +62,7 @@ GROWTHS: dict[str, dict[str, object]] = {
 }
 SETTINGS: dict[str, DrafterSettings] = {
     "eagle": EagleSettings(vocabulary=200),
+    "early_exit": EarlyExitSettings(vocabulary=200),
     "falcon": FalconSettings(vocabulary=200),
     "kangaroo": KangarooSettings(vocabulary=200, exit_layer=1),
     "language_model": LanguageModelSettings(layers=2),
@@ -155,6 +158,7 @@ def looking(model: LlamaForCausalLM) -> LanguageModel:
 
 LAWS: dict[str, Callable[[LlamaForCausalLM], Drafter]] = {
     "eagle": lambda model: noisy(Eagle.from_target(model, 4)),
+    "early_exit": lambda model: noisy(EarlyExit(model, 4)),
     "falcon": lambda model: noisy(Falcon.from_target(model, 2, 4)),
     "kangaroo": lambda model: noisy(Kangaroo.from_target(model, 4, 1)),
     "language_model": lambda model: noisy(LanguageModel.first_layers(model, 1)),

@@ -7,6 +7,8 @@ resumed forward says, and every outcome of their randomness is followed.
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from osd.drafters.draft_vocabulary import VocabularyDrafter
+from osd.drafters.early_exit.controller import EXIT as LEAVE
+from osd.drafters.early_exit.drafter import EarlyExit
 from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.session import Asked, Exits, Kept, Proposal, Runtime, Tree
 from osd.engine import exits as exits_of
@@ -45,11 +50,12 @@ class Settings:
 class Rounds:
     """One round after the same prompt in every slot: drafted, verified from the exits on, and forgotten."""
 
-    def __init__(self, growth: Growth, rule: str) -> None:
+    def __init__(self, growth: Growth, rule: str, early: bool = False) -> None:
+        """With ``early`` exits, of which there are two, one token leaves behind the first and the other does not."""
         torch.manual_seed(1)
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=4,
+                vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=7 if early else 4,
                 num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=32,
                 tie_word_embeddings=False,
             )
@@ -58,15 +64,27 @@ class Rounds:
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0, 0.4)
-        drafter = Kangaroo.from_target(copy.deepcopy(model), 2, EXIT)
+        own = copy.deepcopy(model)
+        drafter: VocabularyDrafter = EarlyExit(own, 2) if early else Kangaroo.from_target(own, 2, EXIT)
         drafter.adapt_vocabulary(torch.tensor([1, 0, 1]))
         model.set_attn_implementation(NAME)
         how: dict[str, Any] = {"slots": BATCH, "context": 16, "scratch": 10}
-        self.target = SlotModel(model, taps=(EXIT - 1,), **how)
+        self.target = SlotModel(model, taps=drafter.needs.taps, **how)
+        self.left: Counter[int] = Counter()  # how many rows left behind each layer
+        if isinstance(drafter, EarlyExit):
+            zero, two = (self.unit(token) for token in drafter.draft_ids.tolist())
+            with torch.no_grad():
+                drafter.controller[LEAVE] = zero - two
         self.session = drafter.session(Runtime(**how, target=self.target))
         expand = self.session.expand
         self.session.expand = lambda *asked: expand(*asked).double()  # type: ignore[method-assign]
         self.growth, self.rule = growth, VERIFICATIONS[rule]
+
+    def unit(self, token: int) -> Tensor:
+        """[16] the direction of the state at the first exit after the prompt and a token."""
+        hidden = self.target.forward(following(0, 0, [*PROMPT, token]), WANTED).hidden
+        assert hidden is not None
+        return torch.nn.functional.rms_norm(hidden[-1, :16], (16,))
 
     def toy(self, length: int) -> Toy:
         """What the target says after each history of up to ``length`` tokens, read one at a time."""
@@ -113,11 +131,12 @@ class Rounds:
             for slot, tree in zip(slots, trees, strict=True)
         ]
         packed = pack(feeds)
-        assert proposal.exits is not None
+        assert proposal.exits
+        self.left.update({one.layer: len(one.states) for one in proposal.exits})
         known = [(slot, row, place, tree) for slot, row, tree in zip(slots, packed.first, trees, strict=True)]
         begun = exits_of.begun_rows(proposal.exits, known, self.target.cache)
-        assert begun is not None
-        logits = resume(self.target, packed.rows, packed.wanted, [begun]).logits
+        assert begun
+        logits = resume(self.target, packed.rows, packed.wanted, begun).logits
         return list(logits.split([1 + len(tree.tokens) for tree in trees]))
 
 
@@ -151,11 +170,25 @@ def test_every_way_of_drawing_keeps_the_law(name: str) -> None:
     assert found.accepted > 0.1
 
 
+@pytest.mark.parametrize("name", ["drawn tree", "siblings with replacement"])
+def test_rows_that_leave_behind_different_layers_keep_the_law(name: str) -> None:
+    growth, rule, length = WAYS[name]
+    rounds = Rounds(growth, rule, early=True)
+    found = law_of(rounds, rounds.toy(length - 1), length)
+    print(f"{name}: {found}, {rounds.left}")
+    assert found.error < 1e-9
+    assert found.accepted > 0.1
+    assert min(rounds.left[3], rounds.left[6]) > 0
+
+
 @pytest.mark.parametrize("name", ["confidence", "drawn tree"])
 def test_going_on_from_the_row_of_another_node_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(exits: Exits, *rest: Any) -> Any:
-        paths = [dict(zip(one, [*one.values()][1:] + [*one.values()][:1], strict=True)) for one in exits.paths]
-        return whole(replace(exits, paths=paths), *rest)
+    def shifted(exits: Sequence[Exits], *rest: Any) -> Any:
+        changed = []
+        for left in exits:
+            paths = [dict(zip(one, [*one.values()][1:] + [*one.values()][:1], strict=True)) for one in left.paths]
+            changed.append(replace(left, paths=paths))
+        return whole(changed, *rest)
 
     whole = exits_of.begun_rows
     monkeypatch.setattr(exits_of, "begun_rows", shifted)
@@ -183,3 +216,17 @@ def test_rows_that_stand_elsewhere_in_the_tree_are_found_by_their_tokens(
         monkeypatch.setattr(KVCache, "move", lambda *args: None)
     found = rounds.verified([0], Proposal([tree], exits=exits))
     assert torch.allclose(found[0], goal.logits, atol=1e-6) is moves
+
+
+def test_rows_of_different_exits_that_change_places_keep_their_keys_in_the_layers_that_they_ran() -> None:
+    cache = KVCache(5, 1, 1, 8, 2, torch.float32, torch.device("cpu"))
+    cache.keys.copy_(torch.arange(8.0)[:, None].expand_as(cache.keys))  # each key says where it was computed
+    deep = Exits(4, [{(): 0, (7,): 1}], [0, 1], torch.tensor([[0.0], [1.0]]), None)
+    shallow = Exits(2, [{(8,): 0}], [2], torch.tensor([[2.0]]), None)
+    begun = exits_of.begun_rows([deep, shallow], [(0, 10, 3, Tree([8, 7], [-1, -1], ["", ""]))], cache)
+    assert [(one.layer, list(one.rows), one.states.flatten().tolist()) for one in begun] == [
+        (2, [11], [2.0]),
+        (4, [10, 12], [0.0, 1.0]),
+    ]
+    held = cache.keys[:, 0, 0, 3:6, 0].tolist()  # of the last committed token and both nodes
+    assert held == [[3, 5, 4], [3, 5, 4], [3, 4, 4], [3, 4, 4], [3, 4, 5]]

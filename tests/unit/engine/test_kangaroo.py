@@ -152,7 +152,7 @@ def test_no_layer_runs_twice_for_a_row_beside_prompts_and_other_drafters(
 def test_layers_that_ran_for_a_draft_would_be_seen_to_run_again(
     target_dir: Path, goals: Goals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("osd.engine.round.begun_rows", lambda *args: None)
+    monkeypatch.setattr("osd.engine.round.begun_rows", lambda *args: [])
     with (
         running(target_dir, drafter=kangaroo(target_dir)) as client,
         pytest.raises(AssertionError, match="twice"),

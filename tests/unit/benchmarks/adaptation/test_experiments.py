@@ -158,7 +158,8 @@ def test_the_command_fails_when_a_corrupted_candidate_is_promoted(experiment, tm
     [
         (
             ["adapt", "--drafter", "oracle"],
-            "--drafter must be one of eagle, falcon, kangaroo, language_model, medusa, prompt_tokens, not oracle",
+            "--drafter must be one of eagle, early_exit, falcon, kangaroo, language_model, medusa, prompt_tokens, "
+            "not oracle",
         ),
         (["shift"], "--stream must be given at least twice"),
         (["ablate", "--ablation", "mood"], "--ablation must be one of divergence"),

@@ -1,0 +1,198 @@
+"""Early exits: the target drafts for itself, and leaves off where a head behind some layer is taken to have the token.
+
+Sun et al., "When Neural Code Completion Models Size up the Situation", ICSE 2024 (arXiv 2401.09964), "SEC". Behind
+every third layer of the frozen target stands a head, and one controller, shared by all layers, reads the state there
+and says: go on, leave here, or stop, because what comes is wrong. The paper's heads are whole ones; these are
+low-rank changes of the state under the target's own final norm and head, h + U D h / rms(h) with D [64, hidden], which
+begin as no change at all. The controller is linear in h / rms(h), with no bias and no more to read than that.
+
+What is drafted is verified like any draft, from the states where it left. The stops are ``osd.engine.completion``'s.
+
+Where labels come from. For generated text it is right what the target itself said, so that these positions tell where
+to leave and never when to stop. In the prompt of a text completion the next token is real text, written by whoever
+asks for more of it: where neither a head nor the target has it the label is STOP, for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from osd.drafters.alternative_tokens import AlternativeTokens, Reading
+from osd.drafters.base import DrafterError, Needs
+from osd.drafters.early_exit.controller import EXIT, confident, controller_loss, first_right, labels
+from osd.drafters.early_exit.places import Places
+from osd.drafters.early_exit.session import EarlyExitSession
+from osd.drafters.held_once import held_once
+from osd.drafters.session import Runtime
+from osd.drafters.target_head import TargetHeadDrafter
+from osd.drafters.trainable import Batch, Loss, Objective
+from osd.runtime.causal_lm import decoder_layers, decoder_of
+from osd.runtime.taps import tapped
+from osd.target.model import load_model
+
+LoadTarget = Callable[[], nn.Module]
+"""Reads the target in float32."""
+
+_EVERY = 3
+"""Layers from one exit to the next."""
+
+_RANK = 64
+"""Of what a head changes of a state."""
+
+
+class EarlyExit(TargetHeadDrafter):
+    """Low-rank heads and a controller; the target's final norm and head are shared, not stored."""
+
+    kind: ClassVar[str] = "early_exit"
+
+    def __init__(self, target: nn.Module, vocabulary: int, load_target: LoadTarget | None = None) -> None:
+        """Make the heads of ``target``, a causal language model of transformers, all of them its own head.
+
+        ``load_target`` reads it in float32 where it has to train on tokens that the target has not read.
+
+        Raises:
+            DrafterError: its final norm cannot be found, or it has no exit before its last layer.
+        """
+        super().__init__(target, vocabulary)
+        self._load_target = load_target or (lambda: target)
+        self._target: tuple[nn.Module, ...] = ()  # no part of this module: nothing of it is saved or trained
+        self._layers = len(decoder_layers(target))
+        if self._layers < 2:
+            raise DrafterError("the target has one layer, and no exit before that")
+        self.exits = tuple(range(min(_EVERY, self._layers - 1), self._layers, _EVERY))
+        hidden = self.target_head.shape[1]
+        rank = min(_RANK, hidden)
+        noise = torch.randn(len(self.exits), rank, hidden, generator=torch.Generator().manual_seed(0))
+        self.down = nn.Parameter(noise / hidden**0.5)
+        self.up = nn.Parameter(torch.zeros(len(self.exits), hidden, rank))
+        self.controller = nn.Parameter(torch.zeros(3, hidden))
+
+    @classmethod
+    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+        """See ``Kind.initial``: heads that may draft ``settings.vocabulary`` target ids."""
+        return cls(load_model(target_dir, "auto", "cpu"), settings.vocabulary, _float32(target_dir))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
+        """See ``Kind.from_config``."""
+        drafter = cls(load_model(target_dir, "auto", "cpu"), config["vocabulary"], _float32(target_dir))
+        drafter.check_config(config)
+        return drafter
+
+    @staticmethod
+    def usual_taps(layers: int) -> tuple[int, ...]:
+        """See ``Kind.usual_taps``: none, for what reads so many layers is not to cost services that have no exits."""
+        return ()
+
+    @property
+    def needs(self) -> Needs:
+        """See ``Drafter.needs``: the output at each exit, and the last layer's, which the final norm reads."""
+        return Needs(taps=(*(layer - 1 for layer in self.exits), self._layers - 1), layers=range(self.exits[-1]))
+
+    def config(self) -> dict[str, Any]:
+        """See ``Drafter.config``."""
+        target_vocabulary, hidden = self.target_head.shape
+        return {
+            "kind": self.kind,
+            "exits": list(self.exits),
+            "hidden": hidden,
+            "layers": self._layers,
+            "rank": self.down.shape[1],
+            "target_vocabulary": target_vocabulary,
+            "vocabulary": len(self.d2t),
+        }
+
+    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``Trainable.unroll``.
+
+        A draft's tokens run through the target's own layers, so that every step over the same tokens is the same.
+        """
+        first = self.said(self.final_norm(self._left(self._states(batch, batch.sequence, batch.place)[:, :-1])))
+        if drafted is None or depth == 1:
+            return [first] * depth
+        text, others = (Reading.same(ids, batch.lengths) for ids in (batch.token_ids, drafted))
+        both = AlternativeTokens(text, others, batch.token_ids != drafted)
+        states = self._run(**both.inputs())[batch.sequence, both.column[batch.sequence, batch.place - 1]]
+        return [first] + [self.said(self.final_norm(self._left(states)))] * (depth - 1)
+
+    @property
+    def state_width(self) -> int:
+        """See ``Trainable.state_width``; a state is what the head reads that drafts behind the token."""
+        return self.target_head.shape[1]
+
+    def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
+        """See ``Trainable.drafted_states``; fed tokens are read in the place of the true ones by all that follows."""
+        tokens = batch.token_ids.index_put((batch.sequence, batch.place), fed)
+        return [self._left(self._run(input_ids=tokens)[batch.sequence, batch.place])] * depth
+
+    def _left(self, states: Tensor) -> Tensor:
+        """Of ``states`` [N, exits, hidden] those of the exit where the controller leaves, as its head changes them."""
+        leaves = confident(self.odds(states), EXIT) > 0
+        leaves[:, -1] = True
+        number = leaves.int().argmax(1)  # [N] the first of them
+        chosen = states[torch.arange(len(number), device=number.device), number]
+        return adapted(chosen, self.down[number], self.up[number])
+
+    @torch.no_grad()
+    def _run(self, **inputs: Tensor) -> Tensor:
+        """States [B, L, exits, hidden] of tokens that the target has not read: its layers run."""
+        if not self._target:
+            target: Any = self._load_target().requires_grad_(False)
+            target.set_attn_implementation("sdpa")
+            self._target = (target.to(inputs["input_ids"].device),)
+        with tapped(self._target[0], (layer - 1 for layer in self.exits)) as outputs:
+            decoder_of(self._target[0])(**inputs, use_cache=False)
+        return torch.stack([outputs[layer - 1] for layer in self.exits], 2)
+
+    def loss(self, batch: Batch, objective: Objective) -> Loss:
+        """See ``Trainable.loss``: of all heads at some positions, those of prompts too, and of the controller there."""
+        places = Places.of(batch)
+        states = self._states(batch, places.sequence, places.place)
+        with torch.no_grad():
+            told = self.final_norm(states[places.real, -1]).to(self.target_head.dtype) @ self.target_head.T
+            taught = places.teach(batch, told.float())
+        heads = self.said(self.final_norm(adapted(states[:, :-1], self.down, self.up)))  # [M, exits, vocabulary]
+        losses = [objective.loss(taught, [head], self.draft_ids) for head in heads.unbind(1)]
+        with torch.no_grad():
+            final = places.most_probable(taught)
+            ids = torch.cat([self.draft_ids[heads.argmax(-1)], final[:, None]], 1)
+            truth = torch.where(places.real, batch.token_ids[places.sequence, places.place], final)
+            wanted = labels(first_right(ids, truth), ids.shape[1])
+        value = controller_loss(self.odds(states), wanted, places.real)
+        value = value + sum(one.value for one in losses)
+        return Loss(value, losses[0].positions, losses[-1].kept)
+
+    def odds(self, states: Tensor) -> Tensor:
+        """What the controller says of ``states`` [..., hidden], whatever their size: logits [..., 3]."""
+        return F.linear(F.rms_norm(states, states.shape[-1:]), self.controller)
+
+    def _states(self, batch: Batch, sequence: Tensor, place: Tensor) -> Tensor:
+        """[M, exits + 1, hidden] of the tokens before each ``place``, at every exit and behind the last layer."""
+        if batch.hidden is None:
+            raise DrafterError("early_exit learns from hidden states, and the trace has none")
+        return batch.hidden[sequence, place - 1].float().unflatten(-1, (len(self.exits) + 1, -1))
+
+    def session(self, runtime: Runtime) -> EarlyExitSession:
+        """See ``Drafter.session``."""
+        self.embedding, self.target_head = held_once(runtime.target, self.embedding, self.target_head)
+        return EarlyExitSession(self.exits, self.weights(), self.final_norm, self.target_head, runtime)
+
+
+def _float32(target_dir: Path) -> LoadTarget:
+    return partial(load_model, target_dir, "float32", "cpu")
+
+
+def adapted(states: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """``states`` [..., n, hidden] as n heads change them, with ``down`` [n, rank, hidden] and ``up`` [n, hidden, rank].
+
+    Without a batch dimension n are states, each with the head that stands beside it.
+    """
+    inner = torch.einsum("...nh,nrh->...nr", F.rms_norm(states, states.shape[-1:]), down)
+    return states + torch.einsum("...nr,nhr->...nh", inner, up)

@@ -1,0 +1,214 @@
+"""The session of early exits: each token of a draft runs through the target's layers as far as the controller says."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from osd.drafters.autoregressive import AutoregressiveSession
+from osd.drafters.base import DrafterError, check
+from osd.drafters.draft_vocabulary import check_maps, draft_ids
+from osd.drafters.early_exit.controller import EXIT, confident
+from osd.drafters.session import NOBODY, Asked, Chains, Exits, Kept, Origin, Proposal, Runtime
+from osd.runtime.batch import PackedRows, RowBuilder, paths
+from osd.runtime.device import aside, copied, sent
+from osd.runtime.linear import PlainLinear, fused_dtype, make_linear
+from osd.speculation.growth import Growth
+from osd.speculation.noise import Noise
+from osd.speculation.tree import ROOT, TreeBuilder
+
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(eq=False)
+class _Row:
+    """A row that runs for a draft: behind which ``tokens``, with which ``path`` as in ``paths``, and how far it is.
+
+    ``state`` [hidden] is that before layer ``layer``, and ``taps`` [taps, hidden] hold those that it has passed.
+    """
+
+    slot: int
+    node: int
+    tokens: tuple[int, ...]
+    path: int
+    taps: Tensor
+    layer: int = 0
+    state: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class EarlyExitSession(AutoregressiveSession):
+    """Drafts for the sequences of ``slots``; see ``osd.drafters.session.Session``.
+
+    Tokens leave behind different layers. Where one goes on behind a layer that tokens before it have left, these go on
+    with it: a forward of several rows takes little longer than one of one row, and every key that is attended to is the
+    target's own. The paper copies the state of the exit into the layers that were skipped instead, which is only near
+    to that, and would have to be computed again for the verification.
+    """
+
+    source = "early_exit"
+
+    def __init__(
+        self, exits: Sequence[int], weights: dict[str, Tensor], norm: nn.Module, target_head: Tensor, runtime: Runtime
+    ) -> None:
+        """Draft with ``weights``, the target's final ``norm`` and its head [target vocabulary, hidden].
+
+        Raises:
+            DrafterError: the runtime has no target.
+        """
+        if runtime.target is None:
+            raise DrafterError("an early_exit drafter runs layers of its target, and has none here")
+        self._exits, self._target, self._device = exits, runtime.target, runtime.device
+        self._expected, self._target_head = weights, target_head
+        self._norm = deepcopy(norm).to(self._device)
+        self._vector = self._lay_out(weights)
+        head = self._vector.pop("head")
+        bucketed = self._device.type == "cuda" if runtime.bucketed is None else runtime.bucketed
+        self._head = PlainLinear(head) if bucketed else make_linear(head, runtime.int8)
+        self._states = torch.empty(0)
+        self._last: dict[int, int] = {}
+        self._above: dict[int, float] = {}  # by slot, the probability of leaving that is not enough
+        self._rows: defaultdict[int, dict[int, _Row]] = defaultdict(dict)  # by slot, of each node of its draft
+
+    @property
+    def support(self) -> Tensor:
+        """[draft vocabulary] target ids."""
+        return self._vector["draft_ids"]
+
+    def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
+        """See ``Session.open``."""
+        self._last[slot] = token
+
+    def commit(self, slot: int, kept: Kept) -> None:
+        """See ``Session.commit``."""
+        self._last[slot] = kept.tokens[-1]
+        self._rows.pop(slot, None)
+
+    def close(self, slot: int) -> None:
+        """See ``Session.close``."""
+        self._last.pop(slot, None)
+        self._rows.pop(slot, None)
+
+    def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
+        """See ``Session.propose``."""
+        self._above = dict(zip(asked.slots, asked.exits, strict=True)) if asked.exits else {}
+        return super().propose(asked, growth, noise)
+
+    @torch.inference_mode()
+    def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        """See ``AutoregressiveSession.expand``."""
+        ids, parents = builder.tokens.tolist(), builder.parents.tolist()
+        asked: list[_Row] = []
+        before: list[list[_Row]] = []  # those on the path of each
+        for row, node in zip(rows.tolist(), nodes.tolist(), strict=True):
+            slot = slots[row]
+            if node < 0:
+                self._rows[slot] = {}
+            known, chain = self._rows[slot], _chain(parents[row], node)
+            tokens = tuple(ids[row][one] for one in chain)
+            path = paths(parents[row][: node + 1])[node] if chain else 0
+            taps = torch.empty(len(self._target.taps), self._target.hidden_size, device=self._device)
+            known[node] = _Row(slot, node, tokens, path, taps)
+            asked.append(known[node])
+            before.append([known[one] for one in (ROOT, *chain[:-1])] if chain else [])
+        self._run(asked, before)
+        number = sent([self._exits.index(one.layer) for one in asked], self._device)
+        states = torch.stack([one.state for one in asked])
+        inner = torch.einsum("nh,nrh->nr", F.rms_norm(states, states.shape[-1:]), self._vector["down"][number])
+        self._states = states + torch.einsum("nr,nhr->nh", inner, self._vector["up"][number])
+        return self._head(self._norm(self._states))
+
+    def _run(self, asked: Sequence[_Row], before: Sequence[Sequence[_Row]]) -> None:
+        """Run each row to its exit, and with it those before it that are not as far."""
+        every = list(dict.fromkeys(one for row, path in zip(asked, before, strict=True) for one in (*path, row)))
+        number, builder = {one: at for at, one in enumerate(every)}, RowBuilder()
+        for one in every:
+            place = self._target.cache.length[one.slot]
+            if one.node < 0:
+                builder.tokens(one.slot, place, [self._last[one.slot]])
+            else:
+                builder.node(one.slot, place + 1, one.node, one.tokens[-1], one.path)
+        packed, going = builder.build(), list(zip(asked, before, strict=True))
+        for start, stop in zip((0, *self._exits), self._exits, strict=False):
+            late = dict.fromkeys(one for row, path in going for one in (*path, row) if one.layer == start)
+            if late:
+                self._through([*late], range(start, stop), packed.select(torch.tensor([number[one] for one in late])))
+            states = torch.stack([row.state for row, _ in going])
+            sure = confident(self._odds(states), EXIT).tolist()
+            going = [one for one, p in zip(going, sure, strict=True) if p <= self._above.get(one[0].slot, 0.0)]
+            if not going:
+                return
+
+    def _through(self, rows: Sequence[_Row], layers: range, packed: PackedRows) -> None:
+        """Run ``rows`` through some layers of the target."""
+        states = torch.stack([one.state for one in rows]) if layers.start else None
+        forward = self._target.forward(packed, _NOTHING, layers, states)
+        assert forward.states is not None  # noqa: S101  there is a layer behind each exit
+        columns = [at for at, tap in enumerate(self._target.taps) if tap in layers]
+        for at, one in enumerate(rows):
+            one.layer, one.state = layers.stop, forward.states[at].float()
+            if forward.hidden is not None:
+                one.taps[columns] = forward.hidden[at].unflatten(0, (len(columns), -1)).float()
+
+    def _odds(self, states: Tensor) -> Tensor:
+        return F.linear(F.rms_norm(states, states.shape[-1:]), self._vector["controller"])
+
+    @torch.inference_mode()
+    def judge(self, states: Tensor) -> Tensor:
+        """See ``Session.judge``."""
+        return self._odds(states.float().unflatten(-1, (len(self._exits) + 1, -1)))
+
+    def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
+        """See ``AutoregressiveSession.take_exits``."""
+        found = [self._rows.pop(slot, {}).values() for slot in slots]
+        exits: list[Exits] = []
+        for layer in sorted({one.layer for mine in found for one in mine}):
+            rows = [one for mine in found for one in mine if one.layer == layer]
+            index = {one: at for at, one in enumerate(rows)}
+            passed = [at for at, tap in enumerate(self._target.taps) if tap < layer]
+            known = [{one.tokens: index[one] for one in mine if one.layer == layer} for mine in found]
+            states = torch.stack([one.state for one in rows])
+            hidden = torch.stack([one.taps for one in rows])[:, passed].flatten(1) if passed else None
+            exits.append(Exits(layer, known, [1 + one.node for one in rows], states, hidden))
+        return exits
+
+    def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
+        """See ``AutoregressiveSession.chains``."""
+        return None
+
+    def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See ``Session.stage``."""
+        weights = check(weights, self._expected)
+        check_maps(weights)
+        with aside(self._device):
+            staged = self._lay_out(weights)
+        return staged | {"head": self._head.stage(staged["head"])}
+
+    def load(self, staged: dict[str, Tensor]) -> None:
+        """See ``Session.load``."""
+        places = {**self._vector, "head": self._head.place}
+        copied([places[name] for name in staged], staged.values())
+
+    def _lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights in the dtypes and under the names that the session uses."""
+        ids = draft_ids(weights["d2t"]).cpu()
+        vectors = {name: weights[name].to(self._device, torch.float32).clone() for name in _SMALL}
+        head = self._target_head[ids].to(self._device, fused_dtype(self._device))
+        return {**vectors, "draft_ids": ids.to(self._device), "head": head}
+
+
+def _chain(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes that lead to ``node``, itself the last."""
+    found: list[int] = []
+    while node >= 0:
+        found.append(node)
+        node = parents[node]
+    return found[::-1]
+
+
+_SMALL = ("down", "up", "controller")

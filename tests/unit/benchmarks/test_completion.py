@@ -1,0 +1,101 @@
+"""Completions that stop, and drafts that leave early: what is counted, and the whole command on a tiny target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import prefixes as cuts
+from benchmarks.completion import Completed, exits_at, rouge_l, stops_at, within
+from benchmarks.prefixes import Text, parted, prefixes
+from osd.cli.app import app
+from tests.tiny import make_tiny, tokenizer
+
+
+def completed(stops: tuple[float, ...], similar: float = 1.0, exact: bool = True) -> Completed:
+    leaves = ((0.0, 0.9), (0.6, 0.7), (0.0, 0.0))
+    agrees = ((False, True), (True, True), (True, False))
+    return Completed((1, 2, 3), (1, 2, 3), similar, exact, stops, leaves, agrees)
+
+
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence() -> None:
+    assert rouge_l((1, 2, 3, 4), (1, 3, 4, 9, 9, 9)) == pytest.approx(2 * 3 / 10)
+    assert rouge_l((), (1,)) == 0.0
+    assert rouge_l((5, 6), (6, 5)) == pytest.approx(0.5)
+
+
+def test_stops_are_counted_by_what_the_completion_was_and_the_first_token_never_stops() -> None:
+    some = [
+        completed((0.99, 0.0, 0.95)),
+        completed((0.99, 0.7, 0.95), similar=0.2, exact=False),
+        completed((0.99, 0.0, 0.0), similar=0.1, exact=False),
+    ]
+    low, high = stops_at(some, 0.5), stops_at(some, 0.99)
+    assert (low.wrong, low.near, low.right) == (0.5, 1.0, 1.0)
+    assert low.saved == pytest.approx((1 + 2) / 9)
+    assert low.rouge == pytest.approx((2 * 2 / 5 + 2 * 1 / 4 + 1) / 3)
+    assert low.exact == 0.0
+    assert (high.wrong, high.near, high.right, high.saved) == (0.0, 0.0, 0.0, 0.0)
+    assert high.exact == pytest.approx(1 / 3)
+
+
+def test_the_lowest_threshold_that_spares_the_right_ones_is_found() -> None:
+    right = [completed((0.0, number / 200, 0.0)) for number in range(100)]
+    wrong = [completed((0.0, number / 100, 0.0), similar=0.0, exact=False) for number in range(100)]
+    found = within([*right, *wrong], right)
+    assert found.right <= 0.02 < stops_at([*right, *wrong], found.threshold - 0.01).right
+    assert found.wrong == pytest.approx(0.51)
+
+
+def test_drafts_leave_at_the_first_exit_above_the_threshold_and_at_the_last_one_otherwise() -> None:
+    low, high = (exits_at([completed((0.0,) * 3)], (3, 6), 8, threshold) for threshold in (0.5, 0.95))
+    assert low.skipped == pytest.approx((2 / 8 + 5 / 8 + 2 / 8) / 3)
+    assert low.agreed == pytest.approx(2 / 3)
+    assert high.skipped == pytest.approx(2 / 8)
+
+
+def test_prefixes_are_cut_at_random_and_end_where_all_texts_are_too_short() -> None:
+    texts = [Text("a", "x" * 20), Text("b", "".join(map(chr, range(33, 120))))]
+    found = prefixes([texts, [Text("c", "short")]], tokenizer(), 5, seed=1)
+    some = [next(found) for _ in range(20)]
+    whole = tokenizer().encode(texts[1].text)
+    assert all([*one.ids, *one.reference] == whole[: len(one.ids) + 5] for one in some)
+    assert len({len(one.ids) for one in some}) > 5
+    assert not list(prefixes([texts[:1]], tokenizer(), 5, seed=1))
+
+
+def test_parts_of_one_text_are_all_learnt_from_or_none() -> None:
+    seen, unseen = parted([Text(f"t{number // 3}", str(number)) for number in range(90)], 0.5)
+    assert {one.name for one in seen}.isdisjoint(one.name for one in unseen)
+    assert min(len(seen), len(unseen)) > 20
+
+
+def test_the_command_trains_measures_and_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "benchmarks.prefixes.library", lambda: [Text(str(n), f"def f{n}(a): return a" * 4) for n in range(9)]
+    )
+    stream, files = tmp_path / "some.jsonl", [tmp_path / name for name in ("a.json", "a.md")]
+    lines = [
+        {"id": f"p{n}", "domain": "code", "messages": [{"role": "user", "content": f"assert f({n}) == {n}; " * 4}]}
+        for n in range(9)
+    ]
+    stream.write_text("\n".join(map(json.dumps, lines)))
+    result = CliRunner().invoke(app, [
+        "bench", "completion", "--stream", str(stream), "--records", "16", "--unseen", "8", "--tokens", "4",
+        "--passes", "1", "--turns", "1", "--json", str(files[0]), "--markdown", str(files[1]),
+        *(part for one in (
+            f"home={tmp_path}", f"target.source={make_tiny(tmp_path / 'tiny')}", "target.dtype=float32",
+            "engine.slots=4", "engine.threads=1", "trainer.min_records=4",
+        ) for part in ("--set", one)),
+    ])  # fmt: skip
+    assert result.exit_code == 0, result.output
+    figures = json.loads(files[0].read_text())
+    assert figures["completions"] == 8
+    assert [one["threshold"] for one in figures["stops"]][::9] == [0.0, 1.0]
+    assert figures["stops"][-1]["saved"] == 0
+    assert all(one["median"] > 0 for one in figures["seconds"].values())
+    assert "| 0.999 | " in files[1].read_text()
+    assert cuts.library()
