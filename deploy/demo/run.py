@@ -59,7 +59,8 @@ def run(settings: Settings, plan: Plan, report: Path | None) -> None:
     domain = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Training is not charged here, so that there is something to see within minutes.
     trainer = settings.trainer.model_copy(update={"duty": 1.0, "price": 0.0})
-    settings = settings.model_copy(update={"domain": domain, "trainer": trainer})
+    engine = settings.engine.model_copy(update={"domains": 1})  # else requests may be routed to those of earlier runs
+    settings = settings.model_copy(update={"domain": domain, "trainer": trainer, "engine": engine})
     with tempfile.TemporaryDirectory() as folder:
         _run(settings, plan, report, console, (send, hold), Path(folder))
 

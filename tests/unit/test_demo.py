@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from deploy.demo import run as demo
 from deploy.demo.report import chart
+from osd.config import Settings
 
 
 def column(text: str, place: int, height: int) -> str:
@@ -19,3 +25,16 @@ def test_gaps_between_points_repeat_the_value_before():
 
 def test_marks_stand_under_their_time():
     assert chart([], [0, 7.5, 99], 10, 10, 2).splitlines()[2][5:] == "^      ^ ^"
+
+
+def test_what_earlier_runs_learnt_serves_no_request_of_this_one(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Settings] = []
+
+    def note(settings: Settings, *others: Any) -> None:
+        seen.append(settings)
+
+    monkeypatch.setattr(demo, "_run", note)
+    demo.run(Settings(), demo.Plan("unittest", 1.0, 1.0), None)
+    (settings,) = seen
+    assert settings.domain.startswith("unittest-")
+    assert settings.engine.domains == 1
