@@ -72,6 +72,5 @@ browser:
 # Not installed, only unpacked: Debian's package would start a server.
 prometheus: develop
 	@command -v promtool >/dev/null || test -x .venv/prometheus/usr/bin/promtool || { \
-	  if command -v apt-get >/dev/null; then \
-	    mkdir -p .venv/prometheus && cd .venv/prometheus && apt-get download -q prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb; \
-	  else echo "The tests of alerts need prometheus and promtool: put them on the PATH."; fi; }
+	  mkdir -p .venv/prometheus && cd .venv/prometheus && apt-get download -q prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb \
+	  || echo "The tests of alerts need prometheus and promtool: put them on the PATH."; }

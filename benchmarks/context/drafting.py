@@ -129,8 +129,8 @@ def _mass(engine: Engine, selection: TokenSelection, prompt: Sequence[int]) -> f
 def table(found: Sequence[Drafting]) -> Grid:
     """One row for each length."""
     grid = columns(
-        "tokens", "plain, tokens/s", "drafted", "times plain", "acceptance", "over everything", "ratio", "choices made",
-        "mass kept", "same text",
+        "tokens", "threshold", "plain, tokens/s", "drafted", "times plain", "acceptance", "over everything", "ratio",
+        "choices made", "mass kept", "same text",
     )  # fmt: skip
     for one in found:
         grid.add_row(
@@ -151,11 +151,8 @@ def table(found: Sequence[Drafting]) -> Grid:
 
 def pays(found: Sequence[Drafting]) -> str:
     """From which length on drafting is faster than plain decoding at some threshold, in a sentence."""
-    best = {length: max(one.drafted / one.plain for one in found if one.length == length) for length in _lengths(found)}
+    lengths = sorted({one.length for one in found})
+    best = {length: max(one.drafted / one.plain for one in found if one.length == length) for length in lengths}
     slower = [length for length, speed in best.items() if speed <= 1]
     faster = [length for length in best if length > max(slower, default=0)]
     return f"drafting pays from {min(faster)} tokens on" if faster else "drafting pays at no length that was measured"
-
-
-def _lengths(found: Sequence[Drafting]) -> list[int]:
-    return sorted({one.length for one in found})

@@ -65,9 +65,9 @@ class Span:
 
     def added_by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """The same by some of its labels."""
-        earlier = self.before.by(name, *labels)
-        grown = {key: value - earlier.get(key, 0.0) for key, value in self.now.by(name, *labels).items()}
-        return {key: value if value >= 0 else self.now.by(name, *labels)[key] for key, value in grown.items()}
+        now, before = self.now.by(name, *labels), self.before.by(name, *labels)
+        earlier = {key: before.get(key, 0.0) for key in now}
+        return {key: value - earlier[key] if value >= earlier[key] else value for key, value in now.items()}
 
     def rate(self, name: str, **labels: str) -> float:
         """Of a counter a second."""

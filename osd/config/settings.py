@@ -114,7 +114,7 @@ class ServingSettings(Section):
         "or host is not of loopback",
     )
     api_key: Annotated[SecretStr, AfterValidator(_key)] | None = Field(
-        default=None, description="key that every path but /health and /admin asks for"
+        default=None, description="key that all but /health ask for; what administers needs admin_key"
     )
     api_key_file: Path | None = Field(default=None, description="file with the key, instead of api_key")
     admin_key: Annotated[SecretStr, AfterValidator(_key)] | None = Field(
@@ -127,7 +127,7 @@ class ServingSettings(Section):
     model_name: str | None = Field(default=None, description="id in /v1/models, else made from the target")
     allow_lossy: bool = Field(
         default=False,
-        description="whether requests and settings may ask for answers that are not the target's own",
+        description="whether target.attention may make answers that are not the target's own",
     )
     capture_default: bool = Field(default=True, description="learn from requests that do not say store")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a request's body at most")

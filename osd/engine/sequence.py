@@ -214,8 +214,9 @@ class Sequence:
             counts = self.counts if self.finish else None
             logprobs = tuple(self._logprobs)
             new, sources = tuple(self._new), tuple(self._sources)
-            update = Update(self.request.id, new, text, self.finish, counts, None, logprobs, self.cached)
-            self._send(replace(update, sources=sources) if sources else update)
+            self._send(
+                Update(self.request.id, new, text, self.finish, counts, None, logprobs, self.cached, sources=sources)
+            )
         self._new, self._logprobs, self._sources = [], [], []
 
     def fail(self, message: str) -> None:

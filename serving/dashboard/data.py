@@ -64,7 +64,7 @@ class Feeds:
         """
         with self._lock:
             if time.monotonic() - self._spent_at > _FRESH_SECONDS:
-                with contextlib.suppress(RedisError):
+                with contextlib.suppress(RedisError, OSError):
                     # A Redis that lost it must not make a counter go backwards: the trainer tells it again.
                     self._spent = max(self._spent, self._ledger.get(self._domain), key=lambda spent: spent.total)
                     for domain, training in self._reports.get(self._domains).items():

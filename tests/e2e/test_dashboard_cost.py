@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -92,22 +93,22 @@ class Past(ScriptedService):
 
     def __init__(self) -> None:
         super().__init__(Settings())
-        self.metrics, now = ReplicaMetrics(), time.time()
+        self.metrics, now, chance = ReplicaMetrics(), time.time(), random.Random(0)  # noqa: S311  nothing is secret
         counters: dict[Any, float] = {}
         for second in range(HISTORY_SECONDS):
             for name in ("requests", "completion_tokens", "rounds", "drafted", "accepted", "busy_seconds"):
-                counters[name] = counters.get(name, 0) + 1 + hash((name, second)) % 40
+                counters[name] = counters.get(name, 0) + 1 + chance.randrange(40)
             for source in ("recall", "request", "copy", "eagle"):
                 for name in ("source_drafted", "source_accepted"):
-                    counters[name, source] = counters.get((name, source), 0) + 1 + hash((source, second)) % 9
+                    counters[name, source] = counters.get((name, source), 0) + 1 + chance.randrange(9)
             for version in range(1, 7):
                 for name in ("rounds", "drafted", "accepted", "tokens", "plain_seconds", "decode_seconds"):
                     key = (f"version_{name}", "general", version)
-                    counters[key] = counters.get(key, 0) + hash((name, version, second)) % 20
+                    counters[key] = counters.get(key, 0) + chance.randrange(20)
             for name in ("time_to_first_token", "inter_token", "request_time", "queue_time"):
                 for place in range(3, 9):
                     key = (f"{name}_bucket", place)
-                    counters[key] = counters.get(key, 0) + hash((name, place, second)) % 5
+                    counters[key] = counters.get(key, 0) + chance.randrange(5)
             at = now - HISTORY_SECONDS + second
             self.metrics.push(Report("a", at, second // 600, True, EngineLoad(2, 1), 0.0, dict(counters)))
 

@@ -64,6 +64,18 @@ def test_it_pays_from_the_first_length_behind_all_that_are_slower() -> None:
     assert drafting.pays([faster, at(4, 8.0)]) == "drafting pays at no length that was measured"
 
 
+def test_every_figure_stands_below_its_name() -> None:
+    columns = drafting.table([Drafting(600, 0.9, 10.0, 9.0, 0.9, 1.0, 0.5, 0.8, True)]).columns
+    told = {str(one.header): next(iter(one.cells)) for one in columns}
+    assert len(told) == len(columns)
+    assert (told["tokens"], told["threshold"], told["plain, tokens/s"], told["same text"]) == (
+        "600",
+        "0.9",
+        "10.0",
+        "yes",
+    )
+
+
 def test_perplexity_is_that_of_transformers_where_everything_is_read(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

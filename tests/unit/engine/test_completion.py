@@ -134,7 +134,6 @@ def test_a_request_says_how_sure_its_drafts_have_to_be_to_leave_and_gets_the_sam
             session.take_exits = taken
             ask(client, name, completing=Completing(exit=sure))
             assert [client.results[f"{name} {index}"].tokens for index in range(len(LENGTHS))] == goals
-    print(left)
     assert left["anyhow"][3] > 0
     assert left["never"].keys() == {6}
 
