@@ -26,10 +26,12 @@ from osd import drafters
 from osd.capture.trace import Trace
 from osd.config import EarlyExitSettings, Settings
 from osd.drafters.early_exit.controller import EXIT, STOP, confident
-from osd.drafters.early_exit.drafter import EarlyExit, adapted
+from osd.drafters.early_exit.drafter import EarlyExit
+from osd.drafters.early_exit.heads import adapted, odds
 from osd.engine.completion import Completing
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
+from osd.learning.batch import floats
 from osd.runtime.device import one_core, several_cores
 from osd.runtime.model import SlotModel
 from osd.target.load import load_tokenizer, target_directory
@@ -213,9 +215,9 @@ class Completions:
         """What a record says of one completion."""
         assert trace.hidden is not None  # noqa: S101  the drafter reads states
         drafter, said = self.drafter, tuple(trace.completion_ids.numpy().tolist())
-        bits = torch.from_numpy(trace.hidden.numpy()[len(prefix.ids) - 1 :].copy()).view(torch.bfloat16)
-        states = bits.float().unflatten(-1, (len(drafter.exits) + 1, -1))  # [n, exits + 1, hidden]
-        odds = drafter.odds(states)
+        read = torch.from_numpy(floats(trace.hidden)[len(prefix.ids) - 1 :])
+        states = read.unflatten(-1, (len(drafter.exits) + 1, -1))  # [n, exits + 1, hidden]
+        said_of = odds(states, drafter.controller)
         heads = drafter.said(drafter.final_norm(adapted(states[:, :-1], drafter.down, drafter.up)))
         drafted: Tensor = drafter.draft_ids[heads.argmax(-1)]
         mine, theirs = (self.tokenizer.decode(list(ids)) for ids in (said, prefix.reference))
@@ -224,8 +226,8 @@ class Completions:
             prefix.reference,
             difflib.SequenceMatcher(None, mine, theirs, autojunk=False).ratio(),
             said == prefix.reference,
-            tuple(confident(odds, STOP).amax(-1).tolist()),
-            tuple(map(tuple, confident(odds[:, :-1], EXIT).tolist())),
+            tuple(confident(said_of, STOP).amax(-1).tolist()),
+            tuple(map(tuple, confident(said_of[:, :-1], EXIT).tolist())),
             tuple(map(tuple, (drafted == torch.tensor(said)[:, None]).tolist())),
         )
 

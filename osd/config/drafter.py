@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from osd.config.base import Section, by_kind, of_kind
-from osd.config.selection import SelectionSettings
+from osd.config.selection import SelectionSettings, Threshold
 
 
 class _Drafter(Section):
@@ -149,9 +149,7 @@ class TokenSelectSettings(_Drafter, SelectionSettings):
 
     trainable: ClassVar[bool] = False
     kind: Literal["token_select"] = "token_select"
-    threshold: float = Field(
-        default=0.7, ge=0, le=1, description="cosine of queries from which on they read what an earlier one selected"
-    )
+    threshold: Threshold = 0.7
 
 
 _Trained = (

@@ -10,6 +10,10 @@ from osd.config.base import Section, by_kind, of_kind
 
 _LONGEST = 1 << 20
 
+Threshold = Annotated[
+    float, Field(ge=0, le=1, description="cosine of queries from which on they read what an earlier one selected")
+]
+
 
 class SelectionSettings(Section):
     """Tokens of the context that a layer reads; shorter contexts it reads whole."""
@@ -34,9 +38,7 @@ class SelectedAttentionSettings(SelectionSettings):
     """Each layer reads the tokens that it selects, side by side: contexts may be longer than the trained one."""
 
     kind: Literal["token_select"] = "token_select"
-    threshold: float = Field(
-        default=0.9, ge=0, le=1, description="cosine of queries from which on they read what an earlier one selected"
-    )
+    threshold: Threshold = 0.9
 
     @property
     def selected(self) -> SelectedAttentionSettings | None:

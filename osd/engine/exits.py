@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from osd.drafters.session import Exits, Tree
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.resumption import Begun
@@ -32,10 +34,15 @@ def begun_rows(exits: Sequence[Exits], trees: Sequence[tuple[int, int, int, Tree
             entry += one.values()
         _move(slot, place, exits, found, cache)
     return [
-        Begun(one.layer, mine, one.states[entry], None if one.hidden is None else one.hidden[entry])
+        Begun(one.layer, mine, _taken(one.states, entry), None if one.hidden is None else _taken(one.hidden, entry))
         for one, mine, entry in zip(exits, rows, entries, strict=True)
         if mine
     ]
+
+
+def _taken(rows: Tensor, entries: list[int]) -> Tensor:
+    """Some rows, without a copy where they are all of them in their order, as they mostly are."""
+    return rows if entries == list(range(len(rows))) else rows[entries]
 
 
 def _offsets(tree: Tree, known: Mapping[tuple[int, ...], int]) -> dict[int, int]:

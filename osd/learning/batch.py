@@ -105,7 +105,7 @@ def check(trace: Trace, vocabulary: int, width: int) -> None:
         if trace.hidden is None or trace.hidden.numpy().ndim != 2 or trace.hidden.shape[1] != width:
             found = "none" if trace.hidden is None else str(trace.hidden.shape)
             raise TraceError(f"the drafter reads hidden states of width {width}, the record has {found}")
-        if not np.isfinite(_floats(trace.hidden)).all():
+        if not np.isfinite(floats(trace.hidden)).all():
             raise TraceError("hidden has a number that is not finite")
 
 
@@ -213,7 +213,7 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         drafted[here] = trace.drafted.numpy()
         verdict[here] = trace.verdict.numpy()
         if hidden is not None and trace.hidden is not None:
-            hidden[row, : prompt + completion - 1] = _floats(trace.hidden)
+            hidden[row, : prompt + completion - 1] = floats(trace.hidden)
         start += completion
     ids, logp, tail = target.tensors(device)
     batch = DistillBatch(
@@ -234,7 +234,7 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
     return batch
 
 
-def _floats(array: Array) -> np.ndarray:
+def floats(array: Array) -> np.ndarray:
     """Any float array as float32; the 16 bits of a bfloat16 are the upper half of a float32."""
     values = array.numpy()
     if array.dtype == "bfloat16":

@@ -16,12 +16,11 @@ from serving.service import Service
 
 _FOLDER = Path(__file__).parent
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_HIDDEN = frozenset({"index.html"})
 _ASSETS = tuple(
     sorted(
         str(path.relative_to(_FOLDER))
         for path in _FOLDER.rglob("*")
-        if path.suffix in _TYPES and path.name not in _HIDDEN
+        if path.suffix in _TYPES and path.name != "index.html"
     )
 )
 _HEADERS = {

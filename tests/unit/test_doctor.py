@@ -100,8 +100,3 @@ def test_the_self_test_fails_where_an_answer_is_another(tmp_path: Path, monkeypa
     monkeypatch.setattr(tested, "_by_transformers", other)
     with pytest.raises(tested.SelfTestError, match=r"without drafts differs .* after 7 tokens"):
         tested.self_test(home(tmp_path), tmp_path)
-
-
-def test_the_self_test_is_the_same_whatever_the_settings_ask_of_drafts(tmp_path: Path):
-    settings = home(tmp_path, "drafter.kind=eagle", "growth.kind=acceptance_head")
-    assert "are those of transformers" in tested.self_test(settings, tmp_path)

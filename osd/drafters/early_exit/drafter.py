@@ -22,11 +22,11 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from osd.drafters.alternative_tokens import AlternativeTokens, Reading
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.early_exit.controller import EXIT, confident, controller_loss, first_right, labels
+from osd.drafters.early_exit.heads import adapted, odds
 from osd.drafters.early_exit.places import Places
 from osd.drafters.early_exit.session import EarlyExitSession
 from osd.drafters.held_once import held_once
@@ -134,7 +134,7 @@ class EarlyExit(TargetHeadDrafter):
 
     def _left(self, states: Tensor) -> Tensor:
         """Of ``states`` [N, exits, hidden] those of the exit where the controller leaves, as its head changes them."""
-        leaves = confident(self.odds(states), EXIT) > 0
+        leaves = confident(odds(states, self.controller), EXIT) > 0
         leaves[:, -1] = True
         number = leaves.int().argmax(1)  # [N] the first of them
         chosen = states[torch.arange(len(number), device=number.device), number]
@@ -165,13 +165,9 @@ class EarlyExit(TargetHeadDrafter):
             ids = torch.cat([self.draft_ids[heads.argmax(-1)], final[:, None]], 1)
             truth = torch.where(places.real, batch.token_ids[places.sequence, places.place], final)
             wanted = labels(first_right(ids, truth), ids.shape[1])
-        value = controller_loss(self.odds(states), wanted, places.real)
+        value = controller_loss(odds(states, self.controller), wanted, places.real)
         value = value + sum(one.value for one in losses)
         return Loss(value, losses[0].positions, losses[-1].kept)
-
-    def odds(self, states: Tensor) -> Tensor:
-        """What the controller says of ``states`` [..., hidden], whatever their size: logits [..., 3]."""
-        return F.linear(F.rms_norm(states, states.shape[-1:]), self.controller)
 
     def _states(self, batch: Batch, sequence: Tensor, place: Tensor) -> Tensor:
         """[M, exits + 1, hidden] of the tokens before each ``place``, at every exit and behind the last layer."""
@@ -187,12 +183,3 @@ class EarlyExit(TargetHeadDrafter):
 
 def _float32(target_dir: Path) -> LoadTarget:
     return partial(load_model, target_dir, "float32", "cpu")
-
-
-def adapted(states: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """``states`` [..., n, hidden] as n heads change them, with ``down`` [n, rank, hidden] and ``up`` [n, hidden, rank].
-
-    Without a batch dimension n are states, each with the head that stands beside it.
-    """
-    inner = torch.einsum("...nh,nrh->...nr", F.rms_norm(states, states.shape[-1:]), down)
-    return states + torch.einsum("...nr,nhr->...nh", inner, up)

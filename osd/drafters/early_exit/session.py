@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import DrafterError, check
 from osd.drafters.draft_vocabulary import check_maps, draft_ids
 from osd.drafters.early_exit.controller import EXIT, confident
+from osd.drafters.early_exit.heads import adapted, odds
 from osd.drafters.session import NOBODY, Asked, Chains, Exits, Kept, Origin, Proposal, Runtime
 from osd.runtime.batch import PackedRows, RowBuilder, paths
 from osd.runtime.device import aside, copied, sent
@@ -119,8 +119,7 @@ class EarlyExitSession(AutoregressiveSession):
         self._run(asked, before)
         number = sent([self._exits.index(one.layer) for one in asked], self._device)
         states = torch.stack([one.state for one in asked])
-        inner = torch.einsum("nh,nrh->nr", F.rms_norm(states, states.shape[-1:]), self._vector["down"][number])
-        self._states = states + torch.einsum("nr,nhr->nh", inner, self._vector["up"][number])
+        self._states = adapted(states, self._vector["down"][number], self._vector["up"][number])
         return self._head(self._norm(self._states))
 
     def _run(self, asked: Sequence[_Row], before: Sequence[Sequence[_Row]]) -> None:
@@ -156,7 +155,7 @@ class EarlyExitSession(AutoregressiveSession):
                 one.taps[columns] = forward.hidden[at].unflatten(0, (len(columns), -1)).float()
 
     def _odds(self, states: Tensor) -> Tensor:
-        return F.linear(F.rms_norm(states, states.shape[-1:]), self._vector["controller"])
+        return odds(states, self._vector["controller"])
 
     @torch.inference_mode()
     def judge(self, states: Tensor) -> Tensor:

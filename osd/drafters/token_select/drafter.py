@@ -30,8 +30,9 @@ class TokenSelect(Drafter):
         Raises:
             DrafterError: a size cannot be.
         """
-        check_sizes(_LONGEST, top=sizes.top, local=sizes.local)
-        check_sizes(_LONGEST, initial=sizes.initial or 1 if type(sizes.initial) is int else sizes.initial)
+        check_sizes(top=sizes.top, local=sizes.local)
+        if sizes.initial != 0:
+            check_sizes(initial=sizes.initial)
         if type(sizes.threshold) not in (int, float) or not 0 <= sizes.threshold <= 1:
             raise DrafterError(f"threshold is {sizes.threshold!r}, but must be a number from 0 to 1")
         self._sizes, self._layers = sizes, layers
@@ -70,10 +71,6 @@ class TokenSelect(Drafter):
     def session(self, runtime: Runtime) -> TokenSelectSession:
         """See ``Drafter.session``."""
         return TokenSelectSession(self._sizes, runtime)
-
-
-_LONGEST = 1 << 20
-"""Of tokens that a row reads."""
 
 
 def _check_target(directory: Path) -> int:

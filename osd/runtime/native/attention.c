@@ -210,16 +210,8 @@ static float soften(float *scores, int64_t count, float softcap) {
     for (int64_t i = 0; i < count; i++) scores[i] = softcap * tanhf(scores[i] / softcap);
   const int64_t whole = padded(count);
   for (int64_t i = count; i < whole; i++) scores[i] = -INFINITY;
-  Vector most = all(-INFINITY), total = all(0);
-  for (int64_t i = 0; i < whole; i += WIDTH) most = larger(load(scores + i), most);
-  const float best = largest_of(most);
-  for (int64_t i = 0; i < whole; i += WIDTH) {
-    const Vector delta = load(scores + i) - best;
-    const Vector weight = choose(delta > -87.0f, exp_nonpositive(delta), all(0));
-    put(scores + i, weight);
-    total += weight;
-  }
-  return sum_of(total);
+  float best;
+  return exponentials(scores, whole, &best);
 }
 
 /* Attention of one block; query and out are [rows, heads, dim]. The keys and values of its rows are stored already. */

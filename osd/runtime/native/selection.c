@@ -141,17 +141,7 @@ static void score_chunk(const Selection *sel, const Span *s, const Attention *a,
     float *scores = s->scores + head * s->stride + first;
     const int64_t whole = rounded(count, WIDTH);
     for (int64_t i = count; i < whole; i++) scores[i] = -INFINITY;
-    Vector most = all(-INFINITY), total = all(0);
-    for (int64_t i = 0; i < whole; i += WIDTH) most = larger(load(scores + i), most);
-    const float best = largest_of(most);
-    for (int64_t i = 0; i < whole; i += WIDTH) {
-      const Vector delta = load(scores + i) - best;
-      const Vector weight = choose(delta > -87.0f, exp_nonpositive(delta), all(0));
-      put(scores + i, weight);
-      total += weight;
-    }
-    s->tops[head * chunks + chunk] = best;
-    s->sums[head * chunks + chunk] = sum_of(total);
+    s->sums[head * chunks + chunk] = exponentials(scores, whole, s->tops + head * chunks + chunk);
   }
 }
 

@@ -97,4 +97,18 @@ INLINE Vector exp_nonpositive(Vector x) {
   return y * (Vector)power;
 }
 
+/* scores [whole vectors] -> exp(score - the largest, `best`), in place; the sum of them. */
+INLINE float exponentials(float *scores, int64_t whole, float *best) {
+  Vector most = all(-INFINITY), total = all(0);
+  for (int64_t i = 0; i < whole; i += WIDTH) most = larger(load(scores + i), most);
+  *best = largest_of(most);
+  for (int64_t i = 0; i < whole; i += WIDTH) {
+    const Vector delta = load(scores + i) - *best;
+    const Vector weight = choose(delta > -87.0f, exp_nonpositive(delta), all(0));
+    put(scores + i, weight);
+    total += weight;
+  }
+  return sum_of(total);
+}
+
 #endif

@@ -24,6 +24,7 @@ from osd.drafters.early_exit.controller import (
     labels,
 )
 from osd.drafters.early_exit.drafter import EarlyExit
+from osd.drafters.early_exit.heads import odds as odds_of
 from osd.drafters.early_exit.places import Places
 from osd.drafters.early_exit.session import EarlyExitSession
 from osd.drafters.session import Kept, Runtime
@@ -207,7 +208,7 @@ def test_serving_and_training_see_the_same(drafter: EarlyExit, deep_dir: Path) -
     assert torch.allclose(served[:2], trained[0], rtol=5e-3, atol=1e-2 * float(trained[0].abs().max()))
     odds = session.judge(hidden[0])
     assert odds.shape == (LENGTH, 3, 3)
-    assert torch.allclose(odds, drafter.odds(hidden.view(LENGTH, 3, -1)), atol=1e-5)
+    assert torch.allclose(odds, odds_of(hidden.view(LENGTH, 3, -1), drafter.controller), atol=1e-5)
 
 
 def test_versions_hold_heads_and_controller_and_no_head_of_the_target(drafter: EarlyExit, deep_dir: Path) -> None:
@@ -298,7 +299,7 @@ def test_the_loss_is_that_of_every_head_and_of_the_controller(drafter: EarlyExit
         truth = int(batch.token_ids[s, place]) if real else says[-1]
         f = next((head for head, said in enumerate(says, 1) if said == truth), 0)
         wanted.append([STOP if f == 0 else EXIT if f <= i + 1 else CONTINUE for i in range(3)])
-        odds.append(drafter.odds(states))
+        odds.append(odds_of(states, drafter.controller))
     controller = controller_loss(torch.stack(odds), torch.tensor(wanted), places.real)
     assert {one for row in wanted for one in row} >= {STOP, CONTINUE}
     assert found.value.item() == pytest.approx(controller.item() + heads / len(wanted), rel=2e-3)
@@ -319,7 +320,7 @@ def test_what_the_target_is_wrong_about_is_learnt_and_generated_text_is_no_reaso
     assert after.value.item() < 0.6 * before.value.item()
     assert batch.hidden is not None
     prompts = batch.hidden[:, 1:11].reshape(-1, 3, 64)
-    said = drafter.odds(prompts).detach().softmax(-1)[:, -1, STOP]
+    said = odds_of(prompts, drafter.controller).detach().softmax(-1)[:, -1, STOP]
     print(f"probability to stop in text that the target does not expect: {float(said.mean())}")
     assert float(said.mean()) > 0.8
     for parameter in (drafter.down, drafter.up, drafter.controller):
