@@ -1,16 +1,16 @@
-"""Training in what serving leaves over: lowest priority, short micro-steps, and pauses while serving needs the machine.
+"""Training in what serving leaves over: lowest priority, and pauses while serving needs the machine.
 
 Serving needs it while a request waits, and while the time between two tokens is above ``trainer.latency_objective_ms``.
-A replica tells of waiting requests within 0.02 s and of its latency every 0.1 s, and micro-steps are kept to 0.15 s:
-training yields within 200 ms of the first waiting request, and within 300 ms of a latency that is too long.
+A replica tells of waiting requests within 0.02 s and of its latency every 0.1 s, and training looks at that every
+0.04 s, between two operations of a micro-step too: it yields within 200 ms of the first waiting request, and within
+300 ms of a latency that is too long.
 
 Beside requests that run, training takes at most ``trainer.duty`` of its cores' time: even at the lowest priority a core
 that is shared makes the forwards of all cores wait. While nothing runs, training goes on without rests. Whether it pays
 at all is for ``trainer.investor`` to say.
 
-All seconds of work are CPU seconds, and the two promises are for a core that training finds free. On one that serving
-keeps busy a micro-step of 0.1 s may need a whole second, in which it gets what is left over: made smaller, it would
-only learn less from the same work.
+All seconds of work are CPU seconds. How much one operation takes is the machine's affair: where all of a micro-step's
+are short, as on the CPUs that osd is measured on, the two promises hold for a core that training finds free.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ from osd.runtime.device import several_cores
 
 logger = logging.getLogger(__name__)
 
-LONGEST_STEP = 0.15
-"""CPU seconds on each of its cores that a micro-step should not exceed."""
-
-_SMALLEST = 32
 _POLL = 0.02
+_LOOK = 0.04  # between two looks at the loads within a micro-step
 _RETRY = 1.0
 _BLIND_SECONDS = 5.0  # for which what was last known of the load may stand
 
@@ -48,11 +45,10 @@ def lower_priority(threads: int) -> None:
 
 
 class Capacity:
-    """Says when to train, and how many tokens at a time.
+    """Says when to train.
 
-    ``tokens`` starts at ``trainer.micro_batch_tokens`` and never exceeds it. It shrinks when micro-steps come near to
-    0.15 s and grows back slowly while they are short. ``clock`` gives the CPU seconds that each of its cores has
-    worked; ``seen`` is shown the loads at each look. ``beside_requests`` says whether any ran then.
+    ``clock`` gives the CPU seconds that each of its cores has worked; ``seen`` is shown the loads at each look.
+    ``beside_requests`` says whether any ran then, ``worked`` the CPU seconds of the last piece of work, on each core.
     """
 
     def __init__(
@@ -67,8 +63,8 @@ class Capacity:
         self._clock = clock
         self._unreadable_until = 0.0
         self._known, self._known_at = 0.0, -math.inf
-        self._began, self._worked = -math.inf, 0.0  # of the last piece of work: when it began, and its seconds
-        self.tokens = settings.micro_batch_tokens
+        self._began = self._looked = -math.inf  # the last piece of work, and the last look within one
+        self._before = self.worked = 0.0
         self.reachable, self.beside_requests = True, False
 
     def spare(self) -> float:
@@ -106,7 +102,7 @@ class Capacity:
                 say("paused")
             elif (share := self.spare()) == 0:
                 say("yielding")
-            elif time.monotonic() - self._began >= self._worked / share:
+            elif time.monotonic() - self._began >= self.worked / share:
                 return True
             stop.wait(_POLL)
         return False
@@ -114,18 +110,23 @@ class Capacity:
     @contextmanager
     def working(self) -> Generator[None]:
         """Take note of the work inside, to rest after it."""
-        began, before = time.monotonic(), self._clock()
+        self._began, self._before = time.monotonic(), self._clock()
         try:
             yield
         finally:
-            self._began, self._worked = began, self._clock() - before
+            self.worked = self._clock() - self._before
 
-    def fit(self) -> float:
-        """Adapt ``tokens`` to how much the last work was, a micro-step; returns its seconds."""
-        if self._worked > 0.9 * LONGEST_STEP:
-            # A single slow step may be the machine's fault, so that it never costs more than half.
-            shrink = max(0.75 * LONGEST_STEP / self._worked, 0.5)
-            self.tokens = max(int(self.tokens * shrink), min(_SMALLEST, self._settings.micro_batch_tokens))
-        elif self._worked < 0.6 * LONGEST_STEP:
-            self.tokens = min(int(self.tokens * 1.1) + 1, self._settings.micro_batch_tokens)
-        return self._worked
+    def give_way(self, leave: Callable[[], bool], look: Callable[[float], None]) -> None:
+        """Within ``working``, as often as one likes: wait while serving needs the machine, and rest beside requests.
+
+        No longer than until ``leave`` says that the work is to end; while it waits ``look`` hears the share that may
+        be trained now.
+        """
+        if time.monotonic() - self._looked < _LOOK:
+            return
+        while not leave():
+            self._looked, share, worked = time.monotonic(), self.spare(), self._clock() - self._before
+            if share == 1 or (share and time.monotonic() - self._began >= worked / share):
+                return
+            look(share)
+            time.sleep(_POLL)

@@ -173,6 +173,7 @@ def work(config: dict[str, Any]) -> None:
     """What every rank of the group runs, in a thread of an actor of Ray Train's."""
     import torch.distributed as dist
 
+    from osd.registry.replica_loads import ReplicaLoads
     from trainer.ranks import Rank
 
     logging.getLogger("trainer").setLevel(logging.INFO)
@@ -181,7 +182,9 @@ def work(config: dict[str, Any]) -> None:
     logs.set_up(settings.log, f"trainer rank {rank}")
     try:
         if rank:
-            Rank(settings.trainer, open_target(settings).build).run()
+            loads = ReplicaLoads(config["redis_url"])
+            Rank(settings.trainer, open_target(settings).build, loads).run()
+            loads.close()
         else:
             _lead(settings, config["redis_url"], group)
     except Exception as error:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -29,8 +30,10 @@ from osd.drafters.trainable import Trainable
 from osd.learning.batch import collate
 from osd.learning.distiller import Counts, Distiller, Step
 from osd.learning.replay import Sample
-from trainer.capacity import lower_priority
+from osd.registry.replica_loads import ReplicaLoads
+from trainer.capacity import Capacity, lower_priority
 from trainer.executor import Build
+from trainer.yielding import yielding
 
 
 class Take(msgspec.Struct, tag=True):
@@ -224,8 +227,10 @@ class RankZero:
 class Rank:
     """Another rank: computes gradients with the weights of rank 0, and never updates any itself."""
 
-    def __init__(self, settings: TrainerSettings, build: Build) -> None:
+    def __init__(self, settings: TrainerSettings, build: Build, loads: ReplicaLoads) -> None:
+        """Build drafters by ``build``; what replicas do by ``loads`` says when to stand still."""
         self._settings = settings
+        self._capacity = Capacity(loads, settings, lambda: time.process_time() / settings.threads)
         self._build = build
         self._distillers: dict[str, Distiller] = {}
         self._began = time.process_time()
@@ -262,7 +267,9 @@ class Rank:
         """Gather the gradients of a micro-batch, and say what they are worth."""
         distiller.steps = message.number
         before, skipped = distiller.counts, distiller.skipped
-        step = distiller.gather(collate(message.traces))
+        give_way = partial(self._capacity.give_way, lambda: False, lambda share: None)
+        with self._capacity.working(), yielding(give_way):
+            step = distiller.gather(collate(message.traces))
         counts = _sum(distiller.counts, before, -1)
         loss = step.loss if counts[0] else 0.0
         return Done(loss, distiller.skipped - skipped, counts, time.process_time() - self._began)

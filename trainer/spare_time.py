@@ -62,3 +62,16 @@ class SpareTime:
             if self._scheduler.has(self._domain):
                 return True
         return False
+
+    def give_way(self, idle: Callable[[], None]) -> None:
+        """Within a micro-step: stand still while serving leaves no room, and call ``idle`` now and then meanwhile.
+
+        Where the worker is to rest, or to end, the micro-step goes on to its end at once.
+        """
+
+        def look(share: float) -> None:
+            if not share:
+                self._say("yielding", "")
+            idle()
+
+        self._capacity.give_way(lambda: self.paused or self.over.is_set(), look)

@@ -42,6 +42,7 @@ from trainer.slowing import Slowing
 from trainer.spare_time import SpareTime
 from trainer.status import Status
 from trainer.telling import Telling
+from trainer.yielding import yielding
 
 logger = logging.getLogger(__name__)
 
@@ -221,9 +222,10 @@ class Worker:
         if not self._spare(self._look, _PATIENCE):
             return
         self._say("training", "")
-        with self._capacity.working():
-            learned = learner.step(self._capacity.tokens, self._context.executor)
-        learner.worked(self._capacity.fit() * self._context.executor.size * self._settings.trainer.threads)
+        trainer, executor = self._settings.trainer, self._context.executor
+        with self._capacity.working(), yielding(partial(self._spare_time.give_way, self._alive)):
+            learned = learner.step(trainer.micro_batch_tokens, executor)
+        learner.worked(self._capacity.worked * executor.size * trainer.threads)
         self.intake.finish(learned.fresh)
         self._accounts.learned(learned)
         now = time.monotonic()

@@ -38,6 +38,12 @@ ABLATIONS: dict[str, dict[str, Change]] = {
     "samples": {name: _trainer(samples=name) for name in ("teacher", "student", "mixed")},
     "positions": {name: _trainer(positions=name) for name in ("all", "rejected", "weighted")},
     "interval": {f"every {count} records": _recipe(interval=count) for count in (1, 8, 32)},
+    "products": {
+        "float32": _trainer(precision="float32", negatives=0),
+        "bfloat16": _trainer(precision="bfloat16", negatives=0),
+        "float32, 512 negatives": _trainer(precision="float32", negatives=512),
+        "bfloat16, 512 negatives": _trainer(precision="bfloat16", negatives=512),
+    },
     "unroll": {f"{depth} steps": _trainer(unroll=depth) for depth in (1, 2, 3, 4)},
     "gate": {"through the gate": _recipe(gated=True), "without": _recipe(gated=False)},
     "learning_rate": {f"{rate:g}": _trainer(learning_rate=rate) for rate in (3e-4, 1e-3, 3e-3)},

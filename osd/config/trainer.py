@@ -41,6 +41,14 @@ class TrainerSettings(Section):
         default="decay",
         description="how much each further step counts: 0.8 of the one before, or what it adds to the accepted length",
     )
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="of training's matrix products; auto: bfloat16 where the CPU multiplies that"
+    )
+    negatives: int = Field(
+        default=512,
+        ge=0,
+        description="of the draft vocabulary, sampled for each micro-step beside what the target named; 0: all of it",
+    )
     micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
     replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")

@@ -8,13 +8,16 @@ every other id, so that each verification rule stays lossless.
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from osd.drafters.base import DrafterError, check
 from osd.drafters.sizes import check_sizes
-from osd.drafters.trainable import Trainable
+from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 
 
 class VocabularyDrafter(Trainable):
@@ -42,6 +45,28 @@ class VocabularyDrafter(Trainable):
         """[vocabulary] the target id of each draft id."""
         return draft_ids(self.d2t)
 
+    @property
+    @abstractmethod
+    def head_rows(self) -> Tensor:
+        """[vocabulary, hidden] the rows of the target's head for what may be drafted, which stay frozen."""
+
+    @abstractmethod
+    def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """States [N, hidden] that the head reads for each of ``depth`` steps, see ``Trainable.unroll``."""
+
+    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``Trainable.unroll``."""
+        return _said(self.before_head(batch, depth, drafted), self.head_rows)
+
+    def loss(self, batch: Batch, objective: Objective) -> Loss:
+        """See ``Trainable.loss``; the head reads no more of its rows than that needs."""
+        sampled = objective.sampled(batch, self.draft_ids)
+        if sampled is None:
+            return super().loss(batch, objective)
+        states = self.before_head(batch, self.levels or objective.depth, objective.drafted(batch))
+        levels = _said(states, self.head_rows[sampled.places], sampled.raised)
+        return objective.loss(batch, levels, self.draft_ids[sampled.places])
+
     def set_vocabulary(self, ids: Tensor) -> None:
         """Draft only the target ids ``ids`` [vocabulary], ascending."""
         self.t2d.zero_()
@@ -65,6 +90,16 @@ class VocabularyDrafter(Trainable):
         """
         check_maps(check(weights, self.weights()))
         super().load_weights(weights)
+
+
+def _said(levels: Sequence[Tensor], rows: Tensor, raised: Tensor | None = None) -> list[Tensor]:
+    """Logits [N, vocabulary] of the ``rows`` of a head; the same for levels that have the same states."""
+    said: dict[int, Tensor] = {}
+    for states in levels:
+        if id(states) not in said:
+            logits = F.linear(states, rows)
+            said[id(states)] = logits if raised is None else logits.float() + raised
+    return [said[id(states)] for states in levels]
 
 
 def draft_ids(d2t: Tensor) -> Tensor:

@@ -40,6 +40,11 @@ class TargetHeadDrafter(VocabularyDrafter):
         """See ``Kind.usual_taps``: the output of the last layer, which the final norm reads."""
         return (layers - 1,)
 
+    @property
+    def head_rows(self) -> Tensor:
+        """See ``VocabularyDrafter.head_rows``."""
+        return self.rows
+
     def said(self, states: Tensor) -> Tensor:
         """Logits [..., vocabulary] of states [..., hidden] behind the final norm."""
         return states @ self.rows.T

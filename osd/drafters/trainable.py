@@ -45,6 +45,14 @@ class Loss:
     kept: Sequence[float] = ()
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """Places [C] of a draft vocabulary that a loss needs, and what to add to the logits there, ``raised`` [C]."""
+
+    places: Tensor
+    raised: Tensor
+
+
 class Objective(Protocol):
     """What the distiller asks a drafter to minimise; see ``osd.learning.objective``."""
 
@@ -59,6 +67,10 @@ class Objective(Protocol):
 
     def share(self, depth: int) -> float:
         """How much the loss of a ``depth`` counts, 1 of the first."""
+        ...
+
+    def sampled(self, batch: Batch, draft_ids: Tensor) -> Sampled | None:
+        """The part of the ``draft_ids`` [vocabulary] that suffices for the loss; None where that is all of them."""
         ...
 
     def loss(

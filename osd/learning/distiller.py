@@ -18,6 +18,7 @@ from osd.learning.batch import DistillBatch
 from osd.learning.head_training import HeadTraining
 from osd.learning.objective import Objective
 from osd.learning.optimizer_state import OptimizerStateError, optimizer_state, read_optimizer_state, restore
+from osd.learning.precision import products
 
 _CLIP = 0.5
 """Largest global norm of the gradient; a longer one is scaled down."""
@@ -116,7 +117,8 @@ class Distiller:
         if self._head is not None:
             loss = self._head.gather(batch, self.steps)
             self.head_loss = self.head_loss if loss is None else loss
-        loss = self.drafter.loss(batch, Objective.of(self._settings, self.steps, self._kept))
+        with products(self._settings.precision):
+            loss = self.drafter.loss(batch, Objective.of(self._settings, self.steps, self._kept))
         value = float(loss.value.detach())
         if not loss.value.requires_grad:
             return Step(value, True)

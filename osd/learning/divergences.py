@@ -62,10 +62,8 @@ def overlap(
     log_q = logits.float().log_softmax(-1)  # [N, draft_vocab]
     size = log_q.shape[1]
     known = target_ids >= 0
-    place = target_ids.clamp(min=0)  # [N, K]
-    if index is not None:
-        place = torch.where(place < len(index), index[place.clamp(max=len(index) - 1)], -1)
-    drafted = known & (place >= 0)
+    place = places(target_ids, index)  # [N, K]
+    drafted = place >= 0
     mass = torch.where(known, target_logp.exp(), 0.0)
     p = torch.where(drafted, mass, 0.0)
     # One more column takes the ids that the drafter lacks.
@@ -93,6 +91,13 @@ def draft_index(draft_ids: Tensor | None) -> Tensor | None:
     index = torch.full((int(draft_ids.max()) + 1,), -1, dtype=torch.int64, device=draft_ids.device)
     index[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
     return index
+
+
+def places(ids: Tensor, index: Tensor | None) -> Tensor:
+    """Where in a draft vocabulary target ``ids`` are, -1 for nowhere; ids of -1 are none."""
+    if index is None:
+        return ids
+    return torch.where((ids >= 0) & (ids < len(index)), index[ids.clamp(0, len(index) - 1)], -1)
 
 
 def forward_kl(events: Overlap) -> Tensor:

@@ -15,6 +15,7 @@ from osd.drafters.base import OPTIONAL, DrafterError
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.optimizer_state import State, optimizer_state, read_optimizer_state, restore
+from osd.learning.precision import products
 
 _REJECTED_WEIGHT = 6.0  # of the loss of a rejected token
 _MIXED = 0.15  # of the drafted tokens give way to the target's own
@@ -97,7 +98,7 @@ class HeadTraining:
             return None
         asked = dataclasses.replace(batch, sequence=batch.sequence[known], place=batch.place[known])
         fed, drafted, depth = fed[known], batch.drafted[known], depth[known]
-        with torch.no_grad():
+        with torch.no_grad(), products(self._settings.precision):
             states = torch.stack(self._drafter.drafted_states(asked, fed, int(depth.max())))  # [depths, M, width]
         states = states[depth - 1, torch.arange(len(depth), device=depth.device)]
         labelled = fed == drafted

@@ -16,10 +16,11 @@ from torch.nn.functional import cross_entropy
 
 from osd.capture.trace import REJECTED
 from osd.config import TrainerSettings
-from osd.drafters.trainable import Batch, Loss
+from osd.drafters.trainable import Batch, Loss, Sampled
 from osd.learning import DIVERGENCES, Divergence
 from osd.learning.batch import DistillBatch
-from osd.learning.divergences import draft_index, jensen_shannon, overlap
+from osd.learning.divergences import draft_index, jensen_shannon, overlap, places
+from osd.learning.sampled_head import sampled
 from osd.learning.targets import OwnSamples
 
 _DECAY = 0.8
@@ -41,13 +42,14 @@ class Objective:
     and each step costs as much as the first. Behind the first step the drafter reads the target's tokens or, as
     ``trainer.samples`` says, its ``own`` where it was rejected and the batch knows them: "mixed" takes turns.
 
-    ``kept`` is the acceptance of each depth lately, as far as it is known.
+    ``kept`` is the acceptance of each depth lately, as far as it is known; ``step`` the micro-step's number.
     """
 
     settings: TrainerSettings
     depth: int
     own: bool
     kept: Sequence[float] = ()
+    step: int = 0
 
     @classmethod
     def of(cls, settings: TrainerSettings, step: int, kept: Sequence[float] = ()) -> Objective:
@@ -55,7 +57,7 @@ class Objective:
         depth = settings.unroll if step % _WHOLE_EVERY == 0 else min(settings.unroll, _USUAL_DEPTH)
         turn = step // _WHOLE_EVERY + step  # so that whole ones are read both ways
         own = settings.samples == "student" or (settings.samples == "mixed" and turn % 2 == 1)
-        return cls(settings, depth, own, kept)
+        return cls(settings, depth, own, kept, step)
 
     def share(self, depth: int) -> float:
         """How much the loss of a ``depth`` counts, 1 of the first."""
@@ -65,6 +67,13 @@ class Objective:
         """[B, L] the tokens that later steps read, None for the batch's own."""
         samples = self._samples(batch)
         return None if samples is None else samples.token_ids
+
+    def sampled(self, batch: Batch, draft_ids: Tensor) -> Sampled | None:
+        """The ids that the target names in this micro-batch, and ``trainer.negatives`` others of the vocabulary."""
+        batch, samples = cast(DistillBatch, batch), self._samples(batch)
+        said = [batch.target_ids] if samples is None else [batch.target_ids, samples.target_ids]
+        named = places(torch.cat([ids.flatten() for ids in said]), draft_index(draft_ids))
+        return sampled(named, len(draft_ids), self.settings.negatives, self.step)
 
     def loss(
         self,
@@ -111,8 +120,7 @@ class Objective:
         """[N] minus the log-probability of the target's most probable token; 0 where it cannot be drafted."""
         batch, index = cast(DistillBatch, batch), draft_index(draft_ids)
         best = batch.target_ids.gather(1, batch.target_logp.argmax(-1, keepdim=True)).squeeze(-1)
-        if index is not None:
-            best = torch.where(best < len(index), index[best.clamp(max=len(index) - 1)], -1)
+        best = places(best, index)
         return cross_entropy(logits, best, ignore_index=-1, reduction="none")
 
     def _rows(self, batch: DistillBatch, depth: int, left_out: Tensor | None) -> Tensor:

@@ -24,7 +24,7 @@ from tests.tiny import HIDDEN, VOCABULARY
 from tests.unit.learning.toys import make_trace
 from trainer import checkpoint
 
-TRAINING = TrainerSettings(learning_rate=0.01, update_tokens=1)
+TRAINING = TrainerSettings(learning_rate=0.01, update_tokens=1, precision="float32")  # the same on every CPU
 
 
 def verified(trace):
@@ -99,3 +99,19 @@ def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, target, nex
         assert resumed.step(data).loss == distiller.step(data).loss
     for name, weight in drafter.weights().items():
         assert torch.equal(resumed.drafter.weights()[name], weight)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", sorted(TRAINED_SETTINGS))
+def test_in_bfloat16_it_learns_what_it_learns_in_float32(kind, tiny_target, target, next_token_logits, tmp_path):
+    losses = []
+    for precision in ("float32", "bfloat16"):
+        torch.manual_seed(0)
+        drafter = initial(TRAINED_SETTINGS[kind](), tiny_target, tmp_path)
+        distiller = Distiller(drafter, TRAINING.model_copy(update={"precision": precision}))
+        steps = [distiller.step(batch(1000 + n % 5, drafter, next_token_logits, target)) for n in range(15)]
+        losses.append([step.loss for step in steps])
+    exact, half = losses
+    assert half != exact
+    assert half == pytest.approx(exact, rel=0.1)
+    assert half[-1] < 0.95 * half[0]

@@ -123,7 +123,7 @@ class Eagle(VocabularyDrafter):
 
     def features(self, hidden: Tensor) -> Tensor:
         """Fuse tapped hidden states [..., taps * hidden] into features [..., hidden]."""
-        return self.fuse(self.shape.fused(hidden, self.tap_norm))
+        return self.fuse(self.shape.fused(hidden, self.tap_norm)).float()
 
     def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
         """What attention reads of (token, feature) pairs: [..., 2 * hidden]."""
@@ -146,14 +146,15 @@ class Eagle(VocabularyDrafter):
         y = self.mlp_norm(x)
         return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
 
-    def logits(self, features: Tensor) -> Tensor:
-        """Logits [..., vocabulary] of the token that follows."""
-        return self.head(self.norm(features))
+    @property
+    def head_rows(self) -> Tensor:
+        """See ``VocabularyDrafter.head_rows``."""
+        return self.head.weight
 
-    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Trainable.unroll``; EAGLE-3's training-time test."""
+    def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``VocabularyDrafter.before_head``; EAGLE-3's training-time test."""
         outputs = self._outputs(batch, batch.place - 2, depth, batch.token_ids if drafted is None else drafted)
-        return [self.logits(features) for features in outputs]
+        return [self.norm(features) for features in outputs]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
         """See ``Trainable.drafted_states``; a fed token is seen by its own draft and by no pair of true tokens."""

@@ -109,18 +109,18 @@ class EarlyExit(TargetHeadDrafter):
             "vocabulary": len(self.d2t),
         }
 
-    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Trainable.unroll``.
+    def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``VocabularyDrafter.before_head``.
 
         A draft's tokens run through the target's own layers, so that every step over the same tokens is the same.
         """
-        first = self.said(self.final_norm(self._left(self._states(batch, batch.sequence, batch.place)[:, :-1])))
+        first = self.final_norm(self._left(self._states(batch, batch.sequence, batch.place)[:, :-1]))
         if drafted is None or depth == 1:
             return [first] * depth
         text, others = (Reading.same(ids, batch.lengths) for ids in (batch.token_ids, drafted))
         both = AlternativeTokens(text, others, batch.token_ids != drafted)
         states = self._run(**both.inputs())[batch.sequence, both.column[batch.sequence, batch.place - 1]]
-        return [first] + [self.said(self.final_norm(self._left(states)))] * (depth - 1)
+        return [first] + [self.final_norm(self._left(states))] * (depth - 1)
 
     @property
     def state_width(self) -> int:

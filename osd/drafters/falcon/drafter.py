@@ -156,9 +156,9 @@ class Falcon(TargetHeadDrafter):
             value = value + objective.mean(batch, d, feature + _DISTILLED * (1 - _SOFT) * hard, off)
         return Loss(value, loss.positions, loss.kept)
 
-    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Trainable.unroll``; the first tokens of a draft come of one call, and read no token of it."""
-        return [self.said(self.final_norm(features)) for features in self._outputs(batch, depth, drafted)]
+    def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``VocabularyDrafter.before_head``; the first tokens of a draft come of one call, and read none of it."""
+        return [self.final_norm(features) for features in self._outputs(batch, depth, drafted)]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
         """See ``Trainable.drafted_states``."""

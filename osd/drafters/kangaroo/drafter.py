@@ -157,18 +157,19 @@ class Kangaroo(VocabularyDrafter):
         mixed = F.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)  # [B, heads, W, dim]
         return states[rows, asked] + self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
-    def logits(self, adapted: Tensor) -> Tensor:
-        """Logits [..., vocabulary] of the token that follows."""
-        return self.head(self.norm(adapted))
+    @property
+    def head_rows(self) -> Tensor:
+        """See ``VocabularyDrafter.head_rows``."""
+        return self.head.weight
 
-    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Trainable.unroll``.
+    def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``VocabularyDrafter.before_head``.
 
         A draft's tokens run through the target's own layers, so that every step over the same tokens is the same.
         """
         if batch.hidden is None:
             raise DrafterError("kangaroo learns from hidden states, and the trace has none")
-        first = self.logits(self._causal(batch.hidden.float(), batch.sequence, batch.place - 1))
+        first = self.norm(self._causal(batch.hidden.float(), batch.sequence, batch.place - 1))
         if drafted is None or depth == 1:
             return [first] * depth
         text, others = (Reading.same(ids, batch.lengths) for ids in (batch.token_ids, drafted))
@@ -177,7 +178,7 @@ class Kangaroo(VocabularyDrafter):
         places = inputs["position_ids"]
         every = torch.arange(places.shape[1], device=places.device).expand(len(places), -1)
         adapted = self.adapted(self._run(**inputs), places, inputs["attention_mask"][:, 0], every)
-        later = self.logits(adapted[batch.sequence, both.column[batch.sequence, batch.place - 1]])
+        later = self.norm(adapted[batch.sequence, both.column[batch.sequence, batch.place - 1]])
         return [first] + [later] * (depth - 1)
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:

@@ -88,9 +88,9 @@ class Medusa(TargetHeadDrafter):
         """See ``Trainable.state_width``; a state is the output of the block that drafted the token."""
         return self.bias.shape[1]
 
-    def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Trainable.unroll``; heads read no token."""
-        return [self.said(self._block(batch, head)) for head in range(min(depth, self.levels))]
+    def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
+        """See ``VocabularyDrafter.before_head``; heads read no token."""
+        return [self._block(batch, head) for head in range(min(depth, self.levels))]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
         """See ``Trainable.drafted_states``."""

@@ -10,7 +10,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from osd.config import TrainerSettings
 from osd.registry.replica_loads import ReplicaLoad
 from trainer import capacity as capacity_module
-from trainer.capacity import LONGEST_STEP, Capacity, lower_priority
+from trainer.capacity import Capacity, lower_priority
 
 
 class ScriptedLoads:
@@ -41,14 +41,7 @@ class Machine:
 
 
 def capacity(loads=None, machine=None, **changes):
-    settings = TrainerSettings(**{"micro_batch_tokens": 400, **changes})
-    return Capacity(loads or ScriptedLoads(), settings, (machine or Machine()).clock)
-
-
-def fit(it, machine, seconds):
-    with it.working():
-        machine.computed += seconds
-    it.fit()
+    return Capacity(loads or ScriptedLoads(), TrainerSettings(**changes), (machine or Machine()).clock)
 
 
 def work(it, machine):
@@ -117,41 +110,13 @@ def test_what_is_known_of_the_load_stands_for_a_while_and_then_nothing_is_traine
     assert it.spare() == 1.0
 
 
-def test_long_micro_steps_shrink_until_they_are_short():
-    machine = Machine()
-    it = capacity(machine=machine)
-    seconds_per_token = 0.001
-    for _ in range(20):
-        fit(it, machine, it.tokens * seconds_per_token)
-    assert 0.5 * LONGEST_STEP < it.tokens * seconds_per_token < LONGEST_STEP
-
-
-def test_one_hiccup_costs_at_most_half_and_is_made_up_for():
-    machine = Machine()
-    it = capacity(machine=machine)
-    fit(it, machine, 5.0)
-    assert it.tokens == 200
-    for _ in range(10):
-        fit(it, machine, 0.01)
-    assert it.tokens == 400
-
-
-def test_micro_steps_never_shrink_to_nothing():
-    machine = Machine()
-    it = capacity(machine=machine)
-    for _ in range(50):
-        fit(it, machine, 10.0)
-    assert it.tokens == 32
-
-
-def test_a_micro_step_that_hardly_gets_a_core_is_neither_shrunk_nor_rested_from():
+def test_a_micro_step_that_hardly_gets_a_core_is_not_rested_from():
     machine = Machine()
     it = capacity(ScriptedLoads(0, 0), machine, duty=0.5)
     with it.working():
         machine.computed += 0.1
         time.sleep(0.3)
-    it.fit()
-    assert it.tokens == 400
+    assert it.worked == pytest.approx(0.1)
     began = time.monotonic()
     assert it.wait(threading.Event(), threading.Event(), print)
     assert time.monotonic() - began < 0.05
@@ -178,6 +143,54 @@ def test_a_rest_ends_with_the_last_request():
     began = time.monotonic()
     assert it.wait(threading.Event(), threading.Event(), lambda why: None)
     assert 0.15 < time.monotonic() - began < 0.4
+
+
+def never():
+    return False
+
+
+def test_within_a_micro_step_training_stands_still_while_a_request_waits():
+    loads = ScriptedLoads(1, running=0)
+    it = capacity(loads)
+    shares: list[float] = []
+    threading.Timer(0.2, lambda: loads.waiting.__setitem__(0, 0)).start()
+    with it.working():
+        began = time.monotonic()
+        it.give_way(never, shares.append)
+        assert 0.15 < time.monotonic() - began < 0.4
+    assert set(shares) == {0.0}
+
+
+def test_within_a_micro_step_training_rests_as_duty_says():
+    machine = Machine()
+    it = capacity(ScriptedLoads(0), machine, duty=0.25)
+    shares: list[float] = []
+    with it.working():
+        began = time.monotonic()
+        machine.computed += 0.1
+        it.give_way(never, shares.append)
+        assert time.monotonic() - began == pytest.approx(0.4, abs=0.05)
+    assert set(shares) == {0.25}
+
+
+def test_within_a_micro_step_the_loads_are_looked_at_now_and_then():
+    loads = ScriptedLoads(0, running=0)
+    it = capacity(loads)
+    with it.working():
+        began = time.monotonic()
+        while time.monotonic() < began + 0.3:
+            it.give_way(never, print)
+    assert 3 < loads.reads < 10
+
+
+def test_a_micro_step_that_is_to_end_stands_still_no_longer():
+    leaving = threading.Event()
+    threading.Timer(0.1, leaving.set).start()
+    it = capacity(ScriptedLoads(5))
+    with it.working():
+        began = time.monotonic()
+        it.give_way(leaving.is_set, lambda share: None)
+        assert 0.05 < time.monotonic() - began < 0.3
 
 
 def test_only_the_training_thread_gets_the_lowest_priority():

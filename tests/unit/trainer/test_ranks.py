@@ -25,7 +25,7 @@ from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
 from trainer.ranks import Rank, RankZero
 
 POSITIONS = 30
-SETTINGS = TrainerSettings(learning_rate=0.03, update_tokens=4 * POSITIONS)
+SETTINGS = TrainerSettings(learning_rate=0.03, update_tokens=4 * POSITIONS, precision="float32")
 
 
 class Poisoned(Toy):
@@ -45,6 +45,13 @@ class Poisoned(Toy):
 def make(config):
     drafter = Poisoned() if config["kind"] == "poisoned" else Toy()
     return WithAcceptanceHead(drafter) if has_head(config) else drafter
+
+
+class Idle:
+    """Replicas that have nothing to do."""
+
+    def read(self):
+        return {}
 
 
 class Telling(Rank):
@@ -68,7 +75,7 @@ def help_out(folder):
     torch.set_num_threads(1)
     join(1, folder)
     Telling.folder = folder
-    Telling(SETTINGS, make).run()
+    Telling(SETTINGS, make, Idle()).run()
     dist.destroy_process_group()
 
 

@@ -28,6 +28,11 @@ class Room:
             stop.wait(0.01)
         return False
 
+    def give_way(self, leave, look):
+        while not leave() and not self.room.is_set():
+            look(0.0)
+            time.sleep(0.01)
+
 
 @pytest.fixture
 def scene():
@@ -78,3 +83,30 @@ def test_a_pause_waits_until_the_worker_rests_and_the_end_ends_everything(scene)
     assert results == [True]
     spare.over.set()
     assert not spare.wait(lambda: None)
+
+
+def test_within_a_micro_step_it_keeps_its_turn_and_looks_around_while_serving_leaves_no_room(scene):
+    spare, scheduler, room, said = scene
+    room.room.set()
+    assert spare.wait(lambda: None)
+    room.room.clear()
+    looks = []
+
+    def look():
+        looks.append(scheduler.has("a"))
+        if len(looks) == 3:
+            room.room.set()
+
+    spare.give_way(look)
+    assert looks == [True] * 3, "nobody else could compute either"
+    assert set(said) == {("yielding", "")}
+
+
+@pytest.mark.parametrize("ends", [lambda spare: spare.pause(0.0), lambda spare: spare.over.set()])
+def test_a_pause_or_the_end_waits_for_no_more_than_the_rest_of_a_micro_step(scene, ends):
+    spare, *_ = scene
+    worker = threading.Thread(target=spare.give_way, args=(lambda: None,), daemon=True)
+    worker.start()
+    ends(spare)
+    worker.join(5)
+    assert not worker.is_alive()
