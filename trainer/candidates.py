@@ -16,8 +16,9 @@ from osd.config import TrainerSettings
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.drift import Drift, DriftWatch
-from osd.learning.gate import GateDecision
+from osd.learning.gate import Gate, GateDecision
 from osd.learning.online import Learner
+from osd.learning.scores import KnownScores
 from osd.registry.learnt import REQUESTS
 from trainer.accounts import Accounts
 from trainer.revision import TARGET, Revision
@@ -56,6 +57,7 @@ class Candidates:
         self._spare, self._working, self._worth = spare, working, worth
         self._target, self._fall = target, fall
         self.revision: Revision | None = None
+        self._known: tuple[int, KnownScores] | None = None  # of the version in service, and its number
         self._looked = 0
         self._gate_after = 0.0
         self._canary_after = 0.0
@@ -79,7 +81,7 @@ class Candidates:
         began, saving = accounts.cost.spent(), 0.0
 
         def judge(candidate: Trainable, baseline: Trainable) -> GateDecision:
-            return learner.gate.judge(candidate, baseline, lambda: self._held_out(learner))
+            return learner.gate.judge(candidate, self._scores(learner.gate, baseline), lambda: self._held_out(learner))
 
         def about(decision: GateDecision) -> dict[str, Any]:
             nonlocal saving
@@ -159,6 +161,13 @@ class Candidates:
         if judgement is not None:
             figures = {"action": judgement.action, "reason": judgement.reason}
             self._accounts.status.canary = {**canary.figures(), **figures}
+
+    def _scores(self, gate: Gate, baseline: Trainable) -> KnownScores:
+        """How well the version in service predicts, which does not change from one candidate to the next."""
+        number = self._publisher.stable
+        if self._known is None or self._known[0] != number:
+            self._known = number, KnownScores(baseline, gate.depth, gate.divergence)
+        return self._known[1]
 
     def _held_out(self, learner: Learner) -> Iterator[DistillBatch]:
         """The held-out positions in micro-batches, each as soon as serving can spare it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -25,6 +25,10 @@ _POSITIONS = ("sequence", "place", "target_ids", "target_logp", "target_tail", "
 _AFTER = ("after_ids", "after_logp", "after_tail")
 
 
+Record = tuple[str, int, int, int]
+"""A record, or a part of one: (request_id, segment), tokens before those that are predicted, and how many are."""
+
+
 @dataclass
 class DistillBatch:
     """B sequences and the N completion positions in them, flat.
@@ -45,6 +49,7 @@ class DistillBatch:
         completes: [B] bool, the sequences whose prompt is the text that the completion goes on with, and no chat.
         own: what the drafter's own tokens would have led to, None when no trace says.
         weight: [N] how much of each position counts when a drafter is judged, None for all of it.
+        records: [B] what each sequence is made of, nothing where ``select`` left out positions.
     """
 
     token_ids: Tensor
@@ -60,6 +65,7 @@ class DistillBatch:
     completes: Tensor
     own: OwnSamples | None = None
     weight: Tensor | None = None
+    records: Sequence[Record] = ()
 
     @property
     def positions(self) -> int:
@@ -70,7 +76,7 @@ class DistillBatch:
         """The same sequences with some of the N positions, [M] or [N] bool, and nothing of the drafter's own tokens."""
         chosen = {name: getattr(self, name)[positions] for name in _POSITIONS}
         weight = None if self.weight is None else self.weight[positions]
-        return replace(self, **chosen, own=None, weight=weight)
+        return replace(self, **chosen, own=None, weight=weight, records=())
 
     def rows_at(self, depth: int) -> Tensor:
         """Which of the N positions a drafter can predict with ``depth`` of its own outputs fed back, [N] bool."""
@@ -228,10 +234,15 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         drafted=torch.from_numpy(drafted).to(device),
         verdict=torch.from_numpy(verdict).to(device),
         completes=torch.tensor([trace.completes for trace in traces], device=device),
+        records=[_record(trace) for trace in traces],
     )
     if any(trace.after_ids is not None for trace in traces):
         batch.own = own_samples(traces, token_ids, target, device)
     return batch
+
+
+def _record(trace: Trace) -> Record:
+    return trace.request_id, trace.segment, trace.prompt_ids.shape[0], trace.completion_ids.shape[0]
 
 
 def floats(array: Array) -> np.ndarray:

@@ -13,9 +13,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
 from osd.drafters.trainable import Trainable
-from osd.learning import DIVERGENCES
 from osd.learning.batch import DistillBatch
-from osd.learning.divergences import draft_index, overlap
+from osd.learning.scores import Scorer
 from osd.metrics import acceptance_rate, mean_acceptance_length
 
 
@@ -106,17 +105,15 @@ class ExpectedAcceptance(Metric):
 
 
 class Evaluation:
-    """Evaluates a drafter over a chain of ``depth`` tokens on the distributions that verification captured.
+    """Evaluates a drafter over a chain of tokens on the distributions that verification captured.
 
-    Positions count by their weights. The drafter stays as it is, in its mode too. The same batches in the same order
-    make figures that can be paired.
+    Positions count by their weights. The same batches in the same order make figures that can be paired.
     """
 
-    def __init__(self, drafter: Trainable, depth: int, divergence: str) -> None:
-        """Begin with nothing."""
-        self._drafter, self._depth, self._divergence = drafter, depth, DIVERGENCES[divergence]
-        self._index = draft_index(drafter.draft_ids)
-        self._expected = ExpectedAcceptance(depth)
+    def __init__(self, scorer: Scorer) -> None:
+        """Begin with nothing; ``scorer`` is the drafter's."""
+        self._scorer, self._depth = scorer, scorer.depth
+        self._expected = ExpectedAcceptance(self._depth)
         self._divergences = MeanMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
         self._overlaps: list[Tensor] = []
         self._groups: list[Tensor] = []
@@ -126,22 +123,12 @@ class Evaluation:
     @torch.inference_mode()
     def add(self, batch: DistillBatch) -> Tensor:
         """Take in a batch; returns the mean of ``GateFigures.overlaps`` of each sequence that has positions."""
-        training = self._drafter.training
-        self._drafter.eval()
-        try:
-            logits = self._drafter.unroll(batch, self._depth)
-        finally:
-            self._drafter.train(training)
+        scores = self._scorer.score(batch)
         valid = torch.stack([batch.rows_at(d) for d in range(self._depth)], 1)  # [N, depth]
-        accepted = torch.zeros(valid.shape, dtype=torch.float64)
-        for d, level in enumerate(logits):
-            events = overlap(level, batch.target_ids, batch.target_logp, batch.target_tail, self._index)
-            if d == 0:
-                self._divergences.update(self._divergence(events)[valid[:, 0]].double())
-            accepted[:, d] = events.accepted().double()
+        self._divergences.update(scores.divergence[valid[:, 0]])
         weight = torch.ones(len(valid), dtype=torch.float64) if batch.weight is None else batch.weight
-        self._expected.update(accepted, valid, weight)
-        accepted = torch.where(valid, accepted, 0.0)
+        self._expected.update(scores.accepted, valid, weight)
+        accepted = torch.where(valid, scores.accepted, 0.0)
         seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
         overlaps = (accepted.sum(1) / valid.sum(1).clamp(min=1) * weight)[seen]
         sequence = batch.sequence[seen]
@@ -171,7 +158,7 @@ class Evaluation:
 
 def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, divergence: str) -> GateFigures:
     """The figures of a drafter over all ``batches``; see ``Evaluation``."""
-    evaluation = Evaluation(drafter, depth, divergence)
+    evaluation = Evaluation(Scorer(drafter, depth, divergence))
     for batch in batches:
         evaluation.add(batch)
     return evaluation.figures()

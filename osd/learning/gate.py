@@ -11,6 +11,7 @@ import torch
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
 from osd.learning.evaluation import Evaluation, GateFigures, evaluate
+from osd.learning.scores import Scorer
 from osd.learning.sequential import PairedTest
 
 _TOLERANCE = 0.005
@@ -59,9 +60,11 @@ class Gate:
     min_positions: int = MIN_POSITIONS
 
     def judge(
-        self, candidate: Trainable, baseline: Trainable, batches: Callable[[], Iterable[DistillBatch]]
+        self, candidate: Trainable, baseline: Trainable | Scorer, batches: Callable[[], Iterable[DistillBatch]]
     ) -> GateDecision:
         """Evaluate both and decide; ``batches`` gives the held-out positions, as many as are asked for.
+
+        The ``baseline`` may be the scorer of one, with the gate's depth and divergence.
 
         Both sides see a batch before the next one is asked for. With enough positions, the rest is left out as soon as
         a test that may be looked at after every record is clear (``osd.learning.sequential``), unless the figures so
@@ -70,7 +73,10 @@ class Gate:
         for name, weight in candidate.weights().items():
             if not torch.isfinite(weight).all():
                 return GateDecision(False, False, f"weight {name} has a number that is not finite")
-        first, second = (Evaluation(drafter, self.depth, self.divergence) for drafter in (candidate, baseline))
+        first, second = (
+            Evaluation(one if isinstance(one, Scorer) else Scorer(one, self.depth, self.divergence))
+            for one in (candidate, baseline)
+        )
         test = PairedTest()
         for batch in batches():
             test.add((first.add(batch) - second.add(batch)).tolist())

@@ -32,7 +32,9 @@ def small_experiment(home: Path, kind: str = "eagle") -> Experiment:
         engine=EngineSettings(slots=4, context=160, prefill_chunk=16, threads=1),
         drafter=EagleSettings(vocabulary=200),
         growth=ChainSettings(depth=3, governed=False),
-        trainer=TrainerSettings(min_records=4, steps_per_candidate=20, held_out=0.2, learning_rate=3e-3, unroll=2),
+        trainer=TrainerSettings(
+            min_records=4, steps_per_candidate=20, held_out=0.2, learning_rate=3e-3, unroll=2, precision="float32"
+        ),
     )
     return Experiment.of(
         settings, Size(records=24, unseen=8, tokens=12, longest=120), [drafter_of(kind, settings.drafter)]
