@@ -258,13 +258,13 @@ class TargetRows:
     """The target's ``logits`` [1 + N + riders, vocabulary] of one round, before any sampling setting.
 
     Entry 0 is after the last committed token, entry 1 + i after node i of ``tree``, kept or not; the riders' follow.
-    ``path`` are the nodes that were kept. ``top`` has the most probable tokens of the same entries, for drafters that
-    read target rows.
+    They are for drafters that have riders, None for others. ``path`` are the nodes that were kept. ``top`` has the most
+    probable tokens of the same entries, for drafters that read target rows.
     """
 
     tree: Tree
     path: Sequence[int]
-    logits: Tensor
+    logits: Tensor | None
     top: Top | None
 
 

@@ -160,7 +160,7 @@ def draft(scheduled: Scheduled, device: torch.device) -> Drafted:
     worth = scheduled.worth
     for (drafter, policy, *_, forced), members in alike.items():
         begun = mark(device)
-        limits = {one.sequence: one.limit for one in members}
+        limits = {one.sequence: scheduled.limits.get(one.sequence, 0) for one in members}
         priced = worth if policy.growth.by_worth else None
         chains = [one.forced for one in members] if forced else ()
         groups.append(DraftGroup.of(drafter, policy, limits, device, priced, chains))
@@ -342,13 +342,14 @@ def _go_on(
     tree = decision.tree
     # What recall and traces keep is what the target said, not what penalties and a grammar left of it: that is true of
     # the text before it under any other request too, and what a grammar forbids is taken out of a draft anyway.
-    said = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)]
     with upkeep.of([s.drafter]):
+        rides = s.drafter is not None and s.drafter.needs.riders
+        said = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)] if rides else None
         s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said, best))
     taken = s.append(decision.tokens, states)
     if s.request.logprobs is not None:
-        rows = [1 + node for node in [ROOT, *decision.path][: len(taken)]]
-        s.tell(token_logprobs(said[rows], taken, s.request.logprobs))
+        rows = [first + 1 + node for node in [ROOT, *decision.path][: len(taken)]]
+        s.tell(token_logprobs(logits[rows], taken, s.request.logprobs))
     if s.request.sources:
         s.credit([*(tree.sources[node] for node in decision.path), TARGET][: len(taken)])
     s.step += 1

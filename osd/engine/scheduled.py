@@ -11,17 +11,16 @@ from osd.speculation.worth import Worth
 
 @dataclass(frozen=True, eq=False)
 class ScheduledSequence:
-    """What one sequence feeds: ``count`` of its tokens from ``start`` on, then a draft of up to ``limit`` nodes.
+    """What one sequence feeds: ``count`` of its tokens from ``start`` on, then a draft.
 
     It ``ends`` where the token after these is to be drawn. Tokens that are ``forced`` by its grammar come first in its
-    draft, beside the limit.
+    draft.
     """
 
     sequence: Decoding
     start: int
     count: int
     ends: bool
-    limit: int = 0
     forced: Sequence[int] = ()
 
     @property
@@ -55,11 +54,13 @@ class ScheduledSequence:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What all sequences feed; ``missed`` of those whose drafts are governed, the tokens that a drafter reads first.
+    """What all sequences feed, and how many nodes drafters may add at most, 0 for whom ``limits`` leaves out.
 
-    ``worth`` is what the round gives and takes without the drafts that are as large as pays.
+    ``missed`` of those whose drafts are governed are the tokens that a drafter reads first. ``worth`` is what the round
+    gives and takes without the drafts that are as large as pays.
     """
 
     sequences: Sequence[ScheduledSequence]
+    limits: dict[Decoding, int]
     missed: dict[Decoding, int]
     worth: Worth | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from dataclasses import replace
 from itertools import count
 
 from osd.config import EngineSettings
@@ -126,26 +125,26 @@ class Scheduler:
         reading: list[ScheduledSequence] = []
         for s in self.running:
             if s.decoding:
-                scheduled.append(ScheduledSequence(s, s.fed, 1, ends=True))
+                scheduled.append(self._scheduled(s, 1, speculate))
             elif budget > 0 and not any(one.reads_for(s) for one in reading):
                 count = min(budget, len(s.tokens) - s.fed)
                 budget -= count
-                scheduled.append(ScheduledSequence(s, s.fed, count, ends=s.fed + count == len(s.tokens)))
+                scheduled.append(self._scheduled(s, count, speculate))
                 if self._settings.prefix_cache:
                     reading.append(scheduled[-1])
-        if speculate:
-            scheduled = [replace(one, forced=self._forced(one)) for one in scheduled]
         if not speculate or self._pool is None:
-            return Scheduled(scheduled, {})
-        limits, missed, worth = self._planner.limits(scheduled, len(self.running))
-        return Scheduled([replace(one, limit=limits.get(one.sequence, 0)) for one in scheduled], missed, worth)
+            return Scheduled(scheduled, {}, {})
+        return Scheduled(scheduled, *self._planner.limits(scheduled, len(self.running)))
 
-    def _forced(self, one: ScheduledSequence) -> list[int]:
-        """What the grammar of a sequence leaves no choice about: all of it is kept, so that it pays without a plan."""
-        s = one.sequence
-        if s.constraint is None or not (one.ends and s.request.speculate):
-            return []
-        return s.constraint.forced(min(s.remaining - 1, self._settings.max_draft))
+    def _scheduled(self, s: Sequence, count: int, speculate: bool) -> ScheduledSequence:
+        """So many tokens of a sequence, and what its grammar leaves no choice about behind them.
+
+        All of that is kept, so that it pays without a plan.
+        """
+        ends, forced = s.fed + count == len(s.tokens), []
+        if speculate and ends and s.constraint is not None and s.request.speculate:
+            forced = s.constraint.forced(min(s.remaining - 1, self._settings.max_draft))
+        return ScheduledSequence(s, s.fed, count, ends, forced)
 
     def _take_cached(self, s: Sequence, start: int) -> None:
         """Count, and pass on, the part of the prompt from ``start`` on that the prefix cache had."""

@@ -107,7 +107,8 @@ class SlotManager:
             place = slot * self._cache.places + start
             places += range(place, place + len(offsets))
         self._states_dtype = hidden.dtype
-        chosen = hidden[sent(rows, hidden.device)].to(self._states.dtype)
+        every = len(rows) == len(hidden)  # nothing was drafted, or all of it stays
+        chosen = (hidden if every else hidden[sent(rows, hidden.device)]).to(self._states.dtype)
         self._states.flatten(0, 1).index_copy_(0, sent(places, hidden.device), chosen)
 
     def states(self, slot: int, start: int, stop: int) -> Tensor | None:

@@ -83,6 +83,7 @@ class PromptTokensSession(AutoregressiveSession):
 
     def _answers(self, rows: TargetRows) -> Tensor:
         """[levels, vocabulary] the mean of what the target said at the copies of the prompt tokens on the kept node."""
+        assert rows.logits is not None  # noqa: S101  the engine gives it to drafters with riders
         tree, nodes = rows.tree, len(rows.tree.tokens)
         last = rows.path[-1] if rows.path else ROOT
         copies: list[list[int]] = []
