@@ -25,14 +25,14 @@ from benchmarks.prefixes import Prefix, Text, parted, prefixes
 from osd import drafters
 from osd.capture.trace import Trace
 from osd.config import EarlyExitSettings, Settings
-from osd.drafters.early_exit.controller import EXIT, STOP, confident
 from osd.drafters.early_exit.drafter import EarlyExit
-from osd.drafters.early_exit.heads import adapted, odds
+from osd.drafters.early_exit.heads import adapted
 from osd.engine.completion import Completing
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 from osd.learning.batch import floats
 from osd.runtime.device import one_core, several_cores
+from osd.runtime.exit_controller import EXIT, STOP, confident, odds
 from osd.runtime.model import SlotModel
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,17 +18,28 @@ class Forward:
 
     ``logits`` [n, vocab] float32 of the n rows wanted, of none where it stopped before the last layer; ``hidden``
     [R, taps * hidden] of those taps that it passed, None for none; ``states`` [R, hidden] after the last of its layers
-    where it stopped early: what a forward that starts there reads.
+    where it stopped early: what a forward that starts there reads. The logits of rows that ``left`` early are not there:
+    what stands in their place means nothing.
     """
 
     logits: Tensor
     hidden: Tensor | None
     states: Tensor | None = None
+    left: Left | None = None
 
     def map(self, rows: Callable[[Tensor], Tensor], wanted: Callable[[Tensor], Tensor]) -> Forward:
         """The same with ``rows`` of what has R rows, and ``wanted`` of the logits."""
         hidden, states = (None if part is None else rows(part) for part in (self.hidden, self.states))
         return replace(self, logits=wanted(self.logits), hidden=hidden, states=states)
+
+
+@dataclass(frozen=True)
+class Left:
+    """Rows [n] of a forward that left it, behind so many ``layers`` [n], with ``states`` [n, hidden]."""
+
+    rows: Sequence[int]
+    layers: Sequence[int]
+    states: Tensor
 
 
 class Decoder(Protocol):
@@ -40,6 +51,10 @@ class Decoder(Protocol):
         ``states`` [R, hidden] are those before the first of the layers; None where that is the model's first, which
         reads token ids. Nothing is wanted where it stops early.
         """
+        ...
+
+    def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
+        """Store the keys and values of ``rows`` in ``layers`` as each would make them of ``states`` [R, hidden]."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from osd.runtime.pages import PAGE, Pages
 
@@ -31,6 +32,11 @@ class KVCache:
         self.keys, self.values = (pages.tensor for pages in self._pages)
         self.places = places
         self.length = [0] * slots
+
+    def store(self, layer: int, slots: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put ``keys`` and ``values`` [R, kv_heads, dim] of a layer to ``places`` [R] of ``slots`` [R]."""
+        for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            cache[slots, :, places] = new.to(cache.dtype)
 
     def keep(self, slot: int, start: int, offsets: list[int]) -> None:
         """Keep the scratch entries ``start + offsets`` of a slot, in this order, right behind ``start``.
