@@ -127,7 +127,8 @@ class ServingSettings(Section):
     model_name: str | None = Field(default=None, description="id in /v1/models, else made from the target")
     allow_lossy: bool = Field(
         default=False,
-        description="whether target.attention may make answers that are not the target's own",
+        description="whether target.attention, and requests by osd.completion.lossy, may make answers that are not the "
+        "target's own",
     )
     capture_default: bool = Field(default=True, description="learn from requests that do not say store")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a request's body at most")

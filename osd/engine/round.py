@@ -352,10 +352,12 @@ def _go_on(
         return None
     tree = decision.tree
     # What recall and traces keep is what the target said, not what penalties and a grammar left of it: that is true of
-    # the text before it under any other request too, and what a grammar forbids is taken out of a draft anyway.
+    # the text before it under any other request too, and what a grammar forbids is taken out of a draft anyway. A lossy
+    # answer is nothing that the target said.
     said = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)]
     with upkeep.of([s.drafter]):
-        s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said, best))
+        rows = None if s.request.lossy else TargetRows(tree, decision.path, said, best)
+        s.hand_on(following + decision.tokens, states, rows)
     taken = s.append(decision.tokens, states)
     if s.request.logprobs is not None:
         rows = [1 + node for node in [ROOT, *decision.path][: len(taken)]]

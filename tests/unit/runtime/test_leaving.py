@@ -185,7 +185,10 @@ def test_a_forward_of_one_row_that_leaves_runs_no_layer_behind() -> None:
     sure.controllers[0, 1] = F.rms_norm(state[0], (HIDDEN,))
     ran: list[range] = []
     forward, until_left = model.forward, model.until_left
-    model.forward = lambda rows, wanted, layers=None, states=None: (ran.append(layers), forward(rows, wanted, layers, states))[1]  # type: ignore[method-assign, func-returns-value, assignment, misc, return-value, arg-type]  # noqa: E501
+    model.forward = lambda rows, wanted, layers=None, states=None: (
+        ran.append(layers),
+        forward(rows, wanted, layers, states),
+    )[1]  # type: ignore[method-assign, func-returns-value, assignment, misc, return-value, arg-type]  # noqa: E501
     found = resume(model, rows, torch.tensor([0]), [], sure)
     assert found.left is not None
     assert found.left.layers == [1]
