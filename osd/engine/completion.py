@@ -59,6 +59,9 @@ class Skipped:
         return Skipped(self.layers + other.layers, self.all + other.all)
 
 
+NONE = Skipped()
+
+
 def judged(
     before: Judged, stop: float, drafter: ActiveDrafter, states: Tensor | None, exempt: int, tokens: int
 ) -> tuple[Judged, int]:

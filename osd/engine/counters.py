@@ -89,9 +89,9 @@ class EngineCounters:
     """Counts that only grow, the longest swap stall apart; seconds are wall-clock.
 
     ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read. ``preemptions``
-    counts sequences that lost their slot to others, each time. ``skipped_layers`` of the target did not run for tokens of
-    lossy answers. ``finished`` are
-    sequences that came to their end by themselves, by why; ``histograms`` are of them, and of all rounds.
+    counts sequences that lost their slot to others, each time. ``skipped_layers`` of the target did not run for tokens
+    of lossy answers. ``finished`` are sequences that came to their end by themselves, by why; ``histograms`` are of
+    them, and of all rounds.
     ``by_order`` are recalled draft tokens by their source and how many tokens before them were looked up.
     ``by_version`` and ``seconds_by_version`` are by the domain and version of the drafter, see ``of_version``: what was
     counted last stands last. ``token_seconds`` sums over sequences how long each waited for its tokens: by

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from osd.drafters.session import TargetRows, Tree
+from osd.engine.completion import NONE, Skipped
 from osd.engine.draft_group import NOTHING, Decision, DraftGroup
-from osd.engine.completion import Skipped
 from osd.engine.exits import begun_rows
 from osd.engine.logprobs import token_logprobs
 from osd.engine.lossy import LossyAnswers
@@ -105,7 +105,7 @@ class SequenceOutcome:
     tree: Tree
     path: Sequence[int]
     forced: bool = False
-    skipped: Skipped = Skipped()
+    skipped: Skipped = NONE
 
     @property
     def proposed(self) -> bool:
@@ -315,7 +315,7 @@ def commit(verified: Verified, slots: SlotManager, keeping: Keeping) -> Outcome:
         if decision is not None:
             traced[s] = Traced(decision, taken or [], first, s.trace if taken else None, tops.get(s))
             if taken is not None:
-                skipped = verified.skipped.get(s, Skipped()) if taken else Skipped()
+                skipped = verified.skipped.get(s, NONE) if taken else NONE
                 s.skipped = None if s.skipped is None else s.skipped + skipped
                 forced = bool(one.forced)
                 outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path, forced, skipped))

@@ -116,7 +116,7 @@ class Sequence:
 
     @property
     def exact(self) -> int:
-        """Of how many first tokens the keys are the target's own, and anybody's who begins alike: all, or the prompt's."""
+        """Of how many first tokens the keys are the target's own, so that others may have them."""
         return len(self.request.prompt_ids) if self.request.lossy else len(self.tokens)
 
     @property

@@ -18,8 +18,8 @@ class Forward:
 
     ``logits`` [n, vocab] float32 of the n rows wanted, of none where it stopped before the last layer; ``hidden``
     [R, taps * hidden] of those taps that it passed, None for none; ``states`` [R, hidden] after the last of its layers
-    where it stopped early: what a forward that starts there reads. The logits of rows that ``left`` early are not there:
-    what stands in their place means nothing.
+    where it stopped early: what a forward that starts there reads. Where rows ``left`` early there are no logits of
+    them, and what stands in their place means nothing.
     """
 
     logits: Tensor

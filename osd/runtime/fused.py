@@ -100,9 +100,10 @@ class FusedDecoder:
         assert library is not None  # noqa: S101
         states = states.float().contiguous()
         self._shape.threads = torch.get_num_threads()
+        places = structs.Rows(rows, self._cos, self._sin)
         failed = library.osd_fill(
-            ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(structs.Rows(rows, self._cos, self._sin)),
-            states.data_ptr(), layers.start, layers.stop,
+            ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(places), states.data_ptr(),
+            layers.start, layers.stop,
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for scratch space")

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from osd.runtime.batch import PackedRows
@@ -23,9 +22,9 @@ class Leaving:
     """Which rows may leave.
 
     Behind each of the layers ``exits``, which ascend and end before the model's last, row r leaves where controller
-    ``owners[r]`` of ``controllers`` [C, 3, hidden] says EXIT as its first choice, more probably than ``above[r]``: 1 for
-    rows that never leave. ``owners`` [R] int32 and ``above`` [R] float32 are on the host, the controllers float32 where
-    the model is.
+    ``owners[r]`` of ``controllers`` [C, 3, hidden] says EXIT as its first choice, more probably than ``above[r]``: 1
+    for rows that never leave. ``owners`` [R] int32 and ``above`` [R] float32 are on the host, the controllers float32
+    where the model is.
     """
 
     exits: tuple[int, ...]

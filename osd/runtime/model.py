@@ -23,7 +23,6 @@ from osd.runtime.lean import LeanDecoder
 from osd.runtime.leaving import Leaving, Passed, to_next_exit
 from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
 
-
 UntilLeft = Callable[[PackedRows, Tensor, range, Tensor | None, Leaving], Passed]
 
 

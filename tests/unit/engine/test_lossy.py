@@ -21,7 +21,7 @@ from osd.engine.completion import Completing, Skipped
 from osd.engine.request import SamplingParams, Update
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
 from tests.tiny import make_tiny
-from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
+from tests.unit.engine.harness import Client, Oracle, prompts, running
 
 TOKENS, LENGTHS, LAYERS = 16, (17, 5, 9, 30), 8
 GROWTHS = {"chain": ChainSettings(depth=3, governed=False), "mixed": BestFirstSettings(budget=8, governed=False)}

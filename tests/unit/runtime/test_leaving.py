@@ -93,16 +93,17 @@ def test_the_kernel_and_the_operators_agree_on_who_leaves(seed: int) -> None:
 
 
 def naive(model: SlotModel, rows: PackedRows, asked: Leaving) -> dict[int, tuple[int, Tensor]]:
-    """Row by row, layer by layer: behind how many layers each leaves, and its last state; keys are filled in one by one."""
+    """Row by row, layer by layer: behind how many layers each leaves, and its last state."""
     found: dict[int, tuple[int, Tensor]] = {}
     for row in range(len(rows.token_ids)):
         alone, state, left = rows.select(torch.tensor([row])), None, LAYERS
         for layer in range(LAYERS):
             state = model.forward(alone, NONE, range(layer, layer + 1), state).states
-            if state is not None and layer + 1 in asked.exits and asked.above[row] < 1:
-                if leaves(state[0], asked.controllers[asked.owners[row]], float(asked.above[row])):
-                    left = layer + 1
-                    break
+            above, controller = float(asked.above[row]), asked.controllers[asked.owners[row]]
+            may = state is not None and layer + 1 in asked.exits and above < 1
+            if may and leaves(state[0], controller, above):
+                left = layer + 1
+                break
         for layer in range(left, LAYERS):  # its output is nobody's, and only its keys stay
             model.forward(alone, NONE, range(layer, layer + 1), state)
         found[row] = left, state[0] if state is not None else torch.empty(0)
@@ -188,7 +189,7 @@ def test_a_forward_of_one_row_that_leaves_runs_no_layer_behind() -> None:
     model.forward = lambda rows, wanted, layers=None, states=None: (
         ran.append(layers),
         forward(rows, wanted, layers, states),
-    )[1]  # type: ignore[method-assign, func-returns-value, assignment, misc, return-value, arg-type]  # noqa: E501
+    )[1]  # type: ignore[method-assign, func-returns-value, assignment, misc, return-value, arg-type]
     found = resume(model, rows, torch.tensor([0]), [], sure)
     assert found.left is not None
     assert found.left.layers == [1]
