@@ -42,7 +42,10 @@ class EngineSettings(Section):
     slots: int = Field(default=16, ge=1, le=1024, description="sequences decoded at the same time")
     context: int = Field(default=2048, ge=16, description="prompt and completion tokens of one sequence")
     kv_mb: int | None = Field(
-        default=None, ge=1, description="memory of keys and values, on a CPU; by default what all slots take when full"
+        default=None,
+        ge=1,
+        description="memory of keys and values, on a CPU, with the copies that token_select keeps of some; by default "
+        "what all slots take when full",
     )
     prefill_chunk: int = Field(default=64, ge=1, description="prompt tokens of all sequences in one round")
     prefix_cache: bool = Field(default=True, description="do not read again what a slot holds of a prompt's beginning")
