@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_ALL = 1 << 62
+
 
 @dataclass
 class Unrouted:
@@ -117,7 +119,7 @@ class Sequence:
     @property
     def exact(self) -> int:
         """Of how many first tokens the keys are the target's own, so that others may have them."""
-        return len(self.request.prompt_ids) if self.request.lossy else len(self.tokens)
+        return len(self.request.prompt_ids) if self.request.lossy else _ALL
 
     @property
     def remaining(self) -> int:

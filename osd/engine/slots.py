@@ -71,7 +71,7 @@ class SlotManager:
         self._cache.length[s.slot] = s.fed = count
         self._target.begin(s.slot)
         self._tokens[s.slot], self._clients[s.slot] = s.tokens, s.request.client
-        self._exact[s.slot] = s.exact if s.request.lossy else self._cache.places
+        self._exact[s.slot] = s.exact
 
     def catch_up(self, s: Sequence) -> None:
         """Give ``s``, which reads its prompt, what has come to be known of it since."""

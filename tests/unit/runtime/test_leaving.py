@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from osd.runtime.batch import PackedRows
+from osd.runtime.decoder import Forward
 from osd.runtime.fused import FusedDecoder
 from osd.runtime.leaving import Leaving, Passed, to_next_exit
 from osd.runtime.model import SlotModel
@@ -100,8 +101,9 @@ def naive(model: SlotModel, rows: PackedRows, asked: Leaving) -> dict[int, tuple
         for layer in range(LAYERS):
             state = model.forward(alone, NONE, range(layer, layer + 1), state).states
             above, controller = float(asked.above[row]), asked.controllers[asked.owners[row]]
-            may = state is not None and layer + 1 in asked.exits and above < 1
-            if may and leaves(state[0], controller, above):
+            if state is None or layer + 1 not in asked.exits or above == 1:
+                continue
+            if leaves(state[0], controller, above):
                 left = layer + 1
                 break
         for layer in range(left, LAYERS):  # its output is nobody's, and only its keys stay
@@ -184,14 +186,16 @@ def test_a_forward_of_one_row_that_leaves_runs_no_layer_behind() -> None:
     state = model.forward(rows, NONE, range(1)).states
     assert state is not None
     sure.controllers[0, 1] = F.rms_norm(state[0], (HIDDEN,))
-    ran: list[range] = []
-    forward, until_left = model.forward, model.until_left
-    model.forward = lambda rows, wanted, layers=None, states=None: (
-        ran.append(layers),
-        forward(rows, wanted, layers, states),
-    )[1]  # type: ignore[method-assign, func-returns-value, assignment, misc, return-value, arg-type]
+    ran: list[range | None] = []
+    forward = model.forward
+
+    def watched(rows: PackedRows, wanted: Tensor, layers: range | None = None, states: Tensor | None = None) -> Forward:
+        ran.append(layers)
+        return forward(rows, wanted, layers, states)
+
+    model.forward = watched  # type: ignore[method-assign]
     found = resume(model, rows, torch.tensor([0]), [], sure)
     assert found.left is not None
     assert found.left.layers == [1]
     assert not ran
-    assert until_left(rows, NONE, range(LAYERS), None, sure).stop == 1
+    assert model.until_left(rows, NONE, range(LAYERS), None, sure).stop == 1
