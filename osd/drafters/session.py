@@ -190,12 +190,13 @@ class EarlyHeads:
     """Where tokens of an answer may leave the target: behind ``layers``, by ``controller`` [3, hidden] in float32.
 
     Both are as in ``osd.runtime.leaving.Leaving``. ``read`` makes logits [n, vocabulary of the target] of states
-    [n, hidden] that left behind so many layers [n]; tokens that a drafter cannot say have minus infinity.
+    [n, hidden] behind so many layers, and says [n] of which the head there is sure enough to be believed; tokens that
+    a drafter cannot say have minus infinity.
     """
 
     layers: tuple[int, ...]
     controller: Tensor
-    read: Callable[[Tensor, Sequence[int]], Tensor]
+    read: Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)

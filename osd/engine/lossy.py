@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from osd.drafters.session import EarlyHeads
 from osd.engine.completion import Skipped
@@ -29,8 +28,9 @@ class LossyAnswers:
         """Look for them."""
         self._packed = packed
         self._heads: dict[ActiveDrafter, EarlyHeads] = {}
-        self._rows: dict[Decoding, range] = {}  # that may leave, the last of them drawn from where a token is drawn
-        self._drawn: dict[int, ActiveDrafter] = {}  # by row, whose head is read there
+        self._rows: dict[Decoding, range] = {}  # that may leave
+        self._owners: dict[int, ActiveDrafter] = {}  # of each of these
+        self._said: dict[int, Tensor] = {}  # of each, by the head that was read last
         for one, first in zip(scheduled, packed.first, strict=True):
             s, heads = one.sequence, None
             if s.request.lossy and s.constraint is None and s.drafter is not None:
@@ -38,10 +38,9 @@ class LossyAnswers:
             if heads is None or s.drafter is None:
                 continue
             self._heads[s.drafter] = heads
-            rows = range(first, first + one.count)
-            self._rows[s] = rows[max(len(s.request.prompt_ids) - one.start, 0) :]
-            if one.ends:
-                self._drawn[rows[-1]] = s.drafter
+            answer = max(len(s.request.prompt_ids) - one.start, 0)
+            self._rows[s] = range(first, first + one.count)[answer:]
+            self._owners |= dict.fromkeys(self._rows[s], s.drafter)
 
     def leaving(self) -> Leaving | None:
         """Which rows may leave, and where; None where none may."""
@@ -56,25 +55,30 @@ class LossyAnswers:
                 above[rows.start : rows.stop] = s.request.completing.exit or 0.0
         heads = [*self._heads.values()]
         # All are of one target, whose number of layers says where its exits are.
-        return Leaving(heads[0].layers, torch.stack([one.controller for one in heads]), owners, above)
+        controllers = torch.stack([one.controller for one in heads])
+        return Leaving(heads[0].layers, controllers, owners, above, self.confirm)
+
+    def confirm(self, rows: Sequence[int], states: Tensor, layer: int) -> list[bool]:
+        """Read the rows that are to leave; see ``Leaving.confirm``."""
+        sure = [False] * len(rows)
+        for drafter, heads in self._heads.items():
+            mine = [at for at, row in enumerate(rows) if self._owners[row] is drafter]
+            if mine:
+                said, believed = heads.read(states if len(mine) == len(rows) else states[mine], layer)
+                for at, one, yes in zip(mine, said, believed.tolist(), strict=True):
+                    sure[at] = yes
+                    self._said[rows[at]] = one
+        return sure
 
     def answered(self, forward: Forward) -> Forward:
         """The forward with the logits of the rows that left."""
-        left = forward.left
-        if left is None:
-            return forward
-        read: dict[ActiveDrafter, list[int]] = defaultdict(list)
-        for at, row in enumerate(left.rows):
-            if row in self._drawn:
-                read[self._drawn[row]].append(at)
-        wanted, logits = {row: number for number, row in enumerate(self._packed.wanted.tolist())}, forward.logits
-        for drafter, entries in read.items():
-            said = self._heads[drafter].read(left.states[entries], [left.layers[at] for at in entries])
-            logits[[wanted[left.rows[at]] for at in entries]] = said.to(logits.dtype)
-        return replace(forward, logits=logits)
+        for number, row in enumerate(self._packed.wanted.tolist() if forward.left else ()):
+            if row in forward.left:
+                forward.logits[number] = self._said[row]
+        return forward
 
     def skipped(self, forward: Forward, layers: int) -> dict[Decoding, Skipped]:
         """Of each sequence whose next token may leave what of the target's ``layers`` did not run for it."""
-        left = {} if forward.left is None else dict(zip(forward.left.rows, forward.left.layers, strict=True))
+        drawn = set(self._packed.wanted.tolist()) if self._rows else ()
         last = {s: rows[-1] for s, rows in self._rows.items() if rows}
-        return {s: Skipped(layers - left.get(row, layers), layers) for s, row in last.items() if row in self._drawn}
+        return {s: Skipped(layers - forward.left.get(row, layers), layers) for s, row in last.items() if row in drawn}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,28 +18,19 @@ class Forward:
 
     ``logits`` [n, vocab] float32 of the n rows wanted, of none where it stopped before the last layer; ``hidden``
     [R, taps * hidden] of those taps that it passed, None for none; ``states`` [R, hidden] after the last of its layers
-    where it stopped early: what a forward that starts there reads. Where rows ``left`` early there are no logits of
-    them, and what stands in their place means nothing.
+    where it stopped early: what a forward that starts there reads. Of rows that ``left`` early, behind so many
+    layers, there are no logits, and what stands in their place means nothing.
     """
 
     logits: Tensor
     hidden: Tensor | None
     states: Tensor | None = None
-    left: Left | None = None
+    left: Mapping[int, int] = field(default_factory=dict)
 
     def map(self, rows: Callable[[Tensor], Tensor], wanted: Callable[[Tensor], Tensor]) -> Forward:
         """The same with ``rows`` of what has R rows, and ``wanted`` of the logits."""
         hidden, states = (None if part is None else rows(part) for part in (self.hidden, self.states))
         return replace(self, logits=wanted(self.logits), hidden=hidden, states=states)
-
-
-@dataclass(frozen=True)
-class Left:
-    """Rows [n] of a forward that left it, behind so many ``layers`` [n], with ``states`` [n, hidden]."""
-
-    rows: Sequence[int]
-    layers: Sequence[int]
-    states: Tensor
 
 
 class Decoder(Protocol):

@@ -6,7 +6,7 @@ that later rows find them: the "state copying" of Sun et al., ICSE 2024 (arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,13 +24,16 @@ class Leaving:
     Behind each of the layers ``exits``, which ascend and end before the model's last, row r leaves where controller
     ``owners[r]`` of ``controllers`` [C, 3, hidden] says EXIT as its first choice, more probably than ``above[r]``: 1
     for rows that never leave. ``owners`` [R] int32 and ``above`` [R] float32 are on the host, the controllers float32
-    where the model is.
+    where the model is. Whoever reads the rows has the last word: given their numbers in the whole forward, the states
+    [n, hidden] that they are about to leave with and behind how many layers, ``confirm`` says which do; the others go
+    on.
     """
 
     exits: tuple[int, ...]
     controllers: Tensor
     owners: Tensor
     above: Tensor
+    confirm: Callable[[Sequence[int], Tensor, int], Sequence[bool]]
 
     @property
     def any(self) -> bool:
@@ -54,7 +57,7 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Passed:
-    """A forward that ended behind ``stop`` layers: where it was to, or at an exit, at which the rows ``left`` leave."""
+    """A forward that ended behind ``stop`` layers: where it was to, or at an exit where the rows ``left`` may leave."""
 
     forward: Forward
     stop: int

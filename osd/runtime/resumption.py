@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.batch import PackedRows
-from osd.runtime.decoder import Forward, Left
+from osd.runtime.decoder import Forward
 from osd.runtime.leaving import Leaving, Passed
 from osd.runtime.model import SlotModel
 
@@ -91,14 +91,18 @@ class _Progress:
             self._logits = _spread(forward.logits, (asked >= 0).nonzero().squeeze(-1), len(asked))
         else:
             self._put(going, forward.states)
-        if passed.left:
-            self._leave(going[list(passed.left)], passed.stop)
+        if passed.left and self._leaving is not None:
+            self._leave(going[list(passed.left)], passed.stop, self._leaving)
         return passed.stop
 
-    def _leave(self, rows: Tensor, layer: int) -> None:
-        """Run ``rows`` [n] no further than they are, behind so many layers."""
+    def _leave(self, rows: Tensor, layer: int, leaving: Leaving) -> None:
+        """Run those of ``rows`` [n] no further that may leave where they are, behind so many layers."""
         last = len(self._model.layers)
         states = self._states[rows.to(self._states.device)]
+        may = torch.tensor(leaving.confirm(rows.tolist(), states, layer))
+        rows, states = rows[may], states[may.to(states.device)]
+        if not len(rows):
+            return
         self._model.fill(self._rows.select(rows), states, range(layer, last))
         self._taps.copy(rows, range(layer, last), states)
         self._reached[rows] = last
@@ -111,14 +115,10 @@ class _Progress:
 
     def forward(self) -> Forward:
         """What came of it, when all rows have come to their end."""
-        left = None
-        if self._left:
-            rows = list(self._left)
-            left = Left(rows, [*self._left.values()], self._states[rows])
         logits = self._logits
         if logits is None:  # all have left
             logits = torch.empty(len(self._wanted), self._model.vocab_size, device=self._model.device)
-        return Forward(logits, self._taps.joined(), left=left)
+        return Forward(logits, self._taps.joined(), left=self._left)
 
 
 def _spread(logits: Tensor, places: Tensor, count: int) -> Tensor:

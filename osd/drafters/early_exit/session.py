@@ -25,6 +25,12 @@ from osd.speculation.tree import ROOT, TreeBuilder
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
 
+SURE = 0.9
+"""Probability of its most probable token above which a head is believed where an answer leaves.
+
+The controller is linear in a state; what it gets wrong, the head's own doubt mostly shows.
+"""
+
 
 @dataclass(eq=False)
 class _Row:
@@ -130,10 +136,11 @@ class EarlyExitSession(AutoregressiveSession):
         return EarlyHeads(tuple(self._exits), self._vector["controller"], self._read)
 
     @torch.inference_mode()
-    def _read(self, states: Tensor, layers: Sequence[int]) -> Tensor:
-        said = self._head(self._norm(self._adapted(states.float(), layers))).float()  # [n, draft vocabulary]
+    def _read(self, states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        said = self._head(self._norm(self._adapted(states.float(), [layer] * len(states)))).float()  # [n, vocabulary]
+        sure = said.softmax(-1).amax(-1) > SURE
         logits = said.new_full((len(said), len(self._target_head)), -torch.inf)
-        return logits.index_copy_(1, self.support, said)
+        return logits.index_copy_(1, self.support, said), sure
 
     def _run(self, asked: Sequence[_Row], before: Sequence[Sequence[_Row]]) -> None:
         """Run each row to its exit, and with it those before it that are not as far."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,9 +28,13 @@ def controllers(seed: int = 0) -> Tensor:
     return torch.randn(2, 3, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def leaving(above: list[float], seed: int = 0, exits: tuple[int, ...] = (1, 2)) -> Leaving:
+def all_of_them(rows: Sequence[int], states: Tensor, layer: int) -> list[bool]:
+    return [True] * len(rows)
+
+
+def leaving(above: list[float], seed: int = 0) -> Leaving:
     owners = torch.arange(len(above), dtype=torch.int32) % 2
-    return Leaving(exits, controllers(seed), owners, torch.tensor(above))
+    return Leaving((1, 2), controllers(seed), owners, torch.tensor(above), all_of_them)
 
 
 def leaves(state: Tensor, controller: Tensor, above: float) -> bool:
@@ -124,20 +131,16 @@ def test_rows_leave_each_for_itself_and_later_rows_read_what_they_leave(
         cut, slow = made(family, bucketed), made(family, bucketed)
         asked = leaving([1.0, 0.3, 0.0, 0.5] * 2 + [0.2] * (COUNT - 8), seed)
         found, goal = resume(cut, rows, wanted, [], asked), naive(slow, rows, asked)
-        assert found.left is not None
-        assert dict(zip(found.left.rows, found.left.layers, strict=True)) == {
-            row: left for row, (left, _) in goal.items() if left < LAYERS
-        }
-        layers |= set(found.left.layers)
+        assert found.left == {row: left for row, (left, _) in goal.items() if left < LAYERS}
+        layers |= set(found.left.values())
         exact = isinstance(cut.decoder, FusedDecoder)
         assert found.hidden is not None
         tapped = found.hidden.unflatten(1, (len(TAPS), HIDDEN))
-        for row, state in zip(found.left.rows, found.left.states, strict=True):
-            equal(state, goal[row][1], exact)
+        for row in found.left:
             for at, tap in enumerate(TAPS):
                 if tap >= goal[row][0]:
                     equal(tapped[row, at], goal[row][1], exact)
-        stay = [row for row in range(COUNT) if row not in found.left.rows]
+        stay = [row for row in range(COUNT) if row not in found.left]
         for slot, start, ids in PARTS:
             for mine, theirs in ((cut.cache.keys, slow.cache.keys), (cut.cache.values, slow.cache.values)):
                 equal(mine[:, slot, :, : start + len(ids)], theirs[:, slot, :, : start + len(ids)], exact)
@@ -160,9 +163,7 @@ def test_rows_of_others_are_what_they_are_alone_where_some_have_begun_and_some_l
     begun = [Begun(2, owned, early.states, early.hidden)]
     asked = leaving([0.0 if int(slot) == 2 else 1.0 for slot in rows.slots], 1)
     found = resume(cut, rows, wanted, begun, asked)
-    assert found.left is not None
-    assert found.left.rows
-    assert {int(rows.slots[row]) for row in found.left.rows} == {2}
+    assert {int(rows.slots[row]) for row in found.left} == {2}
     others = [row for row in range(COUNT) if int(rows.slots[row]) != 2]
     equal(found.logits[others], whole.logits[others], True)
     assert found.hidden is not None
@@ -176,13 +177,14 @@ def test_where_nobody_may_leave_it_is_one_whole_forward(monkeypatch: pytest.Monk
     monkeypatch.setattr(cut, "until_left", calls.append)
     found = resume(cut, rows, torch.tensor([3]), [], leaving([1.0] * COUNT))
     equal(found.logits, whole.forward(rows, torch.tensor([3])).logits, True)
-    assert found.left is None
+    assert not found.left
     assert not calls
 
 
 def test_a_forward_of_one_row_that_leaves_runs_no_layer_behind() -> None:
     model, rows = made("llama", False), rows_of([(3, 0, prompt(1, 6))])
-    sure = Leaving((1, 2), torch.zeros(1, 3, HIDDEN), torch.zeros(1, dtype=torch.int32), torch.zeros(1))
+    owners = torch.zeros(1, dtype=torch.int32)
+    sure = Leaving((1, 2), torch.zeros(1, 3, HIDDEN), owners, torch.zeros(1), all_of_them)
     state = model.forward(rows, NONE, range(1)).states
     assert state is not None
     sure.controllers[0, 1] = F.rms_norm(state[0], (HIDDEN,))
@@ -195,7 +197,25 @@ def test_a_forward_of_one_row_that_leaves_runs_no_layer_behind() -> None:
 
     model.forward = watched  # type: ignore[method-assign]
     found = resume(model, rows, torch.tensor([0]), [], sure)
-    assert found.left is not None
-    assert found.left.layers == [1]
+    assert found.left == {0: 1}
     assert not ran
     assert model.until_left(rows, NONE, range(LAYERS), None, sure).stop == 1
+
+
+def test_whoever_reads_the_rows_has_the_last_word() -> None:
+    """A row that is not let go at one exit may leave at the next."""
+    rows, wanted = rows_of(PARTS), torch.arange(COUNT)
+    free = resume(made("llama", False), rows, wanted, [], leaving([0.0] * COUNT, 2))
+    early = [row for row, layer in free.left.items() if layer == 1]
+    asked: list[tuple[list[int], int]] = []
+
+    def some(found: Sequence[int], states: Tensor, layer: int) -> list[bool]:
+        assert states.shape == (len(found), HIDDEN)
+        asked.append(([*found], layer))
+        return [layer == 2 or row != early[0] for row in found]
+
+    held = resume(made("llama", False), rows, wanted, [], replace(leaving([0.0] * COUNT, 2), confirm=some))
+    assert asked[0] == (early, 1)
+    assert early[0] in held.left or early[0] not in asked[-1][0]
+    assert held.left.get(early[0]) != 1
+    assert {row for row, layer in held.left.items() if layer == 1} == {*early[1:]}
