@@ -59,9 +59,9 @@ from osd.target.model import load_model
 _UNSEEN, _CHOSEN = 0.5, 0.125
 """Of the texts those that nothing is learnt from, and among these those that thresholds are chosen on."""
 
-_CUTS = 3  # of each text that is measured on
+_CUTS = 6  # of each text that is measured on
 _LOOKED_AT = 1000  # completions whose heads are read: each of them says something over its whole vocabulary
-_ANSWERED = 640  # prefixes that are answered once for each threshold of lossy exits
+_ANSWERED = 480  # prefixes that are answered once for each threshold of lossy exits, and half as many to choose on
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -308,7 +308,7 @@ def measure(
     asked, choosing = bench.prefixes(unseen, "measured"), bench.prefixes(-(-unseen // 4), "chosen")
     completed, chosen = bench.completed(asked), bench.completed(choosing)
     say("answering some of them early")
-    some = min(_ANSWERED, len(asked)), min(_ANSWERED, len(choosing))
+    some = min(_ANSWERED, len(asked)), min(_ANSWERED // 2, len(choosing))
     answers, tried = bench.answers(asked[: some[0]], LOSSY), bench.answers(choosing[: some[1]], LOSSY)
     say("timing")
     times, drafted = bench.timed(asked[:turns])
