@@ -363,12 +363,12 @@ def tables(name: str, found: Figures) -> list[Table]:
         )
         for one in found.lossy
     ]  # fmt: skip
-    lossy = f"{name}: answers that leave early, to {found.answered} prefixes; elsewhere 1% of ROUGE-L is left from "
+    early = f"{name}: answers that leave early, to {found.answered} prefixes; of those to choose on"
     return [
         Table(title, columns, stops),
         Table(drafting, ("exit above", "layers skipped", "the target says the same"), exits),
         Table(
-            f"{lossy}{found.kept:g} on",
+            f"{early} at most 1% of ROUGE-L is lost from {found.kept:g} on",
             ("exit above", "layers skipped", "tokens as the target says", "ROUGE-L", "against plain", "exact match",
              "time over plain, median (least to largest)"),
             answers,
