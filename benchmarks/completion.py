@@ -1,7 +1,8 @@
-"""Completions that stop where they go wrong, and drafts that leave early: what each threshold saves, and costs.
+"""Completions that stop where they go wrong, drafts that leave early, and answers that do so themselves.
 
-Everything about thresholds is read off one greedy completion of each prefix: what the controller says before each of
-its tokens, and what the head behind each layer would have drafted. Greedy text is the same with drafts and without.
+About stops and drafts everything is read off one greedy completion of each prefix: what the controller says before
+each of its tokens, and what the head behind each layer would have drafted. Greedy text is the same with drafts and
+without; that of answers which leave early is not, and they are decoded for each threshold.
 """
 
 from __future__ import annotations
@@ -13,120 +14,102 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from benchmarks.adaptation.learner import Recipe, distill
 from benchmarks.adaptation.report import Table
+from benchmarks.completion_curves import (
+    LOSSY,
+    RIGHT,
+    THRESHOLDS,
+    WRONG,
+    Answered,
+    Completed,
+    Exits,
+    Lossy,
+    Stops,
+    exits_at,
+    keeping,
+    lossy_at,
+    rouge_l,
+    sparing,
+    stops_at,
+)
 from benchmarks.figures import Spread
 from benchmarks.pair import BenchError
 from benchmarks.prefixes import Prefix, Text, parted, prefixes
 from osd import drafters
 from osd.capture.trace import Trace
 from osd.config import EarlyExitSettings, Settings
-from osd.drafters.early_exit.controller import EXIT, STOP, confident
 from osd.drafters.early_exit.drafter import EarlyExit
-from osd.drafters.early_exit.heads import adapted, odds
+from osd.drafters.early_exit.heads import adapted
 from osd.engine.completion import Completing
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 from osd.learning.batch import floats
 from osd.runtime.device import one_core, several_cores
+from osd.runtime.exit_controller import EXIT, STOP, confident, odds
 from osd.runtime.model import SlotModel
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_model
 
-THRESHOLDS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
-"""As the paper sweeps them, and 1, above which nothing is."""
+_UNSEEN, _CHOSEN = 0.5, 0.125
+"""Of the texts those that nothing is learnt from, and among these those that thresholds are chosen on."""
 
-WRONG, NEAR = 0.3, 0.9
-"""Similarities to the reference below which a completion went wrong, and from which on it is nearly right."""
+_CUTS = 6  # of each text that is measured on
+_LOOKED_AT = 1000  # completions whose heads are read: each of them says something over its whole vocabulary
+_ANSWERED = 480  # prefixes that are answered once for each threshold of lossy exits, and half as many to choose on
 
-_RIGHT = 0.02
-"""Of the completions that are right, that may be stopped."""
-
-_UNSEEN = 0.5  # of the texts
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
-class Completed:
-    """One greedy completion of n tokens.
+class Part:
+    """Completions of one part of the texts: how many there are, went wrong, and are right by what is meant by it."""
 
-    ``similar`` is its edit similarity to the reference, by the tokens' text, and ``exact`` whether it is the same.
-    ``stops`` [n] are the probabilities of STOP where that is the controller's first choice, else 0; ``leaves`` and
-    ``agrees`` [n][exits] those of EXIT, and whether the head there says the token that came.
-    """
-
-    said: tuple[int, ...]
-    reference: tuple[int, ...]
-    similar: float
-    exact: bool
-    stops: tuple[float, ...]
-    leaves: tuple[tuple[float, ...], ...]
-    agrees: tuple[tuple[bool, ...], ...]
-
-    def kept(self, threshold: float) -> int:
-        """Tokens before the first that is judged to be wrong; the first one never is."""
-        return next((at for at, p in enumerate(self.stops) if at and p > threshold), len(self.said))
-
-
-@dataclass(frozen=True)
-class Stops:
-    """Completions that end above a ``threshold``: shares of those that went wrong, were nearly right, and right.
-
-    ``saved`` is the share of tokens not generated, ``rouge`` and ``exact`` are over all completions.
-    """
-
-    threshold: float
-    wrong: float
-    near: float
-    right: float
-    saved: float
+    completions: int
+    wrong: int
+    right: dict[str, int]
     rouge: float
     exact: float
 
-
-@dataclass(frozen=True)
-class Exits:
-    """Drafts that leave above a ``threshold``: the share of layers skipped, and of tokens that the target says too."""
-
-    threshold: float
-    skipped: float
-    agreed: float
+    @classmethod
+    def of(cls, completed: Sequence[Completed]) -> Self:
+        """Count."""
+        return cls(
+            len(completed),
+            sum(one.similar < WRONG for one in completed),
+            {name: sum(map(is_right, completed)) for name, is_right in RIGHT.items()},
+            statistics.mean(rouge_l(one.said, one.reference) for one in completed),
+            statistics.mean(one.exact for one in completed),
+        )
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What came out; ``seconds`` are those of completions that may stop, over plain ones, by threshold.
+    """What came out, all of it of the texts that are ``measured`` on; ``seconds`` are over those of plain decoding.
 
-    ``at_most`` are the stops above the lowest thresholds that end no more than 2% of the nearly right or exact ones.
+    ``at_most`` are the stops above thresholds that end no more than 2% of the right ones among those ``chosen`` on, and
+    ``kept`` is the lossy threshold that loses at most 1% of ROUGE-L there. Of ``answered`` prefixes ``plain`` has what
+    they are compared with.
     """
 
     trained_records: int
     training_cpu_seconds: float
-    wrong: int
-    near: int
-    right: int
-    completions: int
+    measured: Part
+    chosen: Part
     stops: list[Stops]
     at_most: dict[str, Stops]
     exits: list[Exits]
-    seconds: dict[float, Spread]
+    answered: int
+    plain: Part
+    lossy: list[Lossy]
+    kept: float
+    seconds: dict[str, dict[float, Spread]]
     drafted: Spread
-
-
-def rouge_l(said: Sequence[int], reference: Sequence[int]) -> float:
-    """F1 of the longest common subsequence (Lin, "ROUGE", 2004), over tokens."""
-    row = [0] * (len(reference) + 1)
-    for token in said:
-        before = 0
-        for at, other in enumerate(reference, 1):
-            here = row[at]
-            row[at] = before + 1 if token == other else max(row[at], row[at - 1])
-            before = here
-    return 2 * row[-1] / (len(said) + len(reference)) if said else 0.0
 
 
 class Completions:
@@ -143,22 +126,28 @@ class Completions:
         self.directory = target_directory(settings)
         self.tokenizer = load_tokenizer(self.directory)
         halves = [parted(source, _UNSEEN) for source in sources]
-        self._texts = {way: [half[way] for half in halves] for way in (0, 1)}
+        parts = [parted(unseen, _CHOSEN) for _, unseen in halves]
+        self._texts = {
+            "learnt": [learnt for learnt, _ in halves],
+            "measured": [measured for measured, _ in parts],
+            "chosen": [chosen for _, chosen in parts],
+        }
         chosen = settings.drafter.distilled
         chosen = chosen if chosen.kind == "early_exit" else EarlyExitSettings()
         made = drafters.initial(chosen, self.directory, settings.home_dir)
         assert isinstance(made, EarlyExit)  # noqa: S101  its settings say so
         self.drafter = made
 
-    def prefixes(self, count: int, unseen: bool) -> list[Prefix]:
-        """So many prefixes of texts to learn from, or of others.
+    def prefixes(self, count: int, part: str) -> list[Prefix]:
+        """So many prefixes of texts that are "learnt" from, "measured" on, or that thresholds are "chosen" on.
 
         Raises:
             BenchError: no text is long enough.
         """
-        found = list(islice(prefixes(self._texts[int(unseen)], self.tokenizer, self._tokens, int(unseen)), count))
+        cuts, seed = (1, 0) if part == "learnt" else (_CUTS, 1)
+        found = list(islice(prefixes(self._texts[part], self.tokenizer, self._tokens, seed, cuts), count))
         if len(found) < count:
-            raise BenchError(f"no text is long enough to be completed by {self._tokens} tokens")
+            raise BenchError(f"no text that is {part} is long enough to be completed by {self._tokens} tokens")
         return found
 
     def engine(self, sink: Callable[[Trace], object] | None = None) -> Engine:
@@ -176,8 +165,12 @@ class Completions:
         engine.start()
         return engine
 
-    def ask(self, engine: Engine, asked: Sequence[Prefix], completing: Completing | None = None) -> None:
-        """Complete all prefixes, as many at once as there are slots."""
+    def ask(
+        self, engine: Engine, asked: Sequence[Prefix], completing: Completing | None = None
+    ) -> dict[int, tuple[list[int], Update]]:
+        """Complete all prefixes, as many at once as there are slots; returns tokens and last update of each."""
+        said: dict[int, tuple[list[int], Update]] = {}
+        tokens: dict[int, list[int]] = {number: [] for number in range(len(asked))}
         updates: queue.Queue[Update] = queue.Queue()
         for number, one in enumerate(asked):
             request = Request(
@@ -185,14 +178,17 @@ class Completions:
                 completing=completing,
             )  # fmt: skip
             engine.submit(request, updates.put)
-        left = len(asked)
-        while left:
+        while len(said) < len(asked):
             update = updates.get()
             if update.finish_reason == "error":
                 raise BenchError(f"a completion failed: {update.error}")
-            left -= update.finish_reason is not None
+            number = int(update.request_id)
+            tokens[number] += update.token_ids
+            if update.finish_reason is not None:
+                said[number] = tokens[number], update
         while not engine.rests:
             time.sleep(0.001)
+        return said
 
     def record(self, asked: Sequence[Prefix], keep: Callable[[Trace], object]) -> None:
         """Complete all prefixes plainly, and have ``keep`` take each record."""
@@ -211,15 +207,20 @@ class Completions:
         return distill(self.drafter, traces, recipe, passes).cpu_seconds
 
     @torch.inference_mode()
-    def judged(self, prefix: Prefix, trace: Trace) -> Completed:
-        """What a record says of one completion."""
+    def judged(self, prefix: Prefix, trace: Trace, heads: bool) -> Completed:
+        """What a record says of one completion; with ``heads`` also what these say."""
         assert trace.hidden is not None  # noqa: S101  the drafter reads states
         drafter, said = self.drafter, tuple(trace.completion_ids.numpy().tolist())
         read = torch.from_numpy(floats(trace.hidden)[len(prefix.ids) - 1 :])
         states = read.unflatten(-1, (len(drafter.exits) + 1, -1))  # [n, exits + 1, hidden]
         said_of = odds(states, drafter.controller)
-        heads = drafter.said(drafter.final_norm(adapted(states[:, :-1], drafter.down, drafter.up)))
-        drafted: Tensor = drafter.draft_ids[heads.argmax(-1)]
+        leaves: Sequence[tuple[float, ...]] = ()
+        agrees: Sequence[tuple[bool, ...]] = ()
+        if heads:
+            spoken = drafter.said(drafter.final_norm(adapted(states[:, :-1], drafter.down, drafter.up)))
+            drafted: Tensor = drafter.draft_ids[spoken.argmax(-1)]
+            leaves = [*map(tuple, confident(said_of[:, :-1], EXIT).tolist())]
+            agrees = [*map(tuple, (drafted == torch.tensor(said)[:, None]).tolist())]
         mine, theirs = (self.tokenizer.decode(list(ids)) for ids in (said, prefix.reference))
         return Completed(
             said,
@@ -227,25 +228,58 @@ class Completions:
             difflib.SequenceMatcher(None, mine, theirs, autojunk=False).ratio(),
             said == prefix.reference,
             tuple(confident(said_of, STOP).amax(-1).tolist()),
-            tuple(map(tuple, confident(said_of[:, :-1], EXIT).tolist())),
-            tuple(map(tuple, (drafted == torch.tensor(said)[:, None]).tolist())),
+            tuple(leaves),
+            tuple(agrees),
         )
 
-    def timed(self, asked: Sequence[Prefix], thresholds: Sequence[float]) -> tuple[dict[float, Spread], Spread]:
-        """Seconds over those of plain decoding, a prefix at a time: with stops, and with drafts that leave early."""
+    def completed(self, asked: Sequence[Prefix]) -> list[Completed]:
+        """The plain completions of all prefixes, in their order; heads are read for the first of them."""
+        found: dict[int, Completed] = {}
+
+        def keep(trace: Trace) -> None:
+            number = int(trace.request_id)
+            found[number] = self.judged(asked[number], trace, number < _LOOKED_AT)
+
+        self.record(asked, keep)
+        return [found[number] for number in range(len(asked))]
+
+    def answers(self, asked: Sequence[Prefix], thresholds: Sequence[float]) -> dict[float, list[Answered]]:
+        """Answers that leave early, by threshold; what is said does not depend on what else is answered meanwhile."""
+        found: dict[float, list[Answered]] = {threshold: [] for threshold in thresholds}
+        engine, slots = self.engine(), self.settings.engine.slots
+        engine.set_speculation(False)
+        try:
+            for first in range(0, len(asked), slots):
+                for threshold, mine in found.items():  # the prompts are in the slots by then
+                    some = self.ask(engine, asked[first : first + slots], Completing(None, threshold, lossy=True))
+                    for _, (said, update) in sorted(some.items()):
+                        skipped = update.skipped
+                        share = skipped.layers / skipped.all if skipped and skipped.all else 0.0
+                        mine.append(Answered(tuple(said), share * (len(said) - 1) / len(said)))
+        finally:
+            engine.stop()
+        return found
+
+    def timed(self, asked: Sequence[Prefix]) -> tuple[dict[str, dict[float, Spread]], Spread]:
+        """Seconds over those of plain decoding, a prefix at a time: with stops, lossy, and with drafts that leave."""
         engine = self.engine()
-        ratios: dict[float, list[float]] = {threshold: [] for threshold in thresholds}
+        ways = {("stops", at): Completing(at) for at in THRESHOLDS}
+        ways |= {("lossy", at): Completing(None, at, lossy=True) for at in LOSSY}
+        ratios: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
         drafts: list[float] = []
         try:
             for prefix in asked:
                 self._seconds(engine, prefix)  # the prompt is cached from here on, for all ways alike
                 plain = self._seconds(engine, prefix)
-                for threshold, mine in ratios.items():
-                    mine.append(self._seconds(engine, prefix, Completing(threshold)) / plain)
+                for way, completing in ways.items():
+                    ratios[way].append(self._seconds(engine, prefix, completing) / plain)
                 drafts.append(self._seconds(engine, prefix, speculate=True) / plain)
         finally:
             engine.stop()
-        return {threshold: Spread.of(mine) for threshold, mine in ratios.items()}, Spread.of(drafts)
+        spreads: dict[str, dict[float, Spread]] = {"stops": {}, "lossy": {}}
+        for (name, threshold), mine in ratios.items():
+            spreads[name][threshold] = Spread.of(mine)
+        return spreads, Spread.of(drafts)
 
     def _seconds(
         self, engine: Engine, prefix: Prefix, completing: Completing | None = None, speculate: bool = False
@@ -254,42 +288,6 @@ class Completions:
         begun = time.perf_counter()
         self.ask(engine, [prefix], completing)
         return time.perf_counter() - begun
-
-
-def stops_at(completed: Sequence[Completed], threshold: float) -> Stops:
-    """What ends above a threshold."""
-
-    def share(some: Sequence[Completed]) -> float:
-        return statistics.mean(one.kept(threshold) < len(one.said) for one in some) if some else 0.0
-
-    kept = [one.kept(threshold) for one in completed]
-    return Stops(
-        threshold,
-        share([one for one in completed if one.similar < WRONG]),
-        share([one for one in completed if one.similar >= NEAR]),
-        share([one for one in completed if one.exact]),
-        1 - sum(kept) / sum(len(one.said) for one in completed),
-        statistics.mean(rouge_l(one.said[:n], one.reference) for one, n in zip(completed, kept, strict=True)),
-        statistics.mean(one.exact and n == len(one.said) for one, n in zip(completed, kept, strict=True)),
-    )
-
-
-def within(completed: Sequence[Completed], right: Sequence[Completed]) -> Stops:
-    """What ends above the lowest threshold that ends no more than 2% of those that are ``right``."""
-    most = sorted((max(one.stops[1:], default=0.0) for one in right), reverse=True)
-    return stops_at(completed, most[int(_RIGHT * len(most))] if most else 1.0)
-
-
-def exits_at(completed: Sequence[Completed], exits: Sequence[int], layers: int, threshold: float) -> Exits:
-    """What drafts that leave above a threshold skip, where the token before them is the target's own."""
-    skipped: list[float] = []
-    agreed: list[bool] = []
-    for one in completed:
-        for leaves, agrees in zip(one.leaves, one.agrees, strict=True):
-            number = next((at for at, p in enumerate(leaves) if p > threshold), len(exits) - 1)
-            skipped.append(1 - exits[number] / layers)
-            agreed.append(agrees[number])
-    return Exits(threshold, statistics.mean(skipped), statistics.mean(agreed))
 
 
 def measure(
@@ -302,57 +300,77 @@ def measure(
     """
     say(f"completing {records} prefixes to learn from")
     traces: list[Trace] = []
-    bench.record(bench.prefixes(records, False), traces.append)
+    bench.record(bench.prefixes(records, "learnt"), traces.append)
     say("training heads and controller")
     seconds = bench.train(traces, passes)
     traces.clear()
-    say(f"completing {unseen} prefixes of other texts")
-    asked, completed = bench.prefixes(unseen, True), []
-    bench.record(asked, lambda trace: completed.append(bench.judged(asked[int(trace.request_id)], trace)))
+    say(f"completing {unseen} prefixes of other texts, and a quarter as many of texts to choose thresholds on")
+    asked, choosing = bench.prefixes(unseen, "measured"), bench.prefixes(-(-unseen // 4), "chosen")
+    completed, chosen = bench.completed(asked), bench.completed(choosing)
+    say("answering some of them early")
+    some = min(_ANSWERED, len(asked)), min(_ANSWERED // 2, len(choosing))
+    answers, tried = bench.answers(asked[: some[0]], LOSSY), bench.answers(choosing[: some[1]], LOSSY)
     say("timing")
-    times, drafted = bench.timed(asked[:turns], THRESHOLDS)
+    times, drafted = bench.timed(asked[:turns])
     layers = bench.drafter.needs.taps[-1] + 1
+    plain = Part.of(completed[: some[0]])
+    curve = [lossy_at(chosen[: some[1]], mine, threshold) for threshold, mine in tried.items()]
     return Figures(
         records,
         seconds,
-        sum(one.similar < WRONG for one in completed),
-        sum(one.similar >= NEAR for one in completed),
-        sum(one.exact for one in completed),
-        len(completed),
+        Part.of(completed),
+        Part.of(chosen),
         [stops_at(completed, threshold) for threshold in THRESHOLDS],
-        {
-            "nearly right": within(completed, [one for one in completed if one.similar >= NEAR]),
-            "exact": within(completed, [one for one in completed if one.exact]),
-        },
-        [exits_at(completed, bench.drafter.exits, layers, threshold) for threshold in THRESHOLDS],
+        {name: stops_at(completed, sparing(chosen, name)) for name in RIGHT},
+        [exits_at(completed[:_LOOKED_AT], bench.drafter.exits, layers, threshold) for threshold in THRESHOLDS],
+        some[0],
+        plain,
+        [lossy_at(completed[: some[0]], mine, threshold) for threshold, mine in answers.items()],
+        keeping(curve, Part.of(chosen[: some[1]]).rouge),
         times,
         drafted,
     )
 
 
 def tables(name: str, found: Figures) -> list[Table]:
-    """Stops and exits, a row for each threshold."""
+    """Stops, exits and lossy answers, a row for each threshold."""
+    part, seconds = found.measured, found.seconds
     some = [(f"{one.threshold:g}", one) for one in found.stops]
-    some += [(f"{one.threshold:.3f}: 2% of {name}", one) for name, one in found.at_most.items()]
+    some += [(f"{one.threshold:.3f}: 2% of {what}", one) for what, one in found.at_most.items()]
     stops = [
         (
-            label, f"{one.wrong:.3f}", f"{one.near:.4f}", f"{one.right:.4f}", f"{one.saved:.3f}",
+            label, f"{one.wrong:.3f}", *(f"{share:.4f}" for share in one.right.values()), f"{one.saved:.3f}",
             f"{one.rouge:.3f}", f"{one.exact:.4f}",
-            found.seconds[one.threshold].text() if one.threshold in found.seconds else "",
+            seconds["stops"][one.threshold].text() if one.threshold in seconds["stops"] else "",
         )
         for label, one in some
     ]  # fmt: skip
-    title = (
-        f"{name}: completions that stop; of {found.completions}, {found.wrong} went wrong (similarity < {WRONG}), "
-        f"{found.near} are nearly right (>= {NEAR}), {found.right} exactly"
-    )
+    right = ", ".join(f"{count} {what}" for what, count in part.right.items())
+    title = f"{name}: completions that stop; of {part.completions}, {part.wrong} went wrong; {right}"
     columns = (
-        "stop above", "of wrong", "of nearly right", "of exact", "tokens not generated", "ROUGE-L", "exact match",
+        "stop above", "of wrong", *(f"of {what}" for what in RIGHT), "tokens not generated", "ROUGE-L", "exact match",
         "time over plain, median (least to largest)",
     )  # fmt: skip
     exits = [(f"{one.threshold:g}", f"{one.skipped:.3f}", f"{one.agreed:.3f}") for one in found.exits]
     drafting = f"{name}: drafts that leave early; the drafter's own, above 0, took {found.drafted.text()} of plain time"
+    plain = found.plain
+    answers = [("never", "0.000", "1.000", f"{plain.rouge:.4f}", "0.0%", f"{plain.exact:.4f}", "")]
+    answers += [
+        (
+            f"{one.threshold:g}", f"{one.skipped:.3f}", f"{one.same:.3f}", f"{one.rouge:.4f}",
+            f"{one.rouge / plain.rouge - 1 if plain.rouge else 0.0:+.1%}", f"{one.exact:.4f}",
+            seconds["lossy"][one.threshold].text(),
+        )
+        for one in found.lossy
+    ]  # fmt: skip
+    early = f"{name}: answers that leave early, to {found.answered} prefixes; of those to choose on"
     return [
         Table(title, columns, stops),
         Table(drafting, ("exit above", "layers skipped", "the target says the same"), exits),
-    ]
+        Table(
+            f"{early} at most 1% of ROUGE-L is lost from {found.kept:g} on",
+            ("exit above", "layers skipped", "tokens as the target says", "ROUGE-L", "against plain", "exact match",
+             "time over plain, median (least to largest)"),
+            answers,
+        ),
+    ]  # fmt: skip

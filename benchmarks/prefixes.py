@@ -54,27 +54,27 @@ def parted(texts: Sequence[Text], share: float) -> tuple[list[Text], list[Text]]
 
 
 def prefixes(
-    sources: Sequence[Sequence[Text]], tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int
+    sources: Sequence[Sequence[Text]], tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int, cuts: int = 1
 ) -> Iterator[Prefix]:
     """Prefixes of ``sources`` in turn, without end, each followed by so many ``tokens``.
 
-    Of a text that comes again another point is drawn. Texts that are too short are left out; a source of which all are
-    gives none.
+    Each text is cut off at up to ``cuts`` points, so that what comes before is read once for all of them. Of one that
+    comes again others are drawn. Texts that are too short are left out; a source of which all are gives none.
     """
     chance = random.Random(seed)  # noqa: S311  nothing is secret
-    every = [_cut(source, tokenizer, tokens, chance) for source in sources]
+    every = [_cut(source, tokenizer, tokens, chance, cuts) for source in sources]
     while every:
         for source in list(every):
             found = next(source, None)
             if found is None:
                 every.remove(source)
             else:
-                yield found
+                yield from found
 
 
 def _cut(
-    source: Sequence[Text], tokenizer: PreTrainedTokenizerBase, tokens: int, chance: random.Random
-) -> Iterator[Prefix]:
+    source: Sequence[Text], tokenizer: PreTrainedTokenizerBase, tokens: int, chance: random.Random, cuts: int
+) -> Iterator[list[Prefix]]:
     texts, some = chance.sample(list(source), len(source)), True
     while some:
         some = False
@@ -82,5 +82,6 @@ def _cut(
             ids = tokenizer.encode(text.text, add_special_tokens=False)
             if len(ids) >= _LEAST + tokens:
                 some = True
-                at = chance.randint(_LEAST, min(len(ids) - tokens, _MOST))
-                yield Prefix(tuple(ids[:at]), tuple(ids[at : at + tokens]))
+                points = range(_LEAST, min(len(ids) - tokens, _MOST) + 1)
+                ends = sorted(chance.sample(points, min(cuts, len(points))))
+                yield [Prefix(tuple(ids[:at]), tuple(ids[at : at + tokens])) for at in ends]

@@ -68,12 +68,18 @@ def check_memory(settings: Settings, target: Path) -> None:
     if settings.engine.kv_mb is None:
         return
     from osd.engine import kv_budget  # seconds of imports
+    from osd.runtime.attention.selection import SelectionSizes
     from osd.runtime.kv_cache import heads_of, slot_bytes
     from osd.target.model import DTYPES, load_config
 
     config, places = load_config(target), settings.engine.context + settings.engine.max_draft + 1
     heads, dim = heads_of(config)
-    one = slot_bytes(config.num_hidden_layers, heads, places, dim * DTYPES[settings.target.dtype].itemsize)
+    width = dim * DTYPES[settings.target.dtype].itemsize
+    one = slot_bytes(config.num_hidden_layers, heads, places, width)
+    for chosen in (settings.drafter.selected, settings.target.attention.selected):
+        if chosen is not None:
+            sizes = SelectionSizes(chosen.initial, chosen.top, chosen.local, threshold=1.0)
+            one += sizes.copied_bytes(config.num_hidden_layers, heads, places, width)
     try:
         kv_budget.check(settings.engine.kv_mb, one, pick_device(settings.target.device).type)
     except ValueError as error:

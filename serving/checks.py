@@ -36,7 +36,7 @@ def check_ids(ids: Iterable[int], param: str, vocabulary: int) -> None:
 
 
 def check_completion(speculation: Speculation | None, settings: Settings) -> None:
-    """Refuse what a controller would have to decide where there is none.
+    """Refuse what a controller would have to decide where there is none, or may not.
 
     Raises:
         ApiError: 400.
@@ -48,6 +48,10 @@ def check_completion(speculation: Speculation | None, settings: Settings) -> Non
         raise invalid(
             f"'{param}' needs a drafter with a controller, early_exit; this server has {drafter.kind}.", param
         )
+    if speculation is not None and speculation.lossy and not settings.serving.allow_lossy:
+        param = "osd.completion.lossy"
+        message = f"'{param}' needs serving.allow_lossy, which is false here: such an answer is not the model's own."
+        raise invalid(message, param)
 
 
 @lru_cache(64)

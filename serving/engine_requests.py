@@ -187,7 +187,9 @@ class EngineRequests:
 
 def _completing(body: Generate) -> Completing | None:
     asked = None if body.osd is None else body.osd.completion
-    return None if asked is None or asked.asked is None else Completing(asked.stop, asked.exit)
+    if asked is None or asked.asked is None:
+        return None
+    return Completing(asked.stop, asked.exit, bool(asked.lossy))
 
 
 def seed_of(seed: int, choice: int) -> int:

@@ -39,6 +39,7 @@ _OURS = {
     "osd_cancelled_requests": ("cancelled", "Sequences whose client left, or that a shutdown ended."),
     "osd_prompt_tokens": ("prompt_tokens", "Prompt tokens, the cached ones too."),
     "osd_completion_tokens": ("completion_tokens", "Completion tokens decoded."),
+    "osd_skipped_layers": ("skipped_layers", "Target layers that did not run for tokens of lossy answers."),
     "osd_busy_seconds": ("busy_seconds", "Seconds in which the engine computed."),
     "osd_swaps": ("swaps", "Drafter swaps, counted in each replica."),
     "osd_rejected_versions": ("rejected_versions", "Drafter versions that a replica refused to load."),

@@ -141,6 +141,7 @@ class Reporter:
             "failed": counts.failed,
             "cancelled": counts.cancelled,
             "preemptions": counts.preemptions,
+            "skipped_layers": counts.skipped_layers,
             "prompt_tokens": counts.prompt_tokens,
             "cached_tokens": counts.cached_tokens,
             "completion_tokens": counts.completion_tokens,

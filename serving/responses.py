@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from osd.engine.completion import Judged
+from osd.engine.completion import Judged, Skipped
 from osd.engine.request import FinishReason, TokenLogprobs, Update
 from osd.metrics import SpeculationCounts
 from serving import sse
@@ -98,6 +98,7 @@ class Answer:
     cached: dict[int, int] = field(default_factory=dict, init=False)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts, init=False)
     judged: dict[int, Judged] = field(default_factory=dict, init=False)
+    skipped: Skipped | None = field(default=None, init=False)
     readers: dict[int, CallReader] = field(default_factory=dict, init=False)
 
     def add(self, index: int, update: Update) -> None:
@@ -108,6 +109,8 @@ class Answer:
             self.counts.add(update.counts)
         if update.judged is not None:
             self.judged[index] = update.judged
+        if update.skipped is not None:
+            self.skipped = update.skipped + (self.skipped or Skipped())
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once for all its choices, and what none of them had to read as cached."""
@@ -137,15 +140,22 @@ class Answer:
                 source: {"num_draft_tokens": mine.drafted, "num_accepted_draft_tokens": mine.accepted}
                 for source, mine in counts.by_source.items()
             }
-        if not self.judged:
+        if not self.judged and self.skipped is None:
             return {"speculative_decoding": drafts}
+        return {"completion": self._completion(), "speculative_decoding": drafts}
+
+    def _completion(self) -> dict[str, Any]:
+        """What a controller did, as far as it was asked for."""
+        skipped = self.skipped
+        found = {} if skipped is None else {"layers": skipped.all, "skipped_layers": skipped.layers}
+        if not self.judged:
+            return found
         stopped = [
             {"index": index, "reason": "judged_wrong", "probability": round(one.stopped, 4)}
             for index, one in sorted(self.judged.items())
             if one.stopped is not None
         ]
-        completion = {"judged_tokens": sum(one.tokens for one in self.judged.values()), "stopped": stopped}
-        return {"completion": completion, "speculative_decoding": drafts}
+        return {"judged_tokens": sum(one.tokens for one in self.judged.values()), "stopped": stopped, **found}
 
     def envelope(self, choices: list[dict[str, Any]], streamed: bool) -> dict[str, Any]:
         """The root of a response or of one event."""

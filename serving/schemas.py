@@ -111,20 +111,32 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+_LOSSY = "osd.completion.lossy"
+
+
 class Judgement(Body):
     """What a controller may decide about this completion, by the probability above which it counts.
 
     ``stop`` ends one that is judged to go wrong, with the finish reason ``stop``; ``metrics.completion`` then says so.
-    ``exit`` lets its drafts leave the target's layers early, which changes speed and nothing else.
+    ``exit`` lets its drafts leave the target's layers early, which changes speed and nothing else. With ``lossy`` the
+    answer itself leaves there, where the server allows that: it is not the model's own, and nothing is drafted for it
+    or learnt from it.
     """
 
     stop: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     exit: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    lossy: bool | None = None
 
     @property
     def asked(self) -> str | None:
-        """The first of these that is given, None for none."""
+        """The first threshold that is given, None for none."""
         return next((name for name in ("stop", "exit") if getattr(self, name) is not None), None)
+
+    @model_validator(mode="after")
+    def _leaves_somewhere(self) -> Judgement:
+        if self.lossy and self.exit is None:
+            raise unsupported(_LOSSY, "'{param}' is not supported without 'osd.completion.exit'.")
+        return self
 
 
 class Speculation(Body):
@@ -147,6 +159,19 @@ class Speculation(Body):
     def stop(self) -> float | None:
         """The probability above which a completion ends that is judged to go wrong, None for never."""
         return None if self.completion is None else self.completion.stop
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the answer may leave the target early."""
+        return self.completion is not None and bool(self.completion.lossy)
+
+    @model_validator(mode="after")
+    def _drafts_nothing(self) -> Speculation:
+        # Nothing is drafted for what leaves by itself.
+        for name in ("growth", "verification"):
+            if self.lossy and getattr(self, name) is not None:
+                raise unsupported(f"osd.{name}", f"'{{param}}' is not supported with '{_LOSSY}'.")
+        return self
 
     @model_validator(mode="after")
     def _is_judged(self) -> Speculation:
@@ -255,6 +280,18 @@ class Generate(Body):
                 "osd.completion.stop",
                 "'{param}' is not supported where the form of the answer is given, nor with tools.",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _is_the_models_own(self) -> Generate:
+        if self.osd is None or not self.osd.lossy:
+            return self
+        if self.structure is not None or self.callable:
+            # What reads a token where it leaves does not know all tokens that a form may want.
+            message = "'{param}' is not supported where the form of the answer is given, nor with tools."
+            raise unsupported(_LOSSY, message)
+        if self.store:
+            raise unsupported("store", f"'{{param}}' is not supported with '{_LOSSY}', as nobody learns from that.")
         return self
 
 

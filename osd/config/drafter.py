@@ -34,6 +34,11 @@ class _Drafter(Section):
         """The settings of what versions hold."""
         return self
 
+    @property
+    def selected(self) -> SelectionSettings | None:
+        """How it reads a part of long contexts, None where it reads no part of its choice."""
+        return None
+
 
 Vocabulary = Annotated[int, Field(ge=16, description="most frequent target ids that it may draft")]
 
@@ -150,6 +155,11 @@ class TokenSelectSettings(_Drafter, SelectionSettings):
     trainable: ClassVar[bool] = False
     kind: Literal["token_select"] = "token_select"
     threshold: Threshold = 0.7
+
+    @property
+    def selected(self) -> SelectionSettings | None:
+        """See ``_Drafter``."""
+        return self
 
 
 _Trained = (

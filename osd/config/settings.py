@@ -42,7 +42,10 @@ class EngineSettings(Section):
     slots: int = Field(default=16, ge=1, le=1024, description="sequences decoded at the same time")
     context: int = Field(default=2048, ge=16, description="prompt and completion tokens of one sequence")
     kv_mb: int | None = Field(
-        default=None, ge=1, description="memory of keys and values, on a CPU; by default what all slots take when full"
+        default=None,
+        ge=1,
+        description="memory of keys and values, on a CPU, with the copies that token_select keeps of some; by default "
+        "what all slots take when full",
     )
     prefill_chunk: int = Field(default=64, ge=1, description="prompt tokens of all sequences in one round")
     prefix_cache: bool = Field(default=True, description="do not read again what a slot holds of a prompt's beginning")
@@ -127,7 +130,8 @@ class ServingSettings(Section):
     model_name: str | None = Field(default=None, description="id in /v1/models, else made from the target")
     allow_lossy: bool = Field(
         default=False,
-        description="whether target.attention may make answers that are not the target's own",
+        description="whether target.attention, and requests by osd.completion.lossy, may make answers that are not the "
+        "target's own",
     )
     capture_default: bool = Field(default=True, description="learn from requests that do not say store")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a request's body at most")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.base import DrafterError
-from osd.drafters.session import NOBODY, Asked, Chains, Exits, Kept, Origin, Proposal, Session
+from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, Kept, Origin, Proposal, Session
 from osd.runtime.device import between, mark
 from osd.runtime.memory import recycled
 from osd.speculation.growth import Growth, Reach
@@ -154,6 +154,10 @@ class WrappedSession(AutoregressiveSession):
     def judge(self, states: Tensor) -> Tensor | None:
         """See ``Session.judge``."""
         return self._session.judge(states)
+
+    def early_heads(self) -> EarlyHeads | None:
+        """See ``Session.early_heads``."""
+        return self._session.early_heads()
 
     def ride(self, asked: Asked, growth: Growth, proposal: Proposal) -> Proposal:
         """See ``Session.ride``."""

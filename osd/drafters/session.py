@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -186,6 +186,20 @@ class Exits:
 
 
 @dataclass(frozen=True)
+class EarlyHeads:
+    """Where tokens of an answer may leave the target: behind ``layers``, by ``controller`` [3, hidden] in float32.
+
+    Both are as in ``osd.runtime.leaving.Leaving``. ``read`` makes logits [n, vocabulary of the target] of states
+    [n, hidden] behind so many layers, and says [n] of which the head there is sure enough to be believed; tokens that
+    a drafter cannot say have minus infinity.
+    """
+
+    layers: tuple[int, ...]
+    controller: Tensor
+    read: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
 class Proposal:
     """Draft trees of B sequences, and the distributions that their tokens came from.
 
@@ -313,9 +327,13 @@ class Session(Protocol):
     def judge(self, states: Tensor) -> Tensor | None:
         """What a controller says of tokens whose ``states`` [n, taps * hidden] it reads: logits [n, points, 3].
 
-        At each point, from the first layer to the last, of ``osd.drafters.early_exit.controller``'s STOP, EXIT and
+        At each point, from the first layer to the last, of ``osd.runtime.exit_controller``'s STOP, EXIT and
         CONTINUE. None where there is no controller, as in most.
         """
+        return None
+
+    def early_heads(self) -> EarlyHeads | None:
+        """Where an answer may leave the target; None where there is no controller, as in most."""
         return None
 
     def commit(self, slot: int, kept: Kept) -> None:

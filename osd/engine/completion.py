@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from osd.drafters.early_exit.controller import STOP, confident
+from osd.runtime.exit_controller import STOP, confident
 
 if TYPE_CHECKING:
     from osd.engine.pool import ActiveDrafter
@@ -23,10 +23,17 @@ class Completing:
     """What a request asks of the controller, by probabilities above which it counts; None is as the drafter does.
 
     ``stop`` ends the request where it is judged to go wrong, None never; ``exit`` lets its drafts leave the target.
+    Where it is ``lossy`` the answer itself leaves there, nothing is drafted for it, and its text may differ.
     """
 
     stop: float | None = None
     exit: float | None = None
+    lossy: bool = False
+
+    @property
+    def answers_leave(self) -> float | None:
+        """The probability above which tokens of the answer leave the target, None where none do."""
+        return (self.exit or 0.0) if self.lossy else None
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,24 @@ class Judged:
 
     tokens: int = 0
     stopped: float | None = None
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What an answer left out: ``layers`` of the target did not run for its tokens, of ``all`` that else had.
+
+    Its first token, which the prompt's last one gives, never leaves and does not count.
+    """
+
+    layers: int = 0
+    all: int = 0
+
+    def __add__(self, other: Skipped) -> Skipped:
+        """Of both together."""
+        return Skipped(self.layers + other.layers, self.all + other.all)
+
+
+NONE = Skipped()
 
 
 def judged(

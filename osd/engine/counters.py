@@ -89,8 +89,9 @@ class EngineCounters:
     """Counts that only grow, the longest swap stall apart; seconds are wall-clock.
 
     ``cached_tokens`` are those of ``prompt_tokens`` that some slot held, so that they were not read. ``preemptions``
-    counts sequences that lost their slot to others, each time. ``finished`` are
-    sequences that came to their end by themselves, by why; ``histograms`` are of them, and of all rounds.
+    counts sequences that lost their slot to others, each time. ``skipped_layers`` of the target did not run for tokens
+    of lossy answers. ``finished`` are sequences that came to their end by themselves, by why; ``histograms`` are of
+    them, and of all rounds.
     ``by_order`` are recalled draft tokens by their source and how many tokens before them were looked up.
     ``by_version`` and ``seconds_by_version`` are by the domain and version of the drafter, see ``of_version``: what was
     counted last stands last. ``token_seconds`` sums over sequences how long each waited for its tokens: by
@@ -102,6 +103,7 @@ class EngineCounters:
     failed: int = 0
     cancelled: int = 0
     preemptions: int = 0
+    skipped_layers: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -143,6 +145,7 @@ class EngineCounters:
         self.forwards += 1
         for one in outcome.sequences:
             self.completion_tokens += one.tokens
+            self.skipped_layers += one.skipped.layers
             self.histograms.drew(one.sequence.lifetime, now)
             if one.tree.tokens:
                 version_counts = of_version(self.by_version, drafted_by(one.sequence), SpeculationCounts)

@@ -200,7 +200,7 @@ class DecodeLoop:
         with self.changed:
             self.counters.busy_seconds += seconds
             self.counters.token_seconds += seconds * len(outcome.sequences)
-            if not outcome.captured:
+            if not outcome.exceptional:
                 self.counters.forward_seconds += outcome.forward_seconds
                 self.counters.rest_seconds += self.planner.costs.at_rest(outcome.rows)
                 plain = plain_round(outcome, seconds, self.planner.costs, running)

@@ -105,7 +105,7 @@ class Planner:
             if one.proposed and s.drafter is not None and s.policy is self._policy:
                 draft = Drafted(len(one.tree.tokens), one.path, len(one.tree.rider_tokens))
                 by_drafter[s.drafter].append((s, draft))
-        if not outcome.captured:
+        if not outcome.exceptional:
             self._learn_costs(outcome, by_drafter, seconds)
             self._teach_governors(outcome, by_drafter, seconds)
         by_growth: dict[Growth, list[DraftOutcome]] = defaultdict(list)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from osd.engine.completion import Completing, Judged
+from osd.engine.completion import Completing, Judged, Skipped
 from osd.engine.grammar import Grammar
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
@@ -56,7 +56,8 @@ class Request:
     ``sources`` reports who each token comes from.
     It ``arrived`` at that moment of ``time.monotonic``, None for when it comes to the engine. Where there is not room
     for all, those of the least ``priority`` come first. ``completing`` ends it where it is judged to go wrong, if
-    it has no grammar, and says how sure a controller has to be about its drafts.
+    it has no grammar, and says how sure a controller has to be about its drafts, or about the answer itself where it is
+    lossy: what that says is not the target's own, and nobody learns from it.
     """
 
     id: str
@@ -81,6 +82,16 @@ class Request:
     priority: int = 0
     completing: Completing | None = None
 
+    @property
+    def lossy(self) -> bool:
+        """Whether tokens of the answer may leave the target early."""
+        return self.completing is not None and self.completing.lossy
+
+    @property
+    def teaches(self) -> bool:
+        """Whether anybody may learn from it."""
+        return self.capture and not self.lossy
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -103,8 +114,8 @@ class Update:
     ``error`` is set when ``finish_reason`` is "error"; ``counts`` on the last update. ``logprobs`` are those of
     ``token_ids`` when the request asks for them. So are ``sources``: who proposed a draft token that was accepted, and
     ``TARGET`` of any other. ``cached_tokens`` of the prompt did not have to be read. The last one has the ``lifetime``
-    too, domain and version of what ``drafted``, None where it decoded plainly, and what was ``judged`` of it where the
-    request asks for that.
+    too, domain and version of what ``drafted``, None where it decoded plainly, and what was ``judged`` of it or
+    ``skipped`` for it where the request asks for that.
     """
 
     request_id: str
@@ -119,3 +130,4 @@ class Update:
     drafted: tuple[str, int] | None = None
     sources: tuple[str, ...] = ()
     judged: Judged | None = None
+    skipped: Skipped | None = None

@@ -58,7 +58,7 @@ class RequestRouter:
         """Learn how fast a sequence was that has ended by itself."""
         if s.routed is None or s.preempted:  # whoever waits for a slot is not slow by its drafter
             return
-        if s.finish in ("stop", "length") and s.request.policy is None:
+        if s.finish in ("stop", "length") and s.request.policy is None and not s.request.lossy:
             seconds = time.perf_counter() - s.routed.began
             self._router(s.request.tenant).learn(s.routed.pick, len(s.tokens) - s.routed.tokens, seconds)
 

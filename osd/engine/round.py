@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from osd.drafters.session import TargetRows, Tree
+from osd.engine.completion import NONE, Skipped
 from osd.engine.draft_group import NOTHING, Decision, DraftGroup
 from osd.engine.exits import begun_rows
 from osd.engine.logprobs import token_logprobs
+from osd.engine.lossy import LossyAnswers
 from osd.engine.packing import Feed, Packed, pack
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
@@ -72,8 +74,9 @@ class Verified:
     """The target's logits, what each sequence that ends keeps of its draft, and the seconds of both models.
 
     ``tops`` are the target's most probable tokens at the rows of each group that draws the first of them, or whose
-    drafter reads them. ``upkeep`` counts what is done for drafters alone, beside their proposals. ``captured`` says
-    that a CUDA graph was made, so that times are longer than they will be.
+    drafter reads them. ``upkeep`` counts what is done for drafters alone, beside their proposals. Of lossy answers
+    ``skipped`` has what did not run for their tokens. A round is ``exceptional`` where its times say nothing of others:
+    a CUDA graph was made, or rows might leave early.
     """
 
     scheduled: Scheduled
@@ -85,14 +88,16 @@ class Verified:
     draft_seconds: dict[ActiveDrafter, float]
     upkeep: Upkeep
     forward_seconds: float
-    captured: bool
+    skipped: dict[Decoding, Skipped]
+    exceptional: bool
 
 
 @dataclass(frozen=True)
 class SequenceOutcome:
     """What a round gave one sequence: ``tokens`` that it took, its draft's ``tree``, and the ``path`` that was kept.
 
-    The draft was ``forced`` where a grammar made it, and tells nothing of any drafter.
+    The draft was ``forced`` where a grammar made it, and tells nothing of any drafter. For a token of a lossy answer
+    layers may have been ``skipped``.
     """
 
     sequence: Decoding
@@ -100,6 +105,7 @@ class SequenceOutcome:
     tree: Tree
     path: Sequence[int]
     forced: bool = False
+    skipped: Skipped = NONE
 
     @property
     def proposed(self) -> bool:
@@ -133,7 +139,7 @@ class Outcome:
     draft_seconds: dict[ActiveDrafter, float]
     upkeep_seconds: dict[ActiveDrafter, float]
     forward_seconds: float
-    captured: bool
+    exceptional: bool
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,9 @@ def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
     """
     begun = mark(target.device)
     packed, rows = _packed(drafted, target.vocabulary)
-    forward = resume(target, packed.rows, packed.wanted, _begun(drafted, packed, target))
+    lossy = LossyAnswers(drafted.scheduled.sequences, packed)
+    leaving = lossy.leaving()
+    forward = lossy.answered(resume(target, packed.rows, packed.wanted, _begun(drafted, packed, target), leaving))
     forwarded = mark(target.device)
     upkeep = Upkeep()
     tops: list[Top | None] = []
@@ -199,7 +207,7 @@ def verify(drafted: Drafted, target: SlotModel, top_k: int) -> Verified:
         seconds[drafter] += between(before, after)
     return Verified(
         drafted.scheduled, drafted.groups, packed, forward, tops, decisions, seconds, upkeep, between(begun, forwarded),
-        GraphRecorder.made > drafted.graphs,
+        lossy.skipped(forward, len(target.layers)), leaving is not None or GraphRecorder.made > drafted.graphs,
     )  # fmt: skip
 
 
@@ -307,7 +315,10 @@ def commit(verified: Verified, slots: SlotManager, keeping: Keeping) -> Outcome:
         if decision is not None:
             traced[s] = Traced(decision, taken or [], first, s.trace if taken else None, tops.get(s))
             if taken is not None:
-                outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path, bool(one.forced)))
+                skipped = verified.skipped.get(s, NONE) if taken else NONE
+                s.skipped = None if s.skipped is None else s.skipped + skipped
+                forced = bool(one.forced)
+                outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path, forced, skipped))
     for group in verified.groups:
         try:
             mine = [traced[s] for s in group.sequences]
@@ -319,7 +330,7 @@ def commit(verified: Verified, slots: SlotManager, keeping: Keeping) -> Outcome:
     return Outcome(
         outcomes, failed, verified.scheduled.missed, len(packed.rows.token_ids),
         sum(one.count for one in scheduled), verified.draft_seconds, upkeep.seconds,
-        verified.forward_seconds, verified.captured,
+        verified.forward_seconds, verified.exceptional,
     )  # fmt: skip
 
 
@@ -341,11 +352,16 @@ def _go_on(
         return None
     tree = decision.tree
     # What recall and traces keep is what the target said, not what penalties and a grammar left of it: that is true of
-    # the text before it under any other request too, and what a grammar forbids is taken out of a draft anyway.
+    # the text before it under any other request too, and what a grammar forbids is taken out of a draft anyway. A lossy
+    # answer is nothing that the target said.
     with upkeep.of([s.drafter]):
         rides = s.drafter is not None and s.drafter.needs.riders
         said = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)] if rides else None
-        s.hand_on(following + decision.tokens, states, TargetRows(tree, decision.path, said, best))
+        s.hand_on(
+            following + decision.tokens,
+            states,
+            None if s.request.lossy else TargetRows(tree, decision.path, said, best),
+        )
     taken = s.append(decision.tokens, states)
     if s.request.logprobs is not None:
         rows = [first + 1 + node for node in [ROOT, *decision.path][: len(taken)]]

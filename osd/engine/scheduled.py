@@ -40,6 +40,8 @@ class ScheduledSequence:
         Behind forced tokens only a draft that is as large as pays goes on: a governor knows nothing of such rounds.
         """
         s = self.sequence
+        if s.request.lossy:  # its tokens leave where a draft would
+            return False
         if s.drafter is None or (self.forced and not s.policy.growth.by_worth):
             return False
         return self.ends and self.count == 1 and s.step > 0
@@ -48,6 +50,8 @@ class ScheduledSequence:
         """Whether the next token of another sequence of the same client is among these, after the same beginning."""
         following = other.fed + 1
         if self.sequence.request.client != other.request.client or not self.start < following <= self.end:
+            return False
+        if following > min(self.sequence.exact, other.exact):
             return False
         return self.sequence.tokens[:following] == other.tokens[:following]
 

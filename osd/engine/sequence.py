@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.drafters.session import Origin, TargetRows
-from osd.engine.completion import Judged, judged
+from osd.engine.completion import Judged, Skipped, judged
 from osd.engine.constraint import Constraint
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from osd.engine.pool import ActiveDrafter
 
 log = logging.getLogger(__name__)
+
+_ALL = 1 << 62
 
 
 @dataclass
@@ -55,8 +57,8 @@ class Sequence:
     prompt and what was generated; ``fed`` of them are in the target's KV slot, which is all but the last once the
     prompt is done; ``cached`` of the prompt's were in some slot before. ``ended`` says that its last report was sent.
     ``lifetime`` notes when it came, began and drew its tokens, ``number`` how many came before. It was ``preempted``
-    where it had a slot before and lost it: then it feeds again what it has. ``judged`` is what a controller said of it
-    where its request asks for that.
+    where it had a slot before and lost it: then it feeds again what it has. ``judged`` is what a controller said of it,
+    and ``skipped`` what did not run for it, where its request asks for that.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Sequence:
         self.counts = SpeculationCounts()
         self.trace: TraceBuilder | None = None
         self.judged = None if request.completing is None or request.completing.stop is None else Judged()
+        self.skipped = Skipped() if request.lossy else None
         self.ended = False
         now = time.monotonic()
         self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
@@ -112,6 +115,11 @@ class Sequence:
     def generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def exact(self) -> int:
+        """Of how many first tokens the keys are the target's own, so that others may have them."""
+        return len(self.request.prompt_ids) if self.request.lossy else _ALL
 
     @property
     def remaining(self) -> int:
@@ -174,7 +182,7 @@ class Sequence:
     def begin(self, drafter: ActiveDrafter) -> None:
         """Draft with ``drafter`` from now on."""
         request = self.request
-        drafter.open(self.slot, self.tokens[0], Origin(request.id, request.client, request.capture, request.tenant))
+        drafter.open(self.slot, self.tokens[0], Origin(request.id, request.client, request.teaches, request.tenant))
         self.drafter = drafter  # only now is there something to close
 
     def give_way(self) -> None:
@@ -229,6 +237,7 @@ class Sequence:
         if self.ended:
             drafted = None if self.drafter is None else (self.drafter.domain, self.drafter.version)
             update = replace(update, lifetime=replace(self.lifetime), drafted=drafted, judged=self.judged)
+            update = replace(update, skipped=self.skipped)
         try:
             self._on_update(update)
         except Exception:  # a receiver that is gone ends its own request and nobody else's

@@ -17,7 +17,8 @@ from osd.runtime.pages import Pages
 class SlotManager:
     """Gives sequences their slots and, with ``engine.prefix_cache``, what any slot holds of their prompts.
 
-    One client's prompts are no part of another's: what was cached would tell each what the other asked.
+    One client's prompts are no part of another's: what was cached would tell each what the other asked. Of a lossy
+    answer only the prompt is shared: what it left out of the target is in the keys behind that.
 
     What a sequence leaves stays until another one gets its slot; the slot that was given back first goes first. Keys,
     values and the target's hidden states, which drafters and traces read, are copied. A prompt's last token is always
@@ -31,6 +32,7 @@ class SlotManager:
         self._free = list(range(settings.slots))
         self._tokens: list[list[int]] = [[] for _ in self._free]  # the cache knows how many of them are there
         self._clients = [""] * settings.slots
+        self._exact = [0] * settings.slots  # keys of lossy answers are nobody else's
         self._states: Tensor | None = None
         self._states_dtype = target.dtype
         pages: Pages | None = None
@@ -69,6 +71,7 @@ class SlotManager:
         self._cache.length[s.slot] = s.fed = count
         self._target.begin(s.slot)
         self._tokens[s.slot], self._clients[s.slot] = s.tokens, s.request.client
+        self._exact[s.slot] = s.exact
 
     def catch_up(self, s: Sequence) -> None:
         """Give ``s``, which reads its prompt, what has come to be known of it since."""
@@ -121,7 +124,7 @@ class SlotManager:
         for slot, (tokens, held) in enumerate(zip(self._tokens, self._cache.length, strict=True)):
             # A draft that was kept past the end of a request left more keys than the request has tokens.
             shared = self._shared and self._clients[slot] == s.request.client
-            end = min(held, len(tokens), len(s.tokens) - 1) if shared else 0
+            end = min(held, len(tokens), len(s.tokens) - 1, self._exact[slot], s.exact) if shared else 0
             if end > most and tokens[most] == s.tokens[most]:
                 alike = _common(tokens, s.tokens, end)
                 best, most = (slot, alike) if alike > most else (best, most)

@@ -32,7 +32,7 @@ class Tracer:
 
     def begin(self, s: Decoding) -> None:
         """Have a trace for a sequence that may be captured."""
-        if self._sink is not None and s.request.capture:
+        if self._sink is not None and s.request.teaches:
             s.trace = TraceBuilder(s.request, self._target, self._size)
 
     def emit(self, s: Decoding, domain: str, version: int) -> None:

@@ -132,6 +132,10 @@ class BucketedForward:
         # Copies: the next forward writes where this one wrote, and states are kept for longer.
         return graph.play().map(lambda part: part[: len(rows.slots)].clone(), lambda part: part[: len(wanted)].clone())
 
+    def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
+        """See ``Decoder.fill``; ``rows`` are on the host."""
+        self._decoder.fill(laid_out(rows, torch.empty(0, dtype=torch.int64), self._cache)[0], states, layers)
+
 
 @dataclass(frozen=True)
 class _Graph:

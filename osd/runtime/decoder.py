@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +18,14 @@ class Forward:
 
     ``logits`` [n, vocab] float32 of the n rows wanted, of none where it stopped before the last layer; ``hidden``
     [R, taps * hidden] of those taps that it passed, None for none; ``states`` [R, hidden] after the last of its layers
-    where it stopped early: what a forward that starts there reads.
+    where it stopped early: what a forward that starts there reads. Of rows that ``left`` early, behind so many
+    layers, there are no logits, and what stands in their place means nothing.
     """
 
     logits: Tensor
     hidden: Tensor | None
     states: Tensor | None = None
+    left: Mapping[int, int] = field(default_factory=dict)
 
     def map(self, rows: Callable[[Tensor], Tensor], wanted: Callable[[Tensor], Tensor]) -> Forward:
         """The same with ``rows`` of what has R rows, and ``wanted`` of the logits."""
@@ -40,6 +42,10 @@ class Decoder(Protocol):
         ``states`` [R, hidden] are those before the first of the layers; None where that is the model's first, which
         reads token ids. Nothing is wanted where it stops early.
         """
+        ...
+
+    def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
+        """Store the keys and values of ``rows`` in ``layers`` as each would make them of ``states`` [R, hidden]."""
         ...
 
 

@@ -16,6 +16,7 @@ from osd.runtime.batch import PackedRows
 from osd.runtime.causal_lm import decoder_of, ends_of
 from osd.runtime.decoder import Forward, llama_shaped, window_of
 from osd.runtime.kv_cache import KVCache
+from osd.runtime.leaving import Leaving, Passed
 from osd.runtime.linear import PackedLinear
 from osd.runtime.memory import recycled
 from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
@@ -80,25 +81,67 @@ class FusedDecoder:
 
     def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
         """See ``Decoder.forward``; everything is float32."""
+        return self._run(rows, wanted, layers, states, None)
+
+    def until_left(
+        self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None, leaving: Leaving
+    ) -> Passed:
+        """``forward``, up to the first exit where a row leaves."""
+        exits = torch.tensor(leaving.exits, dtype=torch.int32)
+        left = torch.empty(len(rows.token_ids), dtype=torch.int32)
+        parts = (exits, leaving.controllers.contiguous(), leaving.owners, leaving.above, left)
+        native = structs.Leaving(*(part.data_ptr() for part in parts), len(exits), 0)
+        forward = self._run(rows, wanted, layers, states, native)
+        return Passed(forward, native.stop, left.nonzero().flatten().tolist())
+
+    def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
+        """See ``Decoder.fill``."""
+        library = kernels()
+        assert library is not None  # noqa: S101
+        states = states.float().contiguous()
+        self._shape.threads = torch.get_num_threads()
+        places = structs.Rows(rows, self._cos, self._sin)
+        failed = library.osd_fill(
+            ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(places), states.data_ptr(),
+            layers.start, layers.stop,
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for scratch space")
+
+    def _run(
+        self,
+        rows: PackedRows,
+        wanted: Tensor,
+        layers: range,
+        states: Tensor | None,
+        leaving: structs.Leaving | None,
+    ) -> Forward:
         library = kernels()
         assert library is not None  # noqa: S101
         count = len(rows.token_ids)
         logits = recycled((len(wanted), self._head.out_features), torch.float32)
         tapped = torch.empty(count, len(self._taps), self._hidden)
         before = None if states is None else states.float().contiguous()
-        after = torch.empty(count, self._hidden) if layers.stop < self._shape.layers else None
+        early = leaving is not None or layers.stop < self._shape.layers
+        after = torch.empty(count, self._hidden) if early else None
         self._shape.threads = torch.get_num_threads()
         places = structs.Rows(rows, self._cos, self._sin)
         asked = structs.Asked(
             rows.token_ids.data_ptr(), wanted.data_ptr(), logits.data_ptr(), tapped.data_ptr(), len(wanted),
             None if before is None else before.data_ptr(), None if after is None else after.data_ptr(),
-            layers.start, layers.stop,
+            layers.start, layers.stop, None if leaving is None else ctypes.addressof(leaving),
         )  # fmt: skip
         failed = library.osd_forward(
             ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(places), ctypes.byref(asked)
         )
         if failed:
             raise MemoryError("no memory for a forward's scratch space")
+        if leaving is not None:
+            layers = range(layers.start, leaving.stop)
+        if layers.stop == self._shape.layers:
+            after = None
+        else:
+            logits = logits[:0]
         passed = [at for at, tap in enumerate(self._taps) if tap in layers]
         if len(passed) < len(self._taps):
             tapped = tapped[:, passed]

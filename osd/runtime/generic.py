@@ -19,7 +19,7 @@ from osd.runtime.batch import PackedRows, following
 from osd.runtime.causal_lm import decoder_layers, text_config
 from osd.runtime.decoder import Forward, joined
 from osd.runtime.kv_cache import KVCache
-from osd.runtime.taps import only, tapped
+from osd.runtime.taps import each_on, only, tapped
 
 NAME = "osd_slots"
 
@@ -80,6 +80,12 @@ class GenericDecoder:
         after = passed[layers.stop - 1] if early else None
         return Forward(output.logits[0].float(), joined(passed, self._taps, layers), after)
 
+    def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
+        """See ``Decoder.fill``: each layer runs as far as it attends."""
+        given = self._embedded(states)
+        with each_on(self._model, layers, self._tuples, given, _Stored):
+            self._run(_Storing(rows, self._cache), rows.positions, rows.positions[:0], inputs_embeds=given)
+
     def _embedded(self, states: Tensor) -> Tensor:
         return states[None].to(self._cache.keys.dtype)
 
@@ -98,6 +104,22 @@ class GenericDecoder:
         with first.register_forward_hook(lambda _module, _inputs, output: found.append(isinstance(output, tuple))):
             self._run(_Silent(rows, self._cache), places, places, input_ids=places[None])
         return found[0]
+
+
+class _Stored(Exception):
+    """A layer's keys are where they belong, and nothing else is wanted of it."""
+
+
+class _Storing(attention.AttentionBackend):
+    """Stores, and lets nobody attend."""
+
+    @staticmethod
+    def fits(rows: PackedRows, cache: KVCache) -> bool:
+        return False
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+        self._cache.store(layer, self._rows.slots, self._rows.stores, key, value)
+        raise _Stored
 
 
 class _Silent(attention.AttentionBackend):

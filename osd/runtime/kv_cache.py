@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from osd.runtime.pages import PAGE, Pages
+
+
+class Beside(Protocol):
+    """Memory that somebody takes for the slots of a cache, beside its keys and values."""
+
+    def bytes_of(self, places: int) -> int:
+        """What a slot takes at most while it holds so many places."""
+        ...
+
+    def release(self, slot: int, places: int) -> None:
+        """Let the system have what a slot does not need that holds so many places."""
+        ...
+
+    def in_small_pages(self) -> None:
+        """Have ``release`` give all of it back."""
+        ...
 
 
 class KVCache:
     """KV slots of one model: ``keys`` and ``values`` are [layers, slots, kv_heads, places, head_dim].
 
     ``length[slot]`` places of a slot hold committed tokens; what lies beyond is scratch that the next forward may
-    overwrite. On a CPU places take memory when they are written, and ``clear`` gives it back.
+    overwrite. On a CPU places take memory when they are written, and ``clear`` gives it back. Who keeps more for the
+    same slots is ``beside``, as long as it is there.
     """
 
     def __init__(
@@ -30,7 +49,13 @@ class KVCache:
         self._pages = Pages(shape, dtype, device), Pages(shape, dtype, device)
         self.keys, self.values = (pages.tensor for pages in self._pages)
         self.places = places
+        self.beside: WeakSet[Beside] = WeakSet()
         self.length = [0] * slots
+
+    def store(self, layer: int, slots: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put ``keys`` and ``values`` [R, kv_heads, dim] of a layer to ``places`` [R] of ``slots`` [R]."""
+        for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            cache[slots, :, places] = new.to(cache.dtype)
 
     def keep(self, slot: int, start: int, offsets: list[int]) -> None:
         """Keep the scratch entries ``start + offsets`` of a slot, in this order, right behind ``start``.
@@ -63,16 +88,19 @@ class KVCache:
             for layer in pages.tensor[:, slot]:
                 for head in layer:
                     pages.release(head[start:])
+        for one in self.beside:
+            one.release(slot, start)
 
     def in_small_pages(self) -> None:
         """Have places take no more memory than ``bytes_of`` says, and ``clear`` give all of it back."""
-        for pages in self._pages:
-            pages.in_small_pages()
+        for part in (*self._pages, *self.beside):
+            part.in_small_pages()
 
     def bytes_of(self, places: int) -> int:
         """Memory that the first so many places of one slot take at most."""
         layers, _, heads, _, dim = self.keys.shape
-        return slot_bytes(layers, heads, places, dim * self.keys.itemsize)
+        own = slot_bytes(layers, heads, places, dim * self.keys.itemsize)
+        return own + sum(one.bytes_of(places) for one in self.beside)
 
     def check_integrity(self) -> None:
         """Check that no slot claims more than it has.

@@ -70,5 +70,16 @@ class LeanDecoder:
         logits = self._head(self._normed(x[wanted], self._norm)).float()
         return Forward(logits, joined(tapped, self._taps, layers), x if layers.stop < len(self._layers) else None)
 
+    def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
+        """See ``Decoder.fill``."""
+        x = states.to(self._embedding.weight.dtype)
+        cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)  # [R, 1, dim]
+        for index in layers:
+            layer, read, _ = self._layers[index]
+            parts = read(self._normed(x, layer.input_layernorm)).unflatten(-1, (-1, self._dim))  # [R, q + k + v, dim]
+            key, value = parts[:, self._heads :].split(self._kv_heads, 1)
+            key = torch.addcmul(key * cos, key.roll(self._dim // 2, -1), sin)
+            self._cache.store(index, rows.slots, rows.stores, key, value)
+
     def _normed(self, x: Tensor, norm: Any) -> Tensor:
         return F.rms_norm(x, (self._hidden,), norm.weight, self._eps)

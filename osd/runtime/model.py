@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,10 @@ from osd.runtime.fused import FusedDecoder, fusable
 from osd.runtime.generic import GenericDecoder
 from osd.runtime.kv_cache import KVCache, heads_of
 from osd.runtime.lean import LeanDecoder
+from osd.runtime.leaving import Leaving, Passed, to_next_exit
 from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
+
+UntilLeft = Callable[[PackedRows, Tensor, range, Tensor | None, Leaving], Passed]
 
 
 class SlotModel:
@@ -79,9 +84,11 @@ class SlotModel:
         elif self.device.type == "cpu" and not bucketed:
             accelerate(model, "native" if fused else None)
         self.decoder: Decoder
+        self._until_left: UntilLeft = partial(to_next_exit, self.forward)
         if fused:
             _let_go_of_file(model)
-            self.decoder = FusedDecoder(model, self.cache, self.taps)
+            self.decoder = native = FusedDecoder(model, self.cache, self.taps)
+            self._until_left = native.until_left
         elif bucketed and llama_shaped(model) and weights == "full":
             self.decoder = LeanDecoder(model, self.cache, self.taps)
         else:
@@ -118,13 +125,34 @@ class SlotModel:
             raise ValueError(f"a forward from layer {layers.start} reads {'states' if layers.start else 'token ids'}")
         if layers.stop < len(every):
             wanted = wanted[:0]
+        rows = self._completed(rows, states)
+        if self.bucketed is not None:
+            return self.bucketed.forward(rows, wanted, layers, states)
+        return self.decoder.forward(rows.settled(), wanted, layers, states)
+
+    @torch.inference_mode()
+    def until_left(
+        self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None, leaving: Leaving
+    ) -> Passed:
+        """``forward`` that ends at the first exit where a row leaves; it may end at one where none does."""
+        rows = self._completed(rows, states)
+        return self._until_left(rows if self.bucketed is not None else rows.settled(), wanted, layers, states, leaving)
+
+    @torch.inference_mode()
+    def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
+        """Store the keys and values of ``rows`` in ``layers`` as each would make them of ``states`` [R, hidden]."""
+        if self.bucketed is not None:
+            self.bucketed.fill(rows, states, layers)
+        else:
+            self.decoder.fill(rows.settled(), states, layers)
+
+    def _completed(self, rows: PackedRows, states: Tensor | None) -> PackedRows:
+        """The rows with what the model has for all of them."""
         if rows.embedded is not None and states is None:
             self.embed(rows.embedded)
         if self._selection is not None and rows.selection is None:
             rows = replace(rows, selection=self._selection)
-        if self.bucketed is not None:
-            return self.bucketed.forward(rows, wanted, layers, states)
-        return self.decoder.forward(rows.settled(), wanted, layers, states)
+        return rows
 
     def begin(self, slot: int) -> None:
         """Have another sequence in ``slot``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,11 +43,41 @@ def only(model: nn.Module, layers: range, tuples: bool, states: Tensor | None) -
     def replaced(*_args: object, **_kwargs: object) -> Tensor | tuple[Tensor]:
         return passed(*(() if states is None else (states,)))
 
+    with _replaced(model, lambda index: None if index in layers else replaced if index < layers.start else passed):
+        yield
+
+
+@contextmanager
+def each_on(model: nn.Module, layers: range, tuples: bool, states: Tensor, ends: type[Exception]) -> Generator[None]:
+    """Run each of ``layers``, and no others, on the same ``states`` [1, R, hidden] when ``model`` runs inside.
+
+    What they return is not read, and they may be ended by ``ends``. ``tuples`` is as in ``only``.
+    """
+
+    def alone(index: int) -> Callable[..., Tensor | tuple[Tensor]]:
+        forward = decoder_layers(model)[index].forward
+
+        def run(*args: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor]:
+            if index in layers:
+                with suppress(ends):
+                    forward(*args, **kwargs)
+            return (states,) if tuples else states
+
+        return run
+
+    with _replaced(model, alone):
+        yield
+
+
+@contextmanager
+def _replaced(model: nn.Module, by: Callable[[int], Callable[..., Any] | None]) -> Generator[None]:
+    """Have other forwards in the place of those of the decoder layers ``by`` which there are some."""
     every = decoder_layers(model)
+    others = [by(index) for index in range(len(every))]
     try:
-        for index, layer in enumerate(every):
-            if index not in layers:
-                layer.forward = replaced if index < layers.start else passed
+        for layer, other in zip(every, others, strict=True):
+            if other is not None:
+                layer.forward = other
         yield
     finally:
         for layer in every:

@@ -65,14 +65,21 @@ class StoppedChoice(TypedDict):
 
 
 class JudgedCompletion(TypedDict):
-    """What a controller did, all choices together; no token was judged where the drafter that answered has none."""
+    """What a controller did, all choices together; nothing where the drafter that answered has none.
 
-    judged_tokens: int
-    stopped: list[StoppedChoice]
+    ``judged_tokens`` and ``stopped`` are there where ``osd.completion.stop`` asks for them. With
+    ``osd.completion.lossy`` so many ``layers`` would have run for the tokens behind the first of each choice, and
+    ``skipped_layers`` of them did not.
+    """
+
+    judged_tokens: NotRequired[int]
+    stopped: NotRequired[list[StoppedChoice]]
+    layers: NotRequired[int]
+    skipped_layers: NotRequired[int]
 
 
 class Metrics(TypedDict):
-    """Figures of one request; ``completion`` is there where it asks for ``osd.completion.stop``."""
+    """Figures of one request; ``completion`` is there where it asks for ``stop`` or ``lossy`` there."""
 
     completion: NotRequired[JudgedCompletion]
     speculative_decoding: SpeculativeDecoding

@@ -11,7 +11,15 @@ import pytest
 from deploy.preparation import check_memory, ensure_version
 from deploy.warm_store import WarmStore
 from osd.capture.server import RedisServer
-from osd.config import ConfigError, MixedSettings, RecallDrafterSettings, RecallSettings, Settings, load_settings
+from osd.config import (
+    ConfigError,
+    MixedSettings,
+    RecallDrafterSettings,
+    RecallSettings,
+    Settings,
+    TokenSelectSettings,
+    load_settings,
+)
 from osd.drafters import from_config, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.drafters.recall.memories import Memories
@@ -265,3 +273,17 @@ def test_less_memory_for_keys_and_values_than_one_request_may_need_is_refused(se
         ConfigError, match=r"^engine\.kv_mb is 1, and one request of engine\.context tokens may need \d+$"
     ):
         check_memory(settings.model_copy(update={"engine": long}), tiny_target)
+
+
+def test_copies_of_what_token_select_chooses_are_part_of_what_one_request_may_need(settings, tiny_target):
+    tight = settings.engine.model_copy(update={"kv_mb": 1, "context": 1 << 16})
+    chosen = settings.model_copy(
+        update={"engine": tight, "drafter": TokenSelectSettings(top=1 << 16, initial=1, local=1)}
+    )
+    few = settings.model_copy(update={"engine": tight, "drafter": TokenSelectSettings(top=16)})
+    needed = []
+    for one in (few, chosen):
+        with pytest.raises(ConfigError, match="may need") as caught:
+            check_memory(one, tiny_target)
+        needed.append(int(str(caught.value).rsplit(" ", 1)[1]))
+    assert needed[1] == pytest.approx(2 * needed[0], rel=0.05)

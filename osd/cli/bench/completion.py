@@ -1,4 +1,4 @@
-"""``osd bench completion``: completions that stop where they go wrong, and drafts that leave the target early."""
+"""``osd bench completion``: completions that stop where they go wrong, and drafts and answers that leave early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signal
 def completion(
     stream: Streams,
     records: Annotated[int, typer.Option(min=16, help="Completions to learn from.")] = 1000,
-    unseen: Annotated[int, typer.Option(min=8, help="Completions of other texts, to measure on.")] = 1500,
+    unseen: Annotated[
+        int,
+        typer.Option(min=8, help="Completions of other texts, to measure on; thresholds are chosen on a quarter more."),
+    ] = 3700,
     tokens: Annotated[int, typer.Option(min=2, max=64, help="Of each completion.")] = 10,
     passes: Annotated[float, typer.Option(min=0.5, help="Over the completions to learn from.")] = 1.0,
     turns: Annotated[int, typer.Option(min=1, help="Completions to time, each in every way.")] = 16,
@@ -27,7 +30,8 @@ def completion(
     """Complete texts from where they are cut off at random, and compare thresholds of stops and of early exits.
 
     The texts are what users wrote in the stream, and the source files of Python's standard library, in turn. Heads and
-    controller of a fresh early_exit drafter learn from half of the texts, and all figures are of the other half.
+    controller of a fresh early_exit drafter learn from half of the texts, thresholds are chosen on an eighth, and all
+    figures are of the others.
     """
     small = ["engine.context=192", "engine.prefill_chunk=128", "capture.top_k=8", "trainer.replay_mb=8192"]
     settings = settings_of(config, [*small, *(overrides or ())])

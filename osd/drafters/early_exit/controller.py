@@ -1,4 +1,4 @@
-"""The three-way controller: what it may say behind a layer, what it should have said, and what it loses by less.
+"""How the three-way controller learns: what it should have said behind a layer, and what it loses by less.
 
 Sun et al., "When Neural Code Completion Models Size up the Situation: Attaining Cheaper and Faster Completion through
 Dynamic Model Inference", ICSE 2024 (arXiv 2401.09964).
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-STOP, EXIT, CONTINUE = 0, 1, 2
-"""What may be said: the token that comes next is wrong whatever is computed, this layer's head has it, or go on."""
+from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
 
 
 def first_right(said: Tensor, truth: Tensor) -> Tensor:
@@ -43,11 +42,3 @@ def controller_loss(odds: Tensor, wanted: Tensor, judged: Tensor) -> Tensor:
     each = F.cross_entropy(odds.masked_fill(never, -torch.inf).flatten(0, 1), wanted.flatten(), reduction="none")
     weight = torch.arange(1, odds.shape[1] + 1, device=odds.device, dtype=odds.dtype)
     return (each.view(wanted.shape) * weight).sum(1).mean() / weight.sum()
-
-
-def confident(odds: Tensor, what: int) -> Tensor:
-    """[...] the probability of ``what`` where it is more probable than both others, else 0; ``odds`` [..., 3]."""
-    said = odds.softmax(-1)
-    others = said.clone()
-    others[..., what] = 0.0
-    return torch.where(said[..., what] > others.amax(-1), said[..., what], 0.0)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from osd.drafters.alternative_tokens import AlternativeTokens, Reading
 from osd.drafters.base import DrafterError, Needs
-from osd.drafters.early_exit.controller import EXIT, confident, controller_loss, first_right, labels
-from osd.drafters.early_exit.heads import adapted, odds
+from osd.drafters.early_exit.controller import controller_loss, first_right, labels
+from osd.drafters.early_exit.heads import adapted
 from osd.drafters.early_exit.places import Places
 from osd.drafters.early_exit.session import EarlyExitSession
 from osd.drafters.held_once import held_once
@@ -34,6 +34,7 @@ from osd.drafters.session import Runtime
 from osd.drafters.target_head import TargetHeadDrafter
 from osd.drafters.trainable import Batch, Loss, Objective
 from osd.runtime.causal_lm import decoder_layers, decoder_of
+from osd.runtime.exit_controller import EXIT, confident, odds
 from osd.runtime.taps import tapped
 from osd.target.model import load_model
 

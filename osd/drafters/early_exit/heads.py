@@ -1,4 +1,4 @@
-"""What heads inside the target and the controller make of its states; training and drafting read them alike."""
+"""What heads inside the target make of its states; training, drafting and lossy answers read them alike."""
 
 from __future__ import annotations
 
@@ -14,8 +14,3 @@ def adapted(states: Tensor, down: Tensor, up: Tensor) -> Tensor:
     """
     inner = torch.einsum("...nh,nrh->...nr", F.rms_norm(states, states.shape[-1:]), down)
     return states + torch.einsum("...nr,nhr->...nh", inner, up)
-
-
-def odds(states: Tensor, controller: Tensor) -> Tensor:
-    """What the ``controller`` [3, hidden] says of ``states`` [..., hidden], whatever their size: logits [..., 3]."""
-    return F.linear(F.rms_norm(states, states.shape[-1:]), controller)

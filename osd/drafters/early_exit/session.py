@@ -13,17 +13,23 @@ from torch import Tensor, nn
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import DrafterError, check
 from osd.drafters.draft_vocabulary import check_maps, draft_ids
-from osd.drafters.early_exit.controller import EXIT, confident
-from osd.drafters.early_exit.heads import adapted, odds
-from osd.drafters.session import NOBODY, Asked, Chains, Exits, Kept, Origin, Proposal, Runtime
+from osd.drafters.early_exit.heads import adapted
+from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, Kept, Origin, Proposal, Runtime
 from osd.runtime.batch import PackedRows, RowBuilder, paths
 from osd.runtime.device import aside, copied, sent
+from osd.runtime.exit_controller import EXIT, confident, odds
 from osd.runtime.linear import PlainLinear, fused_dtype, make_linear
 from osd.speculation.growth import Growth
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT, TreeBuilder
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
+
+SURE = 0.9
+"""Probability of its most probable token above which a head is believed where an answer leaves.
+
+The controller is linear in a state; what it gets wrong, the head's own doubt mostly shows.
+"""
 
 
 @dataclass(eq=False)
@@ -48,7 +54,7 @@ class EarlyExitSession(AutoregressiveSession):
     Tokens leave behind different layers. Where one goes on behind a layer that tokens before it have left, these go on
     with it: a forward of several rows takes little longer than one of one row, and every key that is attended to is the
     target's own. The paper copies the state of the exit into the layers that were skipped instead, which is only near
-    to that, and would have to be computed again for the verification.
+    to that, and would have to be computed again for the verification; lossy answers do so, see ``early_heads``.
     """
 
     source = "early_exit"
@@ -117,10 +123,24 @@ class EarlyExitSession(AutoregressiveSession):
             asked.append(known[node])
             before.append([known[one] for one in (ROOT, *chain[:-1])] if chain else [])
         self._run(asked, before)
-        number = sent([self._exits.index(one.layer) for one in asked], self._device)
-        states = torch.stack([one.state for one in asked])
-        self._states = adapted(states, self._vector["down"][number], self._vector["up"][number])
+        self._states = self._adapted(torch.stack([one.state for one in asked]), [one.layer for one in asked])
         return self._head(self._norm(self._states))
+
+    def _adapted(self, states: Tensor, layers: Sequence[int]) -> Tensor:
+        """``states`` [n, hidden] that left behind so many ``layers`` [n], as the heads there change them."""
+        number = sent([self._exits.index(layer) for layer in layers], self._device)
+        return adapted(states, self._vector["down"][number], self._vector["up"][number])
+
+    def early_heads(self) -> EarlyHeads:
+        """See ``Session.early_heads``."""
+        return EarlyHeads(tuple(self._exits), self._vector["controller"], self._read)
+
+    @torch.inference_mode()
+    def _read(self, states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        said = self._head(self._norm(self._adapted(states.float(), [layer] * len(states)))).float()  # [n, vocabulary]
+        sure = said.softmax(-1).amax(-1) > SURE
+        logits = said.new_full((len(said), len(self._target_head)), -torch.inf)
+        return logits.index_copy_(1, self.support, said), sure
 
     def _run(self, asked: Sequence[_Row], before: Sequence[Sequence[_Row]]) -> None:
         """Run each row to its exit, and with it those before it that are not as far."""

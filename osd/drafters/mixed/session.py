@@ -11,7 +11,7 @@ from torch import Tensor
 
 from osd.drafters.mixed.consulting import Consulting
 from osd.drafters.recall.session import RecallSession
-from osd.drafters.session import NOBODY, Asked, Exits, Kept, Origin, Proposal, Session, Tree
+from osd.drafters.session import NOBODY, Asked, EarlyHeads, Exits, Kept, Origin, Proposal, Session, Tree
 from osd.recall.memory import KEPT, Found, Other
 from osd.runtime.device import between, mark
 from osd.runtime.top import top
@@ -123,6 +123,10 @@ class MixedSession(Session):
     def judge(self, states: Tensor) -> Tensor | None:
         """See ``Session.judge``: the trained drafter's."""
         return self._trained.judge(states)
+
+    def early_heads(self) -> EarlyHeads | None:
+        """See ``Session.early_heads``: the trained drafter's."""
+        return self._trained.early_heads()
 
     def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""

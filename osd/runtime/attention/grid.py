@@ -38,8 +38,7 @@ class GridAttention(AttentionBackend):
     ) -> Tensor:
         """See ``AttentionBackend.attend``."""
         rows, grid, keys, values = self._rows, self._grid, self._cache.keys[layer], self._cache.values[layer]
-        keys[rows.slots, :, rows.stores] = key.to(keys.dtype)
-        values[rows.slots, :, rows.stores] = value.to(values.dtype)
+        self._cache.store(layer, rows.slots, rows.stores, key, value)
         heads, kv_heads = query.shape[1], key.shape[1]
         groups, (count, width) = heads // kv_heads, grid.cells.shape
         # Query heads that share a key head become rows, so keys are never copied for them.

@@ -27,8 +27,7 @@ class ReferenceAttention(FromPlace):
         rows, keys, values = self._rows, self._cache.keys[layer], self._cache.values[layer]
         selection = rows.selection if window is None else None
         slots, stores, start = rows.slots.long(), rows.stores.long(), self.first(window)
-        keys[slots, :, stores] = key.to(keys.dtype)
-        values[slots, :, stores] = value.to(values.dtype)
+        self._cache.store(layer, slots, stores, key, value)
         _, heads, dim = query.shape
         kv_heads = key.shape[1]
         out = torch.empty_like(query)

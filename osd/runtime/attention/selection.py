@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osd.runtime.kv_cache import KVCache
-from osd.runtime.native import structs
+from osd.runtime.kv_cache import KVCache, slot_bytes
+from osd.runtime.native import kernels, structs
 from osd.runtime.pages import Pages
 
 
@@ -33,6 +33,16 @@ class SelectionSizes:
     local: int
     threshold: float
     compact: bool = False
+
+    @property
+    def read(self) -> int:
+        """Tokens that a row reads at most, and chooses nothing before there are more."""
+        return self.initial + self.top + self.local
+
+    def copied_bytes(self, layers: int, heads: int, places: int, width: int) -> int:
+        """Memory of the copies that our kernels keep for a slot of so many places, each of ``width`` bytes."""
+        # The heads of a layer lie together.
+        return slot_bytes(layers, 1, heads * (self.initial + self.top), width) if places > self.read else 0
 
 
 @dataclass(frozen=True)
@@ -70,10 +80,34 @@ class TokenSelection:
         self._begins = torch.zeros(layers, slots, dtype=torch.int32, device=device)
         angles = torch.arange(places, device=device)[:, None] * inverse.float().to(device)
         self._cosines, self._sines = angles.cos(), angles.sin()  # [places, dim / 2]
+        self._copies: tuple[Pages, ...] = ()  # for our kernels: a choice is read more often than made
+        if device.type == "cpu" and kernels() is not None:
+            shape = (layers, slots, cache.keys.shape[2], sizes.initial + sizes.top, dim)
+            self._copies = Pages(shape, cache.keys.dtype, device), Pages(shape, cache.keys.dtype, device)
+            cache.beside.add(self)
 
     def forget(self, slot: int) -> None:
         """Choose anew for whatever comes to a slot."""
         self._begins[:, slot] = 0
+
+    def bytes_of(self, places: int) -> int:
+        """See ``osd.runtime.kv_cache.Beside``: copies of what is chosen where not everything is read."""
+        layers, _, heads, _, dim = self._cache.keys.shape
+        return self.sizes.copied_bytes(layers, heads, places, dim * self._cache.keys.itemsize)
+
+    def release(self, slot: int, places: int) -> None:
+        """See ``osd.runtime.kv_cache.Beside``; what is chosen in the slot is forgotten."""
+        if places > self.sizes.read:
+            return
+        self.forget(slot)
+        for pages in self._copies:
+            for layer in pages.tensor[:, slot]:
+                pages.release(layer)
+
+    def in_small_pages(self) -> None:
+        """See ``osd.runtime.kv_cache.Beside``."""
+        for pages in self._copies:
+            pages.in_small_pages()
 
     def resized(self, sizes: SelectionSizes) -> TokenSelection:
         """Another one for the same model and cache, which has chosen nothing."""
@@ -81,16 +115,13 @@ class TokenSelection:
 
     @cached_property
     def native(self) -> structs.Selection:
-        """The same for our kernels, which keep copies of what was chosen: a choice is read more often than made."""
+        """The same for our kernels."""
         sizes = self.sizes
-        layers, slots, heads, _, dim = self._cache.keys.shape
-        shape = (layers, slots, heads, sizes.initial + sizes.top, dim)
-        self._copies = [Pages(shape, self._cache.keys.dtype, self._cache.keys.device).tensor for _ in range(2)]
         return structs.Selection(
-            sizes.initial, sizes.top, sizes.local, slots, sizes.threshold, sizes.compact,
+            sizes.initial, sizes.top, sizes.local, self._begins.shape[1], sizes.threshold, sizes.compact,
             self._queries.data_ptr(), self._chosen.data_ptr(), self._begins.data_ptr(),
             self._cosines.data_ptr(), self._sines.data_ptr(), self.counts.data_ptr(),
-            *(copy.data_ptr() for copy in self._copies),
+            *(copy.tensor.data_ptr() for copy in self._copies),
         )  # fmt: skip
 
     def far(self, layer: int, slot: int, first: int, queries: Tensor, positions: Tensor, keys: Tensor) -> Far | None:
@@ -105,7 +136,7 @@ class TokenSelection:
             keys: [kv_heads, places, dim] of the slot, each rotated to its place.
         """
         sizes = self.sizes
-        if first <= sizes.initial + sizes.top + sizes.local:
+        if first <= sizes.read:
             return None
         mean = self.turned(queries.float(), -positions).mean(0)  # [heads, dim]
         begin, before = int(self._begins[layer, slot]), self._queries[layer, slot]

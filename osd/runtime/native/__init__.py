@@ -26,6 +26,7 @@ _SIGNATURES: dict[str, tuple[list[type], type]] = {
         _INT,
     ),
     "osd_forward": ([_POINTER] * 4, _INT),
+    "osd_fill": ([_POINTER] * 4 + [_INT64] * 2, _INT),
     "osd_eagle": ([_POINTER] * 7 + [_INT64, _POINTER], _INT),
     "osd_eagle_chains": ([_POINTER] * 4, _INT),
     "osd_recall_drop": ([_POINTER, _UINT32, _UINT32], _INT64),

@@ -169,6 +169,15 @@ static Projections projections(const Layer *l, const Shape *shape, int64_t input
                        {l->down, NULL, inner, h, w}};
 }
 
+/* Put the turned key and the value of item `row` * kv_heads + `head` of k and v where the row has them. */
+static void keep(const Layer *layer, const Shape *shape, const Rows *r, Space *s, int64_t item) {
+  const int64_t row = item / shape->kv_heads, head = item % shape->kv_heads, dim = shape->dim;
+  const int64_t to = ((r->slots[row] * shape->kv_heads + head) * shape->places + r->stores[row]) * dim;
+  rotate(s->k + item * dim, r->cosines + r->positions[row] * dim, r->sines + r->positions[row] * dim, 1, dim);
+  store(s->k + item * dim, layer->keys, to, dim, shape->cache_dtype);
+  store(s->v + item * dim, layer->values, to, dim, shape->cache_dtype);
+}
+
 /* One layer, by every member of a team: x [rows, hidden] += attention(normed [rows, input]), then x += mlp(norm(x)).
  * `normed` is the member's own, and so is what it narrows: computing these twice costs less than a meeting. `then` is
  * what follows the layer, or null; `number` is that of the layer, by which selections know it. */
@@ -194,11 +203,8 @@ static void run_layer(const Member *m, const Layer *layer, int64_t number, const
   for (int64_t item; (item = take(m, rows * shape->kv_heads)) >= 0;) {
     const int64_t row = item / shape->kv_heads, head = item % shape->kv_heads;
     const float *cosines = r->cosines + r->positions[row] * dim, *sines = r->sines + r->positions[row] * dim;
-    const int64_t to = ((r->slots[row] * shape->kv_heads + head) * shape->places + r->stores[row]) * dim;
     rotate(s->q + row * q_width + head * group * dim, cosines, sines, group, dim);
-    rotate(s->k + item * dim, cosines, sines, 1, dim);
-    store(s->k + item * dim, layer->keys, to, dim, shape->cache_dtype);
-    store(s->v + item * dim, layer->values, to, dim, shape->cache_dtype);
+    keep(layer, shape, r, s, item);
   }
   meet(m);
 

@@ -96,6 +96,15 @@ class Model(ctypes.Structure):
     ]
 
 
+class Leaving(ctypes.Structure):
+    """Who may leave a forward, see ``osd.runtime.leaving``, and room for who does."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("exits", "controllers", "owners", "above", "left")),
+        *((name, ctypes.c_int64) for name in ("count", "stop")),
+    ]
+
+
 class Asked(ctypes.Structure):
     """The tokens or states of a forward, its layers, and room for what it is asked for."""
 
@@ -104,6 +113,7 @@ class Asked(ctypes.Structure):
         ("asked", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("states", "after")),
         *((name, ctypes.c_int64) for name in ("first", "stop")),
+        ("leaving", ctypes.c_void_p),
     ]
 
 

@@ -9,7 +9,17 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import prefixes as cuts
-from benchmarks.completion import Completed, exits_at, rouge_l, stops_at, within
+from benchmarks.completion_curves import (
+    Answered,
+    Completed,
+    Lossy,
+    exits_at,
+    keeping,
+    lossy_at,
+    rouge_l,
+    sparing,
+    stops_at,
+)
 from benchmarks.prefixes import Text, parted, prefixes
 from osd.cli.app import app
 from tests.tiny import make_tiny, tokenizer
@@ -34,20 +44,44 @@ def test_stops_are_counted_by_what_the_completion_was_and_the_first_token_never_
         completed((0.99, 0.0, 0.0), similar=0.1, exact=False),
     ]
     low, high = stops_at(some, 0.5), stops_at(some, 0.99)
-    assert (low.wrong, low.near, low.right) == (0.5, 1.0, 1.0)
+    assert low.wrong == 0.5
+    assert low.right == {"not wrong": 1.0, "nearly right": 1.0, "exact": 1.0}
     assert low.saved == pytest.approx((1 + 2) / 9)
     assert low.rouge == pytest.approx((2 * 2 / 5 + 2 * 1 / 4 + 1) / 3)
     assert low.exact == 0.0
-    assert (high.wrong, high.near, high.right, high.saved) == (0.0, 0.0, 0.0, 0.0)
+    assert (high.wrong, high.right["exact"], high.saved) == (0.0, 0.0, 0.0)
     assert high.exact == pytest.approx(1 / 3)
 
 
-def test_the_lowest_threshold_that_spares_the_right_ones_is_found() -> None:
+def test_the_lowest_threshold_that_spares_the_right_ones_is_found_among_those_to_choose_on() -> None:
     right = [completed((0.0, number / 200, 0.0)) for number in range(100)]
     wrong = [completed((0.0, number / 100, 0.0), similar=0.0, exact=False) for number in range(100)]
-    found = within([*right, *wrong], right)
-    assert found.right <= 0.02 < stops_at([*right, *wrong], found.threshold - 0.01).right
-    assert found.wrong == pytest.approx(0.51)
+    threshold = sparing([*right, *wrong], "exact")
+    assert stops_at(right, threshold).right["exact"] <= 0.02 < stops_at(right, threshold - 0.01).right["exact"]
+    assert stops_at(wrong, threshold).wrong == pytest.approx(0.51)
+    assert sparing(wrong, "not wrong") == 1.0
+
+
+def test_what_is_right_is_told_by_similarity() -> None:
+    some = [completed((0.0, 0.5), similar=similar, exact=False) for similar in (0.29, 0.3, 0.89, 0.9, 1.0)]
+    for one in some:
+        found = stops_at([one], 0.1)
+        assert found.wrong == (one.similar < 0.3)
+        assert found.right == {"not wrong": one.similar >= 0.3, "nearly right": one.similar >= 0.9, "exact": 0.0}
+
+
+def test_lossy_answers_are_compared_with_the_reference_and_with_the_target_alone() -> None:
+    plain = [completed((0.0,) * 3), completed((0.0,) * 3)]
+    found = lossy_at(plain, [Answered((1, 2, 3), 0.1), Answered((1, 9, 3), 0.3)], 0.5)
+    assert (found.threshold, found.skipped, found.exact) == (0.5, pytest.approx(0.2), 0.5)
+    assert found.same == pytest.approx(5 / 6)
+    assert found.rouge == pytest.approx((1 + 2 / 3) / 2)
+
+
+def test_the_lossy_threshold_is_the_lowest_from_which_on_little_is_lost() -> None:
+    curve = [Lossy(at, 0.0, 1.0, rouge, 0.0) for at, rouge in ((0.0, 0.5), (0.5, 0.3), (0.6, 0.496), (0.8, 0.5))]
+    assert keeping(curve, 0.5) == 0.6
+    assert keeping(curve, 0.6) == 1.0
 
 
 def test_drafts_leave_at_the_first_exit_above_the_threshold_and_at_the_last_one_otherwise() -> None:
@@ -65,6 +99,14 @@ def test_prefixes_are_cut_at_random_and_end_where_all_texts_are_too_short() -> N
     assert all([*one.ids, *one.reference] == whole[: len(one.ids) + 5] for one in some)
     assert len({len(one.ids) for one in some}) > 5
     assert not list(prefixes([texts[:1]], tokenizer(), 5, seed=1))
+
+
+def test_a_text_may_be_cut_at_several_points_each_the_beginning_of_the_next() -> None:
+    texts = [Text("b", "".join(map(chr, range(33, 120))))]
+    found = prefixes([texts], tokenizer(), 5, seed=1, cuts=3)
+    some = [next(found) for _ in range(3)]
+    assert [len(one.ids) for one in some] == sorted({len(one.ids) for one in some})
+    assert some[2].ids[: len(some[0].ids)] == some[0].ids
 
 
 def test_parts_of_one_text_are_all_learnt_from_or_none() -> None:
@@ -93,9 +135,13 @@ def test_the_command_trains_measures_and_writes_what_it_found(tmp_path: Path, mo
     ])  # fmt: skip
     assert result.exit_code == 0, result.output
     figures = json.loads(files[0].read_text())
-    assert figures["completions"] == 8
+    assert figures["measured"]["completions"] == 8
+    assert figures["chosen"]["completions"] == 2
+    assert figures["answered"] == 8
     assert [one["threshold"] for one in figures["stops"]][::9] == [0.0, 1.0]
     assert figures["stops"][-1]["saved"] == 0
-    assert all(one["median"] > 0 for one in figures["seconds"].values())
+    assert all(one["median"] > 0 for way in figures["seconds"].values() for one in way.values())
+    assert 0 <= figures["lossy"][0]["skipped"] <= 0.75
+    assert figures["lossy"][0]["threshold"] == 0
     assert "| 0.999 | " in files[1].read_text()
     assert cuts.library()

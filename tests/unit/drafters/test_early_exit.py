@@ -14,17 +14,8 @@ from torch import Tensor
 from osd.capture.trace import Array, Trace
 from osd.config import EarlyExitSettings, TrainerSettings
 from osd.drafters import DrafterError, from_config, initial
-from osd.drafters.early_exit.controller import (
-    CONTINUE,
-    EXIT,
-    STOP,
-    confident,
-    controller_loss,
-    first_right,
-    labels,
-)
+from osd.drafters.early_exit.controller import controller_loss, first_right, labels
 from osd.drafters.early_exit.drafter import EarlyExit
-from osd.drafters.early_exit.heads import odds as odds_of
 from osd.drafters.early_exit.places import Places
 from osd.drafters.early_exit.session import EarlyExitSession
 from osd.drafters.session import Kept, Runtime
@@ -32,6 +23,8 @@ from osd.learning.batch import collate, cut
 from osd.learning.distiller import Distiller
 from osd.learning.objective import Objective
 from osd.runtime.batch import following
+from osd.runtime.exit_controller import CONTINUE, EXIT, STOP, confident
+from osd.runtime.exit_controller import odds as odds_of
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from tests.tiny import make_tiny

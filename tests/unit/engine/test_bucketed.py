@@ -117,5 +117,5 @@ def test_rounds_that_capture_a_graph_teach_the_cost_model_no_times(
     with running(target_dir, "eagle", bucketed=True, governed=True) as client:
         client.submit("r", prompts([20])[0], 12, ignore_eos=True)
         client.wait()
-    assert {outcome.captured for outcome in outcomes} == {True, False}
-    assert learnt == [outcome.rows for outcome in outcomes if not outcome.captured]
+    assert {outcome.exceptional for outcome in outcomes} == {True, False}
+    assert learnt == [outcome.rows for outcome in outcomes if not outcome.exceptional]

@@ -13,11 +13,11 @@ import torch
 from osd.capture.trace import Trace
 from osd.config import BestFirstSettings, ChainSettings, EarlyExitSettings, TopKTreeSettings
 from osd.drafters import initial
-from osd.drafters.early_exit.controller import CONTINUE, EXIT, STOP
 from osd.drafters.early_exit.drafter import EarlyExit
 from osd.drafters.mixed.drafter import Mixed
 from osd.engine.completion import Completing
 from osd.engine.request import Update
+from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
 from tests.tiny import make_tiny
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd.drafters.draft_vocabulary import VocabularyDrafter
-from osd.drafters.early_exit.controller import EXIT as LEAVE
 from osd.drafters.early_exit.drafter import EarlyExit
 from osd.drafters.kangaroo.drafter import Kangaroo
 from osd.drafters.session import Asked, Exits, Kept, Proposal, Runtime, Tree
 from osd.engine import exits as exits_of
 from osd.engine.packing import Feed, pack
 from osd.runtime.batch import following
+from osd.runtime.exit_controller import EXIT as LEAVE
 from osd.runtime.generic import NAME
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel

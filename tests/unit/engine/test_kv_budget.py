@@ -17,8 +17,10 @@ from osd.config import EngineSettings
 from osd.drafters.recall.drafter import Recall
 from osd.engine.kv_budget import KVBudget
 from osd.engine.request import SamplingParams
+from osd.runtime.attention.selection import SelectionSizes, TokenSelection
 from osd.runtime.kv_cache import KVCache
-from osd.runtime.pages import Pages
+from osd.runtime.native import libraries
+from osd.runtime.pages import PAGE, Pages
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
 KINDS = ["none", "eagle", "language_model", "recall"]
@@ -46,6 +48,39 @@ def test_without_a_limit_every_slot_has_what_it_needs() -> None:
     assert budget.has_room(CONTEXT, [])
     assert budget.share([]) == pytest.approx(1.0)
     assert budget.share([1, 2]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.skipif(not libraries(), reason="only our kernels keep copies")
+def test_copies_of_what_is_selected_count_from_the_length_on_from_which_tokens_are() -> None:
+    model = target(2)
+    before = [model.cache.bytes_of(places) for places in (100, 101, CONTEXT)]
+    selection = TokenSelection(SelectionSizes(10, 70, 20, 0.9), torch.ones(32), 2, model.cache)
+    page, layers = PAGE, 3
+    more = 2 * layers * (80 * 64 * 2 // page + (80 * 64 * 2 % page > 0) + 1) * page
+    after = [model.cache.bytes_of(places) for places in (100, 101, CONTEXT)]
+    assert after == [before[0], before[1] + more, before[2] + more]
+    budget = KVBudget(model, None, -(-after[2] >> 20))
+    assert budget.take(0, CONTEXT, [])
+    assert not budget.take(1, CONTEXT, [])
+    del selection
+    assert model.cache.bytes_of(CONTEXT) == before[2]
+
+
+@pytest.mark.skipif(not libraries(), reason="only our kernels keep copies")
+def test_what_is_cleared_gives_back_what_was_selected_of_it_and_nothing_of_others() -> None:
+    model = target(2)
+    selection = TokenSelection(SelectionSizes(10, 70, 20, 0.9), torch.ones(32), 2, model.cache)
+    for pages in selection._copies:
+        pages.tensor.fill_(1)
+    selection._begins.fill_(5)
+    model.cache.in_small_pages()
+    model.cache.clear(0, 101)
+    assert all(pages.tensor[:, 0].all() for pages in selection._copies), "a part of it is still chosen from"
+    model.cache.clear(0, 100)
+    for pages in selection._copies:
+        assert not pages.tensor[:, 0, :, 40:60].any()
+        assert pages.tensor[:, 1].all()
+    assert selection._begins.tolist() == [[0, 5]] * 3
 
 
 def test_a_sequence_grows_into_what_idle_slots_hold_the_first_of_them_first() -> None:

@@ -241,7 +241,7 @@ def test_what_was_kept_past_the_end_of_a_request_is_nobodys_prompt(target_dir: P
     slots = SlotManager(target, EngineSettings(slots=2, context=64))
 
     def admitted(tokens: list[int], kept: int) -> Any:
-        s = SimpleNamespace(tokens=tokens, fed=0, slot=-1, request=SimpleNamespace(client=""))
+        s = SimpleNamespace(tokens=tokens, fed=0, slot=-1, exact=64, request=SimpleNamespace(client=""))
         slots.take(s)  # type: ignore[arg-type]
         found = s.fed
         slots.keep([s], [found], [list(range(kept - found))])  # type: ignore[list-item]

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from osd import __version__
 from osd.config import Settings
-from osd.engine.completion import Judged
+from osd.engine.completion import Judged, Skipped
 from osd.engine.request import TokenLogprobs, Update
 from osd.metrics import SourceCounts, SpeculationCounts
 from serving.dashboard import router as dashboard_router
@@ -110,7 +110,15 @@ def test_answers_whole_and_streamed_are_what_is_said(client, service, path, body
     service.script = lambda request: [
         Update(request.id, (72,), "H", logprobs=places([72]), sources=("target",)),
         Update(
-            request.id, (105,), "i", "stop", drafts, logprobs=places([105]), sources=("recall",), judged=Judged(1, 0.9)
+            request.id,
+            (105,),
+            "i",
+            "stop",
+            drafts,
+            logprobs=places([105]),
+            sources=("recall",),
+            judged=Judged(1, 0.9),
+            skipped=Skipped(3, 30),
         ),
     ]
     check(answer, client.post(path, json=body).json())

@@ -1,0 +1,309 @@
+"""Answers that leave the target early: token for token what the formula says, and nobody else's are touched by them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from osd.capture.trace import Trace
+from osd.config import BestFirstSettings, ChainSettings, EarlyExitSettings
+from osd.drafters import initial
+from osd.drafters.early_exit.drafter import EarlyExit
+from osd.drafters.mixed.drafter import Mixed
+from osd.engine.completion import Completing, Skipped
+from osd.engine.request import SamplingParams, Update
+from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
+from tests.tiny import make_tiny
+from tests.unit.engine.harness import Client, Oracle, prompts, running
+
+TOKENS, LENGTHS, LAYERS = 16, (17, 5, 9, 30), 8
+GROWTHS = {"chain": ChainSettings(depth=3, governed=False), "mixed": BestFirstSettings(budget=8, governed=False)}
+
+
+SURE = 0.2
+"""A random target is never as sure as a trained one."""
+
+
+@pytest.fixture(autouse=True)
+def doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd.drafters.early_exit.session.SURE", SURE)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of eight layers, with exits behind the third and the sixth."""
+    return make_tiny(tmp_path_factory.mktemp("deep"), layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def truth(deep: Path) -> Oracle:
+    return Oracle(deep)
+
+
+def leaving(directory: Path) -> EarlyExit:
+    """Heads that say something of their own, and a controller that leaves now early, now late, now not at all."""
+    drafter = initial(EarlyExitSettings(vocabulary=200), directory, directory)
+    assert isinstance(drafter, EarlyExit)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        drafter.controller.copy_(torch.randn(3, 64, generator=generator) * 0.3)
+        drafter.up.copy_(torch.randn(drafter.up.shape, generator=generator) * 0.05)
+    return drafter
+
+
+class Naive:
+    """One token after the other through the layers of transformers, with keys and values in lists."""
+
+    def __init__(self, directory: Path, drafter: EarlyExit) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(directory)
+        self._known: dict[tuple[tuple[int, ...], float, int], tuple[list[int], int]] = {}
+        self._drafter, config = drafter, self._model.config
+        self._heads, self._kv, self._dim = config.num_attention_heads, config.num_key_value_heads, 64 // 4
+        assert self._model.model.layers[0].self_attn.q_proj.out_features == self._heads * self._dim
+
+    def _turned(self, x: Tensor, place: int) -> Tensor:
+        cos, sin = self._model.model.rotary_emb(torch.empty(1), torch.tensor([[place]]))
+        first, second = x.chunk(2, -1)
+        return x * cos[0, 0] + torch.cat([-second, first], -1) * sin[0, 0]
+
+    def _keep(self, layer: int, x: Tensor, place: int) -> Tensor:
+        part = self._model.model.layers[layer]
+        normed = part.input_layernorm(x)
+        key = part.self_attn.k_proj(normed).view(self._kv, self._dim)
+        self._keys[layer].append(self._turned(key, place))
+        self._values[layer].append(part.self_attn.v_proj(normed).view(self._kv, self._dim))
+        return normed
+
+    def _layer(self, layer: int, x: Tensor, place: int) -> Tensor:
+        part = self._model.model.layers[layer]
+        normed = self._keep(layer, x, place)
+        query = self._turned(part.self_attn.q_proj(normed).view(self._heads, self._dim), place)
+        keys, values = torch.stack(self._keys[layer], 1), torch.stack(self._values[layer], 1)  # [kv, n, dim]
+        group = self._heads // self._kv
+        weights = torch.einsum("hd,hnd->hn", query, keys.repeat_interleave(group, 0)) / self._dim**0.5
+        mixed = torch.einsum("hn,hnd->hd", weights.softmax(-1), values.repeat_interleave(group, 0))
+        x = x + part.self_attn.o_proj(mixed.flatten())
+        return x + part.mlp(part.post_attention_layernorm(x))
+
+    def answer(self, prompt: Sequence[int], above: float, count: int = TOKENS) -> tuple[list[int], int]:
+        """The tokens, and how many layers did not run for them."""
+        key = tuple(prompt), above, count
+        if key not in self._known:
+            self._known[key] = self._answer(prompt, above, count)
+        return self._known[key]
+
+    @torch.inference_mode()
+    def _answer(self, prompt: Sequence[int], above: float, count: int) -> tuple[list[int], int]:
+        self._keys: list[list[Tensor]] = [[] for _ in range(LAYERS)]
+        self._values: list[list[Tensor]] = [[] for _ in range(LAYERS)]
+        drafter, model, tokens, skipped = self._drafter, self._model.model, list(prompt), 0
+        head, said = drafter.target_head[drafter.draft_ids].float(), torch.empty(0)
+        for place in range(len(prompt) + count - 1):
+            x, left = model.embed_tokens.weight[tokens[place]], None
+            for layer in range(LAYERS):
+                x = self._layer(layer, x, place)
+                if place < len(prompt) or layer + 1 not in drafter.exits:
+                    continue
+                unit = x / x.pow(2).mean().sqrt()
+                p = (drafter.controller @ unit).softmax(0)
+                if p[EXIT] <= max(p[STOP], p[CONTINUE]) or p[EXIT] <= above:
+                    continue
+                at = drafter.exits.index(layer + 1)
+                said = head @ model.norm(x + drafter.up[at] @ (drafter.down[at] @ unit))
+                if said.softmax(0).max() > SURE:
+                    left = layer + 1
+                    break
+            if left is not None:
+                skipped += LAYERS - left
+                for layer in range(left, LAYERS):
+                    self._keep(layer, x, place)
+            if place < len(prompt) - 1:
+                continue
+            if left is None:
+                tokens.append(int(self._model.lm_head(model.norm(x)).argmax()))
+            else:
+                tokens.append(int(drafter.draft_ids[said.argmax()]))
+        return tokens[len(prompt) :], skipped
+
+
+@pytest.fixture(scope="module")
+def naive(deep: Path) -> Naive:
+    return Naive(deep, leaving(deep))
+
+
+def lossy(above: float = 0.0, stop: float | None = None) -> Completing:
+    return Completing(stop, above, lossy=True)
+
+
+def wait(client: Client, names: Sequence[str]) -> dict[str, Update]:
+    last: dict[str, Update] = {}
+    while len(last) < len(names):
+        update = client.next()
+        if update.finish_reason is not None:
+            last[update.request_id] = update
+    while not client.engine.rests:  # a trace comes after the last update
+        time.sleep(0.005)
+    return last
+
+
+def ask(client: Client, name: str, asked: Sequence[list[int]], **more: Any) -> dict[str, Update]:
+    names = [f"{name} {index}" for index in range(len(asked))]
+    for one, prompt in zip(names, asked, strict=True):
+        client.submit(one, prompt, TOKENS, ignore_eos=True, **more)
+    return wait(client, names)
+
+
+@pytest.mark.parametrize(("growth", "bucketed"), [("chain", False), ("mixed", False), ("chain", True)])
+def test_an_answer_is_token_for_token_what_the_formula_says(
+    deep: Path, truth: Oracle, naive: Naive, growth: str, bucketed: bool
+) -> None:
+    drafter, asked = leaving(deep), prompts(LENGTHS)
+    made = Mixed(drafter) if growth == "mixed" else drafter
+    skips = []
+    with running(deep, drafter=made, growth=GROWTHS[growth], bucketed=bucketed, int8=False) as client:
+        for above in (0.0, 0.45, 0.5, 1.0):
+            last = ask(client, f"{above}", asked, completing=lossy(above))
+            for index, prompt in enumerate(asked):
+                tokens, skipped = naive.answer(prompt, above)
+                name = f"{above} {index}"
+                assert client.results[name].tokens == tokens
+                assert last[name].skipped == Skipped(skipped, LAYERS * (TOKENS - 1))
+                assert client.results[name].counts.drafted == 0
+            skips.append(sum(update.skipped.layers for update in last.values() if update.skipped))
+        counters = client.engine.counters()
+    assert len(set(skips)) == 4
+    assert max(skips) == skips[0]
+    assert skips[-1] == 0
+    assert counters.skipped_layers == sum(skips)
+    answers = [client.results[f"0.0 {index}"].tokens for index in range(len(asked))]
+    goals = [truth.greedy(prompt, TOKENS) for prompt in asked]
+    assert answers != goals
+    assert [client.results[f"1.0 {index}"].tokens for index in range(len(asked))] == goals
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_others_of_the_same_batch_are_exact_and_draft(deep: Path, truth: Oracle, naive: Naive, growth: str) -> None:
+    drafter, asked = leaving(deep), prompts(LENGTHS)
+    made = Mixed(drafter) if growth == "mixed" else drafter
+    with running(deep, drafter=made, growth=GROWTHS[growth], int8=False) as client:
+        for index, prompt in enumerate(asked):
+            asked_for = lossy() if index % 2 else None
+            client.submit(f"{index}", prompt, TOKENS, ignore_eos=True, capture=True, completing=asked_for)
+        wait(client, ["0", "1", "2", "3"])
+        drafted = [client.results[f"{index}"].counts.drafted for index in range(4)]
+    for index, prompt in enumerate(asked):
+        goal = naive.answer(prompt, 0.0)[0] if index % 2 else truth.greedy(prompt, TOKENS)
+        assert client.results[f"{index}"].tokens == goal
+    assert min(drafted[0], drafted[2]) > 0
+    assert drafted[1] == drafted[3] == 0
+
+
+def test_of_a_lossy_answer_nobody_is_given_more_than_the_prompt(deep: Path, truth: Oracle, naive: Naive) -> None:
+    """Neither an exact request nor a lossy one, whose own answer must not depend on who came before it."""
+    (prompt,) = prompts([20], seed=4)
+    with running(deep, drafter=leaving(deep), int8=False) as client:
+        ask(client, "lossy", [prompt], completing=lossy())
+        more = [*prompt, *client.results["lossy 0"].tokens, 1, 2]
+        ask(client, "exact", [more])
+        ask(client, "again", [[*more, 3]], completing=lossy())
+        ask(client, "then", [[*more, 3, 4]])
+    results = client.results
+    assert results["lossy 0"].tokens == naive.answer(prompt, 0.0)[0]
+    assert results["exact 0"].tokens == truth.greedy(more, TOKENS)
+    assert results["exact 0"].cached == len(prompt)
+    assert results["again 0"].tokens == naive.answer([*more, 3], 0.0)[0]
+    assert results["again 0"].cached == len(more)
+    assert results["then 0"].tokens == truth.greedy([*more, 3, 4], TOKENS)
+    assert results["then 0"].cached == len(more) + 1
+
+
+def test_nothing_is_captured_or_remembered_of_a_lossy_answer(deep: Path) -> None:
+    traces: list[Trace] = []
+    made = Mixed(leaving(deep))
+    with running(deep, drafter=made, growth=GROWTHS["mixed"], traces=traces) as client:
+        pool: Any = client.engine.pool
+        ask(client, "exact", prompts(LENGTHS), capture=True)
+        assert len(traces) == len(LENGTHS)
+        (table,) = pool.memories(pool.domain).tables
+        assert table.used() > 0
+        before = table.contents()
+        ask(client, "lossy", prompts(LENGTHS, seed=7), capture=True, completing=lossy())
+        after = table.contents()
+    assert len(traces) == len(LENGTHS)
+    for name in ("places", "entries", "weights"):
+        assert torch.equal(getattr(before, name), getattr(after, name))
+
+
+def test_an_answer_that_gave_way_goes_on_as_if_it_had_not(deep: Path, naive: Naive) -> None:
+    asked = prompts((17, 9), seed=2)
+    with running(deep, drafter=leaving(deep), slots=1, int8=False) as client:
+        client.submit("low", asked[0], 40, ignore_eos=True, completing=lossy(), priority=5)
+        while len(client.results["low"].tokens) < 20:
+            client.next()
+        client.submit("high", asked[1], TOKENS, ignore_eos=True)
+        client.wait()
+        preempted = client.engine.counters().preemptions
+    assert preempted == 1
+    assert client.results["low"].tokens == naive.answer(asked[0], 0.0, 40)[0]
+
+
+def test_a_seed_gives_the_same_text_beside_others_and_alone(deep: Path) -> None:
+    drawn = SamplingParams(temperature=1.0, seed=3, repeatable=True)
+    texts = []
+    for others in (0, 3):
+        with running(deep, drafter=leaving(deep)) as client:
+            for index, prompt in enumerate(prompts(LENGTHS)[:others]):
+                client.submit(f"{index}", prompt, TOKENS, ignore_eos=True)
+            client.submit("drawn", prompts(LENGTHS)[3], TOKENS, drawn, ignore_eos=True, completing=lossy(), logprobs=3)
+            result = client.wait()["drawn"]
+        texts.append(result.tokens)
+        for one in result.logprobs:
+            assert one.logprob > -30
+            assert len(one.top) == 3
+            assert all(-30 < logprob <= 0 for _, logprob in one.top)
+    assert texts[0] == texts[1]
+
+
+def test_what_left_is_judged_by_the_states_that_it_ran_through(deep: Path) -> None:
+    """Stops come before exits: the layers behind an exit say nothing."""
+    drafter = leaving(deep)
+    with running(deep, drafter=drafter) as client:
+        ask(client, "free", prompts(LENGTHS), completing=lossy())
+        last = ask(client, "judged", prompts(LENGTHS), completing=lossy(0.0, stop=0.0))
+    stopped = 0
+    for index in range(len(LENGTHS)):
+        free, mine = client.results[f"free {index}"].tokens, client.results[f"judged {index}"].tokens
+        judged = last[f"judged {index}"].judged
+        assert judged is not None
+        assert mine == free[: len(mine)]
+        assert (judged.stopped is not None) is (len(mine) < TOKENS)
+        stopped += judged.stopped is not None
+    assert stopped > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle", "none"])
+def test_without_a_controller_nothing_leaves(deep: Path, truth: Oracle, kind: str) -> None:
+    with running(deep, kind) as client:
+        last = ask(client, "lossy", prompts(LENGTHS), completing=lossy())
+    for index, prompt in enumerate(prompts(LENGTHS)):
+        assert client.results[f"lossy {index}"].tokens == truth.greedy(prompt, TOKENS)
+        assert last[f"lossy {index}"].skipped == Skipped()
+
+
+def test_rounds_in_which_rows_may_leave_teach_nothing_about_times(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(deep, drafter=leaving(deep)) as client:
+        costs, learnt = client.engine.loop.planner.costs, []
+        observe = costs.observe_forward
+        monkeypatch.setattr(costs, "observe_forward", lambda *seen: (learnt.append(seen), observe(*seen)))
+        ask(client, "lossy", prompts(LENGTHS[:1]), completing=lossy())
+        lossy_rounds = len(learnt)
+        ask(client, "exact", prompts(LENGTHS[:1], seed=9))
+    assert lossy_rounds <= 2, "those that read the prompt"
+    assert len(learnt) > lossy_rounds + 2
