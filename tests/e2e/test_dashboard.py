@@ -129,6 +129,7 @@ def silence(service, **state):
     none = dict.fromkeys(("tokens", "plain", "decode", "saved", "training", "net"), 0)
     nothing = {"versions": [], "unpublished": 0, "slowed": 0, "total": {**none, "payback": None}}
     now |= {"events": [], "steps": [], "investments": [], "versions": [], "ledger": nothing, "training": {}}
+    now |= {"domains": [now["domain"]]}
     now |= {"totals": dict.fromkeys(now["totals"], 0), "recall": {"tables": {}, "orders": []}, "stable": None}
     bins = {"width": 4, "time": [], "running": [], "waiting": [], "counts": {}, "swaps": []}
     return {"time": now["time"], "bins": bins, "state": {**now, **state}}
@@ -309,6 +310,63 @@ def test_an_operator_rolls_back_by_a_button_and_the_key_stays_in_the_tab(service
     page.get_by_role("button", name="Forget key").click()
     expect(page.locator("#do-rollback")).to_be_hidden()
     assert page.evaluate("Object.values(sessionStorage)") == []
+
+
+def test_an_operator_looks_at_another_domain_and_moves_it_alone(service, opened, eventually):
+    domain, own = "acme." + "very-long-name-" * 3 + "sql", service.versions()[0]
+    numbers = [service.publish(domain=domain) for _ in range(3)]
+    service.point_at(numbers[1], numbers[2], 0.25, domain=domain)
+
+    def loaded(number):
+        return all(replica["others"].get(domain) == number for replica in service.data()["replicas"])
+
+    eventually(lambda: loaded(numbers[1]))
+    page = opened("versions")
+    page.evaluate("key => sessionStorage.setItem('osd-admin-key', key)", ADMIN_KEY)
+    row = lambda number: page.locator(f'#versions tr[data-key="{number}"]')  # noqa: E731
+    expect(row(own)).to_contain_text("in service")
+    page.get_by_label(f"Compare v{own}", exact=True).check()
+    page.get_by_label("Domain").select_option(domain)
+    expect(page.locator("#versions tbody tr")).to_have_count(3)
+    expect(row(numbers[1])).to_contain_text("in service")
+    expect(row(numbers[2])).to_contain_text("canary, 25 %")
+    for number in numbers[:2]:
+        page.get_by_label(f"Compare v{number}", exact=True).check()
+    expect(page.locator("#comparison thead")).to_contain_text(f"v{numbers[0]}v{numbers[1]}")
+    expect(page.locator("#which")).to_have_value(str(numbers[0]))
+    page.locator("#do-promote").click()
+    expect(page.get_by_role("dialog")).to_contain_text(
+        f"takes the place of v{numbers[1]} and serves every request of {domain}."
+    )
+    page.locator("#confirm").click()
+    expect(page.locator("#said")).to_contain_text(
+        f"Done: v{numbers[2]} of {domain} is in service; it was v{numbers[1]}."
+    )
+    expect(row(numbers[2])).to_contain_text("in service")
+    page.locator("#do-rollback").click()
+    page.locator("#confirm").click()
+    expect(row(numbers[0])).to_contain_text("in service")
+    eventually(lambda: loaded(numbers[0]))
+    page.locator("#do-pin").click()
+    page.locator("#confirm").click()
+    expect(row(numbers[0])).to_contain_text("pinned")
+    assert faults(page) == []
+    picture(page, "versions-domain")
+    page.set_viewport_size(PHONE)
+    assert page.evaluate(_CUT_OFF) == []
+    picture(page, "versions-domain-phone")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    page.get_by_label("Domain").select_option(service.settings.domain)
+    expect(row(own)).to_contain_text("in service")
+    expect(page.locator("#do-unpin")).to_be_disabled()
+    data = service.data()
+    assert (data["stable"], data["pinned"]) == (own, False)
+    listed = service.http.get("/dashboard/versions", params={"domain": domain}).json()
+    assert (listed["stable"], listed["canary"], listed["pinned"]) == (numbers[0], None, True)
+    service.take_away(domain)
+    page.get_by_label("Domain").select_option(domain)
+    expect(row(numbers[2])).to_contain_text("earlier")
+    expect(page.locator("#do-pin")).to_be_disabled()
 
 
 def test_a_chat_whose_colours_add_up_beside_plain_decoding(spoken, opened):
