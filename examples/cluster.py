@@ -27,8 +27,8 @@ FILE = Path(__file__).parents[1] / "deploy/serve.yaml"
 _SECONDS = 300.0
 
 
-def deploy(address: str, given: list[str]) -> str:
-    """Deploy the application of the file on a cluster; returns the address of its HTTP."""
+def deploy(address: str, given: list[str]) -> httpx2.Client:
+    """Deploy the application of the file on a cluster; returns a client of it."""
     file = yaml.safe_load(FILE.read_text())
     (application,) = file["applications"]
     args = {**application["args"], **dict(one.split("=", 1) for one in given)}
@@ -36,7 +36,9 @@ def deploy(address: str, given: list[str]) -> str:
     ray.init(address=address)
     serve.start(proxy_location=file["proxy_location"], http_options={**file["http_options"], "port": port})
     serve.run(build(args), name=application["name"], route_prefix=application["route_prefix"])
-    return f"http://127.0.0.1:{port}"
+    key = args.get("serving.api_key")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx2.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=120)
 
 
 def replicas(http: httpx2.Client, count: int) -> list[dict[str, Any]]:
@@ -60,16 +62,16 @@ def main() -> None:
     parser.add_argument("--address", default="auto", help="of the cluster; local makes one of this machine")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="in place of those of deploy/serve.yaml")
     given = parser.parse_args()
-    url = deploy(given.address, given.settings)
-    deployments = serve.status().applications["osd"].deployments
-    count = max(sum(one.replica_states.values()) for one in deployments.values())
-    with httpx2.Client(base_url=url, timeout=120) as http:
+    with deploy(given.address, given.settings) as http:
+        deployments = serve.status().applications["osd"].deployments
+        count = max(sum(one.replica_states.values()) for one in deployments.values())
         for replica in replicas(http, count):
             print(f"replica {replica['name']} drafts with version {replica['version']}")
         body = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
         answer = http.post("/v1/completions", json=body).raise_for_status().json()
         print(answer["choices"][0]["text"])
-    print(f"{url}/v1 on every node of {len(ray.nodes())}; the dashboard is at {url}/dashboard")
+        url = str(http.base_url).rstrip("/")
+    print(f"{url}/v1 on each of {len(ray.nodes())} nodes; the dashboard is at {url}/dashboard")
     if given.address == "local":
         serve.shutdown()
         ray.shutdown()

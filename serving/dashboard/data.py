@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ _LATENCIES = ("time_to_first_token", "inter_token", "queue_time", "request_time"
 
 @dataclass(frozen=True)
 class DomainFeed:
-    """A domain as registry and Redis had it at ``read_at``, a moment of ``time.monotonic``."""
+    """A domain; its ``versions`` and what was ``spent`` are as of ``read_at``, a moment of ``time.monotonic``."""
 
     domain: str
     versions: list[dict[str, Any]]
@@ -93,7 +93,7 @@ class Feeds:
             return self._spent, dict(self._training), dict(self._tried_since)
 
     def of(self, domain: str) -> DomainFeed:
-        """Any domain's versions, its rollout and what was spent on it. Blocks for a moment.
+        """Any domain's versions, its rollout and what was spent on it; the rollout as it is now. Blocks for a moment.
 
         Raises:
             ValueError: there is no such domain.
@@ -107,9 +107,8 @@ class Feeds:
                 versions = [version_of(info) for info in self._registry.list(domain)]
                 if not versions:
                     raise ValueError(f"there is no domain {domain}")
-                rollout, spent = self._pointer.get(domain), self._ledger.get(domain)
-                self._others[domain] = DomainFeed(domain, versions, rollout, spent, now)
-            return self._others[domain]
+                self._others[domain] = DomainFeed(domain, versions, None, self._ledger.get(domain), now)
+            return replace(self._others[domain], rollout=self._pointer.get(domain))
 
     def close(self) -> None:
         """Close the connections."""
@@ -125,7 +124,9 @@ class Feeds:
         seen = {"versions": self._versions, "domains": [self._domain, *self._known]}
         try:
             rollout = self._pointer.get(self._domain)
-            events = [event for event in self._events.recent(_EVENTS) if event["domain"] == self._domain]
+            # Those of other domains stand between them.
+            told = self._events.recent(_EVENTS * len(self._domains))
+            events = [event for event in told if event["domain"] == self._domain]
             lag = self._reader.lag()
             return {**seen, "redis": True, "rollout": rollout, "events": events, "lag": lag}
         except (RedisError, OSError):

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.formats import Origin, write
 from osd.registry.versions import Registry
 from osd.target.model import load_model
-from tests.tiny import make_tiny
+from tests.tiny import HIDDEN, VOCABULARY, make_tiny, tokenizer
 from tests.unit.drafters.other_tokens import make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -42,9 +44,20 @@ def test_there_are_at_most_five_and_each_says_how_it_is_run():
         assert f"\n    python examples/{path.name} " in path.read_text().split('"""')[1], path.name
 
 
-@pytest.mark.parametrize("same", [True, False], ids=["same tokens", "other tokens"])
+def pythia(folder: Path, layers: int) -> Path:
+    """A tiny model of Pythia's kind."""
+    torch.manual_seed(0)
+    ids = {"bos_token_id": 256, "eos_token_id": 257}
+    size = {"hidden_size": HIDDEN, "num_attention_heads": 4, "intermediate_size": 96, "num_hidden_layers": layers}
+    config = GPTNeoXConfig(vocab_size=VOCABULARY, max_position_embeddings=512, initializer_range=0.2, **size, **ids)
+    GPTNeoXForCausalLM(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["Pythia", "other tokens"])
 def test_the_lookahead_is_swept_over_a_pair_of_folders(run, tmp_path, same):
-    pair = (make_tiny(tmp_path / "target"), make_tiny(tmp_path / "draft", layers=2)) if same else make_pair(tmp_path)
+    pair = (pythia(tmp_path / "target", 4), pythia(tmp_path / "draft", 2)) if same else make_pair(tmp_path)
     out = run("lookahead_sweep.py", *pair, "--lookahead", 1, 3, "--tokens", 12, *SMALL)
     rows = [re.findall(r"[\w.]+", line) for line in out.splitlines() if line.startswith("│")]
     assert [row[0] for row in rows] == ["plain", "1", "3"]

@@ -1,7 +1,7 @@
 // Versions of a domain: what there is, two of them side by side, and what an operator does with them.
 
 import { $, h, put, refill } from "../dom.js";
-import { day, fixed, percent, seconds, signed, whole } from "../format.js";
+import { day, fixed, percent, points, seconds, signed, whole } from "../format.js";
 import { authorization, forget, keep, keyFor, refusal } from "../keys.js";
 import { interval } from "../statistics.js";
 import { Table, badge, card, empty } from "../widgets.js";
@@ -98,7 +98,7 @@ export class Versions {
     if (!response.ok) return this.say(await refusal(response), "bad");
     const moved = await response.json();
     if (this.own.domain !== moved.domain) this.look();
-    return this.say(`Done: v${moved.version}${this.of()} is in service${moved.pinned ? ", pinned" : ""}; it was v${moved.previous}. Replicas follow within a second.`, "good");
+    return this.say(`Done: v${moved.version}${this.of()} is in service${moved.pinned ? ", pinned" : ""}${moved.previous === moved.version ? "" : `; it was v${moved.previous}`}. Replicas follow within a second.`, "good");
   }
 
   say(text, mood = "") {
@@ -151,15 +151,14 @@ export class Versions {
     this.lost.hidden = true;
     this.element.removeAttribute("aria-busy");
     this.arrange();
-    const paybacks = Object.fromEntries(state.ledger.versions.map(({ version, payback }) => [version, payback]));
-    const told = [domain, versions, stable, canary, pinned, state.share, this.chosen, paybacks];
-    this.table.show(told, () => [...versions].reverse().map((version) => this.row(version, paybacks[version.number])));
+    const told = [domain, versions, stable, canary, pinned, state.share, this.chosen];
+    this.table.show(told, () => [...versions].reverse().map((version) => this.row(version)));
     refill(this.which, [domain, versions.map(({ number, problem }) => [number, problem]), stable], () => {
       const known = before || versions.findLast(({ number, problem }) => number < stable && !problem)?.number || stable;
       return [...versions].reverse().filter(({ problem }) => !problem).map(({ number }) =>
         h("option", { value: number, selected: number === known }, number === stable ? `v${number}, in service` : `v${number}`));
     });
-    refill(this.comparison, told, () => this.compared(paybacks));
+    refill(this.comparison, [told, state.ledger.versions], () => this.compared());
   }
 
   arrange() {
@@ -171,16 +170,16 @@ export class Versions {
     for (const [action, button] of this.buttons) button.disabled = !possible[action];
   }
 
-  row(version, payback) {
-    const { number, manifest, live } = version;
+  row(version) {
+    const { number, manifest, live, payback } = version;
     const gate = manifest.gate ?? {};
     const tick = h("input", { type: "checkbox", "aria-label": `Compare v${number}`, onchange: () => this.choose(number) });
     tick.checked = this.chosen.includes(number);
     return {
-      key: number,
+      key: number, keep: version.in_service || [this.state.stable, this.state.canary, ...this.chosen].includes(number),
       cells: [
         h("strong", {}, `v${number}`), this.stateOf(version), manifest.parent ? `v${manifest.parent}` : "–", day(manifest.created), whole(manifest.trained_on?.records),
-        against(gate.acceptance, gate.baseline_acceptance, percent), against(gate.expected_length, gate.baseline_expected_length, fixed(2)), lived(live), seconds(payback),
+        against(gate.acceptance, gate.baseline_acceptance, percent, points), against(gate.expected_length, gate.baseline_expected_length, fixed(2)), lived(live), seconds(payback),
         h("label", { class: "tick" }, tick),
       ],
     };
@@ -201,35 +200,35 @@ export class Versions {
     document.querySelector(`#versions tr[data-key="${number}"] input`)?.focus();
   }
 
-  compared(paybacks) {
+  compared() {
     const pair = this.chosen.map((number) => this.state.versions.find((version) => version.number === number)).filter(Boolean).sort((a, b) => a.number - b.number);
     if (pair.length < 2) return empty("Tick two versions to see them side by side.");
     const ledger = Object.fromEntries(this.state.ledger.versions.map((row) => [row.version, row]));
-    const line = (name, value, format, better = 0) => {
+    const line = (name, value, format, better = 0, between = format) => {
       const [a, b] = pair.map(value);
       const change = a == null || b == null ? null : b - a;
       const mood = !change || !better ? "" : Math.sign(change) === better ? "good" : "bad";
       return h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "number" }, format(a)), h("td", { class: "number" }, format(b)),
-        h("td", { class: `number ${mood}` }, change === null ? "–" : signed(format)(change)));
+        h("td", { class: `number ${mood}` }, change === null ? "–" : signed(between)(change)));
     };
     const gate = (name) => ({ manifest }) => manifest.gate?.[name];
     return [
       h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Figure"), pair.map(({ number }) => h("th", { scope: "col", class: "number" }, `v${number}`)), h("th", { scope: "col", class: "number" }, "Change"))),
         h("tbody", {},
-          line("Held-out acceptance", gate("acceptance"), percent, 1), line("Expected length", gate("expected_length"), fixed(2), 1),
-          line("Live acceptance", ({ live }) => (live.drafted ? live.accepted / live.drafted : null), percent, 1),
+          line("Held-out acceptance", gate("acceptance"), percent, 1, points), line("Expected length", gate("expected_length"), fixed(2), 1),
+          line("Live acceptance", ({ live }) => (live.drafted ? live.accepted / live.drafted : null), percent, 1, points),
           line("Live draft tokens", ({ live }) => live.drafted, whole), line("Records trained on", ({ manifest }) => manifest.trained_on?.records, whole),
-          line("Seconds of training", ({ number }) => ledger[number]?.training, seconds, -1), line("Seconds saved", ({ number }) => ledger[number]?.saved, seconds, 1),
-          line("Payback", ({ number }) => paybacks[number], seconds, -1)))),
+          line("Seconds of training", ({ training }) => training, seconds, -1), line("Seconds saved", ({ number }) => ledger[number]?.saved, seconds, 1),
+          line("Payback", ({ payback }) => payback, seconds, -1)))),
       h("p", { class: "hint" }, clear(pair.map(({ live }) => live), pair)),
     ];
   }
 }
 
-function against(now, before, format) {
+function against(now, before, format, between = format) {
   if (now == null) return "–";
   if (before == null) return format(now);
-  return [format(now), h("span", { class: `delta ${now < before ? "bad" : "good"}` }, signed(format)(now - before))];
+  return [format(now), h("span", { class: `delta ${now < before ? "bad" : "good"}` }, signed(between)(now - before))];
 }
 
 function lived({ drafted, accepted }) {

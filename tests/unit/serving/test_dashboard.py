@@ -165,3 +165,16 @@ def test_the_ledger_sets_what_serving_saved_against_what_training_took():
         "tokens": 450, "plain": 22.0, "decode": 16.0, "saved": 6.0, "training": 3.5, "net": 2.5,
         "payback": 350.0,
     }  # fmt: skip
+
+
+def test_what_was_spent_on_versions_that_are_not_counted_apart_stands_beside_what_they_saved():
+    spent = Spent({1: 2.0, 2: 3.0, 9: 1.0}, older=4.0)
+    counters = {
+        (f"version_{name}", "general", version): 1 for name in ("tokens", "plain_seconds") for version in (2, 7)
+    }
+    rows = ledger(Totals(counters, []), "general", spent)["versions"]
+    assert {row["version"]: row["training"] for row in rows} == {"older": 4.0, 1: 2.0, 2: 3.0, 7: 0.0, 9: 1.0}
+    counters["version_tokens", "general", "older"] = 1
+    rows = ledger(Totals(counters, []), "general", spent)["versions"]
+    assert {row["version"]: row["training"] for row in rows} == {"older": 6.0, 2: 3.0, 7: 0.0, 9: 1.0}
+    assert sum(row["training"] for row in rows) == spent.total
