@@ -44,11 +44,11 @@ def test_there_are_at_most_five_and_each_says_how_it_is_run():
         assert f"\n    python examples/{path.name} " in path.read_text().split('"""')[1], path.name
 
 
-def pythia(folder: Path, layers: int) -> Path:
+def pythia(folder: Path) -> Path:
     """A tiny model of Pythia's kind."""
     torch.manual_seed(0)
     ids = {"bos_token_id": 256, "eos_token_id": 257}
-    size = {"hidden_size": HIDDEN, "num_attention_heads": 4, "intermediate_size": 96, "num_hidden_layers": layers}
+    size = {"hidden_size": HIDDEN, "num_attention_heads": 4, "intermediate_size": 96, "num_hidden_layers": 3}
     config = GPTNeoXConfig(vocab_size=VOCABULARY, max_position_embeddings=512, initializer_range=0.2, **size, **ids)
     GPTNeoXForCausalLM(config).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -57,7 +57,7 @@ def pythia(folder: Path, layers: int) -> Path:
 
 @pytest.mark.parametrize("same", [True, False], ids=["Pythia", "other tokens"])
 def test_the_lookahead_is_swept_over_a_pair_of_folders(run, tmp_path, same):
-    pair = (pythia(tmp_path / "target", 4), pythia(tmp_path / "draft", 2)) if same else make_pair(tmp_path)
+    pair = (pythia(tmp_path / "target"), pythia(tmp_path / "draft")) if same else make_pair(tmp_path)
     out = run("lookahead_sweep.py", *pair, "--lookahead", 1, 3, "--tokens", 12, *SMALL)
     rows = [re.findall(r"[\w.]+", line) for line in out.splitlines() if line.startswith("│")]
     assert [row[0] for row in rows] == ["plain", "1", "3"]
@@ -66,8 +66,10 @@ def test_the_lookahead_is_swept_over_a_pair_of_folders(run, tmp_path, same):
         assert float(speed) > 0
         assert float(of_plain) == pytest.approx(float(speed) / float(rows[0][1]), abs=0.01)
         assert 0 <= float(acceptance) <= 1 <= float(length)
-    if same:  # each round that accepts a token of one accepts it of one
-        assert float(rows[1][4]) == pytest.approx(1 + float(rows[1][3]), abs=0.01)
+    one, three = ((float(row[3]), float(row[4])) for row in rows[1:])
+    assert one[1] == pytest.approx(1 + one[0], abs=0.01), "of one token a round keeps as much as it is accepted"
+    assert one[0] > 0.1, "something was accepted"
+    assert three[1] > one[1] or not same
 
 
 def test_a_folder_that_holds_no_model_ends_the_sweep_with_a_sentence(run, tmp_path):
