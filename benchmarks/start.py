@@ -20,7 +20,6 @@ from pathlib import Path
 
 import httpx2
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table as Grid
 from safetensors import safe_open
 
@@ -29,6 +28,7 @@ from benchmarks.report import columns
 from osd.config import Settings
 from osd.registry.versions import Registry
 from osd.runtime.kv_cache import heads_of
+from osd.scrape import Scrape
 from osd.target.load import target_directory
 from osd.target.model import DTYPES, load_config
 
@@ -182,8 +182,7 @@ def _fill(http: httpx2.Client, settings: Settings) -> None:
 
 def _table_bytes(http: httpx2.Client) -> int:
     """Of the recall tables of all replicas, 0 where nothing is recalled."""
-    families = text_string_to_metric_families(http.get("/metrics").raise_for_status().text)
-    return int(sum(one.value for family in families for one in family.samples if one.name == "osd_recall_bytes"))
+    return int(Scrape.of(http.get("/metrics").raise_for_status().text).sum("osd_recall_bytes"))
 
 
 def _replica_bytes(parent: int) -> tuple[int, int]:

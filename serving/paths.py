@@ -30,6 +30,7 @@ _PATHS = frozenset(
         "/admin/traces/purge",
         "/dashboard",
         "/dashboard/data",
+        "/dashboard/versions",
         STREAM,
         "/docs",
         "/openapi.json",

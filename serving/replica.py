@@ -187,6 +187,11 @@ class Replica:
         feeds = await asyncio.to_thread(self._feeds.read)
         return data.compose(self.settings, self.model, totals, feeds)
 
+    async def dashboard_versions(self, domain: str) -> dict[str, Any]:
+        """See ``Service``."""
+        totals = await self.totals()
+        return data.compose_domain(self.settings, totals, await asyncio.to_thread(self._feeds.of, domain))
+
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
         """See ``Service``."""
         return await self._shared.bins(seconds, since) or self._own.bins(time.time(), seconds, since)

@@ -94,6 +94,16 @@ class Service(Protocol):
         """What it shows of now: the same without the history."""
         ...
 
+    async def dashboard_versions(self, domain: str) -> dict[str, Any]:
+        """What it shows of the versions of a domain, as JSON.
+
+        Raises:
+            ValueError: there is no such domain.
+            redis.exceptions.RedisError: Redis does not answer.
+            OSError: the registry cannot be read.
+        """
+        ...
+
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
         """What all replicas counted in the last ``seconds``, after the bin at ``since``, None for all of it."""
         ...

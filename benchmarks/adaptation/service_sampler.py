@@ -10,7 +10,8 @@ from typing import Any, Self
 
 import httpx2
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
+
+from osd.scrape import Scrape
 
 LOOK_SECONDS = 1.0
 """Between two looks; a replica tells its counters as often."""
@@ -106,14 +107,8 @@ class ServiceSampler:
 
 def read(text: str) -> tuple[dict[str, float], dict[str, int]]:
     """The counters of an exposition, and the oldest drafter version in service of each domain."""
-    counters: dict[str, float] = {}
-    versions: dict[str, int] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.endswith("_total"):
-                name = sample.name.removesuffix("_total")
-                counters[name] = counters.get(name, 0.0) + sample.value
-            elif sample.name == "osd_drafter_version":
-                domain, version = sample.labels["domain"], int(sample.value)
-                versions[domain] = min(versions.get(domain, version), version)
-    return counters, versions
+    scrape = Scrape.of(text)
+    names = [name for name in scrape.values if name.endswith("_total")]
+    counters = {name.removesuffix("_total"): scrape.sum(name) for name in names}
+    oldest = scrape.by("osd_drafter_version", "domain", of=min)
+    return counters, {domain: int(version) for (domain,), version in oldest.items()}

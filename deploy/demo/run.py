@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx2
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.live import Live
 
@@ -23,6 +22,7 @@ from deploy.embedded import Embedded
 from osd.config import Settings
 from osd.drafters.recall.snapshot import SNAPSHOT, Snapshots
 from osd.metrics import SpeculationCounts
+from osd.scrape import Scrape
 from osd.traffic import SOURCES, load
 from osd.traffic.open_loop import Load, replay
 from osd.traffic.prompt import HELD_OUT, Prompt, TrafficError, split
@@ -132,28 +132,22 @@ async def _sample(client: httpx2.AsyncClient, service: Embedded, story: Story) -
         return
     if response.status_code != 200:
         return
-    totals: dict[str, float] = {}
-    for family in text_string_to_metric_families(response.text):
-        for metric in family.samples:
-            if metric.labels.get("domain", service.settings.domain) != service.settings.domain:
-                continue
-            combine = max if family.type == "gauge" else float.__add__
-            totals[metric.name] = combine(totals.get(metric.name, 0.0), float(metric.value))
+    scrape = Scrape.of(response.text)
     story.trainer = await asyncio.to_thread(service.ask_trainer, "status")
     story.samples.append(
         Sample(
             time=time.monotonic() - story.begun,
             counts=SpeculationCounts(
-                rounds=int(totals.get("vllm:spec_decode_num_drafts_total", 0)),
-                drafted=int(totals.get("vllm:spec_decode_num_draft_tokens_total", 0)),
-                accepted=int(totals.get("vllm:spec_decode_num_accepted_tokens_total", 0)),
+                rounds=int(scrape.sum("vllm:spec_decode_num_drafts_total")),
+                drafted=int(scrape.sum("vllm:spec_decode_num_draft_tokens_total")),
+                accepted=int(scrape.sum("vllm:spec_decode_num_accepted_tokens_total")),
             ),
-            tokens=totals.get("osd_completion_tokens_total", 0),
-            version=int(totals.get("osd_drafter_version", 0)),
-            swaps=int(totals.get("osd_swaps_total", 0)),
-            stall=totals.get("osd_swap_stall_seconds_max", 0),
-            written=int(totals.get("osd_traces_written_total", 0)),
-            dropped=int(totals.get("osd_traces_dropped_total", 0)),
+            tokens=scrape.sum("osd_completion_tokens_total"),
+            version=int(scrape.by("osd_drafter_version", "domain", of=max).get((service.settings.domain,), 0)),
+            swaps=int(scrape.sum("osd_swaps_total")),
+            stall=scrape.by("osd_swap_stall_seconds_max", of=max).get((), 0),
+            written=int(scrape.sum("osd_traces_written_total")),
+            dropped=int(scrape.sum("osd_traces_dropped_total")),
         )
     )
 

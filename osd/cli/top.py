@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import httpx2
     from rich.table import Table
 
-    from osd.cli.scrape import Scrape, Span
+    from osd.scrape import Scrape, Span
 
 _WINDOW = 10.0
 """Seconds that speeds and shares are of."""
@@ -56,7 +56,7 @@ def top(
 def _look(http: httpx2.Client, address: str) -> Scrape:
     import httpx2
 
-    from osd.cli.scrape import Scrape
+    from osd.scrape import Scrape
 
     try:
         answer = http.get("/metrics")
@@ -68,7 +68,7 @@ def _look(http: httpx2.Client, address: str) -> Scrape:
 
 def _span(looks: deque[Scrape], now: Scrape) -> Span:
     """From the newest look that is a window old, or else the oldest, until ``now``, which joins the others."""
-    from osd.cli.scrape import Span
+    from osd.scrape import Span
 
     while len(looks) > 1 and now.at - looks[1].at >= _WINDOW:
         looks.popleft()

@@ -14,7 +14,7 @@ from serving.paths import STREAM
 OPEN_PATHS = frozenset({"/health"})
 """Paths that answer without a key. The dashboard's own files are open too: they hold no data."""
 
-_WATCHED = frozenset({"/metrics", "/dashboard/data", STREAM})
+_WATCHED = frozenset({"/metrics", "/dashboard/data", "/dashboard/versions", STREAM})
 _REFUSED = {
     "generate": "This key may not generate.",
     "watch": "This key may not watch: metrics and the dashboard need one that may watch or administer.",

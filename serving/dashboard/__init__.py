@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
+from redis.exceptions import RedisError
 
 from serving.access.caller import caller_of
 from serving.dashboard.stream import Viewers
@@ -51,6 +53,11 @@ def router(service: Service) -> APIRouter:
     async def data(request: Request) -> Response:
         return JSONResponse(await service.dashboard(_seconds(request)), headers={"Cache-Control": "no-store"})
 
+    @routes.get("/versions")
+    async def versions(request: Request) -> Response:
+        found = await _versions(service, request.query_params.get("domain", service.settings.domain))
+        return JSONResponse(found, headers={"Cache-Control": "no-store"})
+
     @routes.get("/stream")
     async def stream(request: Request) -> Response:
         seconds = _seconds(request)
@@ -66,6 +73,21 @@ def router(service: Service) -> APIRouter:
         return file(name)
 
     return routes
+
+
+async def _versions(service: Service, domain: str) -> dict[str, Any]:
+    """The versions of a domain that a request asks for.
+
+    Raises:
+        ApiError: 404, there is no such domain; 503, nobody can say.
+    """
+    try:
+        return await service.dashboard_versions(domain)
+    except ValueError:
+        raise ApiError(404, "There is no such domain.", param="domain", code="not_found") from None
+    except (RedisError, OSError):
+        message = "The versions of this domain cannot be read now: Redis or the registry does not answer."
+        raise ApiError(503, message, kind="server_error", code="unavailable") from None
 
 
 def _seconds(request: Request) -> int:

@@ -18,6 +18,11 @@ const faint = (ink, alpha) => ink.replace(/^rgba?\(([^)]*)\)$/, (_, parts) => `r
 // Where `ENOUGH` were counted a line is drawn in full.
 const ENOUGH = 40;
 const STRIP = 22;
+// Of the time shown: a longer silence is not drawn over.
+const BRIDGED = 1 / 12;
+// So many marks leave a chart readable; more are fainter. Where not all can be named, these kinds go first.
+const MANY = 10;
+const FIRST = ["drift", "swap", "canary"];
 
 const all = new Set();
 const redraw = () => all.forEach((chart) => chart.rebuild());
@@ -79,6 +84,7 @@ export class Chart {
     if (!this.data || this.box.clientWidth === 0) return;
     const axis = { stroke: colour("--soft"), font: "12px system-ui, sans-serif", ticks: { show: false } };
     const grid = { stroke: colour("--line"), width: 1 };
+    const gaps = (plot, which, from, to, found) => found.filter(([left, right]) => right - left > BRIDGED * plot.bbox.width);
     const lines = this.series.map(({ ink, dash, area }) => {
       const stroke = colour(ink);
       return {
@@ -86,16 +92,16 @@ export class Chart {
         width: 2,
         dash: dash ? [5, 4] : undefined,
         fill: area ? faint(stroke, 0.1) : undefined,
-        spanGaps: true,
-        points: { show: (plot, which) => plot.data[which].reduce((known, value) => known + (value !== null), 0) < 3, size: 6, fill: stroke, stroke },
+        gaps,
+        points: { show: (plot, which) => plot.data[which].reduce((known, value) => known + (value !== null), 0) < 3, filter: (plot, which, every) => (every ? null : this.alone(which)), size: 6, fill: stroke, stroke },
       };
     });
-    const edge = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+    const edge = { stroke: "transparent", width: 0, gaps, points: { show: false } };
     const first = lines.length + 1;
     this.plot = new uPlot(
       {
         ...this.size(),
-        padding: [10, 24, 0, 0],
+        padding: [20, 24, 0, 0],
         legend: { show: false },
         cursor: { y: false, points: { size: 7 }, drag: { x: false, y: false } },
         scales: { x: { range: () => this.span }, y: { range: (_, low, high) => this.range(low ?? 0, high ?? 0) } },
@@ -114,6 +120,15 @@ export class Chart {
       this.data,
       this.box,
     );
+  }
+
+  // Values with silence on both sides, which no line would show; null where there are none.
+  alone(which) {
+    const least = BRIDGED * (this.span[1] - this.span[0]);
+    const known = this.data[which].flatMap((value, index) => (value === null ? [] : [index]));
+    const far = (one, other) => one === undefined || other === undefined || this.data[0][other] - this.data[0][one] > least;
+    const found = known.filter((index, place) => far(known[place - 1], index) && far(index, known[place + 1]));
+    return found.length ? found : null;
   }
 
   // A line that is as faint as little was counted under it.
@@ -144,20 +159,26 @@ export class Chart {
     ctx.restore();
   }
 
-  // Marks are elements over the canvas, so that they can carry text and be found.
+  // Marks are elements over the canvas, so that they can carry text and be found. Their names stand above it in one row.
   mark(plot) {
     const shown = this.marks.filter(({ time }) => time >= this.span[0] && time <= this.span[1]);
-    const ends = [-Infinity, -Infinity, -Infinity]; // of what is written in each row
-    const made = shown.map(({ time, kind, text, title }) => {
-      const at = plot.valToPos(time, "x");
-      const width = 7 * text.length + 14;
-      const left = at + width > plot.over.clientWidth ? at - width : at;
-      const row = ends.findIndex((end) => left > end);
-      if (row >= 0) ends[row] = left + width;
-      const label = h("span", { class: row < 0 ? "hidden" : left < at ? "left" : null, style: { top: `${17 * row - 2}px` } }, text);
-      return h("div", { class: `mark ${kind}`, "data-mark": text, title, style: { left: `${at}px` } }, label);
+    const taken = [];
+    const named = new Map();
+    for (const mark of [...shown].sort((a, b) => FIRST.indexOf(a.kind) - FIRST.indexOf(b.kind) || b.time - a.time)) {
+      const at = plot.valToPos(mark.time, "x");
+      const width = 7 * mark.text.length + 14;
+      const left = Math.max(0, Math.min(at - width / 2, plot.over.clientWidth - width));
+      if (taken.some(([from, to]) => left < to && left + width > from)) continue;
+      taken.push([left, left + width]);
+      named.set(mark, left - at);
+    }
+    const made = shown.map((mark) => {
+      const { time, kind, text, title } = mark;
+      const label = h("span", named.has(mark) ? { title, style: { left: `${named.get(mark)}px` } } : { class: "hidden" }, text);
+      return h("div", { class: `mark ${kind}`, "data-mark": text, style: { left: `${plot.valToPos(time, "x")}px` } }, label);
     });
     for (const old of plot.over.querySelectorAll(".mark")) old.remove();
+    plot.over.classList.toggle("many", made.length > MANY);
     plot.over.append(...made);
   }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -13,14 +13,13 @@ from redis.exceptions import RedisError
 
 from osd.capture.stream import TraceReader
 from osd.config import Settings
-from osd.engine.counters import OLDER
 from osd.histogram import REQUEST_HISTOGRAMS
 from osd.registry.events import Events
-from osd.registry.learnt import REQUESTS
 from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.training import Training, TrainingReports
-from osd.registry.versions import Registry, VersionInfo
+from osd.registry.versions import Registry
+from serving.dashboard.domain_versions import shown, version_of
 from serving.metrics_history import History
 from serving.replica_metrics import Totals
 from serving.service import Model
@@ -28,6 +27,17 @@ from serving.service import Model
 _FRESH_SECONDS = 1.0
 _EVENTS = 240
 _LATENCIES = ("time_to_first_token", "inter_token", "queue_time", "request_time")
+
+
+@dataclass(frozen=True)
+class DomainFeed:
+    """A domain; its ``versions`` and what was ``spent`` are as of ``read_at``, a moment of ``time.monotonic``."""
+
+    domain: str
+    versions: list[dict[str, Any]]
+    rollout: Rollout | None
+    spent: Spent
+    read_at: float
 
 
 class Feeds:
@@ -48,9 +58,14 @@ class Feeds:
         self._read_at = 0.0
         self._latest: dict[str, Any] = {}
         self._versions: list[dict[str, Any]] = []
+        self._known: list[str] = []
+        self._others: dict[str, DomainFeed] = {}
 
     def read(self) -> dict[str, Any]:
-        """``versions``, ``events``, ``rollout`` and ``lag``, the last two None without Redis. Blocks for a moment."""
+        """``versions``, ``domains``, ``events``, ``rollout`` and ``lag``, the last two None without Redis.
+
+        Blocks for a moment.
+        """
         with self._lock:
             if time.monotonic() - self._read_at > _FRESH_SECONDS:
                 self._latest = self._gather()
@@ -77,6 +92,24 @@ class Feeds:
                 self._spent_at = time.monotonic()
             return self._spent, dict(self._training), dict(self._tried_since)
 
+    def of(self, domain: str) -> DomainFeed:
+        """Any domain's versions, its rollout and what was spent on it; the rollout as it is now. Blocks for a moment.
+
+        Raises:
+            ValueError: there is no such domain.
+            redis.exceptions.RedisError: Redis does not answer.
+            OSError: the disk does not give it.
+        """
+        with self._lock:
+            now = time.monotonic()
+            self._others = {name: one for name, one in self._others.items() if now - one.read_at <= _FRESH_SECONDS}
+            if domain not in self._others:
+                versions = [version_of(info) for info in self._registry.list(domain)]
+                if not versions:
+                    raise ValueError(f"there is no domain {domain}")
+                self._others[domain] = DomainFeed(domain, versions, None, self._ledger.get(domain), now)
+            return replace(self._others[domain], rollout=self._pointer.get(domain))
+
     def close(self) -> None:
         """Close the connections."""
         self._ledger.close()
@@ -86,50 +119,25 @@ class Feeds:
 
     def _gather(self) -> dict[str, Any]:
         with contextlib.suppress(OSError):  # those last seen stay while the disk does not say
-            self._versions = [_version(info) for info in self._registry.list(self._domain)]
-        versions = self._versions
+            self._versions = [version_of(info) for info in self._registry.list(self._domain)]
+            self._known = [name for name in self._registry.domains() if name != self._domain]
+        seen = {"versions": self._versions, "domains": [self._domain, *self._known]}
         try:
             rollout = self._pointer.get(self._domain)
-            events = [event for event in self._events.recent(_EVENTS) if event["domain"] == self._domain]
+            # Those of other domains stand between them.
+            told = self._events.recent(_EVENTS * len(self._domains))
+            events = [event for event in told if event["domain"] == self._domain]
             lag = self._reader.lag()
-            return {"redis": True, "versions": versions, "rollout": rollout, "events": events, "lag": lag}
+            return {**seen, "redis": True, "rollout": rollout, "events": events, "lag": lag}
         except (RedisError, OSError):
-            return {"redis": False, "versions": versions, "rollout": None, "events": [], "lag": None}
+            return {**seen, "redis": False, "rollout": None, "events": [], "lag": None}
 
 
-def _version(info: VersionInfo) -> dict[str, Any]:
-    # What a version has learnt from is a long list, and nothing to look at.
-    manifest = {name: value for name, value in info.manifest.items() if name != REQUESTS}
-    return {"number": info.number, "problem": info.problem, "manifest": manifest}
-
-
-def ledger(totals: Totals, domain: str) -> dict[str, Any]:
-    """Seconds saved in serving against seconds spent training, by version of ``domain`` and in ``total``.
-
-    Versions that are not counted apart any more are the one named "older".
-    ``saved`` is ``plain - decode``, see ``osd.engine.savings``: seconds of the engine, on all the cores that it has.
-    ``training`` are CPU seconds of the trainer and what rounds lost beside it, in all ``slowed``; those since the last
-    version count in the total only. ``net`` is ``saved - training``. ``payback`` are the seconds in service after which
-    a version, or everything, is expected to have paid; None where it never does, or nobody knows.
-    """
-    tokens, plain, decode = (
-        {labels[1]: value for labels, value in totals.by_label(f"version_{name}").items() if labels[0] == domain}
-        for name in ("tokens", "plain_seconds", "decode_seconds")
-    )
-    spent: dict[str | int, float] = {**totals.spent.by_version}
-    rows = []
-    for version in sorted({*tokens, *spent}, key=lambda version: -1 if version == OLDER else version):
-        saved, training = plain.get(version, 0.0) - decode.get(version, 0.0), spent.get(version, 0.0)
-        rows.append({"version": version, "tokens": tokens.get(version, 0), "plain": plain.get(version, 0.0)})
-        rows[-1] |= {"decode": decode.get(version, 0.0), "saved": saved, "training": training, "net": saved - training}
-        rows[-1]["payback"] = None if isinstance(version, str) else totals.spent.payback(version)
-    total: dict[str, float | None] = {
-        name: sum(row[name] for row in rows) for name in ("tokens", "plain", "decode", "saved")
-    }
-    total |= {"training": totals.spent.total, "net": sum(row["saved"] for row in rows) - totals.spent.total}
-    total["payback"] = totals.spent.payback_of_all
-    unpublished, slowed = totals.spent.unpublished, totals.spent.slowed
-    return {"versions": rows, "unpublished": unpublished, "slowed": slowed, "total": total}
+def compose_domain(settings: Settings, totals: Totals, feed: DomainFeed) -> dict[str, Any]:
+    """What the dashboard shows of the versions of any domain: the JSON of ``/dashboard/versions``."""
+    own = feed.domain == settings.domain
+    running = {report.version if own else report.others.get(feed.domain) for report in totals.replicas}
+    return shown(feed.domain, feed.versions, running, feed.rollout, totals, feed.spent)
 
 
 def with_history(state: dict[str, Any], history: History) -> dict[str, Any]:
@@ -155,13 +163,7 @@ def _recall(totals: Totals) -> dict[str, Any]:
 
 def compose(settings: Settings, model: Model, totals: Totals, feeds: dict[str, Any]) -> dict[str, Any]:
     """What the dashboard shows of now: the JSON of ``/dashboard/data`` without its history."""
-    live = {name: totals.by_label(f"version_{name}") for name in ("rounds", "drafted", "accepted")}
     running = {report.version for report in totals.replicas}
-    rollout: Rollout | None = feeds["rollout"]
-    versions = []
-    for version in feeds["versions"]:
-        counts = {name: by_version.get((settings.domain, version["number"]), 0) for name, by_version in live.items()}
-        versions.append({**version, "in_service": version["number"] in running, "live": counts})
     names = (
         "requests",
         "failed",
@@ -173,7 +175,8 @@ def compose(settings: Settings, model: Model, totals: Totals, feeds: dict[str, A
     )
     return {
         "time": time.time(),
-        "domain": settings.domain,
+        **shown(settings.domain, feeds["versions"], running, feeds["rollout"], totals, totals.spent),
+        "domains": feeds["domains"],
         "model": asdict(model),
         "drafter": settings.drafter.kind,
         "growth": settings.growth.kind,
@@ -194,14 +197,8 @@ def compose(settings: Settings, model: Model, totals: Totals, feeds: dict[str, A
             }
             for report in totals.replicas
         ],
-        "versions": versions,
-        "ledger": ledger(totals, settings.domain),
         "training": {domain: msgspec.to_builtins(one) for domain, one in totals.training.items()},
         "recall": _recall(totals),
-        "stable": rollout.stable if rollout else None,
-        "canary": rollout.canary if rollout else None,
-        "share": rollout.share if rollout else 0.0,
-        "pinned": rollout.pinned if rollout else False,
         "events": feeds["events"],
         "stream": {"redis": feeds["redis"], "lag": feeds["lag"], "capacity": settings.capture.max_records},
     }

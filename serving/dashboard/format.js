@@ -8,7 +8,10 @@ const dayFormat = new Intl.DateTimeFormat("en-GB", { day: "2-digit", month: "sho
 
 export const clock = (seconds) => clockFormat.format(1000 * seconds);
 export const day = (seconds) => (none(seconds) ? DASH : dayFormat.format(1000 * seconds));
+// A moment of the past: the time of the day, and which day where it is not today.
+export const when = (seconds) => (new Date(1000 * seconds).toDateString() === new Date().toDateString() ? clock(seconds) : day(seconds));
 export const percent = (value, digits = 1) => (none(value) ? DASH : `${(100 * value).toFixed(digits)} %`);
+export const points = (value) => percent(value).replace("%", "pp"); // between two percentages
 export const fixed = (digits) => (value) => (none(value) ? DASH : value.toFixed(digits));
 export const whole = (value) => (none(value) ? DASH : Math.round(value).toLocaleString("en"));
 export const times = (value) => (none(value) ? DASH : `${value.toFixed(2)}×`);

@@ -19,7 +19,7 @@ export function byLabel(bins, name, place = 1, keep = () => true) {
   return found;
 }
 
-// Per bin, the sum over all labels of a name.
+// Per bin, the sum over all labels of a name, or over those behind the ones that are given: "name|label".
 export function overLabels(bins, name) {
   const found = zeros(bins);
   for (const [key, values] of Object.entries(bins.counts)) {

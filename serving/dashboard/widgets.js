@@ -2,7 +2,7 @@
 
 import { h, put, refill } from "./dom.js";
 import { badgeOf, storyOf, told } from "./events.js";
-import { clock, percent, whole } from "./format.js";
+import { percent, when, whole } from "./format.js";
 import { interval } from "./statistics.js";
 
 export const badge = (text, mood = "") => h("span", { class: `badge ${mood}` }, text);
@@ -38,11 +38,15 @@ export function facts(list, rows) {
 
 export const empty = (text) => h("p", { class: "empty" }, text);
 
-// Rates with what they leave open: [{ name, part, of, ink, more }]. What stands on little is faint, and says so.
-export function rateBars(box, rows, nothing) {
+// Rates with what they leave open: [{ name, part, of, ink, more }]. What stands on little is faint, and says so. Of more
+// than `most` the first are shown, and how many others there are.
+export function rateBars(box, rows, nothing, most = 12) {
+  box.classList.toggle("named", rows.some(({ name }) => name.length > 12));
   refill(box, [rows, nothing], () => {
     if (!rows.length) return empty(nothing);
-    return rows.map(({ name, part, of, ink = "--accent", more = "" }) => {
+    const left = rows.length - most;
+    const rest = left > 0 ? [h("p", { class: "hint" }, `and ${left} more`)] : [];
+    return rows.slice(0, most).map(({ name, part, of, ink = "--accent", more = "" }) => {
       const [low, high] = interval(part, of);
       const bar = h("div", { class: "track" },
         h("div", { class: "fill", style: { width: percent(of ? part / of : 0, 2).replace(" ", ""), "--paint": `var(${ink})` } }),
@@ -51,7 +55,7 @@ export function rateBars(box, rows, nothing) {
         h("span", { class: "label" }, name), bar,
         h("b", {}, of ? percent(part / of) : "–"),
         h("span", { class: "of" }, `${whole(part)} of ${whole(of)}${more}`));
-    });
+    }).concat(rest);
   });
 }
 
@@ -69,14 +73,17 @@ export class Lately {
     refill(this.list, rows, () =>
       rows.map((event) => {
         const [name, mood] = badgeOf(event);
-        return h("li", {}, h("time", {}, clock(event.time)), h("div", {}, badge(name, mood)), h("div", {}, storyOf(event), more(event)));
+        return h("li", {}, h("time", {}, when(event.time)), h("div", {}, badge(name, mood)), h("div", {}, storyOf(event), more(event)));
       }));
     this.list.hidden = !rows.length;
     this.nothing.hidden = rows.length > 0;
   }
 }
 
-// A table whose rows become cards on a phone: `columns` are [title, numeric].
+const ROWS = 12;
+
+// A table whose rows become cards on a phone: `columns` are [title, numeric]. Of many rows the first are shown, and those
+// that are to be kept; a button shows all.
 export class Table {
   constructor(id, columns, nothing) {
     this.columns = columns;
@@ -84,16 +91,27 @@ export class Table {
     this.nothing = empty(nothing);
     const head = columns.map(([title, numeric]) => h("th", { scope: "col", class: numeric ? "number" : "" }, title));
     this.table = h("table", { id, class: "stacked" }, h("thead", {}, h("tr", {}, head)), this.body);
-    this.element = h("div", { class: "scroll" }, this.table, this.nothing);
+    this.all = false;
+    this.more = h("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.turn() });
+    this.element = h("div", { class: "scroll" }, this.table, this.nothing, this.more);
   }
 
-  // Rows are { key, cells, class }; `state` says whether anything has changed.
+  turn() {
+    this.all = !this.all;
+    this.show(...this.told);
+  }
+
+  // Rows are { key, cells, mood, keep }; `state` says whether anything has changed.
   show(state, make) {
-    refill(this.body, state, () => {
+    this.told = [state, make];
+    refill(this.body, [state, this.all], () => {
       const rows = make();
+      const first = rows.filter(({ keep }, index) => keep || index < ROWS);
       this.table.hidden = !rows.length;
       this.nothing.hidden = rows.length > 0;
-      return rows.map(({ key, cells, mood = "" }) =>
+      this.more.hidden = first.length === rows.length;
+      put(this.more, this.all ? "Show fewer" : `Show all ${rows.length}`);
+      return (this.all ? rows : first).map(({ key, cells, mood = "" }) =>
         h("tr", { "data-key": key, class: mood }, cells.map((cell, index) => {
           const [title, numeric] = this.columns[index];
           return h(index ? "td" : "th", { "data-label": title, class: numeric ? "number" : "", scope: index ? null : "row" }, cell);

@@ -15,6 +15,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import ray
+import redis
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
@@ -56,6 +57,16 @@ class Service:
         with Pointer(self.redis.url, self.settings.registry_dir) as pointer:
             put(pointer, domain or self.settings.domain, rollout)
         return rollout
+
+    def take_away(self, domain: str) -> None:
+        """Take away a domain's pointer; every replica drops its drafters."""
+        (self.settings.registry_dir / f"{domain}.rollout.json").unlink()
+        deadline = time.monotonic() + 20
+        with redis.Redis.from_url(self.redis.url) as client:
+            while any(domain in replica["others"] for replica in self.data()["replicas"]):
+                client.delete(f"osd:rollout:{domain}")  # again: a replica may have read the file just before
+                assert time.monotonic() < deadline, f"{domain} is still there"
+                time.sleep(0.05)
 
     def data(self) -> dict[str, Any]:
         return self.http.get("/dashboard/data").raise_for_status().json()

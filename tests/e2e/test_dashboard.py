@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from osd.registry.events import Events
+from osd.registry.pointer import Pointer
 from tests.e2e.conftest import ADMIN_KEY
 from tests.e2e.test_swaps import shake
 
@@ -24,6 +26,8 @@ _ARGUMENTS = [
     "--disable-sync",
 ]
 PAGES = ("overview", "learning", "traffic", "versions", "playground")
+_DRAWN = {"overview": ("acceptance", "length", "speed", "tokens"), "traffic": ("token",)}
+"""Charts that one request fills."""
 DESK, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
 
 expect.set_options(timeout=15_000)
@@ -57,26 +61,42 @@ def browser():
         browser.close()
 
 
+@pytest.fixture(scope="module")
+def window(browser):
+    """What tests open pages in, one after the other: each with a window of its own would take most of a second."""
+    window = browser.new_page(reduced_motion="reduce")
+    yield window
+    window.close()
+
+
 @pytest.fixture
-def opened(service, browser):
+def opened(service, window):
     """Opens a page of the dashboard; in the end nothing has gone wrong in it and nothing was asked from elsewhere."""
-    pages, problems, foreign = [], [], []
+    problems, foreign, listening = [], [], []
+    heard = {
+        "console": lambda message: message.type == "error" and problems.append(message.text),
+        "pageerror": lambda error: problems.append(str(error)),
+        "request": lambda request: request.url.startswith(service.url) or foreign.append(request.url),
+    }
 
     def open_page(name="overview", viewport=DESK, scheme="light", quiet=True, prepare=lambda page: None):
-        page = browser.new_page(color_scheme=scheme, viewport=viewport, reduced_motion="reduce")
-        if quiet:
-            page.on("console", lambda message: message.type == "error" and problems.append(message.text))
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: request.url.startswith(service.url) or foreign.append(request.url))
-        prepare(page)
-        pages.append(page)
-        page.goto(f"{service.url}/dashboard#{name}")
-        expect(page.locator("#nav a[aria-current]")).to_have_text(name.capitalize())
-        return page
+        window.set_viewport_size(viewport)
+        window.emulate_media(color_scheme=scheme)
+        for event in heard if quiet else ("pageerror", "request"):
+            window.on(event, heard[event])
+            listening.append(event)
+        prepare(window)
+        window.goto(f"{service.url}/dashboard#{name}")
+        expect(window.locator("#nav a[aria-current]")).to_have_text(name.capitalize())
+        return window
 
     yield open_page
-    for page in pages:
-        page.close()
+    if listening:
+        window.evaluate("sessionStorage.clear(), localStorage.clear()")
+    for event in listening:
+        window.remove_listener(event, heard[event])
+    window.unroute_all(behavior="ignoreErrors")
+    window.goto("about:blank")  # nothing of this page is left in the next
     assert problems == []
     assert foreign == []
 
@@ -92,6 +112,16 @@ def spoken(service):
 def go(page, name):
     page.locator(f'#nav a[href="#{name}"]').click()
     expect(page.locator("#title")).to_have_text(name.capitalize())
+
+
+def soon(page, selector, text):
+    """Wait until an element says this, looking at each frame: ``expect`` looks once a second after a while."""
+    said = "([selector, text]) => document.querySelector(selector)?.textContent.includes(text)"
+    page.wait_for_function(said, arg=[selector, text], timeout=15_000)
+
+
+def row(number):
+    return f'#versions tr[data-key="{number}"]'
 
 
 def faults(page, *rules):
@@ -129,48 +159,48 @@ def silence(service, **state):
     none = dict.fromkeys(("tokens", "plain", "decode", "saved", "training", "net"), 0)
     nothing = {"versions": [], "unpublished": 0, "slowed": 0, "total": {**none, "payback": None}}
     now |= {"events": [], "steps": [], "investments": [], "versions": [], "ledger": nothing, "training": {}}
+    now |= {"domains": [now["domain"]]}
     now |= {"totals": dict.fromkeys(now["totals"], 0), "recall": {"tables": {}, "orders": []}, "stable": None}
     bins = {"width": 4, "time": [], "running": [], "waiting": [], "counts": {}, "swaps": []}
     return {"time": now["time"], "bins": bins, "state": {**now, **state}}
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_shows_the_loop_without_a_serious_fault(spoken, opened, scheme):
-    page = opened(scheme=scheme)
+def test_every_page_shows_the_loop_without_a_serious_fault_in_both_themes(spoken, opened):
+    page = opened()
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#model")).to_have_text("tiny")
-    expect(page.locator("#now-acceptance")).to_contain_text("%")
-    for chart in ("acceptance", "length", "speed", "tokens"):
-        expect(page.locator(f"#chart-{chart} canvas")).to_have_count(1)
-        assert page.locator(f"#chart-{chart} canvas").evaluate(_INK) > 0.01
+    soon(page, "#now-acceptance", "%")
     for by in ("source", "version", "domain"):
         page.get_by_role("button", name=by).click()
         expect(page.locator("#breakdown .bar").first).to_contain_text(" of ")
     expect(page.locator("#positions .bar")).not_to_have_count(0)
-    rules = () if scheme == "light" else ("color-contrast",)  # all else is the same
-    assert faults(page, *rules) == []
-    picture(page, f"overview-{scheme}")
     go(page, "learning")
     expect(page.locator("#ledger tbody tr").last).to_contain_text("total")
     expect(page.locator("#chart-ledger canvas")).to_have_count(1)
     go(page, "traffic")
     expect(page.locator("#replicas tbody tr")).to_have_count(2)
     expect(page.locator("#now-first")).to_contain_text("s")
-    assert page.locator("#chart-token canvas").evaluate(_INK) > 0.01
     go(page, "versions")
-    expect(page.locator("#versions tbody tr")).to_have_count(len(spoken.registry.list(spoken.settings.domain)))
-    for name in PAGES[1:]:
-        go(page, name)
-        picture(page, f"{name}-{scheme}")
-        assert faults(page, *rules) == [], name
-    if scheme == "dark":  # a phone has the same sizes in both
-        return
-    page.set_viewport_size(PHONE)
+    newest = spoken.registry.list(spoken.settings.domain)[-12:]
+    for version in newest:
+        expect(page.locator(row(version.number))).to_have_count(1)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for name in PAGES:
+            go(page, name)
+            for chart in _DRAWN.get(name, ()):
+                expect(page.locator(f"#chart-{chart} canvas")).to_have_count(1)
+                assert page.locator(f"#chart-{chart} canvas").evaluate(_INK) > 0.01
+            picture(page, f"{name}-{scheme}")
+            rules = () if scheme == "light" else ("color-contrast",)  # all else is the same
+            assert faults(page, *rules) == [], (name, scheme)
+    page.emulate_media(color_scheme="light")
+    page.set_viewport_size(PHONE)  # the same sizes in both
     for name in PAGES:
         go(page, name)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], name
         assert page.evaluate(_CUT_OFF) == [], name
-        picture(page, f"{name}-{scheme}-phone")
+        picture(page, f"{name}-light-phone")
 
 
 def test_pages_without_data_say_what_is_missing(service, opened):
@@ -214,6 +244,62 @@ def test_few_drafts_look_like_few(service, opened):
     assert bar.locator(".whisker").evaluate("whisker => parseFloat(whisker.style.left)") < 60
 
 
+def an_hour(service):
+    """What a service says after an hour with thirty swaps, some silence, and many versions and domains."""
+    said = silence(service)
+    now = int(said["time"]) // 15 * 15
+    times = list(range(now - 3600, now, 15))
+    spoke = [0 if 1200 < now - time < 2400 else 1 for time in times]
+    said["bins"] |= {"width": 15, "time": times, "running": spoke, "waiting": spoke}
+    counts = {name: [per * n for n in spoke] for name, per in (("drafted", 400), ("accepted", 200), ("rounds", 100))}
+    domains = [f"acme-{number}.contract-review-and-summaries-of-them" for number in range(14)]
+    counts |= {f"version_drafted|{domain}|{n}": [n + 1] * len(times) for n, domain in enumerate(domains)}
+    said["bins"] |= {"counts": counts, "swaps": [[now - 3500 + 115 * number, number] for number in range(30)]}
+    live, took = {"rounds": 9, "drafted": 9, "accepted": 3}, {"training": 1.0, "payback": 60.0, "problem": None}
+    versions = [{"number": n, "manifest": {}, "live": live, "in_service": n == 3, **took} for n in range(1, 41)]
+    events = [{"time": now - 3 * 86400, "kind": "promoted", "domain": "general", "version": 3, "parent": 2}]
+    said["state"] |= {"versions": versions, "stable": 3, "events": events}
+    return said
+
+
+# Whether a line of this colour goes through the middle column of the silence.
+_CROSSED = """([canvas, share]) => {
+  const { data } = canvas.getContext('2d').getImageData(Math.round(share * canvas.width), 0, 1, canvas.height);
+  for (let i = 0; i < data.length; i += 4) if (data[i + 3] > 99 && data[i] < 60 && data[i + 1] > 80 && data[i + 1] < 130) return true;
+  return false;
+}"""  # noqa: E501
+
+
+def test_an_hour_with_many_of_everything_stays_readable_and_true(service, opened):
+    page = opened(prepare=lambda page: say(page, an_hour(service)))
+    page.locator('[data-seconds="3600"]').click()
+    page.get_by_role("button", name="domain").click()
+    names = page.locator("#breakdown .label")
+    expect(names).to_have_count(12)
+    assert names.evaluate_all("all => all.filter((one) => one.scrollWidth > one.clientWidth).length") == 0
+    expect(page.locator("#breakdown")).to_contain_text("and 2 more")
+    expect(page.locator("#chart-acceptance .mark")).to_have_count(30)
+    boxes = page.locator("#chart-acceptance .mark span:not(.hidden)").evaluate_all(
+        "all => all.map((one) => one.getBoundingClientRect()).map(({ left, right, bottom }) => [left, right, bottom])"
+    )
+    boxes.sort()
+    assert len(boxes) >= 6
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(boxes)), "no name covers another"
+    canvas = page.locator("#chart-acceptance canvas")
+    assert boxes[0][2] <= canvas.evaluate(
+        "canvas => canvas.closest('.u-wrap').querySelector('.u-over').getBoundingClientRect().top"
+    )
+    crossed = [canvas.evaluate(f"canvas => ({_CROSSED})([canvas, {share}])") for share in (0.3, 0.54, 0.85)]
+    assert crossed == [True, False, True], "nothing is drawn over silence"
+    expect(page.locator("#events time")).to_have_text(re.compile(r"^\d\d \w{3}, \d\d:\d\d$"))
+    picture(page, "overview-many")
+    go(page, "versions")
+    expect(page.locator("#versions tbody tr")).to_have_count(13)  # the newest, and the one in service
+    expect(page.locator(row(3))).to_contain_text("in service")
+    page.get_by_role("button", name="Show all 40").click()
+    expect(page.locator("#versions tbody tr")).to_have_count(40)
+
+
 def test_a_swap_is_seen_while_it_happens(spoken, opened, eventually):
     page = opened()
     expect(page.locator("#status")).to_have_text("live")
@@ -221,6 +307,7 @@ def test_a_swap_is_seen_while_it_happens(spoken, opened, eventually):
     number = spoken.publish(shake)
     expect(page.locator("#now-version")).to_have_text(f"v{before}")
     spoken.point_at(number)
+    soon(page, "#now-version", f"v{number}")
     expect(page.locator("#now-version")).to_have_text(f"v{number}")
     for chart in ("acceptance", "length", "speed"):
         mark = page.locator(f'#chart-{chart} .mark.swap[data-mark="v{number}"]')
@@ -271,9 +358,8 @@ def test_an_operator_rolls_back_by_a_button_and_the_key_stays_in_the_tab(service
     old = service.versions()[0]
     new = service.publish()
     service.point_at(new)
-    eventually(lambda: service.versions() == [new] * 2)
     page = opened("versions", quiet=False)  # the browser itself reports the refused key
-    expect(page.locator(f'#versions tr[data-key="{new}"]')).to_contain_text("in service")
+    soon(page, row(new), "in service")
     for number in (old, new):
         page.get_by_label(f"Compare v{number}", exact=True).check()
     expect(page.locator("#comparison")).to_contain_text("Held-out acceptance")
@@ -292,15 +378,16 @@ def test_an_operator_rolls_back_by_a_button_and_the_key_stays_in_the_tab(service
     expect(page.get_by_role("dialog")).to_contain_text(f"v{old} serves every request from now on, in place of v{new}.")
     picture(page, "versions-question")
     page.keyboard.press("Escape")
-    assert service.versions() == [new] * 2
+    with Pointer(service.redis.url, service.settings.registry_dir) as pointer:
+        assert pointer.get(service.settings.domain).stable == new
     page.locator("#do-rollback").click()
     page.locator("#confirm").click()
     expect(page.locator("#said")).to_contain_text(f"Done: v{old} is in service; it was v{new}.")
-    expect(page.locator(f'#versions tr[data-key="{old}"]')).to_contain_text("in service")
-    eventually(lambda: service.versions() == [old] * 2)
+    soon(page, row(old), "in service")
     page.locator("#do-pin").click()
     page.locator("#confirm").click()
-    expect(page.locator(f'#versions tr[data-key="{old}"]')).to_contain_text("pinned")
+    soon(page, row(old), "pinned")
+    eventually(lambda: service.versions() == [old] * 2)
     page.locator("#do-unpin").click()
     page.locator("#confirm").click()
     expect(page.locator("#said")).to_contain_text("Done")
@@ -309,6 +396,52 @@ def test_an_operator_rolls_back_by_a_button_and_the_key_stays_in_the_tab(service
     page.get_by_role("button", name="Forget key").click()
     expect(page.locator("#do-rollback")).to_be_hidden()
     assert page.evaluate("Object.values(sessionStorage)") == []
+
+
+def test_an_operator_looks_at_another_domain_and_moves_it_alone(service, opened):
+    domain, own = "acme." + "very-long-name-" * 3 + "sql", service.versions()[0]
+    numbers = [service.publish(domain=domain) for _ in range(3)]
+    service.point_at(numbers[1], numbers[2], 0.25, domain=domain)
+    page = opened("versions")
+    page.evaluate("key => sessionStorage.setItem('osd-admin-key', key)", ADMIN_KEY)
+    page.get_by_label(f"Compare v{own}", exact=True).check()
+    page.get_by_label("Domain").select_option(domain)
+    expect(page.locator("#versions tbody tr")).to_have_count(3)
+    expect(page.locator(row(numbers[2]))).to_contain_text("canary, 25 %")
+    for number in numbers[:2]:
+        page.get_by_label(f"Compare v{number}", exact=True).check()
+    expect(page.locator("#comparison thead")).to_contain_text(f"v{numbers[0]}v{numbers[1]}")
+    expect(page.locator("#which")).to_have_value(str(numbers[0]))
+
+    def act(action):
+        page.locator(f"#do-{action}").click()
+        expect(page.get_by_role("dialog")).to_contain_text(f" of {domain}")
+        page.locator("#confirm").click()
+        expect(page.locator("#said")).to_contain_text(f" of {domain} is in service")
+        return page.locator("#said").inner_text()
+
+    assert f"Done: v{numbers[2]} of {domain} is in service; it was v{numbers[1]}." in act("promote")
+    expect(page.locator("#do-promote")).to_be_disabled()
+    assert f"v{numbers[0]} of" in act("rollback")
+    assert "pinned" in act("pin")
+    soon(page, row(numbers[0]), "in service")
+    expect(page.locator(row(numbers[0]))).to_contain_text("pinned")
+    assert faults(page, "color-contrast", "label", "select-name") == []
+    picture(page, "versions-domain")
+    page.set_viewport_size(PHONE)
+    assert page.evaluate(_CUT_OFF) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    picture(page, "versions-domain-phone")
+    page.get_by_label("Domain").select_option(service.settings.domain)
+    expect(page.locator(row(own))).to_contain_text("in service")
+    expect(page.locator("#do-unpin")).to_be_disabled()
+    data, listed = service.data(), service.http.get("/dashboard/versions", params={"domain": domain}).json()
+    assert (data["stable"], data["pinned"]) == (own, False)
+    assert (listed["stable"], listed["canary"], listed["pinned"]) == (numbers[0], None, True)
+    service.take_away(domain)
+    page.get_by_label("Domain").select_option(domain)
+    expect(page.locator(row(numbers[0]))).to_contain_text("earlier")
+    expect(page.locator("#do-pin")).to_be_disabled()
 
 
 def test_a_chat_whose_colours_add_up_beside_plain_decoding(spoken, opened):

@@ -113,7 +113,7 @@ class Past(ScriptedService):
             self.metrics.push(Report("a", at, second // 600, True, EngineLoad(2, 1), 0.0, dict(counters)))
 
     async def dashboard_state(self) -> dict[str, Any]:
-        feeds = {"redis": True, "rollout": None, "lag": 0, "events": [], "versions": []}
+        feeds = {"redis": True, "rollout": None, "lag": 0, "events": [], "versions": [], "domains": ["general"]}
         return compose(self.settings, self.model, self.metrics.totals(time.time()), feeds)
 
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:

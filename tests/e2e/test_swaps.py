@@ -107,14 +107,8 @@ def test_a_domain_has_its_own_drafter_as_soon_as_it_has_a_pointer(service, event
     assert {(trace.domain, trace.drafter_domain) for trace in traces} == {("poems", service.settings.domain)}
     _, traces = served(service, eventually, 24)
     assert {trace.drafter_domain for trace in traces} == {service.settings.domain, "code"}, "both are tried"
-    (service.settings.registry_dir / "code.rollout.json").unlink()
-    with redis.Redis.from_url(service.redis.url) as client:
-
-        def gone():
-            client.delete("osd:rollout:code")  # again, because a replica may have read the file just before
-            return [replica["others"] for replica in service.data()["replicas"]] == [{}] * 2
-
-        eventually(gone)
+    service.take_away("code")
+    assert [replica["others"] for replica in service.data()["replicas"]] == [{}] * 2
 
 
 @pytest.mark.fault("a version is damaged on disk", "it is refused, and the running one stays")

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from osd.cli.app import app
-from osd.cli.scrape import Scrape, Span
+from osd.scrape import Scrape, Span
 
 BEFORE = """\
 osd_completion_tokens_total{domain="general"} 100.0

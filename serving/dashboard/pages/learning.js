@@ -3,7 +3,7 @@
 import { Chart, fromZero } from "../chart.js";
 import { h } from "../dom.js";
 import { badgeOf, marksOf, storyOf, told } from "../events.js";
-import { bytes, clock, fixed, percent, seconds, signed, whole } from "../format.js";
+import { bytes, fixed, percent, seconds, signed, when, whole } from "../format.js";
 import * as statistics from "../statistics.js";
 import { Table, Tile, badge, card, facts, rateBars, tiles } from "../widgets.js";
 import { inkOf } from "./overview.js";
@@ -88,8 +88,8 @@ export class Learning {
 
   // What was saved until each bin follows from what has been saved until now; what was spent, from the steps that said so.
   overTime({ bins, state }, steps, shown) {
-    const saved = statistics.overLabels(bins, "version_plain_seconds");
-    statistics.overLabels(bins, "version_decode_seconds").forEach((took, index) => (saved[index] -= took));
+    const saved = statistics.overLabels(bins, `version_plain_seconds|${state.domain}`);
+    statistics.overLabels(bins, `version_decode_seconds|${state.domain}`).forEach((took, index) => (saved[index] -= took));
     const { saved: all, training } = state.ledger.total;
     let until = all;
     const line = [];
@@ -116,7 +116,7 @@ export class Learning {
         return {
           key: event.time,
           cells: [
-            clock(event.time), badge(name, mood), event.version == null ? "–" : `v${event.version}`,
+            when(event.time), badge(name, mood), event.version == null ? "–" : `v${event.version}`,
             gain(event.expected_length, event.baseline_expected_length, fixed(2)),
             gain(event.acceptance ?? event.now, event.baseline_acceptance ?? event.before, percent),
             h("span", { class: "why" }, event.reason ?? storyOf(event)),
@@ -133,7 +133,7 @@ export class Learning {
       rows.map((row) => {
         const judged = (value) => (value == null ? "–" : h("span", { class: value < 0 ? "bad" : "good" }, signed(seconds)(value)));
         return {
-          key: row.name, mood: row.name === "total" ? "total" : "",
+          key: row.name, mood: row.name === "total" ? "total" : "", keep: row.name === "total",
           cells: [row.name, whole(row.tokens), seconds(row.plain), seconds(row.decode), judged(row.saved), seconds(row.training), judged(row.net), seconds(row.payback)],
         };
       }));

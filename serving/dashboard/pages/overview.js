@@ -119,14 +119,14 @@ export class Overview {
     const { drafted, accepted } = BY[this.by];
     const [of, part] = [drafted(bins, domain), accepted(bins, domain)];
     const kept = statistics.total(Object.values(part));
-    const rows = Object.keys(of).filter((name) => of[name]).sort((a, b) => of[b] - of[a]).slice(0, 10).map((name) => ({
+    const rows = Object.keys(of).filter((name) => of[name]).sort((a, b) => of[b] - of[a]).map((name) => ({
       name, part: part[name] ?? 0, of: of[name], ink: this.by === "source" ? inkOf(name) : "--accent",
       more: kept ? `, ${percent((part[name] ?? 0) / kept, 0)} of all kept` : "",
     }));
     rateBars(this.breakdown, rows, NO_DRAFTS);
     const rounds = statistics.sum(bins, "rounds");
     const places = statistics.byLabel(bins, "accepted_per_position");
-    const ranks = Object.keys(places).map(Number).sort((a, b) => a - b).slice(0, 12);
+    const ranks = Object.keys(places).map(Number).sort((a, b) => a - b);
     rateBars(this.positions, rounds ? ranks.map((rank) => ({ name: `${rank + 1}`, part: places[rank], of: rounds })) : [], rounds ? "No draft token was accepted yet." : NO_DRAFTS);
   }
 }

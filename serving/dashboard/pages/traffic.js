@@ -109,7 +109,7 @@ export class Traffic {
   row({ name, version, canary, others, running, waiting, swap_stall_seconds_max: stall }) {
     const own = canary === null ? `v${version}` : `v${version} and v${canary}`;
     const drafters = [own, ...Object.entries(others).map(([domain, other]) => `${domain} v${other}`)].join(", ");
-    return { key: name, cells: [h("code", {}, name), drafters, whole(running), whole(waiting), stall ? seconds(stall) : "–"] };
+    return { key: name, cells: [h("code", {}, name), h("span", { class: "why" }, drafters), whole(running), whole(waiting), stall ? seconds(stall) : "–"] };
   }
 
   facts(bins, { drafter, growth, governed }, [alone, draws]) {

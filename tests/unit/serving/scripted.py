@@ -92,5 +92,10 @@ class ScriptedService:
         self.looks += 1
         return {"time": time.time(), "events": [], "totals": self.shown}
 
+    async def dashboard_versions(self, domain: str) -> dict[str, Any]:
+        if domain != self.settings.domain:
+            raise ValueError(domain)
+        return {"domain": domain}
+
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
         return self.past.bins(time.time(), seconds, since)

@@ -17,7 +17,8 @@ from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry
 from serving import dashboard
 from serving.dashboard import data
-from serving.dashboard.data import compose, ledger, with_history
+from serving.dashboard.data import compose, with_history
+from serving.dashboard.domain_versions import ledger
 from serving.replica_metrics import ReplicaMetrics, Report, Totals
 from serving.routes import create_app
 from serving.service import Model
@@ -64,6 +65,7 @@ def test_the_key_guards_the_data_and_the_page_can_ask_for_it(make_service):
     assert 'id="login"' in page.text
     assert client.get("/dashboard/app.js").status_code == 200
     assert client.get("/dashboard/data").status_code == 401
+    assert client.get("/dashboard/versions").status_code == 401
     assert client.get("/dashboard/data", headers={"Authorization": "Bearer right"}).status_code == 200
 
 
@@ -85,6 +87,23 @@ def test_versions_last_seen_stay_while_the_disk_does_not_say(tmp_path, monkeypat
         assert [version["number"] for version in feeds.read()["versions"]] == [1]
 
 
+def test_a_domain_that_is_not_there_is_said_to_be_none(client, service):
+    assert client.get("/dashboard/versions").json() == {"domain": "general"}
+    assert client.get("/dashboard/versions", params={"domain": "general"}).json() == {"domain": "general"}
+    for name in ("sql", "a/b", ""):
+        answer = client.get("/dashboard/versions", params={"domain": name})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["param"] == "domain"
+
+
+def test_versions_that_cannot_be_read_now_are_not_said_to_be_none(client, service, monkeypatch):
+    async def gone(domain):
+        raise ConnectionError
+
+    monkeypatch.setattr(service, "dashboard_versions", gone)
+    assert client.get("/dashboard/versions").status_code == 503
+
+
 def test_data_asks_for_the_window(client):
     assert client.get("/dashboard/data", params={"seconds": "300"}).json() == {"seconds": 300}
 
@@ -102,6 +121,7 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
         "rollout": Rollout(2, 3, 0.25, 1.0),
         "lag": 4,
         "events": [],
+        "domains": ["general", "code"],
         "versions": [
             {"number": 1, "problem": None, "manifest": {}},
             {"number": 2, "problem": None, "manifest": {"parent": 1, "gate": {"acceptance": 0.5}}},
@@ -119,6 +139,7 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
     assert data["replicas"][0]["canary"] == 3
     assert data["replicas"][0]["others"] == {"code": 2}
     assert data["ledger"]["versions"] == []
+    assert data["domains"] == ["general", "code"]
     assert data["stream"] == {"redis": True, "lag": 4, "capacity": 512}
 
 
@@ -131,7 +152,8 @@ def test_the_ledger_sets_what_serving_saved_against_what_training_took():
         for drafted_by, values in seconds.items()
         for name, value in zip(names, values, strict=True)
     }
-    shown = ledger(Totals(counters, [], Spent({2: 2.0, 3: 1.0}, 0.5, slowed=0.25, saving={2: 0.01, 3: 0.0})), "general")
+    spent = Spent({2: 2.0, 3: 1.0}, 0.5, slowed=0.25, saving={2: 0.01, 3: 0.0})
+    shown = ledger(Totals(counters, []), "general", spent)
     older, one, two, three = shown["versions"]
     assert (older["version"], older["tokens"], older["saved"], older["training"]) == ("older", 50, 1.0, 0.0)
     assert (one["version"], one["saved"], one["training"], one["net"]) == (1, -1.0, 0.0, -1.0)
@@ -143,3 +165,16 @@ def test_the_ledger_sets_what_serving_saved_against_what_training_took():
         "tokens": 450, "plain": 22.0, "decode": 16.0, "saved": 6.0, "training": 3.5, "net": 2.5,
         "payback": 350.0,
     }  # fmt: skip
+
+
+def test_what_was_spent_on_versions_that_are_not_counted_apart_stands_beside_what_they_saved():
+    spent = Spent({1: 2.0, 2: 3.0, 9: 1.0}, older=4.0)
+    counters = {
+        (f"version_{name}", "general", version): 1 for name in ("tokens", "plain_seconds") for version in (2, 7)
+    }
+    rows = ledger(Totals(counters, []), "general", spent)["versions"]
+    assert {row["version"]: row["training"] for row in rows} == {"older": 4.0, 1: 2.0, 2: 3.0, 7: 0.0, 9: 1.0}
+    counters["version_tokens", "general", "older"] = 1
+    rows = ledger(Totals(counters, []), "general", spent)["versions"]
+    assert {row["version"]: row["training"] for row in rows} == {"older": 6.0, 2: 3.0, 7: 0.0, 9: 1.0}
+    assert sum(row["training"] for row in rows) == spent.total

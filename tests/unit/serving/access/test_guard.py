@@ -59,6 +59,7 @@ def chat(service, secret, **body):
         ("/v1/models", {"writer", "acme"}),
         ("/metrics", {"watcher", "ops"}),
         ("/dashboard/data", {"watcher", "ops"}),
+        ("/dashboard/versions", {"watcher", "ops"}),
         ("/dashboard", {"watcher", "ops"}),
         ("/health", {"writer", "watcher", "ops", "acme"}),
         ("/admin/nothing", {"ops"}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,7 +20,7 @@ class Scrape:
     values: dict[str, dict[Labels, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, text: str, at: float) -> Scrape:
+    def of(cls, text: str, at: float = 0.0) -> Scrape:
         """Parse Prometheus' text format.
 
         Raises:
@@ -37,13 +37,15 @@ class Scrape:
         wanted = labels.items()
         return math.fsum(value for has, value in self.values.get(name, {}).items() if wanted <= has)
 
-    def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """The sums of a name's samples by some of their labels, in the order of these."""
-        sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    def by(
+        self, name: str, *labels: str, of: Callable[[list[float]], float] = math.fsum
+    ) -> dict[tuple[str, ...], float]:
+        """A name's samples by some of their labels, in the order of these; several are summed, or what ``of`` makes."""
+        found: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
         for has, value in self.values.get(name, {}).items():
-            found = dict(has)
-            sums[tuple(found.get(label, "") for label in labels)] += value
-        return dict(sorted(sums.items()))
+            known = dict(has)
+            found[tuple(known.get(label, "") for label in labels)].append(value)
+        return {key: of(values) for key, values in sorted(found.items())}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""Chat, streaming, and who each token of an answer comes from, with OpenAI's own client.
+
+    osd up                                # in another terminal
+    pip install openai
+    python examples/openai_client.py      # --url, --key and --model where the service is elsewhere
+
+Fields that OpenAI does not have go into ``extra_body``, and come in ``model_extra``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Any
+
+from openai import OpenAI
+
+QUESTION: Any = [{"role": "user", "content": "Write a Python function that reverses a list."}]
+
+
+def chat(client: OpenAI, model: str, tokens: int) -> None:
+    """One answer at once, with what speculation made of it."""
+    answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=tokens)
+    print(answer.choices[0].message.content)
+    drafts = (answer.model_extra or {})["metrics"]["speculative_decoding"]
+    print(f"\n{drafts['num_accepted_draft_tokens']} of {drafts['num_draft_tokens']} drafted tokens kept,", end=" ")
+    print(f"{drafts['mean_acceptance_length']:.2f} tokens a round that drafted")
+
+
+def stream(client: OpenAI, model: str, tokens: int) -> None:
+    """The same as it comes, an event for each round, with the source of each token."""
+    events = client.chat.completions.create(
+        model=model,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"osd": {"sources": True}},
+    )
+    sources: Counter[str] = Counter()
+    for event in events:
+        for choice in event.choices:  # the last event has none: it has the usage
+            print(choice.delta.content or "", end="", flush=True)
+            sources.update(token["source"] for token in (choice.model_extra or {}).get("token_sources") or [])
+        if event.usage:
+            print(f"\n\n{event.usage.completion_tokens} tokens:", end=" ")
+    print(", ".join(f"{count} of {source}" for source, count in sources.most_common()))
+
+
+def main() -> None:
+    """Ask twice: what was answered once is recalled the second time, so that most of the stream is drafted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="what osd up prints")
+    parser.add_argument("--key", default="none", help="serving.api_key, where it is set")
+    parser.add_argument("--model", help="else the first of /v1/models")
+    parser.add_argument("--tokens", type=int, default=120, help="of an answer at most")
+    given = parser.parse_args()
+    with OpenAI(base_url=f"{given.url}/v1", api_key=given.key) as client:
+        model = given.model or client.models.list().data[0].id
+        chat(client, model, given.tokens)
+        stream(client, model, given.tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Answers that are what a Pydantic model, a choice or a pattern says, drawn as if the model could say nothing else.
+
+    osd up                                # in another terminal
+    pip install openai
+    python examples/structured_output.py  # --url, --key and --model where the service is elsewhere
+
+What the form leaves no choice about (names, quotes, brackets) is drafted for nothing: the source "grammar" below.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+
+class Trip(BaseModel):
+    """Where to go."""
+
+    city: Literal["Paris", "Rome", "Oslo"]
+    days: Annotated[int, Field(ge=1, le=14)]
+    by: Literal["train", "plane", "ship"]
+    abroad: bool
+
+
+def planned(client: OpenAI, model: str) -> Trip:
+    """An object of a Pydantic model."""
+    answer = client.chat.completions.parse(
+        model=model,
+        messages=[{"role": "user", "content": "Plan a trip for me. Answer in JSON."}],
+        response_format=Trip,
+        max_tokens=120,
+        extra_body={"osd": {"sources": True}},
+    )
+    (choice,) = answer.choices
+    sources = Counter(token["source"] for token in (choice.model_extra or {})["token_sources"])
+    print(choice.message.content)
+    print(f"{sources['grammar']} of {sources.total()} tokens by the form alone")
+    assert choice.message.parsed is not None  # noqa: S101  an answer that ends is complete
+    return choice.message.parsed
+
+
+def held(client: OpenAI, model: str, question: str, form: dict[str, Any]) -> str:
+    """An answer in one of vLLM's forms: json, regex, choice or grammar."""
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": question}],
+        max_tokens=40,
+        extra_body={"structured_outputs": form},
+    )
+    return answer.choices[0].message.content or ""
+
+
+def main() -> None:
+    """Ask for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="what osd up prints")
+    parser.add_argument("--key", default="none", help="serving.api_key, where it is set")
+    parser.add_argument("--model", help="else the first of /v1/models")
+    given = parser.parse_args()
+    with OpenAI(base_url=f"{given.url}/v1", api_key=given.key) as client:
+        model = given.model or client.models.list().data[0].id
+        trip = planned(client, model)
+        print(f"{trip.days} days in {trip.city} by {trip.by}")
+        print(held(client, model, "Is the sky blue?", {"choice": ["yes", "no"]}))
+        print(held(client, model, "Give me a colour as CSS writes it.", {"regex": "#[0-9a-f]{6}"}))
+
+
+if __name__ == "__main__":
+    main()

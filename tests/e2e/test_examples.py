@@ -1,0 +1,71 @@
+"""The examples that talk to a service, run as anybody would run them."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from osd.capture.server import RedisServer
+from tests.e2e.conftest import Service, free_port
+from tests.tiny import make_tiny
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def run(service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, "--url", service.url, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_openais_client_chats_streams_and_hears_who_each_token_comes_from(run):
+    out = run("openai_client.py", "--tokens", "30")
+    kept, drafted = map(int, re.search(r"^(\d+) of (\d+) drafted tokens kept", out, re.MULTILINE).groups())
+    assert kept <= drafted
+    tokens, counts = re.search(r"^(\d+) tokens: (.*)$", out, re.MULTILINE).groups()
+    found = {source: int(count) for count, source in re.findall(r"(\d+) of (\w+)", counts)}
+    assert sum(found.values()) == int(tokens) == 30
+    assert found.keys() & {"recall", "request", "copy"}, "what was answered once is recalled"
+
+
+def test_answers_have_the_form_that_was_asked_for(run):
+    answer, formed, trip, choice, colour = run("structured_output.py").splitlines()
+    assert re.fullmatch(r"\{.*\}", answer)
+    formed, tokens = map(int, re.fullmatch(r"(\d+) of (\d+) tokens by the form alone", formed).groups())
+    assert tokens / 2 < formed < tokens
+    assert re.fullmatch(r"\d+ days in (Paris|Rome|Oslo) by (train|plane|ship)", trip)
+    assert choice in ("yes", "no")
+    assert re.fullmatch("#[0-9a-f]{6}", colour)
+
+
+@pytest.mark.soak
+def test_the_service_comes_up_on_a_cluster_of_its_own(tmp_path: Path):
+    settings = {
+        "home": tmp_path / "home",
+        "target.source": make_tiny(tmp_path / "tiny"),
+        "target.dtype": "float32",
+        "engine.slots": 2,
+        "engine.context": 256,
+        "engine.threads": 1,
+        "serving.port": free_port(),
+        "serving.host": "127.0.0.1",
+        "trainer.workers": 1,
+    }
+    with RedisServer(max_memory_mb=64) as redis:
+        given = [f"{key}={value}" for key, value in {**settings, "redis_url": redis.url}.items()]
+        ended = subprocess.run(
+            [sys.executable, EXAMPLES / "cluster.py", "--address", "local", *given],
+            cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=150, check=False,
+        )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert len(re.findall(r"^replica \w+ drafts with version 1$", ended.stdout, re.MULTILINE)) == 2
+    assert f"http://127.0.0.1:{settings['serving.port']}/v1" in ended.stdout

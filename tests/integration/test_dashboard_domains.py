@@ -1,0 +1,47 @@
+"""The dashboard's view of domains other than the service's own, with a real registry and a real Redis."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+import pytest
+import torch
+
+from osd.config import Settings
+from osd.engine.counters import EngineLoad
+from osd.registry.events import Events
+from osd.registry.ledger import Ledger, Spent
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from serving.dashboard import data
+from serving.dashboard.data import compose_domain
+from serving.replica_metrics import ReplicaMetrics, Report
+from tests.pointers import put
+
+
+def test_the_versions_of_any_domain_are_read_at_most_once_a_second(tmp_path, redis_url, monkeypatch):
+    registry = Registry(tmp_path)
+    for domain in ("general", "acme.code", "acme.code"):
+        registry.publish(domain, {"weight": torch.zeros(1)}, {}, {"parent": None})
+    looks, read = [], registry.list
+    with Pointer(redis_url, tmp_path) as pointer, Ledger(redis_url) as spent:
+        put(pointer, "acme.code", Rollout(1, 2, 0.1, 1.0))
+        spent.set("acme.code", Spent({2: 3.0}))
+    monkeypatch.setattr(registry, "list", lambda domain: looks.append(domain) or read(domain))
+    metrics, now = ReplicaMetrics(), time.time()
+    counters = {("version_drafted", "acme.code", 1): 9, ("version_drafted", "general", 1): 5}
+    metrics.push(Report("r1", now, 7, True, EngineLoad(0, 0), 0.0, counters, others={"acme.code": 1}))
+    with Events(redis_url) as events, closing(data.Feeds(Settings(), redis_url, registry, events)) as feeds:
+        found = [compose_domain(Settings(), metrics.totals(now), feeds.of("acme.code")) for _ in range(3)]
+        assert looks == ["acme.code"]
+        with pytest.raises(ValueError, match="no domain sql"):
+            feeds.of("sql")
+        assert feeds.read()["domains"] == ["general", "acme.code"]
+        assert compose_domain(Settings(), metrics.totals(now), feeds.of("general"))["domain"] == "general"
+    assert found[0] == found[2]
+    assert (found[0]["domain"], found[0]["stable"], found[0]["canary"]) == ("acme.code", 1, 2)
+    first, second = found[0]["versions"]
+    assert (first["in_service"], first["live"]["drafted"]) == (True, 9)
+    assert (second["in_service"], second["live"]["drafted"]) == (False, 0)
+    assert found[0]["ledger"]["total"]["training"] == 3.0
