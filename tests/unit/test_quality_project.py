@@ -138,16 +138,6 @@ def test_grafana_asks_only_for_metrics_that_the_service_exports():
     assert_known(expressions)
 
 
-@pytest.mark.parametrize("file", ["deploy/serve.yaml", "deploy/kuberay.yaml"])
-def test_cluster_files_hold_settings_that_exist(file):
-    content = yaml.safe_load((ROOT / file).read_text())
-    config = yaml.safe_load(content["spec"]["serveConfigV2"]) if "spec" in content else content
-    (application,) = config["applications"]
-    settings = load_settings(None, [f"{key}={value}" for key, value in application["args"].items()], {})
-    assert settings.redis_url
-    assert application["import_path"] == "deploy.cluster:build"
-
-
 def test_the_image_and_compose_use_settings_that_exist():
     image = (ROOT / "deploy/Dockerfile").read_text()
     assert SERVE_ENVIRONMENT.items() <= dict(re.findall(r"(RAY_\w+)=(\S+)", image)).items()
