@@ -38,7 +38,7 @@ def test_every_dependency_is_pinned_to_a_version_that_its_range_allows():
     extras = PROJECT["optional-dependencies"]
     for text in (
         *PROJECT["dependencies"],
-        *(text for name in ("serve", "vllm", "cluster", "otel", "dev") for text in extras[name]),
+        *(text for name in ("serve", "vllm", "cluster", "otel", "s3", "dev") for text in extras[name]),
     ):
         requirement = Requirement(text)
         if requirement.name == PROJECT["name"]:
