@@ -17,6 +17,7 @@ from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.drafter import Recall
 from osd.drafters.session import Runtime
 from osd.engine.engine import Engine
+from osd.registry.place import storage_of
 from osd.registry.versions import Registry, VersionError
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.model import SlotModel
@@ -133,7 +134,7 @@ def find_drafter(settings: Settings, draft: str, directory: Path) -> tuple[Draft
         beside, name = find_drafter(settings, "eagle", directory)
         return Mixed(beside), f"recall with {name}"
     if draft == "registry":
-        registry = Registry(settings.registry_dir)
+        registry = Registry(storage_of(settings))
         whole = [info.number for info in registry.list(settings.domain) if not info.problem]
         if not whole:
             raise BenchError(f"domain {settings.domain} has no drafter version in {settings.registry_dir}")

@@ -6,6 +6,7 @@ import importlib.util
 
 from osd.config import ConfigError, Settings, tenant_of
 from osd.logs import check_file
+from osd.registry.place import storage_of
 from serving.access import keys_file
 from trainer import tracking
 
@@ -18,8 +19,8 @@ def check_settings(settings: Settings) -> None:
 
     Raises:
         ConfigError: a package for ``trainer.tracking``, ``trainer.workers`` or ``serving.otlp_endpoint`` is missing,
-            the domain is a tenant's, a key of ``serving.keys_file`` is refused, ``log.file`` cannot be written, or
-            ``trainer.warm_start`` has nothing to learn or no key.
+            the domain is a tenant's, a key of ``serving.keys_file`` is refused, ``log.file`` cannot be written,
+            ``trainer.warm_start`` has nothing to learn or no key, or there is no ``registry.url``.
     """
     if settings.serving.keys_file is not None:
         keys_file.load(settings.serving.keys_file)
@@ -29,6 +30,7 @@ def check_settings(settings: Settings) -> None:
     if tenant_of(settings.domain):
         raise ConfigError(f"domain {settings.domain} is a tenant's: a service's own serves those that have no tenant")
     _check_warm_start(settings)
+    _check_registry(settings)
     tracking.check(settings)
     workers = settings.trainer.workers
     if settings.trains and workers > 1 and not all(map(importlib.util.find_spec, _RAY_TRAIN_NEEDS)):
@@ -45,6 +47,13 @@ def _check_warm_start(settings: Settings) -> None:
         raise ConfigError("trainer.warm_start learns from what is captured: set capture.enabled")
     if settings.serving.keys_file is not None:
         raise ConfigError("trainer.warm_start has none of the keys of serving.keys_file: use osd drafters warm-up")
+
+
+def _check_registry(settings: Settings) -> None:
+    try:
+        storage_of(settings).check()
+    except OSError as error:
+        raise ConfigError(error.strerror or str(error)) from error
 
 
 def _installed(module: str) -> bool:

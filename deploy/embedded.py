@@ -24,6 +24,7 @@ from deploy.running import announce, lock, withdraw
 from osd.capture.server import RedisError, open_redis, public_url
 from osd.capture.supervisor import RedisSupervisor
 from osd.config import ConfigError, Settings
+from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer
 from osd.target.load import TargetError, commit_of, target_directory
 
@@ -109,7 +110,7 @@ class Embedded:
         Raises:
             StartError: the rollout pointer is gone.
         """
-        with Pointer(self.redis_url, self.settings.registry_dir) as pointer:
+        with Pointer(self.redis_url, storage_of(self.settings)) as pointer:
             rollout = pointer.get(self.settings.domain)
         if rollout is None:
             raise StartError(f"the rollout pointer of {self.settings.domain} is gone")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from osd import files
 from osd.config import ConfigError, Settings
 from osd.engine.policy import Policy
+from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionError
 from osd.runtime.device import pick_device
@@ -117,11 +118,11 @@ def ensure_version(
     Raises:
         ConfigError: the settings of the drafter do not fit the target.
     """
-    registry = Registry(settings.registry_dir)
+    registry = Registry(storage_of(settings))
     first = _First(settings, target, report)
     if settings.recalls and not registry.numbers(settings.domain):
         first.warm.recall(settings.recall, registry.root / settings.domain)
-    with Pointer(redis_url, settings.registry_dir) as pointer:
+    with Pointer(redis_url, registry.storage) as pointer:
 
         def choose(domain: str, before: Rollout | None) -> Rollout | None:
             rollout = _fitting(registry, domain, before, first.config)

@@ -16,6 +16,7 @@ from deploy.embedded import Embedded
 from deploy.seeding import Seeds, given_prompts, user_opening
 from deploy.warm_store import WarmStore
 from osd.drafters.recall.snapshot import SNAPSHOT
+from osd.registry.place import storage_of
 from osd.registry.versions import Registry, VersionError
 from osd.target.load import load_tokenizer
 from osd.traffic.open_loop import Tally, client_of
@@ -58,7 +59,7 @@ class WarmStart:
     def _new(self) -> bool:
         settings = self._service.settings
         try:
-            manifest = Registry(settings.registry_dir).load(settings.domain, self._service.stable()).manifest
+            manifest = Registry(storage_of(settings)).load(settings.domain, self._service.stable()).manifest
         except VersionError:
             return False
         learnt = manifest.get("trained_on") or manifest.get("warm_up") or "imported" in manifest
@@ -115,7 +116,7 @@ class WarmStart:
         service = self._service
         settings, store = service.settings, WarmStore(service.settings.home_dir, service.directory)
         number, snapshot = service.stable(), self._folder / SNAPSHOT
-        version = Registry(settings.registry_dir).load(settings.domain, number)
+        version = Registry(storage_of(settings)).load(settings.domain, number)
         recalled = snapshot.read_bytes() if settings.recalls and snapshot.is_file() else None
 
         def keep() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,8 @@ class WarmStore:
         """
         kind = version.config["kind"]
         number = self._registry.publish(kind, version.weights, version.config, manifest)
-        for before in self._registry.list(kind):
-            if before.number < number:
-                shutil.rmtree(before.path, ignore_errors=True)
+        storage = self._registry.storage
+        storage.delete(kind, storage.hide(kind, [one for one in self._registry.numbers(kind) if one < number]))
 
     def drafter(self, config: dict[str, Any]) -> Version | None:
         """The drafter that is kept, None where there is none of this configuration."""

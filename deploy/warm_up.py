@@ -19,6 +19,7 @@ from deploy.seeding import Seeds, user_opening
 from deploy.warm_store import WarmStore
 from osd.config import Settings
 from osd.drafters.recall.snapshot import SNAPSHOT
+from osd.registry.place import storage_of
 from osd.registry.versions import Registry
 from osd.target.load import load_tokenizer, target_directory
 from osd.traffic.open_loop import Tally, client_of
@@ -72,7 +73,7 @@ def warm_up(
             version = service.stable() if own.drafter.trainable else _FIRST_VERSION
         trained = version > _FIRST_VERSION
         if trained:
-            found = Registry(own.registry_dir).load(own.domain, version)
+            found = Registry(storage_of(own)).load(own.domain, version)
             about = {"requests": tally.finished, "tokens": tally.tokens, "gate": found.manifest.get("gate")}
             store.keep_drafter(found, {"parent": None, "warm_up": about})
         # The service wrote it when it ended.

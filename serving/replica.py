@@ -23,6 +23,7 @@ from osd.engine.engine import Engine
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from osd.registry.events import Events
+from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry
@@ -87,8 +88,8 @@ class Replica:
         directory = target_directory(settings)
         self._tokenizer, self._one_at_a_time = load_tokenizer(directory), threading.Lock()
         self.encode("", special=True)  # the first call may set how it truncates and pads, and no other one does
-        registry = Registry(settings.registry_dir)
-        self._pointer = Pointer(redis_url, settings.registry_dir)
+        registry = Registry(storage_of(settings))
+        self._pointer = Pointer(redis_url, registry.storage)
         self._events, self._control = Events(redis_url), Control(redis_url)
         self._loads = ReplicaLoads(redis_url)
         self.access = Access(settings, redis_url, self._keys_refused)

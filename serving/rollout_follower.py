@@ -54,7 +54,7 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
         logger.warning("the rollout pointer cannot be read, starting with the newest version: %s", error)
         rollout = None
     refused: set[int] = set()
-    for number in reversed(_numbers(registry, settings.domain)):
+    for number in reversed(_numbers(registry, settings.domain, rollout)):
         if rollout is not None and number > rollout.stable:
             continue
         try:
@@ -71,13 +71,13 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
     return Start(drafters.served(first, settings), 0, refused)
 
 
-def _numbers(registry: Registry, domain: str) -> list[int]:
-    """The versions that there are; none while the disk does not say: what the pointer names is taken up later."""
+def _numbers(registry: Registry, domain: str, rollout: Rollout | None) -> list[int]:
+    """The versions that there are; while the storage does not say, the one in service, which a node may have kept."""
     try:
         return registry.numbers(domain)
     except OSError as error:
-        logger.warning("the drafter versions of %s cannot be listed, starting without one: %s", domain, error)
-        return []
+        logger.warning("the drafter versions of %s cannot be listed: %s", domain, error)
+        return [] if rollout is None else [rollout.stable]
 
 
 class DrafterCache:

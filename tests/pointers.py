@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.pointer_file import PointerFiles
 
 
 def put(pointer: Pointer, domain: str, rollout: Rollout) -> Rollout:
@@ -11,3 +12,8 @@ def put(pointer: Pointer, domain: str, rollout: Rollout) -> Rollout:
     now = pointer.get(domain)
     assert now is not None
     return now
+
+
+def write(files: PointerFiles, domain: str, rollout: Rollout) -> None:
+    """Put a rollout beside the versions, whatever is there and whether there are such versions or not."""
+    files.update(domain, lambda now: rollout)

@@ -20,6 +20,7 @@ from osd.learning.value import Investment
 from osd.registry.learnt import Learnt
 from osd.registry.lease import Lease
 from osd.registry.ledger import Ledger, Spent
+from osd.registry.place import storage_of
 from osd.registry.pointer import FencedError, Pointer
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
@@ -78,9 +79,9 @@ class Worker:
         )
         self._spare_time = SpareTime(self._domain, self._scheduler, self._capacity, self._say)
         events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
-        root = settings.registry_dir
-        self._lease = Lease(PointerFiles(root), self._domain)
-        self._service = Service(self._domain, Registry(root), Pointer(redis_url, root), events, self._lease)
+        storage = storage_of(settings)
+        self._lease = Lease(PointerFiles(storage), self._domain)
+        self._service = Service(self._domain, Registry(storage), Pointer(redis_url, storage), events, self._lease)
         self._publisher = Publisher(self._service, trainer, context.build, settings.registry.keep)
         self._ledger = Ledger(redis_url)
         cost = CostMeter(self._domain, self._ledger, partial(self._scheduler.clock, self._domain), self._lease.held)

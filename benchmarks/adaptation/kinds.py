@@ -163,7 +163,7 @@ class ResultStore:
 
     def _read(self, way: str, number: int) -> Learnt:
         (info,) = [info for info in self._registry.list(way) if info.number == number]
-        size = sum(file.stat().st_size for file in info.path.iterdir())
+        size = sum(file.stat().st_size for file in (self._registry.root / info.domain / str(info.number)).iterdir())
         return msgspec.convert({**info.manifest["learnt"], "bytes": size}, Learnt)
 
 

@@ -24,6 +24,7 @@ from deploy.embedded import Embedded
 from osd import files
 from osd.config import DrafterSettings, MixedSettings, NoDrafterSettings, RecallDrafterSettings, Settings
 from osd.drafters.trainable import Trainable
+from osd.registry.place import storage_of
 from osd.registry.versions import Registry
 from osd.runtime.machine import Machine
 from osd.traffic.arrivals import Arrival, paced, with_valley
@@ -217,7 +218,7 @@ def _served(settings: Settings, first: First, traffic: Traffic, way: str, report
     trainable = settings.drafter.trainable
     if trainable:
         manifest = {"parent": None, "trained_on": {}}
-        Registry(settings.registry_dir).publish(settings.domain, first.weights, first.config, manifest)
+        Registry(storage_of(settings)).publish(settings.domain, first.weights, first.config, manifest)
     key = settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
     load = Load(1.0, max_tokens=traffic.longest, arrivals=tuple(traffic.arrivals))
     said: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
 from osd.metrics import SpeculationCounts
+from osd.registry.place import storage_of
 from osd.registry.versions import Registry, Version
 from osd.runtime.device import one_core
 from osd.target.identity import identify
@@ -173,7 +174,7 @@ def _encode(settings: Settings, directory: Path, prompts: Sequence[Prompt], max_
 @contextmanager
 def _running(settings: Settings, directory: Path, served: Served) -> Generator[tuple[Engine, dict[str, Way]]]:
     """An engine with a domain for each way of drafting."""
-    registry = Registry(settings.registry_dir)
+    registry = Registry(storage_of(settings))
     versions = {number: registry.load(settings.domain, number) for number in {served.first, served.last}}
     last = versions[served.last]
     own = drafters.served(_trained(last, directory), settings)

@@ -15,6 +15,7 @@ from osd.config import Settings
 from osd.drafters.recall.snapshot import Snapshots
 from osd.redis_client import connect
 from osd.registry.learnt import versions_with
+from osd.registry.place import storage_of
 from osd.registry.versions import Registry
 
 _ANSWER_SECONDS = 60.0
@@ -59,7 +60,7 @@ def _forget(settings: Settings, redis_url: str | None, request: str) -> Forgotte
         raise Unavailable(
             f"the snapshots of what is recalled cannot be written, the request may not be removed: {error}"
         ) from error
-    registry = Registry(settings.registry_dir)
+    registry = Registry(storage_of(settings))
     versions = {domain: versions_with(registry, domain, request) for domain in registry.domains()}
     found = Forgotten(
         streamed,

@@ -9,6 +9,7 @@ from redis.exceptions import RedisError
 
 from osd.admin.errors import Unavailable
 from osd.config import Settings
+from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry
@@ -39,7 +40,7 @@ def listings(settings: Settings, redis_url: str | None) -> list[Listing]:
     Raises:
         Unavailable: the rollout pointer or the registry cannot be read.
     """
-    registry = Registry(settings.registry_dir)
+    registry = Registry(storage_of(settings))
     try:
         return [_listing(registry, domain, redis_url) for domain in registry.domains()]
     except (RedisError, OSError) as error:
@@ -48,10 +49,10 @@ def listings(settings: Settings, redis_url: str | None) -> list[Listing]:
 
 def _listing(registry: Registry, domain: str, redis_url: str | None) -> Listing:
     if redis_url:
-        with Pointer(redis_url, registry.root) as pointer:
+        with Pointer(redis_url, registry.storage) as pointer:
             rollout = pointer.get(domain)
     else:
-        rollout = PointerFiles(registry.root).read(domain)
+        rollout = PointerFiles(registry.storage).read(domain)
     there = [Listed(info.number, info.manifest, info.problem) for info in registry.list(domain)]
     numbers = {one.number for one in there}
     gone = [Listed(one.number, one.manifest, removed=one.removed) for one in registry.removed(domain)]

@@ -14,6 +14,7 @@ from osd.admin.audit import Actor, AuditLog
 from osd.admin.errors import Conflict, NotThere, Unavailable
 from osd.config import Settings
 from osd.registry.events import Events, Kind
+from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionError
 
@@ -39,8 +40,9 @@ class Rollouts:
     """
 
     def __init__(self, settings: Settings, redis_url: str) -> None:
-        self._registry = Registry(settings.registry_dir)
-        self._pointer, self._events = Pointer(redis_url, settings.registry_dir), Events(redis_url)
+        storage = storage_of(settings)
+        self._registry = Registry(storage)
+        self._pointer, self._events = Pointer(redis_url, storage), Events(redis_url)
         self._audit = AuditLog(settings.home_dir)
 
     def rollback(self, actor: Actor, domain: str, version: int | None) -> Moved:

@@ -56,7 +56,7 @@ def list_versions(as_json: AsJson = False, config: ConfigFile = None, overrides:
         else:
             console.print(version_table(listing))
     if not found and not as_json:
-        typer.echo(f"no drafter version in {settings.registry_dir}")
+        typer.echo(f"no drafter version in {settings.registry.url or settings.registry_dir}")
 
 
 @app.command()
@@ -114,12 +114,13 @@ def export_version(
     from osd import drafters
     from osd.drafters import formats
     from osd.drafters.acceptance_head import without_head
+    from osd.registry.place import storage_of
     from osd.registry.versions import Registry, VersionError
     from osd.target.load import TargetError, target_directory
 
     _quiet()
     try:
-        found = Registry(settings.registry_dir).load(settings.domain, version)
+        found = Registry(storage_of(settings)).load(settings.domain, version)
         target = target_directory(settings)
         drafter = drafters.trainable(drafters.from_config(without_head(found.config), target))
         drafter.load_weights(found.weights)
@@ -143,6 +144,7 @@ def import_drafter(
     from osd.admin.audit import Actor, AuditLog
     from osd.admin.errors import AdminError
     from osd.drafters import formats
+    from osd.registry.place import storage_of
     from osd.registry.pointer_file import PointerFiles
     from osd.registry.retention import retire
     from osd.registry.versions import Registry, VersionError
@@ -153,11 +155,11 @@ def import_drafter(
         target = target_directory(settings)
         name, drafter = formats.read(directory.absolute(), target)
         manifest = {"parent": None, "trained_on": {}, "imported": {"format": name, "directory": directory.name}}
-        registry, audit = Registry(settings.registry_dir), AuditLog(settings.home_dir)
+        registry, audit = Registry(storage_of(settings)), AuditLog(settings.home_dir)
         with audit.action(Actor.local(), "import", domain=settings.domain) as entry:
             number = registry.publish(settings.domain, drafter.weights(), drafter.config(), manifest)
             entry["version"] = number
-        guard = PointerFiles(registry.root).locked(settings.domain)
+        guard = PointerFiles(registry.storage).locked(settings.domain)
         retire(registry, settings.domain, settings.registry.keep, guard)
     except (VersionError, TargetError, drafters.DrafterError, formats.FormatError, AdminError, OSError) as error:
         fail(error)

@@ -77,8 +77,13 @@ class CaptureSettings(Section):
 
 
 class RegistrySettings(Section):
-    """The drafter versions on disk."""
+    """The drafter versions, and where they lie."""
 
+    url: str | None = Field(
+        default=None,
+        pattern=r"^s3://[a-z0-9][a-z0-9.-]{2,62}(/[A-Za-z0-9_.=-]+)*/?$",
+        description="an object store, as s3://bucket/path; a folder of home otherwise",
+    )
     keep: int = Field(
         default=20, ge=1, description="newest versions of a domain on disk, beside those that serve and their parents"
     )

@@ -6,12 +6,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from osd import files
+from osd.registry.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -29,33 +28,33 @@ class RemovedVersion(msgspec.Struct, frozen=True):
     manifest: dict[str, Any]
 
 
-def read(folder: Path) -> list[RemovedVersion]:
-    """The versions that were removed from a domain's folder, by number; none when the file is damaged, which is logged.
+def read(storage: Storage, domain: str) -> list[RemovedVersion]:
+    """The versions of a domain that were removed, by number; none when the file is damaged, which is logged.
 
     Raises:
         OSError: the disk does not give it.
     """
-    path = folder / _FILE
+    name = f"{domain}/{_FILE}"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[RemovedVersion])
+        return msgspec.json.decode(storage.read(name), type=list[RemovedVersion])
     except FileNotFoundError:
         return []
     except msgspec.MsgspecError as error:
-        logger.warning("%s is damaged and begins anew: %s", path, error)
+        logger.warning("%s is damaged and begins anew: %s", storage.where(name), error)
         return []
 
 
-def add(folder: Path, manifests: Iterable[tuple[int, dict[str, Any]]]) -> None:
+def add(storage: Storage, domain: str, manifests: Iterable[tuple[int, dict[str, Any]]]) -> None:
     """Remember versions that are removed now, by number and manifest.
 
     Raises:
         OSError: the disk does not take it; what was there stays.
     """
     now = time.time()
-    known = {one.number: one for one in read(folder)}
+    known = {one.number: one for one in read(storage, domain)}
     known |= {number: RemovedVersion(number, now, manifest) for number, manifest in manifests}
     newest = deque(msgspec.json.encode(known[number]) for number in sorted(known)[-MOST:])
     size = sum(len(one) + 1 for one in newest)
     while size > MOST_BYTES:
         size -= len(newest.popleft()) + 1
-    files.replace(folder / _FILE, b"[" + b",".join(newest) + b"]")
+    storage.replace(f"{domain}/{_FILE}", b"[" + b",".join(newest) + b"]")

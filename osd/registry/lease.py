@@ -31,7 +31,7 @@ class Lease:
     def __init__(self, files: PointerFiles, domain: str) -> None:
         self.fence = 0
         self._files, self._domain = files, domain
-        self._path = files.root / f".{domain}.trainer"
+        self._path = files.storage.local / f".{domain}.trainer"
         self._descriptor: int | None = None
         self._beat, self._beat_at, self._told_at = 0, 0.0, -_TELL_SECONDS
 
@@ -48,10 +48,14 @@ class Lease:
             return True
         if not self._lock() and not self._silent():
             return False
-        with self._files.locked(self._domain):
-            now = self._files.read(self._domain) or rollout
-            self._files.write(self._domain, msgspec.structs.replace(now, fence=now.fence + 1))
-        self.fence = now.fence + 1
+
+        def number(now: Rollout | None) -> Rollout:
+            now = now or rollout
+            return msgspec.structs.replace(now, fence=now.fence + 1)
+
+        taken = self._files.update(self._domain, number)
+        assert taken is not None  # noqa: S101  as ``number`` always makes one
+        self.fence = taken.fence
         self.alive()
         return True
 

@@ -17,6 +17,7 @@ from redis.exceptions import DataError, RedisError, WatchError
 from osd.config import check_domain
 from osd.redis_client import RedisClient, decoded
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout, encode
+from osd.registry.storage import Storage
 
 __all__ = ["FencedError", "Pointer", "Rollout"]
 
@@ -26,7 +27,7 @@ _DOMAINS = "osd:domains"
 
 
 class Pointer(RedisClient):
-    """Reads and moves the rollout pointers of the registry in ``root``.
+    """Reads and moves the rollout pointers of the registry in ``place``.
 
     A rollout is the newer one of what is on disk and of what Redis has: a shared disk may show the last move late.
 
@@ -37,19 +38,14 @@ class Pointer(RedisClient):
         ValueError: the domain is not a valid name.
     """
 
-    def __init__(self, url: str, root: Path) -> None:
+    def __init__(self, url: str, place: Path | Storage) -> None:
         super().__init__(url)
-        self._files = PointerFiles(root)
+        self._files = PointerFiles(place)
 
     def get(self, domain: str) -> Rollout | None:
         """The domain's rollout, None when it has none yet."""
         durable, unread = self._durable(domain)
-        try:
-            rollout = self._newer(domain, durable, self._client.get(_key(domain)))
-        except RedisError:
-            if durable is None:
-                raise
-            return durable
+        rollout = self._newest(domain, durable)
         if rollout is None and unread is not None:
             raise unread
         return rollout
@@ -79,18 +75,20 @@ class Pointer(RedisClient):
             ValueError: a version below 1, one that is not there, or a share outside 0 to 1.
             FencedError: the trainer is not the newest.
         """
-        with self._files.locked(domain):
-            if fence is not None:
-                self._files.check(domain, fence)
-            now = self.get(domain)
+
+        def move(durable: Rollout | None) -> Rollout | None:
+            now = self._newest(domain, durable)
             if _unfenced(now) != _unfenced(before):
-                return False
+                return None
             for number in sorted(rollout.versions):
-                if not (self._files.root / domain / str(number)).is_dir():
+                if not self._files.storage.has(domain, number):
                     raise ValueError(f"rollout of {domain}: there is no version {number}")
             moves, newest = (now.moves, now.fence) if now else (0, 0)
-            moved = msgspec.structs.replace(rollout, moves=moves + 1, fence=newest)
-            self._files.write(domain, moved)
+            return msgspec.structs.replace(rollout, moves=moves + 1, fence=newest)
+
+        moved = self._files.update(domain, move, fence)
+        if moved is None:
+            return False
         self._spread(domain, moved)
         return True
 
@@ -99,17 +97,21 @@ class Pointer(RedisClient):
 
         A Redis that is ahead was another registry's. Only where nothing is on disk its rollout is taken down.
         """
-        with self._files.locked(domain):
-            durable = self._files.read(domain)
-            spread = self._told(domain)
-            rollout = durable or spread
-            if rollout is None:
+        found: Rollout | None = None
+
+        def mend(durable: Rollout | None) -> Rollout | None:
+            nonlocal found
+            told = self._told(domain)
+            found = durable or told
+            if found is None or told is None or (durable is not None and told.moves <= durable.moves):
                 return None
-            if spread is not None and (durable is None or spread.moves > durable.moves):
-                rollout = msgspec.structs.replace(rollout, moves=spread.moves + 1)
-                self._files.write(domain, rollout)
-        self._spread(domain, rollout)
-        return rollout
+            found = msgspec.structs.replace(found, moves=told.moves + 1)
+            return found
+
+        self._files.update(domain, mend)
+        if found is not None:
+            self._spread(domain, found)
+        return found
 
     def watch(self, domain: str, stop: threading.Event, interval: float = 0.5) -> Iterator[Rollout]:
         """Yield the rollout and then each move of it, until ``stop`` is set.
@@ -146,6 +148,15 @@ class Pointer(RedisClient):
         except DataError as error:
             logger.warning("%s", error)
             return None
+
+    def _newest(self, domain: str, durable: Rollout | None) -> Rollout | None:
+        """What is on disk or what Redis has, which does not have to answer where something is on disk."""
+        try:
+            return self._newer(domain, durable, self._client.get(_key(domain)))
+        except RedisError:
+            if durable is None:
+                raise
+            return durable
 
     def _newer(self, domain: str, durable: Rollout | None, data: Any) -> Rollout | None:
         """What is on disk or what Redis has; a Redis that is behind is told.

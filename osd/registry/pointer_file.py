@@ -1,20 +1,22 @@
-"""The rollout pointer on disk, beside the versions: what counts, whatever becomes of Redis.
+"""The rollout pointer beside the versions: what counts, whatever becomes of Redis.
 
-``<root>/<domain>.rollout.json`` is replaced as a whole, by whoever holds the lock of the domain.
+``<domain>.rollout.json`` is replaced as a whole, by whoever holds the lock of the domain.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from osd import files
 from osd.config import check_domain
 from osd.hashing import unit_hash
+from osd.registry.local_storage import as_storage
+from osd.registry.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -56,46 +58,51 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 class PointerFiles:
-    """The rollouts of all domains in a registry's folder, for any number of processes.
+    """The rollouts of all domains in a registry's storage, for any number of processes.
 
     Raises:
-        OSError: the disk does not give or take it.
+        OSError: the storage does not give or take it.
         ValueError: the domain is not a valid name.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, place: Path | Storage) -> None:
+        self.storage = as_storage(place)
         self._damaged: set[str] = set()
 
     def domains(self) -> list[str]:
         """The domains that have one, sorted."""
-        return sorted(path.name.removesuffix(_END) for path in self.root.glob(f"*{_END}"))
+        return sorted(name.removesuffix(_END) for name in self.storage.names() if name.endswith(_END))
 
     def read(self, domain: str) -> Rollout | None:
         """The domain's rollout, None when it has none yet or a disk has damaged it, which is logged once."""
-        path = self._path(domain)
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=Rollout)
-        except FileNotFoundError:
-            return None
-        except msgspec.MsgspecError as error:
-            if domain not in self._damaged:
-                self._damaged.add(domain)
-                logger.warning("%s is damaged and counts as not there: %s", path, error)
-            return None
+        return self._decoded(domain, self._bytes(domain))
 
     def locked(self, domain: str) -> AbstractContextManager[None]:
         """Hold the domain's lock; for moments only, because operators wait for it too."""
-        return files.locked(self.root / f".{check_domain(domain)}.lock")
+        return self.storage.locked(check_domain(domain))
 
-    def write(self, domain: str, rollout: Rollout) -> None:
-        """Put ``rollout`` in the place of what was there; the caller holds the lock.
+    def update(
+        self, domain: str, change: Callable[[Rollout | None], Rollout | None], fence: int | None = None
+    ) -> Rollout | None:
+        """Put what ``change`` makes of the domain's rollout in its place, and return it; None where it made none.
+
+        It is called again when somebody else was faster. ``fence`` is the number of the trainer that asks, if one does.
 
         Raises:
+            FencedError: the trainer is not the newest.
             ValueError: a version below 1 or a share outside 0 to 1.
         """
-        files.replace(self._path(domain), encode(domain, rollout))
+        while True:
+            with self.locked(domain):
+                before = self._bytes(domain)
+                now = self._decoded(domain, before)
+                if fence is not None:
+                    _check(domain, now, fence)
+                rollout = change(now)
+                if rollout is None or self.storage.swap(_name(domain), before, encode(domain, rollout)):
+                    break
         self._damaged.discard(domain)
+        return rollout
 
     def check(self, domain: str, fence: int) -> None:
         """Refuse a trainer, the ``fence``-th of the domain, that is not the newest.
@@ -103,14 +110,35 @@ class PointerFiles:
         Raises:
             FencedError: there is a newer one.
         """
-        rollout = self.read(domain)
-        if rollout is not None and rollout.fence > fence:
-            raise FencedError(
-                f"another trainer has taken over {domain}: it is number {rollout.fence}, this one {fence}, which ends"
-            )
+        _check(domain, self.read(domain), fence)
 
-    def _path(self, domain: str) -> Path:
-        return self.root / f"{check_domain(domain)}{_END}"
+    def _bytes(self, domain: str) -> bytes | None:
+        try:
+            return self.storage.read(_name(domain))
+        except FileNotFoundError:
+            return None
+
+    def _decoded(self, domain: str, data: bytes | None) -> Rollout | None:
+        if data is None:
+            return None
+        try:
+            return msgspec.json.decode(data, type=Rollout)
+        except msgspec.MsgspecError as error:
+            if domain not in self._damaged:
+                self._damaged.add(domain)
+                logger.warning("%s is damaged and counts as not there: %s", self.storage.where(_name(domain)), error)
+            return None
+
+
+def _name(domain: str) -> str:
+    return f"{check_domain(domain)}{_END}"
+
+
+def _check(domain: str, rollout: Rollout | None, fence: int) -> None:
+    if rollout is not None and rollout.fence > fence:
+        raise FencedError(
+            f"another trainer has taken over {domain}: it is number {rollout.fence}, this one {fence}, which ends"
+        )
 
 
 def encode(domain: str, rollout: Rollout) -> bytes:

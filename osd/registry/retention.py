@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
-from osd import files
 from osd.registry import history
 from osd.registry.pointer_file import PointerFiles, Rollout
+from osd.registry.storage import Storage
 from osd.registry.versions import Registry, VersionInfo
 
 logger = logging.getLogger(__name__)
@@ -30,19 +26,16 @@ def retire(registry: Registry, domain: str, keep: int, guard: AbstractContextMan
     """
     with guard:
         infos = registry.list(domain)
-        rollout = PointerFiles(registry.root).read(domain)
+        rollout = PointerFiles(registry.storage).read(domain)
         stays = _staying(infos, rollout, keep)
         gone = [info for info in infos if info.number not in stays]
         if not gone:
             return sorted(stays)
-        folder = registry.root / domain
-        remembered = _remember(folder, gone)
-        aside = [_move_aside(info.path) for info in gone]
-        files.sync_directory(folder)
-    for path in aside:
-        if path is not None:
-            shutil.rmtree(path, ignore_errors=True)
-    if not remembered and not _remember(folder, gone):  # on a full disk there is room only now
+        storage = registry.storage
+        remembered = _remember(storage, domain, gone)
+        hidden = storage.hide(domain, [info.number for info in gone])
+    storage.delete(domain, hidden)
+    if not remembered and not _remember(storage, domain, gone):  # on a full disk there is room only now
         logger.warning("what versions %d to %d of %s were is lost", gone[0].number, gone[-1].number, domain)
     return sorted(stays)
 
@@ -55,20 +48,10 @@ def _staying(infos: Sequence[VersionInfo], rollout: Rollout | None, keep: int) -
     return numbers & (needed | {info.manifest.get("parent") for info in infos if info.number in needed})
 
 
-def _remember(folder: Path, gone: Sequence[VersionInfo]) -> bool:
+def _remember(storage: Storage, domain: str, gone: Sequence[VersionInfo]) -> bool:
     try:
-        history.add(folder, ((info.number, info.manifest) for info in gone))
+        history.add(storage, domain, ((info.number, info.manifest) for info in gone))
     except OSError as error:
-        logger.debug("%s: %s", folder, error)
+        logger.debug("%s: %s", domain, error)
         return False
     return True
-
-
-def _move_aside(path: Path) -> Path | None:
-    aside = path.with_name(f".{secrets.token_hex(8)}")
-    try:
-        os.rename(path, aside)
-    except OSError as error:
-        logger.warning("drafter version %s of %s cannot be removed: %s", path.name, path.parent.name, error)
-        return None
-    return aside

@@ -1,6 +1,6 @@
-"""Drafter versions on disk: a version that can be seen is whole, and is never changed.
+"""Drafter versions: a version that can be seen is whole, and is never changed.
 
-``<root>/<domain>/<number>/`` holds ``model.safetensors``, ``config.json`` and ``manifest.json``.
+Each is ``model.safetensors``, ``config.json`` and ``manifest.json`` in a storage.
 ``osd.registry.retention`` removes old ones, each as a whole too.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import secrets
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -22,12 +21,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from osd import files
 from osd.config import check_domain
 from osd.registry import history
 from osd.registry.history import RemovedVersion
+from osd.registry.local_storage import as_storage
+from osd.registry.storage import CONFIG, MANIFEST, WEIGHTS, Storage
 
-_WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _ATTEMPT = "attempt"
 _PACKAGES = ("torch", "transformers", "safetensors")
 
@@ -52,16 +51,20 @@ class VersionInfo:
 
     domain: str
     number: int
-    path: Path
     manifest: dict[str, Any]
     problem: str | None = None
 
 
 class Registry:
-    """All drafter versions under one directory, shared by any number of processes."""
+    """All drafter versions of a folder or another storage, shared by any number of processes."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = Path(root)
+    def __init__(self, place: Path | Storage) -> None:
+        self.storage = as_storage(place)
+
+    @property
+    def root(self) -> Path:
+        """The folder on this machine."""
+        return self.storage.local
 
     def publish(
         self,
@@ -81,7 +84,7 @@ class Registry:
             VersionError: a weight is not finite, or config or manifest are not JSON.
             OSError: the disk does not take it.
         """
-        folder = self._folder(domain)
+        check_domain(domain)
         _check_finite(weights, f"{domain}: not published")
         # Copies, because safetensors refuses tensors that share memory.
         data = safetensors.torch.save(
@@ -102,18 +105,8 @@ class Registry:
             )
         except (TypeError, ValueError) as error:
             raise VersionError(f"{domain}: not published: config or manifest is not JSON ({error})") from None
-        folder.mkdir(parents=True, exist_ok=True)
-        files.clear_directories(folder, _WEIGHTS)
-        # Its name keeps it out of every listing.
-        with files.directory(folder, _WEIGHTS) as (temporary, file):
-            files.fill(file, data)
-            files.write(temporary / _CONFIG, config_data)
-            files.write(temporary / _MANIFEST, manifest_data)
-            files.sync_directory(temporary)
-            with guard or nullcontext():
-                number = self._claim(folder, temporary)
-        files.sync_directory(folder)
-        return number
+        content = {WEIGHTS: data, CONFIG: config_data, MANIFEST: manifest_data}
+        return self.storage.publish(domain, content, guard or nullcontext())
 
     def begin(self, domain: str, intention: dict[str, Any], guard: AbstractContextManager[None] | None = None) -> str:
         """Write down what a version that is about to be published is for, and return a token for its manifest.
@@ -126,14 +119,14 @@ class Registry:
         """
         token = secrets.token_hex(8)
         data = _to_json({**intention, _ATTEMPT: token})
-        files.replace(self._folder(domain) / f".{_ATTEMPT}.json", data, guard=guard)
+        self.storage.replace(_attempt(domain), data, guard)
         return token
 
     def begun(self, domain: str) -> tuple[dict[str, Any], int | None] | None:
         """The intention that was begun and not finished, and the number of its version if it was published."""
         try:
-            intention = _read_object(self._folder(domain) / f".{_ATTEMPT}.json", domain)
-        except VersionError:
+            intention = _parse_object(self.storage.read(_attempt(domain)), domain)
+        except (FileNotFoundError, VersionError):
             return None
         token = intention.get(_ATTEMPT)
         found = (info.number for info in reversed(self.list(domain)) if info.manifest.get(_ATTEMPT) == token)
@@ -141,7 +134,7 @@ class Registry:
 
     def finish(self, domain: str) -> None:
         """What was begun is done, or given up."""
-        (self._folder(domain) / f".{_ATTEMPT}.json").unlink(missing_ok=True)
+        self.storage.remove(_attempt(domain))
 
     def load(self, domain: str, number: int) -> Version:
         """Read a version and verify it: hashes, format, finite weights.
@@ -150,31 +143,29 @@ class Registry:
             ValueError: the domain is not a valid name.
             VersionError: it is missing, removed, also while it is read, or damaged.
         """
-        path = self._folder(domain) / str(number)
+        check_domain(domain)
         try:
-            return self._load(domain, number, path)
+            return self._load(domain, number)
         except VersionError:
-            if path.is_dir():
+            if self._there(domain, number):
                 raise
         name = f"{domain}/{number}"
         if any(one.number == number for one in self.removed(domain)):
             raise VersionError(f"{name}: removed; only the newest versions stay on disk (registry.keep)")
         raise VersionError(f"{name}: no such drafter version")
 
-    def _load(self, domain: str, number: int, path: Path) -> Version:
+    def _load(self, domain: str, number: int) -> Version:
         name = f"{domain}/{number}"
-        manifest = _read_object(path / _MANIFEST, name)
+        manifest = self._manifest(domain, number)
         # What is hashed is what is parsed: the files are read once.
-        data = _read(path / _WEIGHTS, name)
-        _check_hash(data, manifest.get("sha256"), f"{name}: {_WEIGHTS}")
-        config_data = _read(path / _CONFIG, name)
-        _check_hash(config_data, manifest.get("config_sha256"), f"{name}: {_CONFIG}")
+        data = self._read(domain, number, WEIGHTS, manifest.get("sha256"))
+        config_data = self._read(domain, number, CONFIG, manifest.get("config_sha256"))
         try:
             weights = safetensors.torch.load(data)
         except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-            raise VersionError(f"{name}: {_WEIGHTS} is not a safetensors file ({error})") from None
+            raise VersionError(f"{name}: {WEIGHTS} is not a safetensors file ({error})") from None
         _check_finite(weights, name)
-        return Version(number, weights, _parse_object(config_data, f"{name}: {_CONFIG}"), manifest)
+        return Version(number, weights, _parse_object(config_data, f"{name}: {CONFIG}"), manifest)
 
     def list(self, domain: str) -> list[VersionInfo]:
         """The domain's versions by number; reads the manifests only.
@@ -182,15 +173,14 @@ class Registry:
         Raises:
             ValueError: the domain is not a valid name.
         """
-        folder = self._folder(domain)
+        check_domain(domain)
         infos = []
-        for number in numbers_in(folder):
-            path = folder / str(number)
+        for number in self.storage.numbers(domain):
             try:
-                infos.append(VersionInfo(domain, number, path, _read_object(path / _MANIFEST, f"{domain}/{number}")))
+                infos.append(VersionInfo(domain, number, self._manifest(domain, number)))
             except VersionError as error:
-                if path.is_dir():  # else it was removed just now
-                    infos.append(VersionInfo(domain, number, path, {}, str(error)))
+                if self._there(domain, number):  # else it was removed just now
+                    infos.append(VersionInfo(domain, number, {}, str(error)))
         return infos
 
     def numbers(self, domain: str) -> list[int]:
@@ -199,7 +189,7 @@ class Registry:
         Raises:
             ValueError: the domain is not a valid name.
         """
-        return numbers_in(self._folder(domain))
+        return self.storage.numbers(check_domain(domain))
 
     def removed(self, domain: str) -> list[RemovedVersion]:
         """The versions that were removed last, by number.
@@ -208,38 +198,35 @@ class Registry:
             ValueError: the domain is not a valid name.
             OSError: the disk does not give it.
         """
-        return history.read(self._folder(domain))
+        return history.read(self.storage, check_domain(domain))
 
     def domains(self) -> list[str]:
         """The domains that have a version, sorted."""
-        if not self.root.is_dir():
-            return []
-        return sorted(path.name for path in self.root.iterdir() if _is_domain(path.name) and numbers_in(path))
+        return sorted(name for name in self.storage.names() if _is_domain(name) and self.storage.numbers(name))
 
-    def _folder(self, domain: str) -> Path:
-        return self.root / check_domain(domain)
+    def _there(self, domain: str, number: int) -> bool:
+        """Whether a version that cannot be read is there; a storage that does not say may have it."""
+        try:
+            return self.storage.has(domain, number)
+        except OSError:
+            return True
 
-    @staticmethod
-    def _claim(folder: Path, temporary: Path) -> int:
-        """Rename to the next free number; a rename onto a version fails because a version is never empty."""
-        number = max(numbers_in(folder), default=0) + 1
-        while True:
-            try:
-                os.rename(temporary, folder / str(number))
-            except OSError:
-                if not (folder / str(number)).exists():
-                    raise
-                number += 1
-            else:
-                return number
+    def _manifest(self, domain: str, number: int) -> dict[str, Any]:
+        return _parse_object(self._read(domain, number, MANIFEST), f"{domain}/{number}: {MANIFEST}")
+
+    def _read(self, domain: str, number: int, file: str, sha256: object = None) -> bytes:
+        """A file of a version, with the hash that its manifest names."""
+        try:
+            data = self.storage.read_version(domain, number, file, sha256)
+        except OSError as error:
+            raise VersionError(f"{domain}/{number}: cannot read {file} ({error.strerror or error})") from None
+        if file != MANIFEST and hashlib.sha256(data).hexdigest() != sha256:
+            raise VersionError(f"{domain}/{number}: {file} does not match the sha256 of the manifest")
+        return data
 
 
-def numbers_in(folder: Path) -> list[int]:
-    """The numbers of the versions in a domain's folder, in order."""
-    if not folder.is_dir():
-        return []
-    names = (entry.name for entry in folder.iterdir())
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit() and name[0] != "0")
+def _attempt(domain: str) -> str:
+    return f"{check_domain(domain)}/.{_ATTEMPT}.json"
 
 
 def _is_domain(name: str) -> bool:
@@ -260,24 +247,8 @@ def _check_finite(weights: dict[str, Tensor], where: str) -> None:
             raise VersionError(f"{where}: weight {name} has values that are not finite")
 
 
-def _check_hash(data: bytes, expected: object, what: str) -> None:
-    if hashlib.sha256(data).hexdigest() != expected:
-        raise VersionError(f"{what} does not match the sha256 of the manifest")
-
-
 def _to_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
-
-
-def _read(path: Path, name: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise VersionError(f"{name}: cannot read {path.name} ({error.strerror})") from None
-
-
-def _read_object(path: Path, name: str) -> dict[str, Any]:
-    return _parse_object(_read(path, name), f"{name}: {path.name}")
 
 
 def _parse_object(data: bytes, what: str) -> dict[str, Any]:

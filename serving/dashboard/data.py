@@ -45,7 +45,7 @@ class Feeds:
 
     def __init__(self, settings: Settings, redis_url: str, registry: Registry, events: Events) -> None:
         self._domain, self._registry, self._events = settings.domain, registry, events
-        self._pointer = Pointer(redis_url, registry.root)
+        self._pointer = Pointer(redis_url, registry.storage)
         self._reader = TraceReader(
             redis_url, settings.capture, group=f"trainer-{settings.domain}", consumer="dashboard"
         )

@@ -16,13 +16,13 @@ from osd.registry.versions import Registry
 from tests.faults.dying_trainer import FIRST, with_canaries
 from tests.integration.test_trainer_killed import RECORDS, check_whole, prepare
 from tests.killer import Killer
-from tests.pointers import put
+from tests.pointers import put, write
 from tests.unit.learning.toys import Toy
 from trainer import checkpoint
 
 WRITERS = (
-    "versions.py", "pointer_file.py", "checkpoint.py", "ledger.py", "history.py", "events.py", "retention.py",
-    "lease.py", "stream.py",
+    "versions.py", "local_storage.py", "pointer_file.py", "checkpoint.py", "ledger.py", "history.py", "events.py",
+    "retention.py", "lease.py", "stream.py",
 )  # fmt: skip
 LOCKS = {".general.lock", ".general.trainer"}
 
@@ -116,7 +116,6 @@ def check_next_writes_leave_nothing(registry, rollout) -> None:
     for _ in range(2):
         registry.publish("general", newest.weights, newest.config, {})
     retire(registry, "general", 1, files.locked("general"))
-    with files.locked("general"):
-        files.write("general", rollout)
+    write(files, "general", rollout)
     for folder in (registry.root, registry.root / "general", registry.root.parent / "trainer"):
         assert {entry.name for entry in folder.iterdir() if entry.name.startswith(".")} <= LOCKS

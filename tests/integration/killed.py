@@ -27,8 +27,8 @@ from trainer.worker import Worker
 
 FILES = ("trainer/rollout.py", "trainer/candidates.py", "trainer/checkpoint.py", "trainer/accounts.py",
          "trainer/intake.py", "osd/registry/versions.py", "osd/files.py", "osd/registry/pointer.py",
-         "osd/registry/pointer_file.py", "osd/registry/lease.py", "osd/registry/retention.py",
-         "osd/registry/history.py")  # fmt: skip
+         "osd/registry/pointer_file.py", "osd/registry/local_storage.py", "osd/registry/lease.py",
+         "osd/registry/retention.py", "osd/registry/history.py")  # fmt: skip
 SECONDS, CALM_SECONDS = 40.0, 0.3
 
 

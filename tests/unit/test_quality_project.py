@@ -38,7 +38,7 @@ def test_every_dependency_is_pinned_to_a_version_that_its_range_allows():
     extras = PROJECT["optional-dependencies"]
     for text in (
         *PROJECT["dependencies"],
-        *(text for name in ("serve", "vllm", "cluster", "otel", "dev") for text in extras[name]),
+        *(text for name in ("serve", "vllm", "cluster", "otel", "s3", "dev") for text in extras[name]),
     ):
         requirement = Requirement(text)
         if requirement.name == PROJECT["name"]:
@@ -136,16 +136,6 @@ def test_grafana_asks_only_for_metrics_that_the_service_exports():
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     expressions += [annotation["expr"] for annotation in dashboard["annotations"]["list"]]
     assert_known(expressions)
-
-
-@pytest.mark.parametrize("file", ["deploy/serve.yaml", "deploy/kuberay.yaml"])
-def test_cluster_files_hold_settings_that_exist(file):
-    content = yaml.safe_load((ROOT / file).read_text())
-    config = yaml.safe_load(content["spec"]["serveConfigV2"]) if "spec" in content else content
-    (application,) = config["applications"]
-    settings = load_settings(None, [f"{key}={value}" for key, value in application["args"].items()], {})
-    assert settings.redis_url
-    assert application["import_path"] == "deploy.cluster:build"
 
 
 def test_the_image_and_compose_use_settings_that_exist():

@@ -12,6 +12,7 @@ import pytest
 from osd.registry import lease as module
 from osd.registry.lease import Lease
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
+from tests.pointers import write
 
 ROOT = Path(module.__file__).parents[2]
 ROLLOUT = Rollout(1, None, 0.0, 1.0)
@@ -20,7 +21,7 @@ ROLLOUT = Rollout(1, None, 0.0, 1.0)
 @pytest.fixture
 def files(tmp_path: Path) -> PointerFiles:
     made = PointerFiles(tmp_path)
-    made.write("general", ROLLOUT)
+    write(made, "general", ROLLOUT)
     return made
 
 
@@ -59,7 +60,7 @@ def test_a_trainer_that_is_killed_leaves_the_domain_at_once(make, files):
         "lease = Lease(PointerFiles(Path(sys.argv[1])), 'general')\n"
         "assert lease.take(Rollout(1, None, 0.0, 1.0)); os.kill(os.getpid(), 9)"
     )
-    killed = subprocess.run([sys.executable, "-c", code, str(files.root)], cwd=ROOT, check=False)
+    killed = subprocess.run([sys.executable, "-c", code, str(files.storage.local)], cwd=ROOT, check=False)
     assert killed.returncode == -9
     mine = make()
     assert mine.take(ROLLOUT)

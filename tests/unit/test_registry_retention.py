@@ -14,9 +14,11 @@ import torch
 
 from osd.registry import history, retention
 from osd.registry.learnt import REQUESTS, fingerprint, versions_with
+from osd.registry.local_storage import LocalStorage
 from osd.registry.pointer_file import PointerFiles, Rollout
 from osd.registry.retention import retire
 from osd.registry.versions import Registry, VersionError
+from tests.pointers import write
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,7 @@ def publish(registry: Registry, parent: int | None = None, **manifest: object) -
 
 
 def point(registry: Registry, stable: int, canary: int | None = None, pinned: bool = False) -> None:
-    PointerFiles(registry.root).write("general", Rollout(stable, canary, 0.1 if canary else 0.0, 1.0, pinned))
+    write(PointerFiles(registry.root), "general", Rollout(stable, canary, 0.1 if canary else 0.0, 1.0, pinned))
 
 
 def prune(registry: Registry, keep: int) -> list[int]:
@@ -158,10 +160,11 @@ def test_on_a_full_disk_room_is_made_first_and_what_was_removed_is_written_down_
     point(registry, 4)
     add = history.add
 
-    def full(folder, manifests):
+    def full(storage, domain, manifests):
+        folder = storage.local / domain
         if (folder / "1").exists() or any(path.name.startswith(".") for path in folder.iterdir()):
             raise OSError(28, "No space left on device")
-        add(folder, manifests)
+        add(storage, domain, manifests)
 
     monkeypatch.setattr(retention.history, "add", full)
     assert prune(registry, 1) == [3, 4]
@@ -179,7 +182,8 @@ def test_a_damaged_history_begins_anew(registry):
 
 def test_the_history_of_large_manifests_is_bounded_in_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(history, "MOST_BYTES", 5000)
+    storage = LocalStorage(tmp_path)
     for number in range(1, 30):
-        history.add(tmp_path, [(number, {"requests": ["0" * 16] * 50})])
-        assert (tmp_path / "history.json").stat().st_size <= 5000
-    assert [one.number for one in history.read(tmp_path)] == [26, 27, 28, 29]
+        history.add(storage, "general", [(number, {"requests": ["0" * 16] * 50})])
+        assert (tmp_path / "general/history.json").stat().st_size <= 5000
+    assert [one.number for one in history.read(storage, "general")] == [26, 27, 28, 29]

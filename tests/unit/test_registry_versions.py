@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from osd.registry import versions
+from osd import files
+from osd.registry import local_storage, versions
 from osd.registry.versions import Registry, VersionError
 
 CONFIG = {"kind": "eagle", "layers": 1}
@@ -97,7 +98,7 @@ def test_tied_and_strided_weights_are_published_as_their_values(registry: Regist
 def test_version_cannot_be_published_onto_another(registry: Registry, monkeypatch: pytest.MonkeyPatch):
     first = publish(registry, value=1.0)
     # As seen by a publisher that listed the folder before the other one was done.
-    monkeypatch.setattr(versions, "numbers_in", lambda folder: [])
+    monkeypatch.setattr(local_storage, "numbers_in", lambda folder: [])
     assert publish(registry, value=2.0).name == "2"
     assert torch.equal(registry.load("code", 1).weights["fc.weight"], weights(1.0)["fc.weight"])
     assert first.is_dir()
@@ -130,8 +131,8 @@ def test_failed_publish_leaves_nothing_behind(registry: Registry, monkeypatch: p
 
 def test_half_written_version_of_a_killed_publisher_is_not_seen(registry: Registry):
     code = (
-        "import os, sys, torch; from pathlib import Path; from osd.registry import versions\n"
-        "versions.files.sync_directory = lambda path: os._exit(9)\n"
+        "import os, sys, torch; from pathlib import Path; from osd import files; from osd.registry import versions\n"
+        "files.sync_directory = lambda path: os._exit(9)\n"
         "versions.Registry(Path(sys.argv[1])).publish('code', {'w': torch.ones(3)}, {}, {})"
     )
     root = Path(versions.__file__).parents[2]
@@ -145,7 +146,7 @@ def test_half_written_version_of_a_killed_publisher_is_not_seen(registry: Regist
 
 
 def test_what_another_publisher_is_writing_is_left_alone(registry: Registry, monkeypatch: pytest.MonkeyPatch):
-    write, others = versions.files.write, []
+    write, others = files.write, []
 
     def meanwhile(path: Path, data: bytes) -> None:
         if not others:

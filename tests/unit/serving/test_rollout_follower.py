@@ -83,14 +83,25 @@ def test_without_any_good_version_a_replica_starts_with_initial_weights(settings
 def test_a_replica_that_cannot_list_the_versions_starts_and_takes_up_the_one_in_service_later(
     settings, registry, tiny_target, monkeypatch, caplog, quick
 ):
-    broken = FlakyRegistry(registry.root, 0, EIO)
-    monkeypatch.setattr(broken, "numbers", lambda domain: (_ for _ in ()).throw(OSError(errno.EIO, "no disk")))
+    broken = FlakyRegistry(registry.root, 1, EIO)
+    monkeypatch.setattr(broken, "numbers", unlisted)
     start = starting_drafter(settings, broken, ScriptedPointer(at(3)), tiny_target)
     assert (start.version, start.refused) == (0, set())
     assert "cannot be listed" in caplog.text
     engine, events = ScriptedEngine(), ScriptedEvents()
     followed(settings, broken, engine, events, at(3), until=lambda: events.events)
     assert events.events == [("swapped", 3)]
+
+
+def unlisted(domain):
+    raise OSError(errno.EIO, "no disk")
+
+
+def test_a_replica_that_cannot_list_the_versions_starts_with_the_one_in_service_where_it_can_read_that(
+    settings, registry, tiny_target, monkeypatch
+):
+    monkeypatch.setattr(registry, "numbers", unlisted)
+    assert starting_drafter(settings, registry, ScriptedPointer(at(3)), tiny_target).version == 3
 
 
 def test_a_replica_that_recalls_needs_no_version(tmp_path, tiny_target):

@@ -15,6 +15,7 @@ from osd.registry.lease import Lease
 from osd.registry.ledger import Spent
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.versions import Version
+from tests.pointers import write
 from tests.unit.learning.toys import TARGET, VOCABULARY, Toy, make_trace
 from trainer import checkpoint
 from trainer.accounts import Accounts, CostMeter
@@ -129,7 +130,7 @@ def test_a_checkpoint_is_not_written_by_a_trainer_that_another_one_has_replaced(
     assert checkpoints.save(learner)
     path = settings.home_dir / "trainer" / "general.safetensors"
     before = path.read_bytes()
-    PointerFiles(settings.registry_dir).write("general", Rollout(1, None, 0.0, 1.0, fence=1))
+    write(PointerFiles(settings.registry_dir), "general", Rollout(1, None, 0.0, 1.0, fence=1))
     learner.distiller.steps += 1
     with pytest.raises(FencedError, match=r"^another trainer has taken over general: "):
         checkpoints.save(learner)

@@ -1,0 +1,52 @@
+"""Files that never change, kept on this machine: the ones that were used last."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+from osd import files
+
+logger = logging.getLogger(__name__)
+
+
+class FileCache:
+    """At most ``most`` files in ``folder``, for any number of processes."""
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self._folder, self._most = folder, most
+
+    def get(self, name: str, sha256: str | None = None) -> bytes | None:
+        """A file, None where there is none or a disk has changed what has that hash."""
+        path = self._folder / name
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return data
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep a file in the place of the one that was used least lately; a disk that does not take it is logged."""
+        try:
+            files.replace(self._folder / name, data)
+            kept = sorted((path for path in self._folder.iterdir() if path.name[0] != "."), key=_used, reverse=True)
+            for path in kept[self._most :]:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s is not kept: %s", name, error)
+
+
+def _used(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

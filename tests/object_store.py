@@ -1,0 +1,43 @@
+"""An object store of S3's kind in this process, for tests."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import boto3
+from moto.server import ThreadedMotoServer
+
+_NUMBERS = itertools.count()
+
+
+class ObjectStore:
+    """The server; ``bucket`` makes one of its own for a test."""
+
+    def __init__(self) -> None:
+        self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        self._server.start()
+        host, port = self._server.get_host_and_port()
+        self.url = f"http://{host}:{port}"
+
+    def bucket(self) -> str:
+        name = f"bucket-{next(_NUMBERS)}"
+        boto3.client("s3", endpoint_url=self.url, region_name="us-east-1").create_bucket(Bucket=name)
+        return name
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+@contextmanager
+def object_store() -> Iterator[ObjectStore]:
+    """Run one, and let the environment lead to it."""
+    told = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    with mock.patch.dict(os.environ, told):
+        store = ObjectStore()
+        with mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": store.url}):
+            yield store
+        store.stop()

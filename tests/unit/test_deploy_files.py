@@ -1,0 +1,263 @@
+"""What the service is deployed with is what those read who deploy it, and its parts fit each other."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonpatch
+import jsonschema
+import kubernetes_validate
+import pytest
+import ray.autoscaler
+import yaml
+from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+from osd.config import Settings, load_settings
+from serving.app import CLOSE_SECONDS
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERAY = DEPLOY / "kuberay"
+KUBERNETES = "1.32"
+"""The oldest that is still maintained when this was written."""
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def service(variant: str) -> dict[str, Any]:
+    found = read(KUBERAY / "base/service.yaml")
+    if variant == "gpu":
+        found = jsonpatch.apply_patch(found, read(KUBERAY / "gpu/patch.yaml"))
+    return found
+
+
+def groups(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    cluster = found["spec"]["rayClusterConfig"]
+    return {"head": cluster["headGroupSpec"]} | {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+
+
+def pods(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The specification of the pods of each group."""
+    return {name: group["template"]["spec"] for name, group in groups(found).items()}
+
+
+def container(pod: dict[str, Any]) -> dict[str, Any]:
+    (one,) = pod["containers"]
+    return one
+
+
+def check_kubernetes(what: dict[str, Any]) -> None:
+    kubernetes_validate.validate(what, KUBERNETES, strict=True)
+
+
+def as_pod(pod: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": pod}
+
+
+@pytest.mark.parametrize("variant", ["base", "gpu"])
+def test_pods_are_what_kubernetes_takes(variant: str):
+    for pod in pods(service(variant)).values():
+        check_kubernetes(as_pod(pod))
+
+
+def test_a_misspelt_field_of_a_pod_is_seen():
+    pod = copy.deepcopy(pods(service("base"))["replicas"])
+    container(pod)["lifecycle"]["prestop"] = container(pod)["lifecycle"].pop("preStop")
+    with pytest.raises(kubernetes_validate.ValidationError, match="prestop"):
+        check_kubernetes(as_pod(pod))
+
+
+@pytest.mark.parametrize("name", ["disruption", "network"])
+def test_what_stands_beside_the_pods_is_what_kubernetes_takes(name: str):
+    found = read(KUBERAY / f"base/{name}.yaml")
+    check_kubernetes(found)
+    with pytest.raises(kubernetes_validate.ValidationError, match="selectors"):
+        check_kubernetes(found | {"spec": found["spec"] | {"selectors": {}}})
+
+
+def test_kustomize_finds_every_file():
+    for variant in ("base", "gpu"):
+        found = read(KUBERAY / variant / "kustomization.yaml")
+        named = [*found["resources"], *(patch["path"] for patch in found.get("patches", []))]
+        assert all((KUBERAY / variant / name).exists() for name in named)
+    assert {file.name for file in (KUBERAY / "base").iterdir()} == {
+        *read(KUBERAY / "base/kustomization.yaml")["resources"],
+        "kustomization.yaml",
+    }
+
+
+def serve_config(name: str) -> dict[str, Any]:
+    return read(DEPLOY / name) if name == "serve.yaml" else yaml.safe_load(service("base")["spec"]["serveConfigV2"])
+
+
+def check_serve(config: dict[str, Any]) -> None:
+    """Serve leaves out what it does not know: nothing of the file may be missing in what it read."""
+    assert ServeDeploySchema.model_validate(config).model_dump(mode="json", exclude_unset=True) == config
+
+
+@pytest.mark.parametrize("name", ["serve.yaml", "kuberay"])
+def test_serve_takes_its_part(name: str):
+    config = serve_config(name)
+    check_serve(config)
+    assert [one["import_path"] for one in config["applications"]] == ["deploy.cluster:build"]
+    with pytest.raises(AssertionError, match="http_option"):
+        check_serve({**config, "http_option": {}})
+    with pytest.raises(ValidationError, match="port"):
+        check_serve({**config, "http_options": {"port": "many"}})
+
+
+def settings_of(name: str, tmp_path: Path) -> Settings:
+    """Those that a cluster file gives the builder, with files where it expects secrets."""
+    given = {key: str(value) for key, value in serve_config(name)["applications"][0]["args"].items()}
+    for key in (key for key in given if key.endswith("_file")):
+        secret = tmp_path / Path(given[key]).name
+        secret.write_text(f"secret of {key}")
+        given[key] = str(secret)
+    return load_settings(None, [f"{key}={value}" for key, value in given.items()], {})
+
+
+@pytest.mark.parametrize("name", ["serve.yaml", "kuberay"])
+def test_cluster_files_hold_settings_that_exist_and_no_password(name: str, tmp_path: Path):
+    assert settings_of(name, tmp_path).redis_url == "redis://:secret%20of%20redis.password_file@redis:6379/0"
+
+
+def test_what_a_pod_is_told_by_its_environment_is_a_setting():
+    told = {one["name"]: one["value"] for one in container(pods(service("gpu"))["replicas"])["env"]}
+    settings = load_settings(None, (), {name: value for name, value in told.items() if name.startswith("OSD_")})
+    assert settings.target.device == "cuda"
+
+
+def test_a_gpu_is_asked_for_by_replicas_alone():
+    asked = {name: container(pod)["resources"]["limits"] for name, pod in pods(service("gpu")).items()}
+    assert {name for name, limits in asked.items() if "nvidia.com/gpu" in limits} == {"replicas"}
+
+
+def test_grace_periods_fit_the_drain(tmp_path: Path):
+    found = service("base")
+    pod = pods(found)["replicas"]
+    *command, seconds = container(pod)["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == ["python", "-m", "deploy.leave"]
+    assert int(seconds) >= settings_of("kuberay", tmp_path).serving.drain_s + CLOSE_SECONDS
+    assert pod["terminationGracePeriodSeconds"] >= int(seconds) + 20, "Ray ends after the replicas"
+    assert found["spec"]["rayClusterDeletionDelaySeconds"] >= int(seconds), "so do those of before an upgrade"
+    drain = settings_of("serve.yaml", tmp_path).serving.drain_s + CLOSE_SECONDS
+    stops = [option for option in read(ROOT / "ray_cluster.yaml")["docker"]["run_options"] if "stop-timeout" in option]
+    assert [int(option.partition("=")[2]) > drain for option in stops] == [True]
+    assert read(DEPLOY / "compose.yaml")["services"]["osd"]["stop_grace_period"] == "2m"
+
+
+def test_no_pod_has_more_rights_than_it_needs():
+    for pod in pods(service("base")).values():
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"] == user_of_the_image()
+        assert container(pod)["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not pod["automountServiceAccountToken"]
+
+
+def user_of_the_image() -> int:
+    image = (DEPLOY / "Dockerfile").read_text()
+    (made,), (used,) = re.findall(r"--uid (\d+)", image), re.findall(r"^USER (\d+)$", image, re.MULTILINE)
+    assert made == used
+    return int(used)
+
+
+def test_every_secret_that_a_pod_reads_is_mounted():
+    args = serve_config("kuberay")["applications"][0]["args"]
+    for pod in pods(service("base")).values():
+        secrets = {volume["name"] for volume in pod["volumes"] if "secret" in volume}
+        paths = [one["mountPath"] for one in container(pod)["volumeMounts"] if one["name"] in secrets]
+        for key, file in args.items():
+            assert not key.endswith("_file") or str(Path(file).parent) in paths, key
+
+
+def test_ports_have_the_names_that_kuberay_looks_for_and_the_network_lets_in_what_is_asked():
+    found = service("base")
+    ports = {
+        name: {port["name"]: port["containerPort"] for port in container(pod)["ports"]}
+        for name, pod in pods(found).items()
+    }
+    known = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080, "serve": 8000}
+    assert ports["head"] == known
+    assert ports["replicas"].items() <= known.items()
+    assert ports["replicas"]["serve"] == serve_config("kuberay")["http_options"]["port"]
+    to_all = [rule for rule in read(KUBERAY / "base/network.yaml")["spec"]["ingress"] if "from" not in rule]
+    assert to_all == [{"ports": [{"port": ports["replicas"]["serve"]}]}]
+
+
+def test_replicas_are_spread_and_leave_one_at_a_time():
+    found = service("base")
+    budget = read(KUBERAY / "base/disruption.yaml")["spec"]
+    group = {"ray.io/group": "replicas"}
+    assert group.items() <= budget["selector"]["matchLabels"].items()
+    assert budget["maxUnavailable"] == 1
+    spread = pods(found)["replicas"]["topologySpreadConstraints"]
+    assert {one["topologyKey"] for one in spread} == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
+    assert all(one["labelSelector"]["matchLabels"] == group for one in spread)
+    assert groups(found)["head"]["rayStartParams"]["num-cpus"] == "0", "a lost head takes no replica along"
+
+
+def test_the_cluster_survives_its_head_and_asks_for_a_token():
+    cluster = service("base")["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["gcsFaultToleranceOptions"]["redisAddress"] == "redis:6379"
+    assert "value" not in cluster["gcsFaultToleranceOptions"]["redisPassword"]
+    by_ssh = read(ROOT / "ray_cluster.yaml")
+    assert "--env=RAY_AUTH_MODE=token" in by_ssh["docker"]["run_options"]
+    assert "RAY_REDIS_ADDRESS=" in by_ssh["head_start_ray_commands"][-1]
+
+
+def test_ray_up_takes_its_file():
+    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+    cluster = read(ROOT / "ray_cluster.yaml")
+    jsonschema.validate(cluster, schema)
+    with pytest.raises(jsonschema.ValidationError, match="max_worker"):
+        jsonschema.validate({**cluster, "max_worker": 2}, schema)
+
+
+def said(name: str, *arguments: str | Path) -> tuple[int, str]:
+    command = [str(Path(sys.executable).with_name(name)), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def broken(file: Path, folder: Path, change: Callable[[str], str]) -> Path:
+    copied = folder / file.name
+    copied.write_text(change(file.read_text()))
+    assert copied.read_text() != file.read_text()
+    return copied
+
+
+def test_hadolint_finds_nothing_in_the_image(tmp_path: Path):
+    assert said("hadolint", DEPLOY / "Dockerfile") == (0, "")
+    bad = broken(DEPLOY / "Dockerfile", tmp_path, lambda text: text.replace('CMD ["osd", "up"]', "CMD osd up"))
+    code, text = said("hadolint", bad)
+    assert code == 1
+    assert "DL3025" in text
+
+
+def test_compose_reads_its_files(tmp_path: Path):
+    check = ("check-jsonschema", "--builtin-schema", "vendor.compose-spec")
+    code, text = said(*check, DEPLOY / "compose.yaml", DEPLOY / "compose.gpu.yaml")
+    assert code == 0, text
+    bad = broken(DEPLOY / "compose.yaml", tmp_path, lambda text: text.replace("shm_size:", "shmsize:"))
+    code, text = said(*check, bad)
+    assert code == 1
+    assert "shmsize" in text
+
+
+def test_the_image_holds_what_probes_and_ray_up_run():
+    installed = re.findall(r"--no-install-recommends (.*?) &&", (DEPLOY / "Dockerfile").read_text())[-1].split()
+    assert {"rsync", "wget"} <= set(installed)

@@ -1,0 +1,49 @@
+"""A node that leaves a cluster waits for what its replicas decode, and no longer than it may."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy import leave as module
+from deploy.leave import leave
+
+
+@pytest.fixture
+def drained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the node's Ray was told; its command line is played by a script."""
+    told, ray = tmp_path / "told", tmp_path / "ray"
+    ray.write_text(f'#!/bin/sh\necho "$@" > {told}\n')
+    ray.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    return told
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with the name of a replica, of this test alone."""
+    name = f"ray::ServeReplica:test-{os.getpid()}"
+    monkeypatch.setattr(module, "_REPLICA", name)
+    process = subprocess.Popen([name, "60"], executable="/bin/sleep")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_it_waits_for_the_replicas_of_its_node(drained: Path, replica: subprocess.Popen[bytes]):
+    assert not leave(1)
+    assert "--deadline-remaining-seconds 1" in drained.read_text()
+    replica.kill()
+    replica.wait()
+    assert leave(60)
+
+
+def test_a_ray_that_does_not_take_it_is_named(drained: Path):
+    drained.with_name("ray").write_text("#!/bin/sh\necho 'Error: no cluster here' >&2\nexit 1\n")
+    with pytest.raises(RuntimeError, match="does not drain this node: Error: no cluster here"):
+        leave(60)

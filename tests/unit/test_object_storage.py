@@ -1,0 +1,305 @@
+"""A registry in an object store keeps what one in a folder keeps."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import s3fs
+import torch
+
+from deploy.contradictions import check_settings
+from osd.config import ConfigError, Settings, load_settings
+from osd.registry import object_storage
+from osd.registry.file_cache import FileCache
+from osd.registry.lease import Lease
+from osd.registry.object_storage import ObjectStorage
+from osd.registry.place import storage_of
+from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
+from osd.registry.retention import retire
+from osd.registry.storage import MANIFEST
+from osd.registry.versions import Registry, VersionError
+from tests.object_store import ObjectStore, object_store
+from tests.pointers import write
+
+FIRST, SECOND = Rollout(1, None, 0.0, 1.0), Rollout(2, None, 0.0, 2.0)
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    with object_store() as found:
+        yield found
+
+
+@pytest.fixture
+def url(store: ObjectStore) -> str:
+    return f"s3://{store.bucket()}/drafters"
+
+
+@pytest.fixture
+def storage(url: str, tmp_path: Path) -> ObjectStorage:
+    return ObjectStorage(url, tmp_path / "node", 3)
+
+
+@pytest.fixture
+def registry(storage: ObjectStorage) -> Registry:
+    return Registry(storage)
+
+
+def publish(registry: Registry, value: float = 1.0, parent: int | None = None) -> int:
+    return registry.publish("general", {"w": torch.full((3,), value)}, {"kind": "eagle"}, {"parent": parent})
+
+
+def value(registry: Registry, number: int) -> float:
+    return float(registry.load("general", number).weights["w"][0])
+
+
+def test_what_is_published_is_listed_and_loaded_on_every_node(registry: Registry, url: str, tmp_path: Path):
+    assert [publish(registry, 1.0), publish(registry, 2.0, parent=1)] == [1, 2]
+    other = Registry(ObjectStorage(url, tmp_path / "other", 3))
+    assert other.domains() == ["general"]
+    assert [(info.number, info.manifest["parent"]) for info in other.list("general")] == [(1, None), (2, 1)]
+    assert [value(other, 1), value(other, 2)] == [1.0, 2.0]
+    with pytest.raises(VersionError, match=r"^general/3: no such drafter version$"):
+        other.load("general", 3)
+
+
+def test_two_publishers_of_one_number_both_keep_theirs(registry: Registry, monkeypatch: pytest.MonkeyPatch):
+    assert publish(registry, 1.0) == 1
+    # As seen by a publisher that listed the store before the other one was done.
+    monkeypatch.setattr(ObjectStorage, "numbers", lambda self, domain: [])
+    assert publish(registry, 2.0) == 2
+    monkeypatch.undo()
+    assert [value(registry, 1), value(registry, 2)] == [1.0, 2.0]
+
+
+def test_publishers_that_race_get_numbers_of_their_own(registry: Registry):
+    found: list[tuple[float, int]] = []
+    racing = [
+        threading.Thread(target=lambda mine=float(mine): found.append((mine, publish(registry, mine))))
+        for mine in range(4)
+    ]
+    for thread in racing:
+        thread.start()
+    for thread in racing:
+        thread.join()
+    assert sorted(number for _, number in found) == registry.numbers("general") == [1, 2, 3, 4]
+    assert all(value(registry, number) == mine for mine, number in found)
+
+
+def test_a_torn_publish_is_never_seen_and_goes_when_it_is_old(
+    registry: Registry, storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+):
+    publish(registry)
+
+    def killed(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(object_storage, "_manifest", killed)
+        with pytest.raises(KeyboardInterrupt):
+            publish(registry, 2.0)
+    assert registry.numbers("general") == [1]
+    assert folders(storage) == 2
+    publish(registry, 3.0, parent=1)
+    publish(registry, 4.0, parent=2)
+    storage.delete("general", [])
+    assert folders(storage) == 4, "somebody may be publishing it"
+    monkeypatch.setattr(object_storage, "_ORPHAN_SECONDS", -1.0)
+    storage.delete("general", [])
+    assert folders(storage) == 3
+    assert [value(registry, number) for number in registry.numbers("general")] == [1.0, 3.0, 4.0]
+
+
+def folders(storage: ObjectStorage) -> int:
+    """Of files that a manifest names, or that none does."""
+    return sum(name.startswith(".") for name in storage._below("general/")[1])
+
+
+def test_what_is_retired_is_gone_and_remembered(registry: Registry, storage: ObjectStorage):
+    for parent in (None, 1, 2, 3):
+        publish(registry, parent=parent)
+    write(PointerFiles(storage), "general", Rollout(4, None, 0.0, 1.0))
+    assert retire(registry, "general", 1, PointerFiles(storage).locked("general")) == [3, 4]
+    assert registry.numbers("general") == [3, 4]
+    assert folders(storage) == 2
+    assert [one.number for one in registry.removed("general")] == [1, 2]
+
+
+def test_an_intention_is_found_by_who_comes_after(registry: Registry):
+    assert registry.begun("general") is None
+    token = registry.begin("general", {"parent": 1})
+    number = registry.publish("general", {"w": torch.ones(1)}, {}, {"attempt": token})
+    found = registry.begun("general")
+    assert found is not None
+    assert found[1] == number
+    registry.finish("general")
+    assert registry.begun("general") is None
+
+
+def test_a_pointer_is_swapped_only_in_the_place_of_what_was_read(storage: ObjectStorage):
+    assert storage.swap("a", None, b"1")
+    assert not storage.swap("a", None, b"2"), "there is one"
+    assert not storage.swap("a", b"0", b"2"), "it is another"
+    assert storage.swap("a", b"1", b"2")
+    assert not storage.swap("b", b"1", b"2"), "there is none"
+    assert storage.read("a") == b"2"
+
+
+def test_a_stale_tag_changes_nothing_and_the_move_is_made_again(
+    storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+):
+    files = PointerFiles(storage)
+    write(files, "general", FIRST)
+    get, stale, seen = storage._get, [True], []
+
+    def moved_meanwhile(name: str):
+        found = get(name)
+        if name == "general.rollout.json" and stale and seen:
+            stale.clear()
+            storage.replace(name, found[0].replace(b'"moves":0', b'"moves":7'))
+        return found
+
+    def change(now: Rollout | None) -> Rollout | None:
+        seen.append(now)
+        assert now is not None
+        return Rollout(2, None, 0.0, 2.0, moves=now.moves + 1)
+
+    monkeypatch.setattr(storage, "_get", moved_meanwhile)
+    moved = files.update("general", change)
+    assert [one.moves for one in seen] == [0, 7]
+    assert files.read("general") == moved == Rollout(2, None, 0.0, 2.0, moves=8)
+
+
+def test_an_answer_that_was_lost_is_no_move_of_somebody_else(storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch):
+    """What asks again, because no answer came, finds that the store has done it."""
+    call = storage._call
+
+    def twice(method: str, name: str | None, **arguments: object):
+        if method == "put_object":
+            call(method, name, **arguments)
+        return call(method, name, **arguments)
+
+    monkeypatch.setattr(storage, "_call", twice)
+    assert storage.swap("a", None, b"1")
+    assert storage.swap("a", b"1", b"2")
+    assert publish(Registry(storage)) == 1
+
+
+def test_moves_that_race_are_made_one_after_the_other(storage: ObjectStorage):
+    files = PointerFiles(storage)
+    write(files, "general", FIRST)
+
+    def count() -> None:
+        for _ in range(3):
+            files.update("general", lambda now: Rollout(1, None, 0.0, 1.0, moves=(now or FIRST).moves + 1))
+
+    racing = [threading.Thread(target=count) for _ in range(3)]
+    for thread in racing:
+        thread.start()
+    for thread in racing:
+        thread.join()
+    assert files.read("general") == Rollout(1, None, 0.0, 1.0, moves=9)
+
+
+def test_a_lock_is_taken_from_who_is_silent_and_from_nobody_else(
+    storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(object_storage, "_WAIT_SECONDS", 0.2)
+    with storage.locked("general"):
+        with pytest.raises(OSError, match="held by another process"), storage.locked("general"):
+            pass
+        monkeypatch.setattr(object_storage, "SILENT_SECONDS", -1.0)
+        with storage.locked("general"):
+            pass
+    with storage.locked("general"):
+        pass
+
+
+def test_a_trainer_that_was_replaced_elsewhere_writes_nothing_more(url: str, tmp_path: Path):
+    """Nodes that share no folder know nothing of each other's locks: the number in the store decides."""
+    first, second = (
+        Lease(PointerFiles(ObjectStorage(url, tmp_path / node, 3)), "general") for node in ("one", "other")
+    )
+    assert first.take(FIRST)
+    with first.held():
+        pass
+    assert second.take(FIRST)
+    with pytest.raises(FencedError), first.held():
+        pass
+    first.release()
+    second.release()
+
+
+def test_a_node_loads_from_its_cache_when_the_store_is_gone(
+    registry: Registry, storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+):
+    publish(registry, 1.0)
+    publish(registry, 2.0)
+    assert value(registry, 1) == 1.0
+    monkeypatch.setattr(storage, "_run", gone)
+    assert value(registry, 1) == 1.0
+    with pytest.raises(VersionError, match=r"^general/2: cannot read manifest.json \(the store is gone\)$"):
+        registry.load("general", 2)
+
+
+def gone(*_arguments: object) -> None:
+    raise OSError(5, "the store is gone")
+
+
+def test_a_damaged_cache_is_read_anew(registry: Registry, storage: ObjectStorage):
+    publish(registry, 1.0)
+    assert value(registry, 1) == 1.0
+    for file in storage._cache._folder.glob("*"):
+        if file.suffix != ".json":
+            file.write_bytes(b"damaged")
+    assert value(registry, 1) == 1.0
+
+
+def test_a_cache_keeps_what_was_used_last(tmp_path: Path):
+    cache = FileCache(tmp_path / "cache", 2)
+    for number, name in enumerate(("a", "b", "c")):
+        cache.put(name, name.encode())
+        os.utime(tmp_path / "cache" / name, (number, number))
+    assert [cache.get(name) for name in ("a", "b", "c")] == [None, b"b", b"c"]
+
+
+def settings_at(url: str, home: Path) -> Settings:
+    return load_settings(None, [f"registry.url={url}", f"home={home}"], {})
+
+
+def test_a_bucket_that_is_not_there_is_named(store: ObjectStore, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"^registry.url s3://nowhere/x: there is no bucket nowhere$"):
+        check_settings(settings_at("s3://nowhere/x", tmp_path))
+
+
+def test_without_credentials_it_says_so(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(ConfigError, match=r"^registry.url [^\n]*: there are no credentials; set AWS_ACCESS_KEY_ID"):
+        check_settings(settings_at(url, tmp_path))
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_without_the_extra_it_says_what_to_install(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match=r"packages that are not installed: pip install 'osd\[s3\]'$"):
+        check_settings(settings_at(url, tmp_path))
+
+
+@pytest.mark.parametrize("bad", ["gs://bucket", "s3://", "s3://B", "bucket"])
+def test_what_is_no_address_of_a_store_is_refused(bad: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"registry\.url"):
+        settings_at(bad, tmp_path)
+
+
+def test_settings_name_the_storage(tmp_path: Path):
+    assert isinstance(storage_of(settings_at("s3://bucket/x", tmp_path)), ObjectStorage)
+    assert storage_of(load_settings(None, [f"home={tmp_path}"], {})).local == tmp_path / "registry"
+    assert MANIFEST == "manifest.json"
