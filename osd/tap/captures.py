@@ -1,0 +1,131 @@
+"""What a tap keeps of requests: copies wait for a thread that reads them, and exchanges for Redis; answers never do."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import httpx2
+from redis.exceptions import RedisError
+
+from osd.capture import exchange
+from osd.capture.exchange import Exchange
+from osd.capture.stream import StreamWriter
+from osd.config import Settings
+from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from osd.tap.agreement import Served
+from osd.tap.metrics import TapMetrics
+from osd.tap.reading import PassedOver, exchanges_of
+
+logger = logging.getLogger(__name__)
+
+_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+_REPORT_SECONDS = 0.5
+
+
+@dataclass
+class Copy:
+    """A request and its answer on their way, up to ``limit`` bytes of each."""
+
+    chat: bool
+    limit: int
+    asked: bytearray = field(default_factory=bytearray)
+    answered: bytearray = field(default_factory=bytearray)
+    status: int = 0
+    request_encoding: str = ""
+    headers: httpx2.Headers = field(default_factory=httpx2.Headers)
+    whole: bool = False
+    too_large: bool = False
+
+    def request(self, part: bytes) -> None:
+        """Take in a part of the request's body."""
+        self._add(self.asked, part)
+
+    def begin(self, asked: Sequence[tuple[bytes, bytes]], status: int, headers: httpx2.Headers) -> None:
+        """Take in the head of the answer, and of the request what says how its body is written."""
+        self.request_encoding = next((v.decode("latin-1") for name, v in asked if name == b"content-encoding"), "")
+        self.status, self.headers = status, headers
+
+    def answer(self, part: bytes) -> None:
+        """Take in a part of the answer's body."""
+        self._add(self.answered, part)
+
+    def _add(self, to: bytearray, part: bytes) -> None:
+        if len(to) + len(part) > self.limit:
+            self.too_large = True
+            to.clear()
+        if not self.too_large:
+            to += part
+
+
+class Captures:
+    """Captures what ``settings`` allow, until ``close``; ``begin`` and ``end`` of each answer take no time."""
+
+    def __init__(self, settings: Settings, redis_url: str, served: Served, metrics: TapMetrics) -> None:
+        self._settings, self._served, self._metrics = settings, served, metrics
+        self._writer = StreamWriter[Exchange](redis_url, settings.tapped, exchange.encode, "exchanges")
+        metrics.tell_written(self._writer.counters)
+        self._waiting: queue.Queue[Copy | None] = queue.Queue(settings.tap.max_queue)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tap-reading", daemon=True)
+        self._thread.start()
+        self._load = threading.Thread(target=self._report, args=(redis_url,), name="tap-load", daemon=True)
+        self._load.start()
+
+    def begin(self, method: str, path: str) -> Copy | None:
+        """What copies a request, None where it cannot be captured."""
+        if method != "POST" or path not in (_CHAT, _TEXT):
+            return None
+        reason = None
+        if not self._settings.capture.enabled:
+            reason = "policy"
+        elif random.random() >= self._settings.tap.share:  # noqa: S311 - a sample, no secret
+            reason = "share"
+        if reason is not None:
+            self._metrics.passed_over.labels(reason).inc()
+            return None
+        return Copy(path == _CHAT, self._settings.tap.max_bytes)
+
+    def end(self, copy: Copy) -> None:
+        """Take a copy whose answer has ended."""
+        try:
+            self._waiting.put_nowait(copy)
+        except queue.Full:
+            self._metrics.unread.inc()
+
+    def close(self) -> None:
+        """Read and write what waits, for some seconds at most."""
+        self._over.set()
+        try:
+            self._waiting.put(None, timeout=1)
+            self._thread.join(5)
+        except queue.Full:
+            logger.warning("answers that were not read yet are not captured")
+        self._writer.close()
+        self._load.join(2)
+
+    def _run(self) -> None:
+        while (copy := self._waiting.get()) is not None:
+            try:
+                for one in exchanges_of(copy, self._settings, self._served):
+                    self._writer.offer(one)
+            except PassedOver as error:
+                self._metrics.passed_over.labels(error.reason).inc()
+            except Exception as error:
+                # Its message may quote a user. Whatever an upstream sends, the next answer is read.
+                logger.error("an answer could not be read: %s", type(error).__name__)
+                self._metrics.passed_over.labels("unreadable").inc()
+
+    def _report(self, redis_url: str) -> None:
+        """Tell trainers how many requests run: they take their time from them."""
+        name = f"tap {self._settings.tap.host}:{self._settings.tap.port}"
+        with ReplicaLoads(redis_url) as loads:
+            while not self._over.wait(_REPORT_SECONDS):
+                try:
+                    loads.report(name, ReplicaLoad(self._metrics.in_flight, 0, 0, 0.0))
+                except RedisError as error:
+                    logger.debug("the load is not told: %s", error)
