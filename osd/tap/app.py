@@ -114,6 +114,6 @@ def _listen(tap: TapSettings, name: str) -> socket.socket:
     port: int = getattr(tap, name)
     try:
         family, _, _, _, address = socket.getaddrinfo(tap.host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)  # type: ignore[arg-type]
+        return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         raise ListenError(f"tap.{name} {port} on {tap.host} cannot be listened on: {error.strerror}") from None

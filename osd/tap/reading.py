@@ -26,7 +26,7 @@ _OTHER_PROMPTS = frozenset(
     | {"mm_processor_kwargs", "media_io_kwargs", "audio", "response_role"}
 )
 """Fields that make another prompt of the same words, or put it into the answer."""
-_SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+_SAMPLING = {"temperature": 1.0, "top_k": 0.0, "top_p": 1.0}
 
 
 class PassedOver(Exception):
@@ -67,7 +67,7 @@ def exchanges_of(copy: Copy, settings: Settings, served: Served) -> Iterator[Exc
         raise PassedOver("form")
     several = max(int(asked.get("n") or 1), 1)
     name = answer.id or f"tapped-{uuid.uuid4().hex}"
-    sampling = {field: asked.get(field) if _number(asked.get(field)) else usual for field, usual in _SAMPLING.items()}
+    temperature, top_k, top_p = (_number(asked, field, usual) for field, usual in _SAMPLING.items())
     for choice in choices:
         if choice.index // several >= len(prompts):
             raise PassedOver("unreadable")
@@ -77,9 +77,9 @@ def exchanges_of(copy: Copy, settings: Settings, served: Served) -> Iterator[Exc
             created=time.time(),
             domain=settings.domain,
             target=settings.target.source,
-            temperature=float(sampling["temperature"]),
-            top_k=max(int(sampling["top_k"]), 0),
-            top_p=float(sampling["top_p"]),
+            temperature=temperature,
+            top_k=max(int(top_k), 0),
+            top_p=top_p,
             chat=prompt if copy.chat else b"",
             text=b"" if copy.chat else prompt,
             answer=choice.text,
@@ -95,8 +95,9 @@ def _json(data: bytes) -> Any:
         return None
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _number(asked: dict[str, Any], field: str, usual: float) -> float:
+    value = asked.get(field)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else usual
 
 
 def _answer(copy: Copy) -> Answer:
