@@ -61,7 +61,7 @@ class Learning:
         self._ends.close()
 
     def check(self) -> None:
-        """Raise RuntimeError when it learns no more."""
+        """See that it learns; to be called now and then."""
         self.teacher.check()
 
     def _start(self) -> None:
@@ -81,7 +81,7 @@ class Learning:
         from deploy.preparation import prepare
         from osd.drafters import from_config
         from trainer.actor import Trainer
-        from trainer.teacher import Teacher
+        from trainer.teacher_process import TeacherProcess
 
         directory = target_directory(settings, self._report)
         prepare(settings, self.redis_url, directory, self._report)
@@ -90,7 +90,7 @@ class Learning:
         assert rollout is not None  # noqa: S101 - it was made ready
         version = Registry(settings.registry_dir).load(settings.domain, rollout.stable)
         taps = from_config(version.config, directory).needs.taps
-        self.teacher = Teacher(settings, self.redis_url, directory, taps)
+        self.teacher = TeacherProcess(settings, self.redis_url, directory, taps)
         self._ends.callback(self.teacher.stop)
         self.trainer = Trainer(settings, self.redis_url)
         self._ends.callback(self.trainer.stop)

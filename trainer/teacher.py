@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class _Stopped(Exception):
     pass
 
 
-@dataclass
+@dataclass(frozen=True)
 class Labelled:
     """Exchanges ``read`` so far, those ``refused`` or purged, and the ``traces`` of the others."""
 
@@ -57,9 +57,20 @@ class Teacher:
     traces is not learnt from yet it waits. An exchange is acknowledged when its traces are written.
     """
 
-    def __init__(self, settings: Settings, redis_url: str, target: Path, taps: tuple[int, ...]) -> None:
-        """``taps`` are the layers whose states the drafter reads of the target in that directory."""
-        self._settings, self.counts = settings, Labelled()
+    def __init__(
+        self,
+        settings: Settings,
+        redis_url: str,
+        target: Path,
+        taps: tuple[int, ...],
+        over: threading.Event,
+        told: Callable[[Labelled], None] = lambda labelled: None,
+    ) -> None:
+        """``taps`` are the layers whose states the drafter reads of the target in that directory.
+
+        ``run`` ends when it is ``over``, and ``told`` hears what was labelled so far after each batch.
+        """
+        self._settings, self._over, self._told, self._counts = settings, over, told, Labelled()
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(target)
         model = SlotModel(
             load_model(target, settings.target.dtype, settings.target.device),
@@ -81,28 +92,10 @@ class Teacher:
         self._tapped = Retention(self._redis, settings.tapped)
         self._loads = ReplicaLoads(redis_url)
         self._capacity = Capacity(self._loads, settings.trainer, time.thread_time)
-        self._over, self._never = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="teacher", daemon=True)
+        self._never = threading.Event()
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after the forward that runs; what was not written is read again by the next."""
-        self._over.set()
-        if self._thread.ident is not None:
-            self._thread.join(10)
-        self._writer.close()
-        for connection in (self._reader, self._learnt, self._purges, self._redis, self._loads):
-            connection.close()
-
-    def check(self) -> None:
-        """Raise RuntimeError when the thread has ended by itself."""
-        if not self._thread.is_alive() and not self._over.is_set():
-            raise RuntimeError("what makes traces of exchanges has ended: its log says why")
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Label until it is over; what was not written then is read again by the next."""
         lower_priority(self._settings.trainer.threads)
         most = self._settings.capture.max_records // 2
         while not self._over.is_set():
@@ -111,6 +104,9 @@ class Teacher:
                 self._over.wait(_LOOK_SECONDS)
             elif batch := self._reader.read(SLOTS, _READ_MS):
                 self._label(batch)
+        self._writer.close()
+        for connection in (self._reader, self._learnt, self._purges, self._redis, self._loads):
+            connection.close()
 
     def _label(self, batch: Sequence[Delivered[Exchange]]) -> None:
         """Write the traces of a batch, and acknowledge it; what purges forbid is taken off the stream."""
@@ -133,9 +129,9 @@ class Teacher:
             readings, traces = [], []
         if self._write(traces):
             self._reader.ack([one.id for one in batch])
-            self.counts.read += len(batch)
-            self.counts.refused += len(batch) - len(readings)
-            self.counts.traces += len(traces)
+            known, refused = self._counts, len(batch) - len(readings)
+            self._counts = Labelled(known.read + len(batch), known.refused + refused, known.traces + len(traces))
+            self._told(self._counts)
 
     def _traces(self, readings: Sequence[Reading]) -> list[Trace]:
         if not self._capacity.wait(self._over, self._never, lambda why: None):

@@ -31,7 +31,7 @@ def learn(config: ConfigFile = None, overrides: Overrides = None) -> None:
         try:
             in_lines = logs.set_up(settings.log, "learn") is not None
             _run(settings, Console(stderr=True, highlight=False, quiet=in_lines))
-        except (*START_ERRORS, RuntimeError) as error:
+        except START_ERRORS as error:
             fail(error)
 
 

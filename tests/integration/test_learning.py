@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import redis
 
 from deploy.embedded import StartError
 from deploy.learning import Learning, check_learning
-from deploy.running import find
+from deploy.running import find, lock
 from osd.admin.audit import Actor
 from osd.admin.forgetting import forget
 from osd.capture import exchange
@@ -25,6 +28,7 @@ from osd.registry.versions import Registry
 from tests.tiny import VOCABULARY
 from tests.unit.test_labelling import chat
 from tests.unit.test_labelling import exchange as made
+from trainer.teacher import Labelled, Teacher
 
 
 @pytest.fixture
@@ -64,16 +68,21 @@ def traces(client: redis.Redis) -> list[Any]:
     return [decode(fields[FIELD]) for _, fields in client.xrange("osd:traces")]
 
 
-def test_a_drafter_learns_what_another_server_answered(settings, send, redis_client, eventually):
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_drafter_learns_what_others_answered_though_who_reads_it_ends(
+    settings, send, redis_client, eventually, killed
+):
     with Learning(settings) as learning:
         assert find(settings.home_dir).redis_url == settings.redis_url
         with Pointer(learning.redis_url, settings.registry_dir) as pointer:
             assert pointer.get("general").stable == 1
             for number in range(40):
                 send(number)
-            eventually(lambda: learning.teacher.counts.read == 40)
+            eventually(lambda: learning.teacher.counts.read > 0, 30)
+            if killed:
+                os.kill(learning.teacher.pid, signal.SIGKILL)
+            eventually(lambda: learning.check() or len({one.request_id for one in traces(redis_client)}) == 40, 30)
             eventually(lambda: pointer.get("general").stable > 1, 30)
-        learning.check()
     assert find(settings.home_dir) is None
     gate = Registry(settings.registry_dir).load("general", 2).manifest["gate"]
     assert gate["acceptance"] > gate["baseline_acceptance"]
@@ -86,7 +95,11 @@ def test_a_drafter_learns_what_another_server_answered(settings, send, redis_cli
 
 
 def test_what_is_no_exchange_of_the_target_is_left_out_and_the_rest_goes_on(settings, send, redis_client, eventually):
-    with Learning(settings) as learning:
+    over, told = threading.Event(), [Labelled()]
+    teacher = Teacher(settings, settings.redis_url, Path(settings.target.source), (1,), over, told.append)
+    thread = threading.Thread(target=teacher.run)
+    thread.start()
+    try:
         send(0, target="another")
         send(1, chat=b"{}")
         redis_client.xadd("osd:tapped", {FIELD: b"junk"})
@@ -94,11 +107,13 @@ def test_what_is_no_exchange_of_the_target_is_left_out_and_the_rest_goes_on(sett
             purges.ask("chatcmpl-2")
         send(2)
         send(3)
-        eventually(lambda: learning.teacher.counts.read == 4)
-        assert learning.teacher.counts.refused == 3
+        eventually(lambda: told[-1] == Labelled(read=4, refused=3, traces=1))
         assert [trace.request_id for trace in traces(redis_client)] == ["chatcmpl-3-0"]
         found = forget(settings, settings.redis_url, Actor.local(), "chatcmpl-3")
         assert found.streamed == 2
+    finally:
+        over.set()
+        thread.join(10)
     left = [
         exchange.decode(fields[FIELD])
         for _, fields in redis_client.xrange("osd:tapped")
@@ -124,7 +139,5 @@ def test_settings_with_which_nothing_can_be_learnt_are_refused_by_name(changed, 
 
 
 def test_a_home_that_is_in_use_is_refused(settings):
-    with Learning(settings):
-        second = Learning(settings)
-        with pytest.raises(StartError, match="already runs"):
-            second.start()
+    with lock(settings.home_dir), pytest.raises(StartError, match="already runs"):
+        Learning(settings).start()
