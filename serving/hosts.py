@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
-from urllib.parse import urlsplit
-
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from osd.config import ServingSettings
+from osd.loopback import host_of, is_loopback, plain
 from serving.access.guard import OPEN_PATHS
 from serving.errors import ApiError
 
@@ -16,10 +14,10 @@ from serving.errors import ApiError
 def allowed_hosts(settings: ServingSettings) -> frozenset[str] | None:
     """The names beside those of loopback under which the service may be asked; None for any."""
     if settings.allowed_hosts is not None:
-        return frozenset(map(_plain, settings.allowed_hosts))
+        return frozenset(map(plain, settings.allowed_hosts))
     # Where nobody else can connect, another name in Host is a page's that had it resolved to this machine.
-    if settings.api_key is None and settings.keys_file is None and _is_loopback(_plain(settings.host)):
-        return frozenset({_plain(settings.host)})
+    if settings.api_key is None and settings.keys_file is None and is_loopback(plain(settings.host)):
+        return frozenset({plain(settings.host)})
     return None
 
 
@@ -37,36 +35,14 @@ class HostGuard:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
-        hosts = [_name(f"//{value}") for value in headers.getlist("host")]
+        hosts = [host_of(f"//{value}") for value in headers.getlist("host")]
         if len(hosts) != 1 or not self._known(hosts[0]):
             refused = "This 'Host' is not a name of this server; serving.allowed_hosts says which are."
-        elif not all(self._known(_name(value)) for value in headers.getlist("origin")):
+        elif not all(self._known(host_of(value)) for value in headers.getlist("origin")):
             refused = "Pages of this 'Origin' may not ask this server; serving.allowed_hosts says which may."
         else:
             return await self.app(scope, receive, send)
         return await ApiError(403, refused, code="host_not_allowed").response()(scope, receive, send)
 
     def _known(self, name: str | None) -> bool:
-        return name is not None and (name in self.names or _is_loopback(name))
-
-
-def _name(address: str) -> str | None:
-    """The host of a URL without its port, None where there is none."""
-    try:
-        host = urlsplit(address).hostname
-    except ValueError:
-        return None
-    return _plain(host) if host else None
-
-
-def _plain(name: str) -> str:
-    return name.strip("[]").rstrip(".").lower()
-
-
-def _is_loopback(name: str) -> bool:
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+        return name is not None and (name in self.names or is_loopback(name))

@@ -69,7 +69,7 @@ class Intake:
     def read(self, learner: Learner, wait_ms: int) -> None:
         """Give the learner what the stream has; waits for a first record for ``wait_ms`` at most."""
         for delivery in self._reader.read(_READ_RECORDS, wait_ms):
-            self._take(delivery.id, delivery.trace, learner)
+            self._take(delivery.id, delivery.record, learner)
         if time.monotonic() >= self._expire_at:
             self._expire_at = time.monotonic() + _EXPIRE_SECONDS
             self._reader.sweep()

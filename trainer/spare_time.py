@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
 
 from trainer.capacity import Capacity
 from trainer.domain_scheduler import DomainScheduler
+from trainer.yielding import yielding
 
 
 class SpareTime:
@@ -62,6 +65,12 @@ class SpareTime:
             if self._scheduler.has(self._domain):
                 return True
         return False
+
+    @contextmanager
+    def step(self, idle: Callable[[], None]) -> Generator[None]:
+        """Do one micro-step inside, see ``give_way``."""
+        with self._capacity.working(), yielding(partial(self.give_way, idle)):
+            yield
 
     def give_way(self, idle: Callable[[], None]) -> None:
         """Within a micro-step: stand still while serving leaves no room, and call ``idle`` now and then meanwhile.

@@ -43,7 +43,6 @@ from trainer.slowing import Slowing
 from trainer.spare_time import SpareTime
 from trainer.status import Status
 from trainer.telling import Telling
-from trainer.yielding import yielding
 
 logger = logging.getLogger(__name__)
 
@@ -223,10 +222,9 @@ class Worker:
         if not self._spare(self._look, _PATIENCE):
             return
         self._say("training", "")
-        trainer, executor = self._settings.trainer, self._context.executor
-        with self._capacity.working(), yielding(partial(self._spare_time.give_way, self._alive)):
-            learned = learner.step(trainer.micro_batch_tokens, executor)
-        learner.worked(self._capacity.worked * executor.size * trainer.threads)
+        with self._spare_time.step(self._alive):
+            learned = learner.step(self._settings.trainer.micro_batch_tokens, self._context.executor)
+        learner.worked(self._capacity.worked * self._context.executor.size * self._settings.trainer.threads)
         self.intake.finish(learned.fresh)
         self._accounts.learned(learned)
         now = time.monotonic()

@@ -25,7 +25,7 @@ _ANSWER_SECONDS = 60.0
 class Forgotten:
     """What was removed, and what has learnt from the request and stays.
 
-    ``streamed`` records of the stream, ``remembered`` ones of trainers' memories, ``entries`` of what is recalled;
+    ``streamed`` records of the streams, ``remembered`` ones of trainers' memories, ``entries`` of what is recalled;
     domains whose drafter in training is ``learning`` from it, and ``versions`` of each domain that have learnt.
     """
 
@@ -82,15 +82,15 @@ def _ask(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, 
     """Records removed from the stream, what each member removed, and those that do not answer."""
     client, purges = connect(url, timeout=5.0), Purges(url)
     try:
-        retention = Retention(client, settings.capture)
+        streams = [Retention(client, kept) for kept in (settings.tapped, settings.capture)]
         purges.ask(request)  # first, so that nothing of it is taken in from here on
-        streamed = retention.purge(request)
+        streamed = sum(stream.purge(request) for stream in streams)
         deadline = time.monotonic() + _ANSWER_SECONDS
         while missing := purges.members() - purges.answers(request).keys():
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        streamed += retention.purge(request)  # what was on its way
+        streamed += sum(stream.purge(request) for stream in streams)  # what was on its way
         return streamed, purges.answers(request), missing
     finally:
         purges.close()

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-
-from osd.capture.trace import Trace
+from typing import Generic, Protocol, TypeVar
 
 
 class ClosedError(Exception):
     """Nothing is taken any more."""
 
 
-class Backlog:
+class Record(Protocol):
+    """Something that is put on a stream."""
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes."""
+        ...
+
+
+Kind = TypeVar("Kind", bound=Record)
+
+
+class Backlog(Generic[Kind]):
     """The newest records, oldest first; any thread may ask.
 
     Where there are more than ``records``, or more than ``most_bytes`` in all, the oldest leave. The newest stays even
@@ -21,7 +32,7 @@ class Backlog:
 
     def __init__(self, records: int, most_bytes: int) -> None:
         self._most, self._most_bytes = records, most_bytes
-        self._waiting: deque[Trace] = deque()
+        self._waiting: deque[Kind] = deque()
         self._bytes = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -32,7 +43,7 @@ class Backlog:
         with self._changed:
             return self._closed and not self._waiting
 
-    def put(self, trace: Trace) -> int:
+    def put(self, record: Kind) -> int:
         """Add a record; returns how many older ones had to leave.
 
         Raises:
@@ -42,15 +53,15 @@ class Backlog:
         with self._changed:
             if self._closed:
                 raise ClosedError
-            self._waiting.append(trace)
-            self._bytes += trace.nbytes
+            self._waiting.append(record)
+            self._bytes += record.nbytes
             while len(self._waiting) > 1 and (len(self._waiting) > self._most or self._bytes > self._most_bytes):
                 self._leave()
                 gone += 1
             self._changed.notify()
         return gone
 
-    def take(self, timeout: float) -> Trace | None:
+    def take(self, timeout: float) -> Kind | None:
         """The oldest record, which leaves; None when none came within ``timeout`` seconds, or it is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, timeout)
@@ -70,7 +81,7 @@ class Backlog:
             self._bytes = 0
             return gone
 
-    def _leave(self) -> Trace:
-        trace = self._waiting.popleft()
-        self._bytes -= trace.nbytes
-        return trace
+    def _leave(self) -> Kind:
+        record = self._waiting.popleft()
+        self._bytes -= record.nbytes
+        return record

@@ -1,6 +1,6 @@
-"""Traces through a bounded Redis Stream: the writer beside the engine, the reader in the trainer.
+"""Records through a bounded Redis Stream: traces from the engine to the trainer, exchanges from a tap to the labeller.
 
-An entry has one field, ``t``: the msgpack bytes of the trace. Its id counts the entries, so that the lag of a reader
+An entry has one field, ``t``: the msgpack bytes of the record. Its id counts the entries, so that the lag of a reader
 can be told without reading what it has not read.
 """
 
@@ -11,16 +11,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-from osd.capture.backlog import Backlog, ClosedError
+from osd.capture.backlog import Backlog, ClosedError, Kind
 from osd.capture.retention import Retention
-from osd.capture.trace import FIELD, Trace, TraceError, decode, encode
+from osd.capture.trace import FIELD, Trace, decode, encode
 from osd.config import CaptureSettings
 from osd.redis_client import Backoff, connect
 
@@ -58,35 +58,38 @@ def counter_key(stream: str) -> str:
     return f"{stream}:count"
 
 
-class TraceWriter:
-    """Puts traces on the stream from a thread of its own; every trace offered is written or counted as dropped.
+class StreamWriter(Generic[Kind]):
+    """Puts records on a stream from a thread of its own; every one offered is written or counted as dropped.
 
     With Redis gone or out of memory records are dropped, not kept: the newest traffic is worth more than a backlog.
     The thread also takes off the stream what ``capture.keep_days`` and ``capture.keep_mb`` no longer allow.
     """
 
-    def __init__(self, url: str, settings: CaptureSettings, replica: str = "") -> None:
-        """Write to the Redis at ``url``, in the name of ``replica``."""
-        self._settings, self._replica = settings, replica
+    def __init__(self, url: str, settings: CaptureSettings, encode: Callable[[Kind], bytes], called: str) -> None:
+        """Write what ``encode`` makes of records, which the log has ``called`` so, to the Redis at ``url``.
+
+        ``encode`` may raise TypeError, ValueError and OverflowError.
+        """
+        self._settings, self._encode, self._called = settings, encode, called
         self._client = connect(url, timeout=1.0)
         self._add = self._client.register_script(_ADD)
         self._retention = Retention(self._client, settings)
-        self._backlog = Backlog(settings.max_queue, BACKLOG_BYTES)
+        self._backlog: Backlog[Kind] = Backlog(settings.max_queue, BACKLOG_BYTES)
         self._lock = threading.Lock()
         self._written = 0
         self._dropped = 0
         self._unlooked = 0  # bytes written since the last look at the size of the stream
         self._backoff = Backoff()
-        self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{called}-writer", daemon=True)
         self._thread.start()
 
-    def offer(self, trace: Trace) -> bool:
-        """Queue a trace without ever blocking; False when it was dropped because the writer is closed.
+    def offer(self, record: Kind) -> bool:
+        """Queue a record without ever blocking; False when it was dropped because the writer is closed.
 
         Where the queue is full the oldest make room, and are dropped.
         """
         try:
-            dropped = self._backlog.put(trace)
+            dropped = self._backlog.put(record)
         except ClosedError:
             self._count_dropped(1)
             return False
@@ -108,9 +111,9 @@ class TraceWriter:
     def _run(self) -> None:
         sweep_at = time.monotonic() + _FIRST_SWEEP_SECONDS
         while not self._backlog.finished:
-            trace = self._backlog.take(max(0.0, sweep_at - time.monotonic()))
-            if trace is not None:
-                if not self._backoff.remaining and self._write(trace):
+            record = self._backlog.take(max(0.0, sweep_at - time.monotonic()))
+            if record is not None:
+                if not self._backoff.remaining and self._write(record):
                     with self._lock:
                         self._written += 1
                 else:
@@ -124,24 +127,24 @@ class TraceWriter:
         with self._lock:
             self._dropped += count
 
-    def _write(self, trace: Trace) -> bool:
+    def _write(self, record: Kind) -> bool:
         stream = self._settings.stream
         try:
-            data = encode(msgspec.structs.replace(trace, replica=self._replica))
+            data = self._encode(record)
         except (TypeError, ValueError, OverflowError) as error:
-            logger.error("a trace cannot be encoded, dropped: %s", type(error).__name__)
+            logger.error("one of the %s cannot be encoded, dropped: %s", self._called, type(error).__name__)
             return False
         try:
             self._add(keys=[stream, counter_key(stream)], args=[self._settings.max_records, data])
         except RedisError as error:
             if not self._backoff.failing:
-                logger.warning("traces are dropped, Redis does not take them: %s", error)
+                logger.warning("%s are dropped, Redis does not take them: %s", self._called, error)
             self._backoff.failed()
             if _out_of_memory(error):
                 self._make_room()
             return False
         if self._backoff.failing:
-            logger.info("Redis takes traces again")
+            logger.info("Redis takes %s again", self._called)
         self._backoff.worked()
         self._keep_small(len(data))
         return True
@@ -156,14 +159,14 @@ class TraceWriter:
         try:
             self._retention.shrink()
         except RedisError as error:
-            logger.warning("the trace stream cannot be kept small: %s", error)
+            logger.warning("the stream of %s cannot be kept small: %s", self._called, error)
 
     def _sweep(self) -> None:
         try:
             if not self._backoff.remaining:
                 self._retention.enforce(time.time())
         except RedisError as error:
-            logger.warning("old traces could not be deleted, trying again: %s", error)
+            logger.warning("old %s could not be deleted, trying again: %s", self._called, error)
 
     def _make_room(self) -> None:
         """Give up the oldest quarter of the stream: under noeviction nothing else would ever free memory."""
@@ -171,7 +174,15 @@ class TraceWriter:
             kept = self._client.xlen(self._settings.stream) * 3 // 4
             self._client.xtrim(self._settings.stream, maxlen=kept, approximate=False)
         except RedisError as error:
-            logger.warning("the trace stream cannot be trimmed: %s", error)
+            logger.warning("the stream of %s cannot be trimmed: %s", self._called, error)
+
+
+class TraceWriter(StreamWriter[Trace]):
+    """Puts traces on the stream."""
+
+    def __init__(self, url: str, settings: CaptureSettings, replica: str = "") -> None:
+        """Write to the Redis at ``url``, in the name of ``replica``."""
+        super().__init__(url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "traces")
 
 
 def _out_of_memory(error: RedisError) -> bool:
@@ -180,15 +191,15 @@ def _out_of_memory(error: RedisError) -> bool:
 
 
 @dataclass(frozen=True)
-class Delivered:
-    """A trace with the id to acknowledge it by."""
+class Delivered(Generic[Kind]):
+    """A record with the id to acknowledge it by."""
 
     id: str
-    trace: Trace
+    record: Kind
 
 
-class TraceReader:
-    """Reads traces as one consumer of a group, at least once each, for one thread.
+class StreamReader(Generic[Kind]):
+    """Reads records as one consumer of a group, at least once each, for one thread.
 
     A record that was delivered and not acknowledged comes again: to the same ``consumer`` name first after a restart,
     else to whoever finds it idle for ``min_idle_ms``. With Redis gone ``read`` gives nothing and goes on when it is
@@ -196,9 +207,16 @@ class TraceReader:
     """
 
     def __init__(
-        self, url: str, settings: CaptureSettings, group: str, consumer: str, min_idle_ms: int = 60_000
+        self,
+        url: str,
+        settings: CaptureSettings,
+        group: str,
+        consumer: str,
+        decode: Callable[[bytes], Kind],
+        min_idle_ms: int = 60_000,
     ) -> None:
-        self._stream = settings.stream
+        """Read what ``decode`` makes of the bytes, which raises ValueError where they are no such record."""
+        self._stream, self._record_of = settings.stream, decode
         self._group = group
         self._consumer = consumer
         self._min_idle_ms = min_idle_ms
@@ -214,7 +232,7 @@ class TraceReader:
         self._lag = 0
         self._counts = {"read": 0, "reclaimed": 0, "undecodable": 0, "trimmed": 0}
 
-    def read(self, max_records: int, block_ms: int) -> list[Delivered]:
+    def read(self, max_records: int, block_ms: int) -> list[Delivered[Kind]]:
         """Take up to ``max_records`` records, waiting at most ``block_ms`` milliseconds for the first.
 
         Returns early with what is there; an empty list when nothing came or Redis is gone.
@@ -288,7 +306,7 @@ class TraceReader:
             self._send_acks()
         self._client.close()
 
-    def _try_read(self, max_records: int, deadline: float) -> list[Delivered]:
+    def _try_read(self, max_records: int, deadline: float) -> list[Delivered[Kind]]:
         try:
             if not self._joined:
                 self._join()
@@ -314,7 +332,7 @@ class TraceReader:
         if isinstance(error, ResponseError) and "NOGROUP" in str(error):
             logger.warning("consumer group %s of %s is lost", self._group, self._stream)
         elif not self._backoff.failing:
-            logger.warning("traces cannot be read from Redis, trying again: %s", error)
+            logger.warning("%s cannot be read from Redis, trying again: %s", self._stream, error)
         # Redis may come back as another, empty server: join again, which changes nothing where the group is there.
         self._joined = False
         self._backoff.failed()
@@ -370,18 +388,28 @@ class TraceReader:
         self._counts["reclaimed"] += len(found)
         return found
 
-    def _decode(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Delivered]:
-        batch, bad = [], []
+    def _decode(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Delivered[Kind]]:
+        batch: list[Delivered[Kind]] = []
+        bad: list[str] = []
         for raw, fields in entries:
             id, data = raw.decode(), fields.get(FIELD, b"")
             try:
-                batch.append(Delivered(id, decode(data)))
-            except TraceError:
+                batch.append(Delivered(id, self._record_of(data)))
+            except ValueError:
                 # Neither the bytes nor the error are logged: both may quote a user.
-                logger.warning("record %s of %s (%d bytes) is not a trace, skipped", id, self._stream, len(data))
+                logger.warning("record %s of %s (%d bytes) cannot be read, skipped", id, self._stream, len(data))
                 bad.append(id)
         self._in_flight.update(delivered.id for delivered in batch)
         self._counts["read"] += len(batch)
         self._counts["undecodable"] += len(bad)
         self._acks += bad  # sent with the next call: a failure here must not lose the batch
         return batch
+
+
+class TraceReader(StreamReader[Trace]):
+    """Reads traces."""
+
+    def __init__(
+        self, url: str, settings: CaptureSettings, group: str, consumer: str, min_idle_ms: int = 60_000
+    ) -> None:
+        super().__init__(url, settings, group, consumer, decode, min_idle_ms)

@@ -85,7 +85,8 @@ def address_of(settings: Settings, url: str | None) -> str:
     from deploy.running import find
 
     running = find(settings.home_dir)
-    return running.url if running else f"http://{settings.serving.host}:{settings.serving.port}"
+    # A trainer without serving has a Redis, and no address.
+    return running.url if running and running.url else f"http://{settings.serving.host}:{settings.serving.port}"
 
 
 def key_of(settings: Settings) -> str | None:

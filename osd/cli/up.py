@@ -73,32 +73,23 @@ def _warm_start(service: Embedded) -> Generator[Callable[[], str]]:
 
 def _follow(service: Embedded, console: Console, warm_start: Callable[[], str]) -> None:
     """Say what happens to the drafter versions, and to the warm start, for as long as the loop runs."""
-    from redis.exceptions import RedisError
+    from osd.cli.news import News
 
-    from osd.registry.events import Events
-
-    events, told, warm = Events(service.redis_url), None, ""
+    news, warm = News(service.redis_url, service.settings.domain), ""
     try:
         while True:
             service.check()
             if (state := warm_start()) != warm:
                 _tell(console, time.time(), warm := state)
-            try:
-                recent = events.recent(20, steps=False)
-            except RedisError:
-                recent = told or []
-            news = [event for event in recent if told is not None and event not in told]
-            told = recent
-            for event in news:
-                reason = f": {event['reason']}" if event.get("reason") else ""
-                of = "" if event["domain"] == service.settings.domain else f" of {event['domain']}"
-                done = event["kind"].replace("_", " ")
-                _tell(console, event["time"], f"version {event['version']}{of} {done}{reason}")
+            for at, what in news.new():
+                _tell(console, at, what)
             time.sleep(1)
     finally:
-        events.close()
+        news.close()
 
 
 def _tell(console: Console, at: float, what: str) -> None:
+    from osd.cli.news import line
+
     logger.info("%s", what)
-    console.print(f"{time.strftime('%H:%M:%S', time.localtime(at))}  {what}", soft_wrap=True)
+    console.print(line(at, what), soft_wrap=True)

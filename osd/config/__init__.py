@@ -49,6 +49,7 @@ from osd.config.settings import (
     Verification,
 )
 from osd.config.sources import load_settings
+from osd.config.tap import TapSettings
 from osd.config.trainer import TrainerSettings
 
 __all__ = [
@@ -90,6 +91,7 @@ __all__ = [
     "Settings",
     "SparseTreeSettings",
     "StaticTreeSettings",
+    "TapSettings",
     "TargetSettings",
     "TokenSelectSettings",
     "TopKTreeSettings",

@@ -14,6 +14,7 @@ from osd.config.domains import FULL_DOMAIN
 from osd.config.drafter import DrafterSettings, MixedSettings, RecallSettings
 from osd.config.growth import BestFirstSettings, GrowthSettings
 from osd.config.selection import AttentionSettings, FullAttentionSettings
+from osd.config.tap import TapSettings
 from osd.config.trainer import TrainerSettings
 
 Verification = Literal["chain", "block", "siblings", "traversal", "naive", "greedy_multidraft", "k_seq"]
@@ -209,6 +210,7 @@ class Settings(Section):
     redis: RedisSettings = RedisSettings()
     trainer: TrainerSettings = TrainerSettings()
     serving: ServingSettings = ServingSettings()
+    tap: TapSettings = TapSettings()
     log: LogSettings = LogSettings()
 
     @field_validator("growth")
@@ -270,6 +272,13 @@ class Settings(Section):
     def recall(self) -> RecallSettings:
         """Of the drafter, where it recalls."""
         return getattr(self.drafter, "recall", RecallSettings())
+
+    @property
+    def tapped(self) -> CaptureSettings:
+        """How what a tap captures is kept: as traces are, on a stream of its own."""
+        tap = self.tap
+        kept = {"stream": tap.stream, "max_records": tap.max_records, "max_queue": tap.max_queue}
+        return self.capture.model_copy(update=kept)
 
     @property
     def home_dir(self) -> Path:

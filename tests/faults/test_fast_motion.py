@@ -116,7 +116,7 @@ class Service:
             for place, one in enumerate(batch):
                 self.replay.add(one.trace)
                 if place % 5 == 0:
-                    self.learnt.add([one.trace.request_id])
+                    self.learnt.add([one.record.request_id])
                     for _ in rehearse(self.table, self.text, one.trace):
                         pass
         for trace in made[OVER_REDIS:]:

@@ -72,7 +72,7 @@ def test_it_comes_back_with_its_password_and_captures_go_on_with_the_group_made_
                 return writer.counters()["written"] > 1
 
             eventually(written_again)
-            assert reader.read(1, block_ms=5000)[0].trace.request_id.startswith("after-")
+            assert reader.read(1, block_ms=5000)[0].record.request_id.startswith("after-")
             eventually(lambda: sum(writer.counters().values()) == offered)
             aftermath.lost = f"{writer.counters()['dropped']} of {offered} traces, counted"
     finally:

@@ -96,7 +96,7 @@ def test_two_services_share_a_redis_when_each_has_a_prefix(redis_url, redis_clie
         use_everything(url, prefix, tmp_path / prefix.removesuffix(":"))
         writer, reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "trainer", "c")
         writer.offer(make_trace(prefix))
-        assert [given.trace.request_id for given in reader.read(9, block_ms=5000)] == [prefix]
+        assert [given.record.request_id for given in reader.read(9, block_ms=5000)] == [prefix]
         assert reader.lag() == 1
         writer.close()
         reader.close()

@@ -20,7 +20,7 @@ def put(client, settings, trace):
 def left(redis_url, settings):
     reader = TraceReader(redis_url, settings, "look", "look")
     try:
-        return [delivered.trace.request_id for delivered in reader.read(1000, 1)]
+        return [delivered.record.request_id for delivered in reader.read(1000, 1)]
     finally:
         reader.close()
 

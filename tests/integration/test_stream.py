@@ -59,7 +59,7 @@ def put(writer: TraceWriter, make_trace: Callable[..., Trace], eventually: Calla
 
 
 def names(batch) -> list[str]:
-    return [delivered.trace.request_id for delivered in batch]
+    return [delivered.record.request_id for delivered in batch]
 
 
 def read_until(reader: TraceReader, count: int, seconds: float = 10.0) -> list[str]:
@@ -76,7 +76,7 @@ def read_until(reader: TraceReader, count: int, seconds: float = 10.0) -> list[s
 def test_what_was_offered_comes_out_equal_and_in_order(put, reader: TraceReader, make_trace):
     put("a", "b", "c")
     batch = reader.read(2, 100)
-    assert [delivered.trace for delivered in batch] == [make_trace("a"), make_trace("b")]
+    assert [delivered.record for delivered in batch] == [make_trace("a"), make_trace("b")]
     assert names(reader.read(2, 100)) == ["c"]
     assert reader.read(2, 0) == []
 
@@ -281,7 +281,7 @@ def test_undecodable_record_is_skipped_counted_and_not_quoted(
     reader.read(1, 0)
     assert reader.counters() == {"read": 1, "reclaimed": 0, "undecodable": 2, "trimmed": 0}
     assert reader.lag() == 0
-    assert "is not a trace" in caplog.text
+    assert "cannot be read" in caplog.text
     assert "private" not in caplog.text
 
 

@@ -64,7 +64,7 @@ def test_the_trainer_gets_what_replicas_have_read(put, tail, redis_url):
     put("two", "a", "b")
     assert len(names(tail)) == 2
     reader = TraceReader(redis_url, SETTINGS, "trainer", "c")
-    assert [delivered.trace.request_id for delivered in reader.read(9, 1000)] == ["a", "b"]
+    assert [delivered.record.request_id for delivered in reader.read(9, 1000)] == ["a", "b"]
     reader.close()
 
 

@@ -22,6 +22,7 @@ from osd.cli.bench.scheduling import scheduling
 from osd.cli.bench.serve import serve, start
 from osd.cli.bench.stopping import stopping
 from osd.cli.bench.structured import structured
+from osd.cli.bench.tap import tap
 from osd.cli.bench.vllm import vllm
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
@@ -43,6 +44,7 @@ for command in (
         structured,
         completion,
         context,
+        tap,
     ),
 ):
     app.command()(command)

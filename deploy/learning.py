@@ -1,0 +1,118 @@
+"""A trainer without serving: the target reads what taps captured, and the drafters of its domain learn from that."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import filelock
+
+from deploy.contradictions import check_settings
+from deploy.embedded import StartError
+from deploy.running import announce, lock, withdraw
+from osd.capture.server import open_redis
+from osd.capture.supervisor import RedisSupervisor
+from osd.config import ConfigError, Settings
+from osd.registry.pointer import Pointer
+from osd.registry.versions import Registry
+from osd.target.load import target_directory
+
+logger = logging.getLogger(__name__)
+
+
+class Learning:
+    """A running trainer and what feeds it, from ``start`` (or entering) to ``stop`` (or leaving)."""
+
+    def __init__(self, settings: Settings, report: Callable[[str], None] = lambda step: None) -> None:
+        self.settings, self.redis_url = settings, ""
+        self.teacher: Any = None
+        self.trainer: Any = None
+        self._report = report
+        self._ends = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Return when it learns from what comes; if that fails, everything that was started is ended again.
+
+        Must be called on the main thread: the Redis server lives and dies with it.
+
+        Raises:
+            StartError: the home directory is in use.
+            osd.target.load.TargetError: the target cannot be had.
+            osd.capture.server.RedisError: there is no Redis.
+            ConfigError: settings contradict each other, or do not fit the target.
+        """
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Learning:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End everything, last started first."""
+        self._ends.close()
+
+    def check(self) -> None:
+        """See that it learns; to be called now and then."""
+        self.teacher.check()
+
+    def _start(self) -> None:
+        settings = self.settings
+        check_learning(settings)
+        check_settings(settings)
+        settings.home_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._ends.enter_context(lock(settings.home_dir))
+        except filelock.Timeout:
+            raise StartError(f"osd already runs in {settings.home_dir}; stop it, or set another home") from None
+        self._report("starting Redis")
+        handle = open_redis(settings)
+        self._ends.callback(RedisSupervisor(handle.server).close if handle.server else handle.close)
+        self.redis_url = handle.url
+        self._report("reading the target")
+        from deploy.preparation import prepare
+        from osd.drafters import from_config
+        from trainer.actor import Trainer
+        from trainer.teacher_process import TeacherProcess
+
+        directory = target_directory(settings, self._report)
+        prepare(settings, self.redis_url, directory, self._report)
+        with Pointer(self.redis_url, settings.registry_dir) as pointer:
+            rollout = pointer.get(settings.domain)
+        assert rollout is not None  # noqa: S101 - it was made ready
+        version = Registry(settings.registry_dir).load(settings.domain, rollout.stable)
+        taps = from_config(version.config, directory).needs.taps
+        self.teacher = TeacherProcess(settings, self.redis_url, directory, taps)
+        self._ends.callback(self.teacher.stop)
+        self.trainer = Trainer(settings, self.redis_url)
+        self._ends.callback(self.trainer.stop)
+        self.teacher.start()
+        announce(settings.home_dir, "", self.redis_url)
+        self._ends.callback(withdraw, settings.home_dir)
+
+
+def check_learning(settings: Settings) -> None:
+    """Refuse settings with which nothing can be learnt from what others answered.
+
+    Raises:
+        ConfigError: there is nothing to train, or it learns from drafts, which such answers do not have.
+    """
+    if not settings.trains or not settings.capture.enabled:
+        raise ConfigError("osd learn trains a drafter: drafter.kind, trainer.enabled and capture.enabled must allow it")
+    trainer = settings.trainer
+    for name, needed in (("positions", "all"), ("samples", "teacher")):
+        if getattr(trainer, name) != needed:
+            raise ConfigError(f"trainer.{name} must be {needed}: nothing was drafted in what a tap captures")
+    if settings.growth.judges:
+        raise ConfigError(f"growth.kind {settings.growth.kind} learns from drafts, and a tap captures none")
+    for name, given in (("workers", trainer.workers > 1), ("extra_domains", bool(trainer.extra_domains))):
+        if given:
+            raise ConfigError(f"trainer.{name}: osd learn trains the drafter of one domain in one process")

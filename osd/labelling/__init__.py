@@ -1,0 +1,1 @@
+"""Labelling: traces of text that another server answered, as the target itself reads it."""

@@ -1,0 +1,154 @@
+"""Traces of text that somebody else's server answered: what transformers says of the same text, place by place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from osd.capture.exchange import Call, Exchange
+from osd.capture.trace import NOT_DRAFTED, TraceError, decode, encode
+from osd.config import CaptureSettings
+from osd.labelling.labeller import ROWS, Labeller
+from osd.labelling.rendering import Reading, Renderer
+from osd.runtime.model import SlotModel
+from osd.runtime.taps import tapped
+from osd.target.model import load_model
+from tests.tiny import VOCABULARY, tokenizer
+
+EOS = 257
+TAPS = (0, 2)
+TEMPLATE = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""It ends every turn, and begins an answer where that is asked for, as those of real models do."""
+
+
+def exchange(answer: str = "Yes.", prompt: Any = "Is it?", **changed: Any) -> Exchange:
+    fields: dict[str, Any] = {
+        "request_id": "cmpl-1-0",
+        "created": 5.0,
+        "domain": "general",
+        "target": "tiny",
+        "temperature": 0.7,
+        "top_k": 3,
+        "top_p": 0.9,
+        "chat": b"",
+        "text": json.dumps(prompt).encode(),
+        "answer": answer,
+        "calls": (),
+        "ended": True,
+    }
+    return Exchange(**{**fields, **changed})
+
+
+def chat(turns: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"chat": json.dumps({"messages": turns, **more}).encode(), "text": b""}
+
+
+@pytest.fixture
+def renderer() -> Renderer:
+    speaks = tokenizer()
+    speaks.chat_template = TEMPLATE
+    return Renderer(speaks, frozenset({EOS}), VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_target: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+
+
+@pytest.fixture
+def model(tiny_target: Path) -> SlotModel:
+    loaded = load_model(tiny_target, "float32", "cpu")
+    return SlotModel(loaded, slots=3, context=600, scratch=1, taps=TAPS, label="tiny@1")
+
+
+def test_a_trace_says_what_the_target_says_and_has_its_states(model, reference):
+    generator = np.random.default_rng(0)
+    lengths = [(5, 9), (ROWS + 3, 2), (1, 2 * ROWS), (40, 40), (7, 1)]  # more than there are slots
+    readings = [
+        Reading(exchange(request_id=f"r{n}"), *(generator.integers(0, 256, size).tolist() for size in sizes))
+        for n, sizes in enumerate(lengths)
+    ]
+    traces = Labeller(model, CaptureSettings(top_k=6), 3).traces(readings)
+    assert [trace.request_id for trace in traces] == [f"r{n}" for n in range(5)]
+    for reading, trace in zip(readings, traces, strict=True):
+        decode(encode(trace))  # whole, and of arrays that fit each other
+        prompt, text = reading.prompt, torch.tensor([reading.prompt + reading.completion])
+        with torch.no_grad(), tapped(reference, TAPS) as outputs:
+            logp = reference(text).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        assert trace.completion_ids.numpy().tolist() == reading.completion
+        ids = torch.tensor(trace.target_ids.numpy().tolist())
+        np.testing.assert_allclose(trace.target_logp.numpy(), logp.gather(-1, ids), atol=0.02)
+        np.testing.assert_allclose(trace.target_logp.numpy(), logp.topk(6).values, atol=0.02)
+        rest = 1 - logp.topk(6).values.exp().sum(-1)
+        np.testing.assert_allclose(np.exp(trace.target_tail.numpy().astype(float)), rest, atol=0.01)
+        hidden = (trace.hidden.numpy().astype(np.uint32) << 16).view(np.float32)
+        states = torch.cat([outputs[tap][0] for tap in TAPS], -1)[:-1]
+        np.testing.assert_allclose(hidden, states, atol=0.05, rtol=0.02)
+        assert (trace.verdict.numpy() == NOT_DRAFTED).all()
+        assert (trace.target, trace.created, trace.temperature, trace.completes) == ("tiny@1", 5.0, 0.7, True)
+
+
+def test_a_long_answer_comes_in_segments_and_what_does_not_fit_is_left_out(model):
+    said = list(range(200))
+    readings = [
+        Reading(exchange(request_id="long"), [1], said),
+        Reading(exchange(request_id="full"), [1] * 600, [2]),
+        Reading(exchange(request_id="cut"), [1] * 590, said),
+    ]
+    traces = Labeller(model, CaptureSettings(segment=64), 3).traces(readings)
+    long = [trace for trace in traces if trace.request_id == "long"]
+    assert [trace.segment for trace in long] == [0, 1, 2, 3]
+    assert np.concatenate([trace.completion_ids.numpy() for trace in long]).tolist() == said
+    for trace in traces:
+        decode(encode(trace))
+    (cut,) = [trace for trace in traces if trace.request_id != "long"]
+    assert (cut.request_id, len(cut.completion_ids.numpy())) == ("cut", 10)
+
+
+def test_a_text_goes_on_and_ends_where_the_model_ended_it(renderer):
+    read = renderer.read(exchange("Yes.", "Is it?"))
+    assert tokenizer().decode(read.prompt) == "Is it?"
+    assert read.completion == [*tokenizer()("Yes.")["input_ids"], EOS]
+    assert renderer.read(exchange("Yes.", [1, 2, 3], ended=False)).prompt == [1, 2, 3]
+    assert EOS not in renderer.read(exchange("Yes.", [1, 2, 3], ended=False)).completion
+
+
+def test_a_chat_is_written_as_its_template_does(renderer):
+    turns = [{"role": "user", "content": "Hi"}]
+    read = renderer.read(exchange(**chat(turns)))
+    assert tokenizer().decode(read.prompt) == "<|user|>Hi</s><|assistant|>"
+
+
+def test_calls_are_written_as_the_template_writes_them(renderer):
+    turns, tools = [{"role": "user", "content": "Where?"}], [{"type": "function", "function": {"name": "look"}}]
+    calls = (Call("c1", "look", '{"at": "Rome"}'),)
+    read = renderer.read(exchange("", calls=calls, **chat(turns, tools=tools)))
+    said = '<tool_call>{"name": "look", "arguments": {"at": "Rome"}}</tool_call>'
+    assert tokenizer().decode(read.completion[:-1]) == said
+    assert tokenizer().decode(read.prompt).startswith("<tools>")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"answer": "", "ended": False},
+        {"prompt": [1, VOCABULARY]},
+        {"prompt": []},
+        chat([{"role": "user", "content": "Hi"}], options={"chat_template": "{{ 1 }}"}),
+        chat([{"role": "user", "content": "Hi"}], options={"tokenize": True}),
+    ],
+)
+def test_what_the_target_cannot_read_is_refused(renderer, given):
+    with pytest.raises(TraceError):
+        renderer.read(exchange(**given))

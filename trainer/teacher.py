@@ -1,0 +1,173 @@
+"""Makes traces of what taps captured, in spare time: the target reads each answer, and says what it would have said."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis.exceptions import RedisError
+from transformers import PreTrainedTokenizerBase
+
+from osd.capture import exchange
+from osd.capture.exchange import Exchange
+from osd.capture.purge import Purges
+from osd.capture.retention import Retention, belongs, oldest_allowed
+from osd.capture.stream import Delivered, StreamReader, TraceReader, TraceWriter
+from osd.capture.trace import Trace, TraceError
+from osd.config import Settings
+from osd.labelling.labeller import Labeller
+from osd.labelling.rendering import Reading, Renderer
+from osd.redis_client import connect
+from osd.registry.replica_loads import ReplicaLoads
+from osd.runtime.model import SlotModel
+from osd.target.identity import identify
+from osd.target.load import load_tokenizer
+from osd.target.model import load_model
+from trainer.capacity import Capacity, lower_priority
+
+logger = logging.getLogger(__name__)
+
+SLOTS = 4
+"""Answers that are read at a time."""
+
+_READ_MS, _WRITE_SECONDS, _LOOK_SECONDS = 500, 5.0, 0.2
+
+
+class _Stopped(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Exchanges ``read`` so far, those ``refused`` or purged, and the ``traces`` of the others."""
+
+    read: int = 0
+    refused: int = 0
+    traces: int = 0
+
+
+class Teacher:
+    """Reads exchanges as one of the group of ``settings.domain``, and writes their traces for its trainer.
+
+    It computes where ``Capacity`` leaves room, and no more than the trainer takes: while half of a full stream of
+    traces is not learnt from yet it waits. An exchange is acknowledged when its traces are written.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        redis_url: str,
+        target: Path,
+        taps: tuple[int, ...],
+        over: threading.Event,
+        told: Callable[[Labelled], None] = lambda labelled: None,
+    ) -> None:
+        """``taps`` are the layers whose states the drafter reads of the target in that directory.
+
+        ``run`` ends when it is ``over``, and ``told`` hears what was labelled so far after each batch.
+        """
+        self._settings, self._over, self._told, self._counts = settings, over, told, Labelled()
+        tokenizer: PreTrainedTokenizerBase = load_tokenizer(target)
+        model = SlotModel(
+            load_model(target, settings.target.dtype, settings.target.device),
+            weights=settings.target.weights,
+            slots=SLOTS,
+            context=settings.engine.context,
+            scratch=1,
+            taps=taps,
+            label=identify(settings.target.source, target).label,
+        )
+        self._renderer = Renderer(tokenizer, model.eos_ids, model.vocab_size)
+        self._labeller = Labeller(model, settings.capture, SLOTS)
+        group = f"trainer-{settings.domain}"
+        self._reader = StreamReader[Exchange](redis_url, settings.tapped, group, "teacher", exchange.decode)
+        self._learnt = TraceReader(redis_url, settings.capture, group, "teacher")  # for its lag alone
+        self._writer = TraceWriter(redis_url, settings.capture, "teacher")
+        self._offered = 0
+        self._purges, self._redis = Purges(redis_url), connect(redis_url, timeout=5.0)
+        self._tapped = Retention(self._redis, settings.tapped)
+        self._loads = ReplicaLoads(redis_url)
+        self._capacity = Capacity(self._loads, settings.trainer, time.thread_time)
+        self._never = threading.Event()
+
+    def run(self) -> None:
+        """Label until it is over; what was not written then is read again by the next."""
+        lower_priority(self._settings.trainer.threads)
+        most = self._settings.capture.max_records // 2
+        while not self._over.is_set():
+            self._reader.sweep()
+            if self._learnt.lag() >= most:
+                self._over.wait(_LOOK_SECONDS)
+            elif batch := self._reader.read(SLOTS, _READ_MS):
+                self._label(batch)
+        self._writer.close()
+        for connection in (self._reader, self._learnt, self._purges, self._redis, self._loads):
+            connection.close()
+
+    def _label(self, batch: Sequence[Delivered[Exchange]]) -> None:
+        """Write the traces of a batch, and acknowledge it; what purges forbid is taken off the stream."""
+        try:
+            asked = self._purges.asked()
+            for request in asked:
+                if any(belongs(one.record.request_id, request) for one in batch):
+                    self._tapped.purge(request)
+        except RedisError as error:
+            logger.debug("the list of purged requests cannot be read: %s", error)
+            return  # they are read again when Redis is back
+        readings = [reading for one in batch if (reading := self._reading(one.record, list(asked))) is not None]
+        try:
+            traces = self._traces(readings)
+        except _Stopped:
+            return
+        except Exception as error:
+            # Its message may quote a user. Read again, it would stand in the way of all others for ever.
+            logger.error("answers could not be read by the target, they are left out: %s", type(error).__name__)
+            readings, traces = [], []
+        if self._write(traces):
+            self._reader.ack([one.id for one in batch])
+            known, refused = self._counts, len(batch) - len(readings)
+            self._counts = Labelled(known.read + len(batch), known.refused + refused, known.traces + len(traces))
+            self._told(self._counts)
+
+    def _traces(self, readings: Sequence[Reading]) -> list[Trace]:
+        if not self._capacity.wait(self._over, self._never, lambda why: None):
+            raise _Stopped
+        with self._capacity.working():
+            return self._labeller.traces(readings, self._give_way)
+
+    def _reading(self, record: Exchange, purged: Sequence[str]) -> Reading | None:
+        oldest = oldest_allowed(self._settings.capture, time.time())
+        old = oldest is not None and record.created < oldest
+        if old or any(belongs(record.request_id, asked) for asked in purged):
+            return None
+        try:
+            if record.target != self._settings.target.source:
+                raise TraceError(f"it is of the target {record.target}, not of {self._settings.target.source}")
+            return self._renderer.read(record)
+        except TraceError as error:
+            logger.warning("an exchange was refused: %s", error)
+            return None
+        except ValueError as error:  # its prompt is no JSON of one
+            logger.warning("an exchange was refused: %s", type(error).__name__)
+            return None
+
+    def _give_way(self) -> None:
+        self._capacity.give_way(self._over.is_set, lambda share: None)
+        if self._over.is_set():
+            raise _Stopped
+
+    def _write(self, traces: Sequence[Trace]) -> bool:
+        """Write traces; False when they are still not all written or dropped after some seconds."""
+        for trace in traces:
+            self._writer.offer(trace)
+        self._offered += len(traces)
+        deadline = time.monotonic() + _WRITE_SECONDS
+        while sum(self._writer.counters().values()) < self._offered:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+        return True
