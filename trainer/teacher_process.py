@@ -11,6 +11,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from transformers.utils import logging as progress
+
 from osd import logs
 from osd.config import Settings
 from osd.redis_client import Backoff
@@ -89,6 +91,7 @@ def _teach(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which says when it is over
     if logs.set_up(settings.log, "teacher") is None:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    progress.disable_progress_bar()
     over = threading.Event()
 
     def watch() -> None:
