@@ -15,6 +15,7 @@ from deploy.running import announce, lock, withdraw
 from osd.capture.server import open_redis
 from osd.capture.supervisor import RedisSupervisor
 from osd.config import ConfigError, Settings
+from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
 from osd.target.load import target_directory
@@ -85,10 +86,11 @@ class Learning:
 
         directory = target_directory(settings, self._report)
         prepare(settings, self.redis_url, directory, self._report)
-        with Pointer(self.redis_url, settings.registry_dir) as pointer:
+        storage = storage_of(settings)
+        with Pointer(self.redis_url, storage) as pointer:
             rollout = pointer.get(settings.domain)
         assert rollout is not None  # noqa: S101 - it was made ready
-        version = Registry(settings.registry_dir).load(settings.domain, rollout.stable)
+        version = Registry(storage).load(settings.domain, rollout.stable)
         taps = from_config(version.config, directory).needs.taps
         self.teacher = TeacherProcess(settings, self.redis_url, directory, taps)
         self._ends.callback(self.teacher.stop)
