@@ -69,7 +69,7 @@ def test_tenants_with_the_same_prompts_share_no_recall_no_cache_no_trace_and_no_
     reader = TraceReader(redis_url, settings.capture, "test", "c")
     traces = []
     while len(traces) < 7 and (found := reader.read(16, block_ms=5000)):
-        traces += [given.trace.domain for given in found]
+        traces += [given.record.domain for given in found]
     reader.close()
     assert sorted(traces) == ["acme.code", *["acme.general"] * 2, *["blue.general"] * 2, *["general"] * 2]
 
