@@ -49,7 +49,7 @@ class TrainerSettings(Section):
         ge=0,
         description="of the draft vocabulary, sampled for each micro-step beside what the target named; 0: all of it",
     )
-    micro_batch_tokens: int = Field(default=128, ge=32, description="tokens of one micro-step")
+    micro_batch_tokens: int = Field(default=256, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")
     replay_tokens: int = Field(default=400_000, ge=1024, description="tokens kept for replay")
     replay_mb: int = Field(default=2048, ge=1, description="memory of what is kept for replay, hidden states included")
@@ -71,7 +71,7 @@ class TrainerSettings(Section):
     drift_records: int = Field(default=1000, ge=10, description="records between two false alarms, on average")
     canary_share: float = Field(default=0.0, ge=0, le=0.5, description="requests that try a new version, 0 for none")
     canary_seconds: float = Field(default=600.0, gt=0, description="a canary undecided for so long is rolled back")
-    steps_per_candidate: int = Field(default=150, ge=1, description="micro-steps between two gates")
+    steps_per_candidate: int = Field(default=75, ge=1, description="micro-steps between two gates")
     min_records: int = Field(default=12, ge=1, description="records before the first step")
     tracking: Literal["tensorboard", "mlflow", "wandb", "none"] = Field(
         default="tensorboard", description="where losses, verdicts and versions are recorded"
