@@ -137,7 +137,9 @@ def find_drafter(settings: Settings, draft: str, directory: Path) -> tuple[Draft
         registry = Registry(storage_of(settings))
         whole = [info.number for info in registry.list(settings.domain) if not info.problem]
         if not whole:
-            raise BenchError(f"domain {settings.domain} has no drafter version in {settings.registry_dir}")
+            raise BenchError(
+                f"domain {settings.domain} has no drafter version in {settings.registry.url or settings.registry_dir}"
+            )
         try:
             version = registry.load(settings.domain, whole[-1])
             drafter = drafters.from_config(version.config, directory)

@@ -27,6 +27,7 @@ from benchmarks.pair import BenchError
 from benchmarks.report import columns
 from osd.config import Settings
 from osd.registry.place import storage_of
+from osd.registry.storage import WEIGHTS
 from osd.registry.versions import Registry
 from osd.runtime.kv_cache import heads_of
 from osd.scrape import Scrape
@@ -212,9 +213,12 @@ def weight_bytes(settings: Settings) -> int:
                 quantised = settings.target.weights == "int8" and len(shape) == 2 and "embed" not in name
                 target += math.prod(shape) * (1 if quantised else size)
     drafter = 0
-    whole = [info.number for info in Registry(storage_of(settings)).list(settings.domain) if not info.problem]
+    registry = Registry(storage_of(settings))
+    whole = [info for info in registry.list(settings.domain) if not info.problem]
     if whole and settings.drafts:
-        drafter = (settings.registry_dir / settings.domain / str(whole[-1]) / "model.safetensors").stat().st_size
+        newest = whole[-1]
+        weights = registry.storage.read_version(settings.domain, newest.number, WEIGHTS, newest.manifest["sha256"])
+        drafter = len(weights)
     return target + drafter
 
 

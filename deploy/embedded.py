@@ -13,20 +13,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import filelock
 import ray
 from ray.exceptions import RayError
 
+from deploy.assembly import Assembly, StartError
 from deploy.contradictions import check_settings
 from deploy.local_ray import LocalRay, RayDied, last_line
 from deploy.local_serve import LocalServe
-from deploy.running import announce, lock, withdraw
-from osd.capture.server import RedisError, open_redis, public_url
-from osd.capture.supervisor import RedisSupervisor
-from osd.config import ConfigError, Settings
+from deploy.running import announce, withdraw
+from osd.capture.server import public_url
+from osd.config import Settings
 from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer
-from osd.target.load import TargetError, commit_of, target_directory
+from osd.target.load import commit_of, target_directory
 
 logger = logging.getLogger(__name__)
 
@@ -34,62 +33,17 @@ _ACTOR_SECONDS, _TRAINER_SECONDS, _ANSWER_SECONDS = 60.0, 20.0, 15.0
 _MOMENT_SECONDS = 0.2
 
 
-class StartError(RuntimeError):
-    """The loop cannot start here; the message is one line that names what to change."""
-
-
-START_ERRORS = (StartError, ConfigError, TargetError, RedisError)
-"""What keeps the loop from starting; each is one line that names what to change."""
-
-
-class Embedded:
-    """A running loop, from ``start`` (or entering) to ``stop`` (or leaving)."""
+class Embedded(Assembly):
+    """A running loop; ``start`` returns when the service answers, and may raise RayDied too."""
 
     def __init__(self, settings: Settings, report: Callable[[str], None] = lambda step: None) -> None:
-        self.settings = settings
+        super().__init__(settings, report)
         self.url = f"http://{_reachable(settings.serving.host)}:{settings.serving.port}"
-        self.redis_url = ""
         self.directory = Path()
         self.trainer: Any = None
         self._preparing = "reading settings"
-        self._report = report
         self._ray = LocalRay()
         self._serve = LocalServe(self._ray, settings)
-        self._ends = contextlib.ExitStack()
-
-    def start(self) -> None:
-        """Return when the service answers; if that fails, every process that was started is ended again.
-
-        Must be called on the main thread: the Redis server lives and dies with it.
-
-        Raises:
-            RayDied: a server of Ray ended by itself.
-            StartError: the port or the home directory is in use, the settings of the drafter do not fit the target,
-                or the service does not come up.
-            TargetError: the target cannot be had.
-            RedisError: there is no Redis.
-            ConfigError: settings contradict each other.
-        """
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
-
-    def __enter__(self) -> Embedded:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def stop(self, report: Callable[[str], None] = lambda step: None) -> None:
-        """End everything, last started first; every step is tried whatever became of the others.
-
-        ``report`` is told what it waits for.
-        """
-        self._report = report
-        self._ends.close()
 
     def check(self) -> None:
         """Raise ``RayDied`` when the loop no longer runs because a server of Ray ended by itself."""
@@ -134,15 +88,7 @@ class Embedded:
         settings = self.settings
         check_port(settings.serving.host, settings.serving.port)
         check_settings(settings)
-        settings.home_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            self._ends.enter_context(lock(settings.home_dir))
-        except filelock.Timeout:
-            raise StartError(f"osd already runs in {settings.home_dir}; stop it, or set another home") from None
-        self._report("starting Redis")
-        handle = open_redis(settings)
-        self._ends.callback(RedisSupervisor(handle.server).close if handle.server else handle.close)
-        self.redis_url = handle.url
+        self._open()
         # Ray and Serve need seconds to start and the target up to a minute: neither waits for the other.
         pool = ThreadPoolExecutor(1, "prepare")
         try:

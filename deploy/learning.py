@@ -2,64 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
-import filelock
-
+from deploy.assembly import Assembly
 from deploy.contradictions import check_settings
-from deploy.embedded import StartError
-from deploy.running import announce, lock, withdraw
-from osd.capture.server import open_redis
-from osd.capture.supervisor import RedisSupervisor
+from deploy.running import announce, withdraw
 from osd.config import ConfigError, Settings
 from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
 from osd.target.load import target_directory
 
-logger = logging.getLogger(__name__)
 
-
-class Learning:
-    """A running trainer and what feeds it, from ``start`` (or entering) to ``stop`` (or leaving)."""
+class Learning(Assembly):
+    """A running trainer and what feeds it; ``start`` returns when it learns from what comes."""
 
     def __init__(self, settings: Settings, report: Callable[[str], None] = lambda step: None) -> None:
-        self.settings, self.redis_url = settings, ""
+        super().__init__(settings, report)
         self.teacher: Any = None
         self.trainer: Any = None
-        self._report = report
-        self._ends = contextlib.ExitStack()
-
-    def start(self) -> None:
-        """Return when it learns from what comes; if that fails, everything that was started is ended again.
-
-        Must be called on the main thread: the Redis server lives and dies with it.
-
-        Raises:
-            StartError: the home directory is in use.
-            osd.target.load.TargetError: the target cannot be had.
-            osd.capture.server.RedisError: there is no Redis.
-            ConfigError: settings contradict each other, or do not fit the target.
-        """
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
-
-    def __enter__(self) -> Learning:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """End everything, last started first."""
-        self._ends.close()
 
     def check(self) -> None:
         """See that it learns; to be called now and then."""
@@ -69,15 +31,7 @@ class Learning:
         settings = self.settings
         check_learning(settings)
         check_settings(settings)
-        settings.home_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            self._ends.enter_context(lock(settings.home_dir))
-        except filelock.Timeout:
-            raise StartError(f"osd already runs in {settings.home_dir}; stop it, or set another home") from None
-        self._report("starting Redis")
-        handle = open_redis(settings)
-        self._ends.callback(RedisSupervisor(handle.server).close if handle.server else handle.close)
-        self.redis_url = handle.url
+        self._open()
         self._report("reading the target")
         from deploy.preparation import prepare
         from osd.drafters import from_config

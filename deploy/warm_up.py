@@ -55,7 +55,7 @@ def warm_up(
 
     Raises:
         WarmUpError: no request was answered.
-        Exception: one of ``deploy.embedded.START_ERRORS``.
+        Exception: one of ``deploy.assembly.START_ERRORS``.
     """
     end = time.monotonic() + max(60 * minutes - _ENDING, 0.0)
     directory = target_directory(settings, report)

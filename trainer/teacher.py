@@ -91,7 +91,8 @@ class Teacher:
         self._purges, self._redis = Purges(redis_url), connect(redis_url, timeout=5.0)
         self._tapped = Retention(self._redis, settings.tapped)
         self._loads = ReplicaLoads(redis_url)
-        self._capacity = Capacity(self._loads, settings.trainer, time.thread_time)
+        threads = settings.trainer.threads
+        self._capacity = Capacity(self._loads, settings.trainer, lambda: time.process_time() / threads)
         self._never = threading.Event()
 
     def run(self) -> None:

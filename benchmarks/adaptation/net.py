@@ -166,7 +166,7 @@ def net(
         report: told what is done.
 
     Raises:
-        deploy.embedded.StartError: the service does not come up.
+        deploy.assembly.StartError: the service does not come up.
         BenchError: a request or the trainer failed.
     """
 

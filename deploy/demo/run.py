@@ -48,7 +48,7 @@ def run(settings: Settings, plan: Plan, report: Path | None) -> None:
 
     Raises:
         TrafficError: the source cannot be used.
-        Exception: one of ``deploy.embedded.START_ERRORS``.
+        Exception: one of ``deploy.assembly.START_ERRORS``.
     """
     console = Console(highlight=False)
     send, hold = split(load(plan.source), HELD_OUT)

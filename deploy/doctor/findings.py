@@ -17,9 +17,10 @@ import torch
 from packaging.requirements import Requirement
 from redis.exceptions import RedisError as RedisFailure
 
+from deploy.assembly import StartError
 from deploy.contradictions import check_settings
 from deploy.doctor.self_test import SelfTestError, self_test
-from deploy.embedded import StartError, check_port
+from deploy.embedded import check_port
 from deploy.running import find
 from osd.capture.server import RedisError, find_server, open_redis
 from osd.config import ConfigError, Settings

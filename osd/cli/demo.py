@@ -28,8 +28,8 @@ def demo(
         fail("the demo needs a drafter.kind that is trained, and trainer.enabled and capture.enabled")
     if settings.serving.keys_file is not None:
         fail("the demo sends requests of its own, and has no key of serving.keys_file: use serving.api_key")
+    from deploy.assembly import START_ERRORS
     from deploy.demo.run import Plan, run
-    from deploy.embedded import START_ERRORS
     from deploy.local_ray import RayDied
     from osd.traffic.prompt import TrafficError
 

@@ -188,7 +188,7 @@ def warm_up(
         fail("drafter.kind none learns nothing")
     from rich.console import Console
 
-    from deploy.embedded import START_ERRORS
+    from deploy.assembly import START_ERRORS
     from deploy.local_ray import RayDied
     from deploy.seeding import given_prompts
     from deploy.warm_up import WarmUpError

@@ -24,7 +24,7 @@ def learn(config: ConfigFile = None, overrides: Overrides = None) -> None:
     settings = settings_of(config, overrides)
     from rich.console import Console
 
-    from deploy.embedded import START_ERRORS
+    from deploy.assembly import START_ERRORS
     from osd import logs
 
     with stop_signals():

@@ -25,7 +25,7 @@ def up(config: ConfigFile = None, overrides: Overrides = None) -> None:
     settings = settings_of(config, overrides)
     from rich.console import Console
 
-    from deploy.embedded import START_ERRORS
+    from deploy.assembly import START_ERRORS
     from deploy.local_ray import RayDied
     from osd import logs
 

@@ -47,7 +47,8 @@ class TrainerSettings(Section):
     negatives: int = Field(
         default=512,
         ge=0,
-        description="of the draft vocabulary, sampled for each micro-step beside what the target named; 0: all of it",
+        description="of the draft vocabulary of eagle, kangaroo and medusa, sampled for each micro-step beside what "
+        "the target named; 0: all of it",
     )
     micro_batch_tokens: int = Field(default=256, ge=32, description="tokens of one micro-step")
     update_tokens: int = Field(default=128, ge=1, description="tokens whose gradients make one optimizer update")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import redis
 
-from deploy.embedded import StartError
+from deploy.assembly import StartError
 from deploy.learning import Learning, check_learning
 from deploy.running import find, lock
 from osd.admin.audit import Actor

@@ -76,7 +76,8 @@ def net(
     from benchmarks.adaptation.served import Captured, captured
     from benchmarks.adaptation.tables import served_table
     from benchmarks.pair import BenchError
-    from deploy.embedded import START_ERRORS, check_port
+    from deploy.assembly import START_ERRORS
+    from deploy.embedded import check_port
     from osd.runtime.device import one_core, several_cores
     from osd.traffic.arrivals import Arrival, paced, read
     from osd.traffic.file import read as prompts_of

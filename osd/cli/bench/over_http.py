@@ -32,7 +32,8 @@ def http(
     check_output(json_file)
     from benchmarks import over_http as bench
     from benchmarks.pair import BenchError, plain_engine
-    from deploy.embedded import START_ERRORS, Embedded
+    from deploy.assembly import START_ERRORS
+    from deploy.embedded import Embedded
     from osd.traffic import load
 
     plan = bench.Plan(tuple(users), requests, tokens, turns)

@@ -60,7 +60,8 @@ def serve(
         texts = load(prompts)
         ends.enter_context(stop_signals())
         if url is None and find(settings.home_dir) is None:
-            from deploy.embedded import START_ERRORS, Embedded
+            from deploy.assembly import START_ERRORS
+            from deploy.embedded import Embedded
 
             try:
                 address = ends.enter_context(Embedded(settings, say)).url
