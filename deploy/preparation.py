@@ -37,6 +37,7 @@ def prepare(
     """
     check_memory(settings, target)
     check_attention(settings, target)
+    check_division(settings, target)
     if settings.drafts:
         ensure_version(settings, redis_url, target, report)
 
@@ -103,6 +104,23 @@ def check_attention(settings: Settings, target: Path) -> None:
     except ValueError as error:
         message = f"target.attention.kind {chosen.kind} needs a target with rotary positions, and {error}"
         raise ConfigError(message) from None
+
+
+def check_division(settings: Settings, target: Path) -> None:
+    """Refuse to divide the target in a directory among processes where its sizes or its kind do not allow it.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if settings.target.tensor_parallel == 1:
+        return
+    from osd.target.load import TargetError
+    from osd.target.tensor_parallel.sharding import check_divisible
+
+    try:
+        check_divisible(target, settings.target.tensor_parallel)
+    except TargetError as error:
+        raise ConfigError(str(error)) from None
 
 
 def ensure_version(

@@ -28,12 +28,11 @@ from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry
 from osd.runtime.attention.selection import SelectionSizes
-from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.device import one_core
-from osd.runtime.model import SlotModel
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
-from osd.target.model import load_config, load_model
+from osd.target.model import load_config
+from osd.target.open import open_target
 from serving.access.access import Access
 from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
@@ -211,6 +210,7 @@ class Replica:
         for watcher in self._watchers:
             watcher.close()
         self.engine.stop()
+        self.engine.target.close()
         if self._writer:
             self._writer.close()
         if self._keeper:
@@ -240,21 +240,21 @@ def make_engine(
     What ``writer`` is given says that it is of the target ``label``.
     """
     one_core()
-    model = load_model(directory, settings.target.dtype, settings.target.device)
-    layers = len(decoder_layers(model))
+    layers = load_config(directory).num_hidden_layers
     taps = drafters.taps_beside(start.drafter, layers) if start else ()
     if start and not taps and settings.engine.domains > 1:
         # What no drafter reads, the router does.
         taps = (layers // 2,)
-    target = SlotModel(
-        model,
-        weights=settings.target.weights,
+    target = open_target(
+        settings.target,
+        directory,
         slots=settings.engine.slots,
         context=settings.engine.context,
         scratch=settings.engine.max_draft + 1 + (start.drafter.needs.riders if start else 0),
         taps=taps,
         embeddings=settings.engine.slots * (start.drafter.needs.embeddings if start else 0),
         label=label,
+        threads=settings.engine.threads,
         selection=selection_of(settings),
     )
     sink = writer.offer if writer else None

@@ -23,10 +23,9 @@ from osd.labelling.labeller import Labeller
 from osd.labelling.rendering import Reading, Renderer
 from osd.redis_client import connect
 from osd.registry.replica_loads import ReplicaLoads
-from osd.runtime.model import SlotModel
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer
-from osd.target.model import load_model
+from osd.target.open import open_target
 from trainer.capacity import Capacity, lower_priority
 
 logger = logging.getLogger(__name__)
@@ -72,9 +71,9 @@ class Teacher:
         """
         self._settings, self._over, self._told, self._counts = settings, over, told, Labelled()
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(target)
-        model = SlotModel(
-            load_model(target, settings.target.dtype, settings.target.device),
-            weights=settings.target.weights,
+        model = open_target(
+            settings.target,
+            target,
             slots=SLOTS,
             context=settings.engine.context,
             scratch=1,

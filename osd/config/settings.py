@@ -35,6 +35,21 @@ class TargetSettings(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
     attention: AttentionSettings = FullAttentionSettings()
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=64, description="processes, each with a GPU of one machine, that it is divided among"
+    )
+
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _divisible(cls, size: int, info: ValidationInfo) -> int:
+        attention: AttentionSettings = info.data.get("attention", FullAttentionSettings())
+        weights = info.data.get("weights", "full")
+        if size > 1 and weights != "full":
+            raise PydanticCustomError("whole", "must be 1 where target.weights is {weights}", {"weights": weights})
+        if size > 1 and attention.selected is not None:
+            given = {"kind": attention.kind}
+            raise PydanticCustomError("selects", "must be 1 where target.attention.kind is {kind}", given)
+        return size
 
 
 class EngineSettings(Section):
@@ -251,6 +266,22 @@ class Settings(Section):
             message = "must be none for target.attention.kind {kind}, as what it reads would depend on the draft"
             error, loc = PydanticCustomError("drafts", message, given), ("drafter", "kind")
             raise refused(InitErrorDetails(type=error, loc=loc, input=self.drafter.kind))
+        return self
+
+    @model_validator(mode="after")
+    def _divided(self) -> Settings:
+        if self.target.tensor_parallel > 1 and self.drafter.selected is not None:
+            message = "must be another one where target.tensor_parallel is more than 1: {kind} selects by all heads"
+            error = PydanticCustomError("heads", message, {"kind": self.drafter.kind})
+            raise refused(InitErrorDetails(type=error, loc=("drafter", "kind"), input=self.drafter.kind))
+        return self
+
+    @model_validator(mode="after")
+    def _divided_in_full(self) -> Settings:
+        if self.target.tensor_parallel > 1 and self.engine.kv_mb is not None:
+            message = "must be left out where target.tensor_parallel is more than 1"
+            error, loc = PydanticCustomError("divided", message), ("engine", "kv_mb")
+            raise refused(InitErrorDetails(type=error, loc=loc, input=self.engine.kv_mb))
         return self
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from osd.runtime.model import SlotModel
+from osd.runtime.interface import Target
 
 
-def held_once(target: SlotModel | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+def held_once(target: Target | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The ``tensors``, each [vocabulary, hidden], or the ``target``'s embedding in place of those that are the same."""
     if target is None:
         return tensors

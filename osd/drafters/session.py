@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.recall.memories import Memories
-from osd.runtime.model import SlotModel
+from osd.runtime.interface import Target
 from osd.runtime.native import kernels
 from osd.runtime.top import Top
 from osd.speculation.growth import Growth
@@ -44,12 +44,12 @@ class Runtime:
     bucketed: bool | None = None
     states: bool = False
     int8: bool = False
-    target: SlotModel | None = None
+    target: Target | None = None
     memories: Memories | None = None
 
     @classmethod
     def serving(
-        cls, slots: int, context: int, scratch: int, device: torch.device = _CPU, target: SlotModel | None = None
+        cls, slots: int, context: int, scratch: int, device: torch.device = _CPU, target: Target | None = None
     ) -> Runtime:
         """As an engine has it: with weights in 8 bits where the kernels can."""
         return cls(slots, context, scratch, device, int8=device.type == "cpu" and kernels() is not None, target=target)

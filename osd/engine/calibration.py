@@ -7,13 +7,13 @@ import time
 import torch
 
 from osd.runtime.batch import following
-from osd.runtime.model import SlotModel
+from osd.runtime.interface import Target
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _FEW, _REPEATS = 24, 2  # small forwards are the usual ones, and quickly repeated
 
 
-def forward_seconds(target: SlotModel, most: int) -> dict[int, float]:
+def forward_seconds(target: Target, most: int) -> dict[int, float]:
     """Seconds of a forward by its rows, up to about ``most``, of few rows the best of two runs.
 
     Must run on the thread that decodes, while no slot is in use. Who asks meanwhile waits.
@@ -29,7 +29,7 @@ def forward_seconds(target: SlotModel, most: int) -> dict[int, float]:
     return seconds
 
 
-def _run(target: SlotModel, count: int) -> float:
+def _run(target: Target, count: int) -> float:
     rows, wanted = following(0, 0, [0] * count), torch.arange(count)
     start = time.perf_counter()
     target.forward(rows, wanted).logits[0, 0].item()  # waits for the device

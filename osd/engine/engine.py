@@ -20,7 +20,7 @@ from osd.engine.pool import DomainHandle, DrafterPool
 from osd.engine.request import Request, Update
 from osd.engine.sequence import Sequence
 from osd.engine.tracing import TraceSink
-from osd.runtime.model import SlotModel
+from osd.runtime.interface import Target
 
 OnUpdate = Callable[[Update], None]
 
@@ -34,7 +34,7 @@ class Engine:
 
     def __init__(
         self,
-        target: SlotModel,
+        target: Target,
         tokenizer: PreTrainedTokenizerBase,
         settings: Settings,
         drafter: Drafter | None = None,
@@ -138,9 +138,10 @@ class Engine:
 
     def check_health(self) -> None:
         """Raise RuntimeError, with one sentence that says why, unless the thread decodes; never waits for it."""
+        self.loop.health.check()
         if self._thread is None or not self._thread.is_alive():
             raise RuntimeError("the engine's thread does not run")
-        self.loop.health.check()
+        self.target.check()
 
     def load(self) -> EngineLoad:
         """How many requests run and wait."""

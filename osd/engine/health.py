@@ -33,6 +33,7 @@ class Health:
         self._since: float | None = None
         self._longest: float | None = None
         self._rounds, self._requests, self._why = 0, 0, ""
+        self._end = ""
 
     def working(self) -> None:
         """There is work: from now on rounds are expected to end."""
@@ -68,8 +69,14 @@ class Health:
         """A request failed, and no other with it."""
         self._requests, self._why = self._requests + 1, why
 
+    def ended(self, why: str) -> None:
+        """Nothing is decoded any more."""
+        self._end = why
+
     def check(self) -> None:
         """Raise RuntimeError, with one sentence that says why, where the engine should be replaced."""
+        if self._end:
+            raise RuntimeError(f"decoding has ended: {self._end}")
         if self._rounds >= FAILED_ROUNDS:
             raise RuntimeError(f"the last {self._rounds} rounds of decoding failed, the last one with {self._why}")
         if self._requests >= FAILED_REQUESTS:

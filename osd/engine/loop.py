@@ -25,7 +25,7 @@ from osd.engine.sequence import Sequence
 from osd.engine.slots import SlotManager
 from osd.engine.tracing import Tracer, TraceSink
 from osd.runtime.device import several_cores
-from osd.runtime.model import SlotModel
+from osd.runtime.interface import Target, TargetLostError
 from osd.speculation.cost_model import CostModel
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class DecodeLoop:
 
     def __init__(
         self,
-        target: SlotModel,
+        target: Target,
         settings: Settings,
         policy: Policy,
         drafter: Drafter | None,
@@ -90,11 +90,18 @@ class DecodeLoop:
             self.health.resting()  # what came before is no round
             while self._wait():
                 self._step()
-        except Exception as error:  # nothing decodes any more, and nobody is to wait for it
-            log.exception("the engine's thread ends")
-            with self.changed:
-                self.stopping = True
-                self._fail(self.scheduler.everything(), error)
+        except TargetLostError as error:
+            self.health.ended(str(error))
+            self._end(error)
+        except Exception as error:
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """Nothing decodes any more, and nobody is to wait for it."""
+        log.error("the engine's thread ends", exc_info=error)
+        with self.changed:
+            self.stopping = True
+            self._fail(self.scheduler.everything(), error)
 
     def drafted_by(self, s: Sequence) -> tuple[str, int]:
         """Domain and version of a sequence's drafter."""
@@ -135,6 +142,8 @@ class DecodeLoop:
             if self.scheduler.running:
                 self._round()
                 self.health.round_ended()
+        except TargetLostError:
+            raise
         except Exception as error:
             log.exception("a round failed")
             self.health.round_failed(type(error).__name__)

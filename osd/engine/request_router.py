@@ -11,7 +11,7 @@ from osd.config import in_tenant, tenant_of
 from osd.engine.pool import DrafterPool
 from osd.engine.sequence import Routed, Sequence
 from osd.routing.router import Router
-from osd.runtime.model import SlotModel
+from osd.runtime.interface import Target
 
 
 class RequestRouter:
@@ -22,7 +22,7 @@ class RequestRouter:
     tenant has a router of its own.
     """
 
-    def __init__(self, pool: DrafterPool, target: SlotModel) -> None:
+    def __init__(self, pool: DrafterPool, target: Target) -> None:
         """Route among the domains of ``pool`` by the states of ``target``, which has taps."""
         self._pool, self.routers = pool, {"": Router(pool.domain)}
         middle = min(range(len(target.taps)), key=lambda at: abs(target.taps[at] - len(target.layers) // 2))

@@ -27,6 +27,7 @@ def fusable(model: nn.Module) -> bool:
     config: Any = model.config
     return (
         llama_shaped(model)
+        and type(decoder_of(model).layers[0].self_attn.o_proj) is nn.Linear  # of a divided model others have a part
         and kernels() is not None
         and next(model.parameters()).device.type == "cpu"
         and next(model.parameters()).dtype in DTYPES

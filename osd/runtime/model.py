@@ -33,7 +33,8 @@ class SlotModel:
     ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last. ``weights`` are
     those of the linear layers: "full" as they come, or "int8". With a ``selection`` all rows read selected tokens of
     long contexts, which changes what the model says. A forward may bring up to ``embeddings`` rows that are no tokens,
-    see ``PackedRows.embedded``. ``label`` tells it from other targets, where somebody learns from it.
+    see ``PackedRows.embedded``. ``label`` tells it from other targets, where somebody learns from it. ``cache`` makes
+    its ``KVCache``.
 
     On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
     ``BucketedForward``. A CPU can do the same without graphs, more slowly than it does otherwise.
@@ -55,6 +56,7 @@ class SlotModel:
         embeddings: int = 0,
         label: str = "",
         selection: SelectionSizes | None = None,
+        cache: Callable[..., KVCache] = KVCache,
     ) -> None:
         self.label = label
         self.model = model.eval().requires_grad_(False)
@@ -73,7 +75,7 @@ class SlotModel:
         heads, dim = heads_of(config)
         bucketed = self.device.type == "cuda" if bucketed is None else bucketed
         places = padded(context + scratch) if bucketed else context + scratch
-        self.cache = KVCache(len(self.layers), slots, heads, places, dim, self.dtype, self.device)
+        self.cache = cache(len(self.layers), slots, heads, places, dim, self.dtype, self.device)
         self._selection: TokenSelection | None = None
         if selection is not None:
             asked = self.config.num_attention_heads
@@ -117,18 +119,27 @@ class SlotModel:
             ValueError: there are no such layers, or states where token ids are read, or none where they are not, or too
             many embeddings.
         """
+        layers = self.checked(layers, states)
+        if layers.stop < len(self.layers):
+            wanted = wanted[:0]
+        rows = self._completed(rows, states)
+        if self.bucketed is not None:
+            return self.bucketed.forward(rows, wanted, layers, states)
+        return self.decoder.forward(rows.settled(), wanted, layers, states)
+
+    def checked(self, layers: range | None, states: Tensor | None) -> range:
+        """The layers that a forward asks for, None for all of them.
+
+        Raises:
+            ValueError: see ``forward``.
+        """
         every = range(len(self.layers))
         layers = every if layers is None else layers
         if not layers or layers.step != 1 or layers.start not in every or layers.stop > len(every):
             raise ValueError(f"{layers} are no layers of a model that has {len(every)}")
         if (states is None) is not (layers.start == 0):
             raise ValueError(f"a forward from layer {layers.start} reads {'states' if layers.start else 'token ids'}")
-        if layers.stop < len(every):
-            wanted = wanted[:0]
-        rows = self._completed(rows, states)
-        if self.bucketed is not None:
-            return self.bucketed.forward(rows, wanted, layers, states)
-        return self.decoder.forward(rows.settled(), wanted, layers, states)
+        return layers
 
     @torch.inference_mode()
     def until_left(
@@ -158,6 +169,12 @@ class SlotModel:
         """Have another sequence in ``slot``."""
         if self._selection is not None:
             self._selection.forget(slot)
+
+    def check(self) -> None:
+        """See ``osd.runtime.interface.Target``: a process alone is there."""
+
+    def close(self) -> None:
+        """See ``osd.runtime.interface.Target``: there are no other processes."""
 
     def embed(self, embedded: Tensor) -> None:
         """Have the ids behind the vocabulary mean ``embedded`` [K, hidden] from now on.

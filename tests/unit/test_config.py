@@ -246,3 +246,17 @@ def test_domains_are_given_in_a_list_or_with_commas(tmp_path):
     assert load_settings(None, (), {"OSD_TRAINER__EXTRA_DOMAINS": "code"}).trainer.extra_domains == ("code",)
     with pytest.raises(ConfigError, match=r"trainer\.extra_domains.*must match"):
         load_settings(None, ["trainer.extra_domains=code,../etc"], {})
+
+
+def test_a_divided_target_refuses_what_each_process_would_choose_alone():
+    divided = "target.tensor_parallel=2"
+    assert load_settings(overrides=[divided]).target.tensor_parallel == 2
+    assert "target.tensor_parallel must be 1 where target.weights is int8" in refusal(
+        None, [divided, "target.weights=int8"]
+    )
+    assert "drafter.kind must be another one where target.tensor_parallel is more than 1" in refusal(
+        None, [divided, "drafter.kind=token_select"]
+    )
+    selecting = ["target.attention.kind=token_select", "serving.allow_lossy=true", "drafter.kind=none"]
+    assert "target.tensor_parallel must be 1 where target.attention.kind" in refusal(None, [divided, *selecting])
+    assert "engine.kv_mb must be left out" in refusal(None, [divided, "engine.kv_mb=512"])

@@ -1,0 +1,117 @@
+"""A target that is divided among several processes, as the engine of the first one has it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from osd.runtime.batch import PackedRows
+from osd.runtime.decoder import Forward
+from osd.runtime.kv_cache import KVCache
+from osd.runtime.model import SlotModel
+from osd.target.tensor_parallel import messages
+from osd.target.tensor_parallel.follower import Plan
+from osd.target.tensor_parallel.messages import Device, Host, Rows
+from osd.target.tensor_parallel.ranks import Ranks
+from osd.target.tensor_parallel.sharding import load_shard
+
+
+class DividedTarget(SlotModel):
+    """The first process's part, which the other processes follow in all that changes keys and values.
+
+    Raises:
+        osd.target.load.TargetError: the model cannot be divided so.
+        TargetLostError: one of the other processes ended.
+    """
+
+    def __init__(self, plan: Plan, *, taps: tuple[int, ...] = (), label: str = "") -> None:
+        """Start the processes of ``plan`` and read a part in each; see ``SlotModel`` for the rest."""
+        self._ranks = ranks = Ranks(plan)
+        try:
+            super().__init__(
+                load_shard(Path(plan.directory), plan.dtype, plan.device_of(0), 0, plan.size),
+                slots=plan.slots,
+                context=plan.context,
+                scratch=plan.scratch,
+                taps=taps,
+                bucketed=plan.bucketed,
+                embeddings=plan.embeddings,
+                label=label,
+                cache=partial(_LedCache, ranks),
+            )
+            ranks.await_word()
+        except BaseException:
+            ranks.close()
+            raise
+
+    def forward(
+        self, rows: PackedRows, wanted: Tensor, layers: range | None = None, states: Tensor | None = None
+    ) -> Forward:
+        """See ``SlotModel.forward``.
+
+        Raises:
+            ValueError: as there, or the rows have a selection, which each process would make for its own heads.
+            TargetLostError: it failed in any of the processes.
+        """
+        layers = self.checked(layers, states)
+        if rows.selection is not None:
+            raise ValueError("a divided target reads all of its context")
+        told = messages.Forward(
+            Rows.of(rows), Host.of(wanted), layers.start, layers.stop, None if states is None else Device.of(states)
+        )
+        with self._ranks.together(told, *_follows(rows), states):
+            return super().forward(rows, wanted, layers, states)
+
+    def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
+        """See ``SlotModel.fill``.
+
+        Raises:
+            TargetLostError: it failed in any of the processes.
+        """
+        told = messages.Fill(Rows.of(rows), layers.start, layers.stop, Device.of(states))
+        with self._ranks.together(told, *_follows(rows), states):
+            super().fill(rows, states, layers)
+
+    def check(self) -> None:
+        """See ``Target.check``."""
+        self._ranks.check()
+
+    def close(self) -> None:
+        """See ``Target.close``."""
+        self._ranks.close()
+
+
+def _follows(rows: PackedRows) -> tuple[Tensor | None, Tensor | None]:
+    return None if rows.unread is None else rows.unread.tokens, rows.embedded
+
+
+class _LedCache(KVCache):
+    """The first process's keys and values; the others do with theirs what is done here, before the next forward."""
+
+    def __init__(self, ranks: Ranks, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self._ranks = ranks
+
+    def keep(self, slot: int, start: int, offsets: list[int]) -> None:
+        """See ``KVCache.keep``."""
+        super().keep(slot, start, offsets)
+        if offsets != list(range(len(offsets))):  # else nothing moves, and lengths matter here alone
+            self._ranks.note(messages.Keep(slot, start, offsets))
+
+    def move(self, slot: int, source: list[int], places: list[int], layers: range) -> None:
+        """See ``KVCache.move``."""
+        super().move(slot, source, places, layers)
+        self._ranks.note(messages.Move(slot, source, places, layers.start, layers.stop))
+
+    def copy(self, source: int, slot: int, start: int, count: int) -> None:
+        """See ``KVCache.copy``."""
+        super().copy(source, slot, start, count)
+        self._ranks.note(messages.Copy(source, slot, start, count))
+
+    def clear(self, slot: int, start: int = 0) -> None:
+        """See ``KVCache.clear``."""
+        super().clear(slot, start)
+        self._ranks.note(messages.Clear(slot, start))
