@@ -81,17 +81,23 @@ def measure(
             for way in (HTTP, PROCESS) if turn % 2 else (PROCESS, HTTP):
                 if way == HTTP:
                     texts = [prompt for prompt, _ in block]
-                    first, seconds = asyncio.run(_over_http(url, api_key, texts, users, plan.tokens))
+                    first, seconds = asyncio.run(over_http(url, api_key, texts, users, plan.tokens))
                 else:
                     first, seconds = _in_process(engine, [ids for _, ids in block], users, plan.tokens)
                 if turn:
                     yield Block(way, users, turn, statistics.median(first), len(block) * plan.tokens / seconds)
 
 
-async def _over_http(
+async def over_http(
     url: str, api_key: str | None, prompts: Sequence[Prompt], users: int, tokens: int
 ) -> tuple[list[float], float]:
-    """Until the first token of each request, and of all; making the client, which takes 30 ms, is no part of it."""
+    """Seconds until the first token of each request, and of all, as ``users`` ask who each wait for an answer.
+
+    Making the client, which takes 30 ms, is no part of it.
+
+    Raises:
+        BenchError: a request fails, or has not so many ``tokens``.
+    """
     tally, left, load = Tally(), iter(prompts), Load(1.0, ignore_eos=True)
     async with client_of(url, api_key) as client:
 

@@ -83,20 +83,13 @@ def start(settings: Settings, limit: float = 300.0) -> Started:
         BenchError: it did not come up, or did not answer; says why.
         osd.target.load.TargetError: the target cannot be had.
     """
-    with _up(settings) as (process, url, errors):
+    with up(settings) as (process, url, errors):
         begun = time.perf_counter()
         headers = {}
         if settings.serving.api_key:
             headers["Authorization"] = f"Bearer {settings.serving.api_key.get_secret_value()}"
         with httpx2.Client(base_url=url, headers=headers, timeout=60) as http:
-            while not _healthy(http):
-                if process.poll() is not None:
-                    lines = errors.read_text(errors="replace").split("\n")
-                    said = [line for line in lines if line.strip()] or [f"exit code {process.returncode}"]
-                    raise BenchError(f"osd up ended: {said[-1].removeprefix('osd: ')}")
-                if time.perf_counter() - begun > limit:
-                    raise BenchError(f"osd up did not answer within {limit:.0f} s")
-                time.sleep(0.02)
+            await_answer(process, http, errors, limit)
             ready = time.perf_counter() - begun
             first_token = _first_token(http) - begun
             resident, unique = _replica_bytes(process.pid)
@@ -106,8 +99,26 @@ def start(settings: Settings, limit: float = 300.0) -> Started:
     return Started(ready, first_token, resident, unique, full, table, weight_bytes(settings), kv_bytes(settings))
 
 
+def await_answer(process: subprocess.Popen[bytes], http: httpx2.Client, errors: Path, limit: float = 300.0) -> None:
+    """Wait until what ``up`` started is ready.
+
+    Raises:
+        BenchError: it ended, or is not ready within ``limit`` seconds.
+    """
+    deadline = time.perf_counter() + limit
+    while not _healthy(http):
+        if process.poll() is not None:
+            lines = errors.read_text(errors="replace").split("\n")
+            said = [line for line in lines if line.strip()] or [f"exit code {process.returncode}"]
+            raise BenchError(f"osd up ended: {said[-1].removeprefix('osd: ')}")
+        if time.perf_counter() > deadline:
+            raise BenchError(f"osd up did not answer within {limit:.0f} s")
+        time.sleep(0.02)
+
+
 @contextmanager
-def _up(settings: Settings) -> Generator[tuple[subprocess.Popen[bytes], str, Path]]:
+def up(settings: Settings) -> Generator[tuple[subprocess.Popen[bytes], str, Path]]:
+    """``osd up`` on a free port of loopback, until the context ends: its process, its address, and its errors."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from typing import Any
 
 import ray
 from ray import serve
@@ -12,8 +14,10 @@ import trainer.app
 from deploy.contradictions import check_settings
 from deploy.preparation import check_rules, prepare
 from osd.capture.server import open_redis
-from osd.config import ConfigError, load_settings
+from osd.config import ConfigError, Settings, load_settings
 from osd.target.load import target_directory
+
+logger = logging.getLogger(__name__)
 
 _NAMESPACE = "osd"
 _GONE_SECONDS = 30.0
@@ -40,8 +44,18 @@ def build(args: dict[str, str]) -> serve.Application:
     if settings.drafts:
         _end_trainer()
         if trainer.app.wanted(settings):
+            _look_for_nodes(settings)
             trainer.app.start(settings, settings.redis_url, namespace=_NAMESPACE, lifetime="detached")
     return serving.app.build(settings, settings.redis_url)
+
+
+def _look_for_nodes(settings: Settings) -> None:
+    """Say that the trainer waits, where no node has its labels now."""
+    labels = settings.trainer.labels.items()
+    nodes: list[dict[str, Any]] = ray.nodes()
+    if not any(node["Alive"] and labels <= node["Labels"].items() for node in nodes):
+        named = ", ".join(settings.trainer.node_labels)
+        logger.warning("trainer.node_labels %s: no node has them, and the trainer waits for one", named)
 
 
 def _end_trainer() -> None:

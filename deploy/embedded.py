@@ -22,7 +22,7 @@ from deploy.local_ray import LocalRay, RayDied, last_line
 from deploy.local_serve import LocalServe
 from deploy.running import announce, withdraw
 from osd.capture.server import public_url
-from osd.config import Settings
+from osd.config import ConfigError, Settings
 from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer
 from osd.target.load import commit_of, target_directory
@@ -74,7 +74,8 @@ class Embedded(Assembly):
         """In a line what runs: target, replicas and Redis."""
         settings, commit = self.settings, commit_of(self.directory)
         target = settings.target.source + (f" at commit {commit}" if commit else "")
-        replicas = f"{settings.serving.replicas} replica{'s' * (settings.serving.replicas > 1)}"
+        least, most = settings.serving.replicas, settings.serving.most_replicas
+        replicas = f"{least}{f' to {most}' * (most > least)} replica{'s' * (most > 1)}"
         redis = f"Redis at {public_url(self.redis_url)}" if settings.redis_url else "a Redis of its own"
         return f"{target} with {replicas} and {redis}"
 
@@ -88,6 +89,8 @@ class Embedded(Assembly):
         settings = self.settings
         check_port(settings.serving.host, settings.serving.port)
         check_settings(settings)
+        if settings.trainer.node_labels:
+            raise ConfigError("trainer.node_labels are of a cluster's nodes: osd up starts a node that has none")
         self._open()
         # Ray and Serve need seconds to start and the target up to a minute: neither waits for the other.
         pool = ThreadPoolExecutor(1, "prepare")

@@ -177,7 +177,7 @@ def _init(settings: Settings) -> None:
     ray.init(
         address="local",
         # Ray's books only: what computes at the same time is decided by threads and by the trainer's pauses.
-        num_cpus=max(os.cpu_count() or 1, settings.serving.replicas + 2),
+        num_cpus=max(os.cpu_count() or 1, settings.serving.most_replicas + 2),
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
         namespace="osd",

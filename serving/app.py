@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayError
-from ray.serve.config import BackpressureConfig, DeploymentActorConfig
+from ray.serve.config import AutoscalingConfig, BackpressureConfig, DeploymentActorConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
@@ -29,6 +29,12 @@ CLOSE_SECONDS = 10.0
 """In which a replica that has nothing to do any more ends."""
 
 _ANSWER_SECONDS = 2.0
+
+_LOOK_BACK_SECONDS, _MORE_SECONDS, _FEWER_SECONDS = 10.0, 10.0, 60.0
+"""Over which requests are counted, and for how long there must be more of them or fewer before replicas follow."""
+
+_HEAD = "node:__internal_head__"
+"""The resource that Ray's head has, and no other node."""
 
 
 class MetricsOverRay:
@@ -137,20 +143,24 @@ class Server:
 def build(settings: Settings, redis_url: str) -> serve.Application:
     """The application for ``serve.run(..., route_prefix="/")``; ``redis_url`` carries pointer, traces and events."""
     metrics = DeploymentActorConfig(
-        name=ACTOR, actor_class=ray.remote(ReplicaMetrics), actor_options={"num_cpus": 0, "max_concurrency": 1}
+        name=ACTOR,
+        actor_class=ray.remote(ReplicaMetrics),
+        # On the head, with Serve's controller: no node that is lost with its replicas takes what they counted along.
+        actor_options={"num_cpus": 0, "max_concurrency": 1, "resources": {_HEAD: 0.001}},
     )
     # As many as decode and as many as arrive, so that the replica itself says 429, and some for all others.
     room = 2 * settings.serving.max_queue + 64
     deployment: Any = serve.deployment(  # Ray's types call this a function
         Server,
         name="osd",
-        num_replicas=settings.serving.replicas,
+        **_count(settings),
+        request_router_config=_router(settings),
         max_ongoing_requests=room,
         # Those that Serve is choosing a replica for count too: fewer would refuse a burst that there is room for.
         max_queued_requests=room,
         backpressure_config=BackpressureConfig(retry_after_s=1),
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if settings.target.device == "cuda" else 0},
-        health_check_period_s=5,
+        health_check_period_s=2,
         health_check_timeout_s=30,
         # What cannot start now, such as a target that is gone, will not start at the twentieth try.
         max_constructor_retry_count=3,
@@ -159,3 +169,34 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
         deployment_actors=[metrics],
     )
     return deployment.bind(settings, redis_url)
+
+
+def _count(settings: Settings) -> dict[str, Any]:
+    """How many replicas there are to be."""
+    serving = settings.serving
+    if serving.max_replicas is None:
+        return {"num_replicas": serving.replicas}
+    scaling = AutoscalingConfig(
+        min_replicas=serving.replicas,
+        max_replicas=serving.max_replicas,
+        target_ongoing_requests=settings.engine.slots / 2,
+        look_back_period_s=_LOOK_BACK_SECONDS,
+        upscale_delay_s=_MORE_SECONDS,
+        downscale_delay_s=_FEWER_SECONDS,
+    )
+    return {"autoscaling_config": scaling}
+
+
+def _router(settings: Settings) -> RequestRouterConfig:
+    """Who chooses between them."""
+    if settings.serving.routing == "load":
+        return RequestRouterConfig()
+    config: Any = RequestRouterConfig  # Ray's types lack what it takes
+    return config(
+        request_router_class="serving.replica_router:BeginningsRouter",
+        request_router_kwargs={
+            "domain": settings.domain,
+            "imbalance": settings.serving.imbalance,
+            "prefix_cache": settings.engine.prefix_cache,
+        },
+    )

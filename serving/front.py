@@ -6,15 +6,19 @@ is ``serving.front:middlewares``.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+import time
+from collections import deque
 from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving import http_protocol
+from serving import affinity, http_protocol
+from serving.affinity import Affinity
 from serving.errors import ApiError, of_status
 from serving.http_counts import COUNTS, Delivery
 from serving.paths import template_of
@@ -27,6 +31,10 @@ _READ = frozenset(
     {b"host", b"origin", b"authorization", b"content-type", b"content-length", b"x-request-id", b"traceparent"}
 )
 """Headers that the service reads. By others Ray lets clients choose replicas and timeouts, and stay when they left."""
+_PROMPTED = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""What is asked of the replica that has read how the prompt begins."""
+_BODY_BYTES, _BODY_SECONDS = 1 << 20, 0.1
+"""A body is looked at whole; a larger one, and one that takes longer, goes to any replica."""
 _DELIVERY = Delivery(COUNTS, ACTOR)
 _BROKEN = "The replica ended before its answer did. Try again."
 _VALID = {
@@ -55,12 +63,17 @@ class Front:
             return await send({"type": "websocket.close", "code": 1000})
         reply = Reply(scope, receive, partial(_counted, template_of(scope["path"]), send))
         heard = _Heard(receive)
-        read = {**scope, "headers": list(filter(_passes, scope["headers"]))}
         try:
-            await self.app(read, heard, partial(_reword, reply))
+            headers = list(filter(_passes, scope["headers"]))
+            if _is_looked_at(scope) and (body := await heard.ahead()):
+                key = dict(headers).get(b"authorization", b"")
+                headers.append((affinity.HEADER, str(Affinity.of(body, key)).encode()))
+            await self.app({**scope, "headers": headers}, heard, partial(_reword, reply))
         except Exception:
             logger.exception("the proxy failed")
             return await reply.fail(of_status(500))
+        finally:
+            heard.close()
         # Ray says nothing, or nothing more, where the replica has gone or the client has, who does not read this.
         broken = ApiError(503, _BROKEN, kind="server_error", headers={"Retry-After": "1"})
         await reply.fail(of_status(499) if heard.left else broken)
@@ -71,12 +84,54 @@ class _Heard:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._ahead: deque[Message] = deque()
+        self._coming: asyncio.Task[Message] | None = None
         self.left = False
 
     async def __call__(self) -> Message:
-        message = await self._receive()
+        message = self._ahead.popleft() if self._ahead else await self._next()
         self.left = self.left or message["type"] == "http.disconnect"
         return message
+
+    async def ahead(self) -> bytes:
+        """The body, which is passed on all the same; nothing where it is large or does not come at once."""
+        parts: list[bytes] = []
+        end = time.monotonic() + _BODY_SECONDS
+        while sum(map(len, parts)) <= _BODY_BYTES:
+            # It goes on to be received where nobody waits for it here any more.
+            await asyncio.wait({coming := self._begun()}, timeout=end - time.monotonic())
+            if not coming.done():
+                break
+            self._ahead.append(message := await self._next())
+            if message["type"] != "http.request":
+                break
+            parts.append(message.get("body", b""))
+            if not message.get("more_body"):
+                return b"".join(parts)
+        return b""
+
+    def close(self) -> None:
+        """Wait for nothing more."""
+        if self._coming is not None:
+            self._coming.cancel()
+
+    def _begun(self) -> asyncio.Task[Message]:
+        if self._coming is None:
+            self._coming = asyncio.ensure_future(self._receive())
+        return self._coming
+
+    async def _next(self) -> Message:
+        coming, self._coming = self._begun(), None
+        return await coming
+
+
+def _is_looked_at(scope: Scope) -> bool:
+    """Whether a body comes that says which replica is to be asked."""
+    headers = dict(scope["headers"])
+    length = headers.get(b"content-length", b"0")
+    small = length.isdigit() and int(length) <= _BODY_BYTES
+    # Who asks whether to send it is told by the replica.
+    return scope["path"] in _PROMPTED and small and b"expect" not in headers
 
 
 async def _counted(template: str, send: Send, message: Message) -> None:

@@ -37,6 +37,7 @@ from serving.access.access import Access
 from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
 from serving.metrics_history import Bins, History
+from serving.outcome_sharer import OutcomeSharer
 from serving.recall_keeper import RecallKeeper
 from serving.replica_metrics import ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
@@ -107,6 +108,10 @@ class Replica:
         self._keeper: RecallKeeper | None = None
         if self.engine.pool is not None:
             self._keeper = RecallKeeper(settings, redis_url, name, target, self.engine)
+        self._sharer: OutcomeSharer | None = None
+        router, alone = self.engine.loop.router, settings.serving.most_replicas == 1
+        if router is not None and settings.capture.enabled and not alone:
+            self._sharer = OutcomeSharer(redis_url, settings.capture, name, router)
         self._feeds = data.Feeds(settings, redis_url, registry, self._events)
         self._reporter = Reporter(
             name, self.engine, self._writer, self._watchers, self._loads, self._control, self._push
@@ -120,6 +125,8 @@ class Replica:
         )
         if self._keeper:
             self._keeper.start()
+        if self._sharer:
+            self._sharer.start()
         self.engine.start()
         for watcher in self._watchers:
             watcher.start()
@@ -215,6 +222,8 @@ class Replica:
             self._writer.close()
         if self._keeper:
             self._keeper.close()
+        if self._sharer:
+            self._sharer.close()
         self._reporter.close()
         for connection in (self._feeds, self.access, self._loads, self._control, self._events, self._pointer):
             connection.close()

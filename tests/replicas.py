@@ -45,7 +45,7 @@ class Replicas:
             self.end(name)
 
 
-def decode(replica, name, prompt=PROMPT, tokens=24, capture=True, told=lambda update: None):
+def decode(replica, name, prompt=PROMPT, tokens=24, capture=True, told=lambda update: None, domain="general"):
     """Decode a request; returns what waits for its end."""
     ended = threading.Event()
 
@@ -55,5 +55,6 @@ def decode(replica, name, prompt=PROMPT, tokens=24, capture=True, told=lambda up
             ended.set()
 
     sampling = SamplingParams(temperature=0.0)
-    replica.submit(Request(name, prompt, tokens, sampling, ignore_eos=True, capture=capture), on_update)
+    request = Request(name, prompt, tokens, sampling, ignore_eos=True, capture=capture, domain=domain)
+    replica.submit(request, on_update)
     return lambda: ended.wait(30) or pytest.fail("the request does not end")

@@ -29,10 +29,12 @@ def wanted(settings: Settings) -> bool:
 def start(settings: Settings, redis_url: str, **options: Any) -> ActorProxy[Trainer]:
     """Start the trainer of all that ``settings`` name under the name "osd-trainer" in the caller's Ray namespace.
 
-    It reserves no CPU with Ray: it uses what serving leaves over. Ray starts it again whenever it dies. ``options`` are
-    further ones of the actor.
+    It reserves no CPU with Ray: it uses what serving leaves over. Ray starts it again whenever it dies, on a node with
+    ``trainer.node_labels``, and waits for one where there is none. ``options`` are further ones of the actor.
     """
     kind: type[Trainer] = Trainer
+    if labels := settings.trainer.labels:
+        options = {**options, "label_selector": labels}
     if settings.trainer.workers > 1:
         kind, options = DistributedTrainer, {**options, "max_concurrency": CALLS}
     actor = ray.remote(kind).options(name=NAME, num_cpus=0, max_restarts=-1, max_task_retries=-1, **options)

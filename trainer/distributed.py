@@ -153,7 +153,10 @@ class DistributedTrainer(Trainer):
             "group": ray.get_runtime_context().current_actor,
         }
         scaling = ScalingConfig(
-            num_workers=self._settings.trainer.workers, resources_per_worker=_TOKEN, placement_strategy="SPREAD"
+            num_workers=self._settings.trainer.workers,
+            resources_per_worker=_TOKEN,
+            placement_strategy="SPREAD",
+            label_selector=self._settings.trainer.labels or None,
         )
         trainer = TorchTrainer(
             work,

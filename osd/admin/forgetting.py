@@ -17,6 +17,7 @@ from osd.redis_client import connect
 from osd.registry.learnt import versions_with
 from osd.registry.place import storage_of
 from osd.registry.versions import Registry
+from osd.routing.outcome import STREAM
 
 _ANSWER_SECONDS = 60.0
 
@@ -82,7 +83,8 @@ def _ask(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, 
     """Records removed from the stream, what each member removed, and those that do not answer."""
     client, purges = connect(url, timeout=5.0), Purges(url)
     try:
-        streams = [Retention(client, kept) for kept in (settings.tapped, settings.capture)]
+        told = settings.capture.model_copy(update={"stream": STREAM})
+        streams = [Retention(client, kept) for kept in (settings.tapped, settings.capture, told)]
         purges.ask(request)  # first, so that nothing of it is taken in from here on
         streamed = sum(stream.purge(request) for stream in streams)
         deadline = time.monotonic() + _ANSWER_SECONDS

@@ -132,6 +132,20 @@ class ServingSettings(Section):
     host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for all of the machine's")
     port: int = Field(default=8000, ge=1, le=65535, description="port to listen on")
     replicas: int = Field(default=1, ge=1, description="processes that decode, each with a target of its own")
+    max_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="replicas at most: more while requests have over half of engine.slots, fewer while they have less; "
+        "none: always as many",
+    )
+    routing: Literal["beginnings", "load"] = Field(
+        default="beginnings",
+        description="which of several replicas is asked: one that keeps how the prompt begins, else one that serves "
+        "its domain, or any that has few requests",
+    )
+    imbalance: int = Field(
+        default=4, ge=0, description="requests that it may have more than the one with fewest, with routing=beginnings"
+    )
     allowed_hosts: Annotated[tuple[str, ...], LISTED] | None = Field(
         default=None,
         description="names that Host may carry beside those of loopback; by default host, and any where there is a key "
@@ -169,6 +183,25 @@ class ServingSettings(Section):
         "OTEL_EXPORTER_OTLP_ENDPOINT",
     )
     drain_s: float = Field(default=75.0, gt=0, description="seconds that requests may go on while a replica ends")
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there may be at a time."""
+        return self.max_replicas or self.replicas
+
+    @field_validator("max_replicas")
+    @classmethod
+    def _is_more(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value < info.data.get("replicas", 1):
+            raise PydanticCustomError("fewer", "must be at least serving.replicas")
+        return value
+
+    @field_validator("imbalance")
+    @classmethod
+    def _counts(cls, value: int, info: ValidationInfo) -> int:
+        if value != cls.model_fields["imbalance"].default and info.data.get("routing") == "load":
+            raise PydanticCustomError("not_used", "counts only with serving.routing=beginnings")
+        return value
 
 
 def _absolute(file: Path) -> Path:

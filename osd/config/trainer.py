@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -12,6 +13,9 @@ from osd.config.domains import FULL_DOMAIN
 
 Domains = Annotated[tuple[Annotated[str, Field(pattern=FULL_DOMAIN)], ...], LISTED]
 """Names of domains, in a list or with commas between them."""
+
+_NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_LABEL = re.compile(rf"([a-z0-9.-]{{1,253}}/)?{_NAME}={_NAME}")  # the syntax of Kubernetes, which Ray's nodes have
 
 
 class TrainerSettings(Section):
@@ -79,6 +83,11 @@ class TrainerSettings(Section):
     )
     threads: int = Field(default=1, ge=1, description="CPU threads of a training process")
     workers: int = Field(default=1, ge=1, description="processes that train together; several need osd[cluster]")
+    node_labels: Annotated[tuple[str, ...], LISTED] = Field(
+        default=(),
+        description="labels of the nodes of a cluster that train, as role=training is one of ray start --labels; "
+        "without, all may",
+    )
     latency_objective_ms: float | None = Field(
         default=None, gt=0, description="mean time between two tokens above which training rests; none: queues only"
     )
@@ -92,6 +101,22 @@ class TrainerSettings(Section):
         default=1.0, ge=0, description="what a second of a core costs beside requests; 0: trained whatever that saves"
     )
     price_idle: float = Field(default=0.0, ge=0, description="the same while no request runs")
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """``node_labels`` by their keys."""
+        return dict(label.split("=") for label in self.node_labels)  # neither has another "="
+
+    @field_validator("node_labels")
+    @classmethod
+    def _are_labels(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        keys = [label.partition("=")[0] for label in value]
+        for key, label in zip(keys, value, strict=True):
+            if not _LABEL.fullmatch(label):
+                raise PydanticCustomError("label", "must be key=value, as role=training is")
+            if keys.count(key) > 1:
+                raise PydanticCustomError("two_values", "has two values of {key}, and a node has one", {"key": key})
+        return value
 
     @field_validator("anchors")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import numpy as np
 import torch
@@ -10,8 +11,12 @@ import torch
 from osd.config import in_tenant, tenant_of
 from osd.engine.pool import DrafterPool
 from osd.engine.sequence import Routed, Sequence
+from osd.routing.outcome import Outcome
 from osd.routing.router import Router
 from osd.runtime.interface import Target
+
+_HEARD_AT_ONCE = 16  # outcomes that are taken in before a prompt is routed: a few milliseconds
+_KEPT = 256  # outcomes that wait for whoever tells them
 
 
 class RequestRouter:
@@ -20,11 +25,17 @@ class RequestRouter:
     The prompt's embedding is the mean of the hidden states of one tapped layer, the one nearest to the middle, over its
     tokens. The first token is left out: whatever the text, attention makes its state far larger than all others. Each
     tenant has a router of its own.
+
+    ``told`` are the outcomes of requests that may be learnt from, and ``heard`` those of other replicas: another thread
+    takes the ones away and brings the others.
     """
 
     def __init__(self, pool: DrafterPool, target: Target) -> None:
         """Route among the domains of ``pool`` by the states of ``target``, which has taps."""
         self._pool, self.routers = pool, {"": Router(pool.domain)}
+        self.told: deque[Outcome] = deque(maxlen=_KEPT)
+        self.heard: deque[Outcome] = deque()
+        self._dimensions = target.hidden_size
         middle = min(range(len(target.taps)), key=lambda at: abs(target.taps[at] - len(target.layers) // 2))
         start = middle * target.hidden_size
         self._layer = slice(start, start + target.hidden_size)
@@ -40,6 +51,7 @@ class RequestRouter:
         assert unrouted is not None  # noqa: S101  nobody else is routed
         states = torch.cat(unrouted.states)
         prompt, tenant = len(s.request.prompt_ids), s.request.tenant
+        self._hear()
         embedding = states[min(1, prompt - 1) : prompt, self._layer].float().mean(0).cpu().numpy()
         if np.isfinite(embedding).all():
             pick = self._router(tenant).pick(embedding, self._domains(tenant))
@@ -60,7 +72,20 @@ class RequestRouter:
             return
         if s.finish in ("stop", "length") and s.request.policy is None and not s.request.lossy:
             seconds = time.perf_counter() - s.routed.began
-            self._router(s.request.tenant).learn(s.routed.pick, len(s.tokens) - s.routed.tokens, seconds)
+            pick, request = s.routed.pick, s.request
+            gain = self._router(request.tenant).learn(pick, len(s.tokens) - s.routed.tokens, seconds)
+            if gain is not None and request.capture:
+                self.told.append(
+                    Outcome.of(request.id, time.time(), request.tenant, pick.drafter, gain, pick.embedding)
+                )
+
+    def _hear(self) -> None:
+        for _ in range(min(len(self.heard), _HEARD_AT_ONCE)):
+            outcome = self.heard.popleft()
+            states = outcome.states()
+            # What is on the stream may be of another target: it says nothing here.
+            if len(states) == self._dimensions and np.isfinite(states).all():
+                self._router(outcome.tenant).hear(states, outcome.drafter, outcome.gain)
 
     def _domains(self, tenant: str) -> list[str]:
         """A tenant's usual domain, which others may serve, and its others that have drafters."""

@@ -54,14 +54,23 @@ class Bandit:
         self._level: float | None = None
         self._noise = 0.25  # variance of one request's log speed, before any was seen
 
-    def learn(self, arms: Arms, domain: str, speed: float) -> None:
-        """Take in the log tokens per second of a request of the cluster that has ``arms``."""
+    def learn(self, arms: Arms, domain: str, speed: float) -> float:
+        """Take in the log tokens per second of a request of the cluster that has ``arms``; returns the gain."""
         if self._level is None:
             self._level = speed
         gain = speed - self._level
         if domain in self.everywhere:
+            self._level += _LEVEL_STEP * (gain - self.expected(arms, domain))
+        self.hear(arms, domain, gain)
+        return gain
+
+    def hear(self, arms: Arms, domain: str, gain: float) -> None:
+        """Take in how far a request of the cluster that has ``arms`` was above the level, here or in another replica.
+
+        Each has a level of its own: its load is not that of others.
+        """
+        if domain in self.everywhere:
             surprise = gain - self.expected(arms, domain)
-            self._level += _LEVEL_STEP * surprise
             self._noise += _NOISE_STEP * (surprise**2 - self._noise)
         for known in (arms, self.everywhere):
             for arm in known.values():

@@ -18,9 +18,10 @@ _FEWEST_TOKENS = 8  # of a completion whose speed says something
 class Pick:
     """What the router decided: the drafter of ``drafter`` serves, and ``domain`` is whose request it seems to be.
 
-    They differ where a drafter is tried that is not clearly the best one.
+    They differ where a drafter is tried that is not clearly the best one. ``embedding`` [dimensions] is the prompt's.
     """
 
+    embedding: np.ndarray
     cluster: Cluster
     drafter: str
     domain: str
@@ -48,9 +49,17 @@ class Router:
         usual = bandit.bounds(cluster.arms, self._fallback)[1]
         clear = [domain for domain in order if bandit.bounds(cluster.arms, domain)[0] > usual]
         owner = max(clear, key=lambda domain: bandit.expected(cluster.arms, domain), default=self._fallback)
-        return Pick(cluster, fastest, owner)
+        return Pick(embedding, cluster, fastest, owner)
 
-    def learn(self, pick: Pick, tokens: int, seconds: float) -> None:
-        """Take in how fast a request was decoded: ``tokens`` in ``seconds``; too short a one says nothing."""
-        if tokens >= _FEWEST_TOKENS and seconds > 0:
-            self.bandit.learn(pick.cluster.now().arms, pick.drafter, math.log(tokens / seconds))
+    def learn(self, pick: Pick, tokens: int, seconds: float) -> float | None:
+        """Take in how fast a request was decoded: ``tokens`` in ``seconds``; too short a one says nothing.
+
+        Returns what its drafter added to the log speed of this time, for ``hear`` of other replicas' routers.
+        """
+        if tokens < _FEWEST_TOKENS or seconds <= 0:
+            return None
+        return self.bandit.learn(pick.cluster.now().arms, pick.drafter, math.log(tokens / seconds))
+
+    def hear(self, embedding: np.ndarray, drafter: str, gain: float) -> None:
+        """Take in what another replica learnt of a prompt with that embedding [dimensions]."""
+        self.bandit.hear(self.clusters.assign(embedding).arms, drafter, gain)

@@ -260,3 +260,28 @@ def test_a_divided_target_refuses_what_each_process_would_choose_alone():
     selecting = ["target.attention.kind=token_select", "serving.allow_lossy=true", "drafter.kind=none"]
     assert "target.tensor_parallel must be 1 where target.attention.kind" in refusal(None, [divided, *selecting])
     assert "engine.kv_mb must be left out" in refusal(None, [divided, "engine.kv_mb=512"])
+
+
+@pytest.mark.parametrize(
+    ("before", "key", "value", "said"),
+    [
+        ("serving.replicas=3", "serving.max_replicas", "2", "must be at least serving.replicas"),
+        ("serving.routing=load", "serving.imbalance", "9", "counts only with serving.routing=beginnings"),
+        ("serving.replicas=2", "serving.imbalance", "-1", "must be at least 0"),
+        ("serving.replicas=2", "serving.routing", "random", "must be 'beginnings' or 'load'"),
+        ("trainer.workers=2", "trainer.node_labels", "training", "must be key=value, as role=training is"),
+        ("trainer.workers=2", "trainer.node_labels", "a=1,a=2", "has two values of a, and a node has one"),
+    ],
+)
+def test_settings_of_several_nodes_are_refused_by_name(before, key, value, said):
+    assert refusal(None, [before, f"{key}={value}"], {}) == f"{key} (--set) {said}, not {value}"
+
+
+def test_there_may_be_as_many_replicas_as_there_are_where_no_more_are_allowed():
+    assert load_settings(None, ["serving.replicas=2"], {}).serving.most_replicas == 2
+    assert load_settings(None, ["serving.replicas=2", "serving.max_replicas=5"], {}).serving.most_replicas == 5
+
+
+def test_labels_of_nodes_are_read_from_text():
+    settings = load_settings(None, ["trainer.node_labels=role=training, example.org/zone=a"], {})
+    assert settings.trainer.labels == {"role": "training", "example.org/zone": "a"}

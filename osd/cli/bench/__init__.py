@@ -19,7 +19,7 @@ from osd.cli.bench.recall import recall
 from osd.cli.bench.rules import growth, rules
 from osd.cli.bench.scaling import scaling
 from osd.cli.bench.scheduling import scheduling
-from osd.cli.bench.serve import serve, start
+from osd.cli.bench.serve import replicas, serve, start
 from osd.cli.bench.stopping import stopping
 from osd.cli.bench.structured import structured
 from osd.cli.bench.tap import tap
@@ -27,7 +27,23 @@ from osd.cli.bench.vllm import vllm
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 for command in (
-    *(forward, decode, recall, serve, start, peers, vllm, rules, growth, lossless, overhead, governor, plain, weights),
+    *(
+        forward,
+        decode,
+        recall,
+        serve,
+        replicas,
+        start,
+        peers,
+        vllm,
+        rules,
+        growth,
+        lossless,
+        overhead,
+        governor,
+        plain,
+        weights,
+    ),
     *(
         adapt,
         shift,

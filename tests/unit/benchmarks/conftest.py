@@ -16,6 +16,12 @@ PIECE = 0.02  # seconds between two pieces of an answer
 class Handler(BaseHTTPRequestHandler):
     """Answers each request with three pieces of two tokens; refuses prompts that say so."""
 
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        for replica in ("one", "other") * (self.path == "/metrics"):
+            self.wfile.write(f'osd_running_requests{{replica="{replica}"}} 0\n'.encode())
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)  # type: ignore[attr-defined]

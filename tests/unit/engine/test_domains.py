@@ -40,7 +40,7 @@ class Script:
     def pick(self, embedding: np.ndarray, domains: list[str]) -> Pick:
         self.embeddings.append(embedding)
         self.seen.append(domains)
-        return Pick(Cluster(embedding), self.domains.pop(0), "math")
+        return Pick(embedding, Cluster(embedding), self.domains.pop(0), "math")
 
     def learn(self, pick: Pick, tokens: int, seconds: float) -> None:
         self.learnt.append((pick.drafter, tokens, seconds))

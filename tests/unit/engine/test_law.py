@@ -418,7 +418,7 @@ class Coin:
         self.turn = itertools.cycle(["general", "code", "code"])
 
     def pick(self, embedding: np.ndarray, domains: list[str]) -> Pick:
-        return Pick(Cluster(embedding), next(self.turn), "general")
+        return Pick(embedding, Cluster(embedding), next(self.turn), "general")
 
     def learn(self, *measured: object) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 from ray.serve._private.http_util import RequestIdMiddleware, validate_http_proxy_callback_return
@@ -11,7 +12,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from serving import front
+from serving import affinity, front
+from serving.affinity import Affinity
 from tests.unit.serving.answers import error_of
 
 
@@ -181,3 +183,81 @@ def test_there_are_no_websockets():
     with pytest.raises(WebSocketDisconnect), client.websocket_connect("/"):
         pass
     assert seen == []
+
+
+class Client:
+    """Sends a body in parts, each after so many seconds, and then leaves."""
+
+    def __init__(self, *parts):
+        self._parts = list(parts)
+
+    async def __call__(self):
+        if not self._parts:
+            await asyncio.sleep(60)
+        delay, part = self._parts.pop(0)
+        await asyncio.sleep(delay)
+        if part is None:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": part, "more_body": bool(self._parts)}
+
+
+def passed_on(*parts, path="/v1/completions", headers=()):
+    """The affinity, and the body, that come through, and whether the client is known to have left."""
+    got = {}
+
+    async def app(scope, receive, send):
+        got["affinity"] = dict(scope["headers"]).get(affinity.HEADER)
+        body, more = b"", True
+        while more and (message := await receive())["type"] == "http.request":
+            body, more = body + message["body"], message["more_body"]
+        got["body"], got["left"] = body, message["type"] == "http.disconnect"
+        await JSONResponse({})(scope, receive, send)
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
+    asyncio.run(asyncio.wait_for(front.Front(app)(scope, Client(*parts), send), 10))
+    return got
+
+
+BODY = json.dumps({"prompt": "p" * 500}).encode()
+SAID = str(Affinity.of(BODY, b"")).encode()
+
+
+def test_the_router_is_told_how_a_prompt_begins_and_the_body_comes_through_whole():
+    assert passed_on((0, BODY)) == {"affinity": SAID, "body": BODY, "left": False}
+    parts = [(0, BODY[:5]), (0.01, BODY[5:200]), (0, BODY[200:])]
+    assert passed_on(*parts) == {"affinity": SAID, "body": BODY, "left": False}
+
+
+def test_a_client_cannot_say_it_and_each_key_has_its_own():
+    key = (b"authorization", b"Bearer k")
+    got = passed_on((0, BODY), headers=[(b"x-session-id", b"a"), key])
+    assert got["affinity"] == str(Affinity.of(BODY, b"Bearer k")).encode() != SAID
+
+
+def test_a_body_that_comes_late_is_not_waited_for_and_comes_through_whole():
+    begun = time.monotonic()
+    assert passed_on((0, BODY[:9]), (0.5, BODY[9:])) == {"affinity": None, "body": BODY, "left": False}
+    assert time.monotonic() - begun < 5
+
+
+def test_a_large_body_is_not_kept_back():
+    large = [(0, b"x" * (1 << 20)), (0, b"y"), (0, b"z")]
+    assert passed_on(*large) == {"affinity": None, "body": b"x" * (1 << 20) + b"yz", "left": False}
+
+
+@pytest.mark.parametrize(
+    "told", [(b"content-length", b"99999999"), (b"content-length", b"?"), (b"expect", b"100-continue")]
+)
+def test_who_may_be_refused_first_is_not_asked_for_the_body(told):
+    assert passed_on((0, BODY), headers=[told])["affinity"] is None
+
+
+def test_nothing_is_told_of_other_requests():
+    assert passed_on((0, BODY), path="/tokenize")["affinity"] is None
+
+
+def test_a_client_that_leaves_while_its_body_comes_has_left():
+    assert passed_on((0, BODY[:9]), (0, None)) == {"affinity": None, "body": BODY[:9], "left": True}

@@ -1,0 +1,116 @@
+"""Replicas with drafters of two domains, on a real Redis: what one learns about them, the other knows."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from osd.cli.app import app
+from osd.config import Settings
+from osd.drafters import initial
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from osd.routing.outcome import STREAM
+from tests import replicas as whole
+from tests.pointers import put
+from tests.replicas import Replicas
+
+
+@pytest.fixture
+def settings(tiny_target, tmp_path, redis_url):
+    made = Settings(
+        home=tmp_path,
+        target={"source": str(tiny_target), "dtype": "float32"},
+        drafter={"kind": "eagle", "vocabulary": 64},
+        growth={"kind": "chain", "governed": False},
+        engine={"slots": 2, "context": 256, "threads": 1},
+        serving={"replicas": 2},
+    )
+    drafter = initial(made.drafter, tiny_target, tmp_path)
+    with Pointer(redis_url, made.registry_dir) as pointer:
+        for domain in ("general", "code"):
+            number = Registry(made.registry_dir).publish(domain, drafter.weights(), drafter.config(), {})
+            put(pointer, domain, Rollout(number, None, 0.0, time.time()))
+    return made
+
+
+@pytest.fixture
+def start(settings, redis_url, eventually):
+    interval = sys.getswitchinterval()
+    replicas = Replicas(settings, redis_url)
+
+    def start(name):
+        replica = replicas.start(name)
+        eventually(lambda: "code" in replica.engine.pool.domains)
+        return replica
+
+    yield start
+    replicas.end_all()
+    sys.setswitchinterval(interval)
+
+
+def decode(replica, name, **given):
+    """Decode a request that does not say its domain."""
+    return whole.decode(replica, name, domain=None, **given)
+
+
+def evidence(replica):
+    """For how many requests it knows how fast a drafter was."""
+    return sum(arm.weight for arm in replica.engine.loop.router.routers[""].bandit.everywhere.values())
+
+
+def heard(replica):
+    return len(replica.engine.loop.router.heard)
+
+
+def test_a_replica_knows_what_another_learnt_and_so_does_one_that_comes_later(start, eventually):
+    one, other = start("one"), start("other")
+    for number in range(3):
+        decode(one, f"request-{number}")()
+    eventually(lambda: heard(other) == 3)
+    later = start("later")
+    eventually(lambda: heard(later) == 3)
+    assert heard(one) == 0, "it does not hear itself"
+    for replica in (other, later):
+        decode(replica, f"request-of-{id(replica)}")()
+        eventually(lambda replica=replica: evidence(replica) > 3.5)
+
+
+def test_what_may_not_be_captured_is_not_told(start, redis_client, eventually):
+    one = start("one")
+    decode(one, "request-0", capture=False)()
+    decode(one, "request-1")()
+    eventually(lambda: evidence(one) > 1.5)
+    eventually(lambda: redis_client.xlen(STREAM) == 1)
+
+
+def test_a_purged_request_is_forgotten_there_too(start, settings, redis_url, redis_client, eventually):
+    one = start("one")
+    for number in (1, 2):
+        decode(one, f"chatcmpl-{number}f-0")()
+    eventually(lambda: redis_client.xlen(STREAM) == 2)
+    environment = {"OSD_HOME": str(settings.home), "OSD_REDIS_URL": redis_url}
+    result = CliRunner().invoke(app, ["traces", "purge", "--request", "chatcmpl-1f"], env=environment)
+    assert result.exit_code == 0, result.output
+    assert redis_client.xlen(STREAM) == 1
+
+
+def test_the_stream_holds_a_bounded_number_and_what_is_broken_on_it_is_left_out(start, redis_client, eventually):
+    redis_client.xadd(STREAM, {"trace": b"no outcome"})
+    one, other = start("one"), start("other")
+    for number in range(2000):
+        redis_client.xadd(STREAM, {"a": number})
+    decode(one, "request-0")()
+    eventually(lambda: heard(other) == 1)
+    assert redis_client.xlen(STREAM) == 512
+
+
+def test_without_redis_each_learns_by_itself(start, redis_server, eventually):
+    one = start("one")
+    redis_server.close()
+    decode(one, "request-0")()
+    eventually(lambda: evidence(one) == 1)
+    redis_server.start()
