@@ -103,6 +103,9 @@ class RegistrySettings(Section):
     keep: int = Field(
         default=20, ge=1, description="newest versions of a domain on disk, beside those that serve and their parents"
     )
+    pulls: int = Field(
+        default=64, ge=1, description="machines that read weights from an object store at the same time; others wait"
+    )
 
 
 class RedisSettings(Section):

@@ -6,11 +6,14 @@ import contextlib
 import hashlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from osd import files
 
 logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS = 60.0
 
 
 class FileCache:
@@ -32,6 +35,27 @@ class FileCache:
             return None
         with contextlib.suppress(OSError):
             os.utime(path)
+        return data
+
+    def fetch(self, name: str, sha256: str | None, source: Callable[[], bytes]) -> bytes:
+        """A file; where there is none, one process of this machine reads it from ``source``, and others wait for it.
+
+        Raises:
+            Whatever ``source`` does.
+        """
+        data = self.get(name, sha256)
+        if data is not None:
+            return data
+        lock = self._folder / f".lock-{name}"
+        with contextlib.ExitStack() as held:
+            # Where whoever has the lock hangs, or the disk is full, the file is read all the same.
+            with contextlib.suppress(OSError):
+                held.enter_context(files.locked(lock, _WAIT_SECONDS))
+            data = self.get(name, sha256)
+            if data is None:
+                data = source()
+                self.put(name, data)
+                lock.unlink(missing_ok=True)  # those who wait find the file, and others no longer lock it
         return data
 
     def put(self, name: str, data: bytes) -> None:

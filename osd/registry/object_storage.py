@@ -3,6 +3,8 @@
 What makes it safe are conditional writes: a version's manifest is put only where there is none (``If-None-Match``), and
 a pointer only in the place of what was read (``If-Match``). Nothing is renamed: a version's files lie under the hash of
 its manifest, which comes last, so that nobody sees a version before it is whole.
+
+A machine reads each file once, and of weights, where it has those of the version before, only what is new in them.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import logging
 import re
 import secrets
@@ -22,8 +25,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from osd.registry import delta
 from osd.registry.file_cache import FileCache
-from osd.registry.storage import MANIFEST, Storage, version_number
+from osd.registry.pulls import Pulls
+from osd.registry.storage import MANIFEST, WEIGHTS, Storage, version_number
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,8 @@ _WAIT_SECONDS, _LOOK_SECONDS = 10.0, 0.05
 _ORPHAN_SECONDS = 86400.0
 _CONDITIONS = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey", "404"}
 _FREE = b"free"
+_DELTA = f"{WEIGHTS}.from-"
+_WORTHWHILE = 0.9
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -41,11 +48,14 @@ class ObjectStorage(Storage):
     """``url``, as ``s3://bucket/path``. Credentials and endpoint are the environment's, as every AWS client reads them.
 
     ``local`` is for what stays on this machine, a cache of at most ``keep`` versions too: what it has is not read from
-    the store again, and can be read when the store is gone.
+    the store again, and can be read when the store is gone. ``pulls`` says how many machines read weights at a time.
     """
 
-    def __init__(self, url: str, local: Path, keep: int) -> None:
+    patience = 30.0
+
+    def __init__(self, url: str, local: Path, keep: int, pulls: Pulls | None = None) -> None:
         self.local = local
+        self._pulls = pulls
         self._url, (self._bucket, _, prefix) = url, url.removeprefix("s3://").strip("/").partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         name = hashlib.sha256(f"{self._bucket}/{self._prefix}".encode()).hexdigest()[:16]
@@ -122,18 +132,28 @@ class ObjectStorage(Storage):
     def read_version(self, domain: str, number: int, file: str, sha256: object = None) -> bytes:
         """A file of a version, from the cache if that has it: a version never changes."""
         if file == MANIFEST:
-            return self._cached(f"{domain}-{number}.json", None, _manifest(domain, number))
+            return self._cache.fetch(_kept(domain, number), None, lambda: self.read(_manifest(domain, number)))
         if not _HASH.fullmatch(str(sha256)):
             raise OSError(errno.EINVAL, "the manifest has no sha256 of it")
-        folder = _folder(self.read_version(domain, number, MANIFEST))
-        return self._cached(str(sha256), str(sha256), f"{domain}/{folder}/{file}")
+        folder, found = _folder(self.read_version(domain, number, MANIFEST)), str(sha256)
+
+        def read() -> bytes:
+            if file != WEIGHTS:
+                return self.read(f"{domain}/{folder}/{file}")
+            with nullcontext() if self._pulls is None else self._pulls.turn():
+                after = self._after_base(domain, number, folder, found)
+                return self.read(f"{domain}/{folder}/{file}") if after is None else after
+
+        return self._cache.fetch(found, found, read)
 
     def publish(self, domain: str, content: Mapping[str, bytes], guard: AbstractContextManager[None]) -> int:
         """Put the files, and then the manifest under the next free number."""
         manifest = content[MANIFEST]
+        folder = f"{domain}/{_folder(manifest)}"
         for name, data in content.items():
             if name != MANIFEST:
-                self._put(f"{domain}/{_folder(manifest)}/{name}", data)
+                self._put(f"{folder}/{name}", data)
+        self._put_delta(domain, folder, content[WEIGHTS])
         with guard:
             number = max(self.numbers(domain), default=0) + 1
             while self._put(_manifest(domain, number), manifest, IfNoneMatch="*") is None:
@@ -165,13 +185,37 @@ class ObjectStorage(Storage):
         except OSError as error:
             logger.warning("files of removed versions of %s are still there: %s", domain, error)
 
-    def _cached(self, kept: str, sha256: str | None, name: str) -> bytes:
-        """A file that never changes, and that the cache has under the name ``kept``."""
-        data = self._cache.get(kept, sha256)
-        if data is None:
-            data = self.read(name)
-            self._cache.put(kept, data)
-        return data
+    def _put_delta(self, domain: str, folder: str, data: bytes) -> None:
+        """Put what is new in weights since the newest version, where that is less than all of them."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        self._cache.put(sha256, data)  # the next one's base, and what a replica beside the trainer reads
+        newest = max(self.numbers(domain), default=0)
+        try:
+            before = _weights_hash(self.read_version(domain, newest, MANIFEST))
+            base = self.read_version(domain, newest, WEIGHTS, before)
+            made = delta.encode(data, base)
+        except (OSError, ValueError):  # there is none, it was removed just now, or has other tensors
+            return
+        if len(made) < _WORTHWHILE * len(data):
+            self._put(f"{folder}/{_DELTA}{before}", made)
+
+    def _after_base(self, domain: str, number: int, folder: str, sha256: str) -> bytes | None:
+        """Weights made of those of the version before and what is new; None where this machine has not the first."""
+        manifest = self._cache.get(_kept(domain, number - 1))
+        before = None if manifest is None else _weights_hash(manifest)
+        base = None if before is None else self._cache.get(before, before)
+        if base is None:
+            return None
+        try:
+            data = delta.decode(self.read(f"{domain}/{folder}/{_DELTA}{before}"), base)
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            data = b""
+        if hashlib.sha256(data).hexdigest() == sha256:
+            return data
+        logger.warning("what is new in version %d of %s is damaged, all of it is read", number, domain)
+        return None
 
     def _take(self, name: str, token: bytes) -> str | None:
         """Take a lock that is free or whose holder is silent; its ETag, None while somebody has it."""
@@ -276,6 +320,20 @@ def _now(answer: Any) -> datetime:
 
 def _manifest(domain: str, number: int) -> str:
     return f"{domain}/{number}/{MANIFEST}"
+
+
+def _kept(domain: str, number: int) -> str:
+    """A manifest's name in the cache."""
+    return f"{domain}-{number}.json"
+
+
+def _weights_hash(manifest: bytes) -> str | None:
+    """The sha256 that a manifest names, None where it names none."""
+    try:
+        found = json.loads(manifest)["sha256"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return found if isinstance(found, str) and _HASH.fullmatch(found) else None
 
 
 def _folder(manifest: bytes) -> str:

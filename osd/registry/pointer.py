@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from redis.exceptions import DataError, RedisError, WatchError
 from osd.config import check_domain
 from osd.redis_client import RedisClient, decoded
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout, encode
+from osd.registry.remembered import Remembered
 from osd.registry.storage import Storage
 
 __all__ = ["FencedError", "Pointer", "Rollout"]
@@ -29,7 +30,8 @@ _DOMAINS = "osd:domains"
 class Pointer(RedisClient):
     """Reads and moves the rollout pointers of the registry in ``place``.
 
-    A rollout is the newer one of what is on disk and of what Redis has: a shared disk may show the last move late.
+    A rollout is the newer one of what is on disk and of what Redis has: a shared disk may show the last move late. Who
+    watches, by ``watch`` or ``all``, sees what is on disk as it was ``Storage.patience`` seconds before at worst.
 
     Raises:
         redis.exceptions.RedisError: from every method but ``watch``: nothing is on disk, and Redis does not answer or
@@ -41,18 +43,16 @@ class Pointer(RedisClient):
     def __init__(self, url: str, place: Path | Storage) -> None:
         super().__init__(url)
         self._files = PointerFiles(place)
+        self._watched = Remembered(self._files.storage.patience)
 
     def get(self, domain: str) -> Rollout | None:
         """The domain's rollout, None when it has none yet."""
-        durable, unread = self._durable(domain)
-        rollout = self._newest(domain, durable)
-        if rollout is None and unread is not None:
-            raise unread
-        return rollout
+        return self._get(domain, self._files.read)
 
     def all(self) -> dict[str, Rollout]:
         """The rollout of every domain that has one."""
-        durable = {domain: self._durable(domain)[0] for domain in self._files.domains()}
+        known = self._watched.get("", self._files.domains)
+        durable = {domain: _durable(domain, self._look)[0] for domain in known}
         try:
             names: Any = self._client.smembers(_DOMAINS)
             domains = sorted({name.decode() for name in names} | durable.keys())
@@ -61,6 +61,7 @@ class Pointer(RedisClient):
                 name: self._newer(name, durable.get(name), data) for name, data in zip(domains, found, strict=True)
             }
         except RedisError:
+            self._watched.doubt()
             if not any(durable.values()):
                 raise
             newer = durable
@@ -122,7 +123,7 @@ class Pointer(RedisClient):
         failing = False
         while not stop.is_set():
             try:
-                rollout = self.get(domain)
+                rollout = self._get(domain, self._look)
             except (RedisError, OSError) as error:
                 if not failing:
                     logger.warning("rollout pointer of %s cannot be read (%s), keeping what is there", domain, error)
@@ -134,12 +135,16 @@ class Pointer(RedisClient):
                     yield rollout
             stop.wait(interval)
 
-    def _durable(self, domain: str) -> tuple[Rollout | None, OSError | None]:
-        """What is on disk, or why it cannot be read."""
-        try:
-            return self._files.read(domain), None
-        except OSError as error:
-            return None, error
+    def _get(self, domain: str, read: Callable[[str], Rollout | None]) -> Rollout | None:
+        durable, unread = _durable(domain, read)
+        rollout = self._newest(domain, durable)
+        if rollout is None and unread is not None:
+            raise unread
+        return rollout
+
+    def _look(self, domain: str) -> Rollout | None:
+        """What is on disk, for those who watch."""
+        return self._watched.get(domain, lambda: self._files.read(domain))
 
     def _told(self, domain: str) -> Rollout | None:
         """What Redis has; None for anything else under the key."""
@@ -154,6 +159,7 @@ class Pointer(RedisClient):
         try:
             return self._newer(domain, durable, self._client.get(_key(domain)))
         except RedisError:
+            self._watched.doubt()
             if durable is None:
                 raise
             return durable
@@ -196,6 +202,14 @@ class Pointer(RedisClient):
             return  # somebody else tells of this move or of a later one
         except RedisError as error:
             logger.warning("Redis is not told yet of move %d of %s: %s", rollout.moves, domain, error)
+
+
+def _durable(domain: str, read: Callable[[str], Rollout | None]) -> tuple[Rollout | None, OSError | None]:
+    """What is on disk, or why it cannot be read."""
+    try:
+        return read(domain), None
+    except OSError as error:
+        return None, error
 
 
 def _unfenced(rollout: Rollout | None) -> Rollout | None:

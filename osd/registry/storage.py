@@ -14,13 +14,15 @@ class Storage(ABC):
     """Versions and small files, for any number of processes. Names are paths below the root, as ``code/history.json``.
 
     A version is seen whole or not at all, under one number for ever. ``local`` is a folder of this machine, or of those
-    that share it: for what is no part of a registry and lies beside it.
+    that share it: for what is no part of a registry and lies beside it. Who watches a pointer reads it again after
+    ``patience`` seconds at the latest, however often Redis is asked: each time that something is read may cost.
 
     Raises:
         OSError: from every method: the storage does not give or take it; FileNotFoundError where there is no such file.
     """
 
     local: Path
+    patience: float = 0.0
 
     @abstractmethod
     def check(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from osd.capture.server import RedisServer
+from osd.registry.local_storage import LocalStorage
 from osd.registry.pointer import Pointer, Rollout
 from tests.pointers import put
 
@@ -223,6 +224,48 @@ def test_watch_yields_each_change_once_and_outlives_a_restart_of_redis(
         redis_server.start()
         time.sleep(0.05)
         assert seen == [STABLE, CANARY]
+        put(pointer, "general", STABLE)
+        eventually(lambda: seen == [STABLE, CANARY, STABLE])
+    finally:
+        stop.set()
+        thread.join(5)
+    assert not thread.is_alive()
+
+
+class Costly(LocalStorage):
+    """A storage whose looks are counted."""
+
+    patience = 30.0
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.looks = 0
+
+    def read(self, name: str) -> bytes:
+        self.looks += 1
+        return super().read(name)
+
+
+def test_who_watches_a_storage_that_costs_hears_of_moves_by_redis_and_looks_itself_when_that_is_gone(
+    redis_server: RedisServer, pointer: Pointer, root: Path, eventually
+):
+    storage = Costly(root)
+    stop, seen = threading.Event(), []
+
+    def follow() -> None:
+        with Pointer(redis_server.url, storage) as watching:
+            for rollout in watching.watch("general", stop, interval=0.01):
+                seen.append(said(rollout))
+
+    put(pointer, "general", STABLE)
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        eventually(lambda: seen == [STABLE])
+        put(pointer, "general", CANARY)
+        eventually(lambda: seen == [STABLE, CANARY])
+        assert storage.looks == 1
+        redis_server.close()
         put(pointer, "general", STABLE)
         eventually(lambda: seen == [STABLE, CANARY, STABLE])
     finally:

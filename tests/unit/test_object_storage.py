@@ -14,7 +14,7 @@ import torch
 
 from deploy.contradictions import check_settings
 from osd.config import ConfigError, Settings, load_settings
-from osd.registry import object_storage
+from osd.registry import delta, object_storage
 from osd.registry.file_cache import FileCache
 from osd.registry.lease import Lease
 from osd.registry.object_storage import ObjectStorage
@@ -258,6 +258,95 @@ def test_a_damaged_cache_is_read_anew(registry: Registry, storage: ObjectStorage
         if file.suffix != ".json":
             file.write_bytes(b"damaged")
     assert value(registry, 1) == 1.0
+
+
+class Reads:
+    """The names of what a storage reads from the store, each as often as it does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        get = ObjectStorage._get
+
+        def counted(storage: ObjectStorage, name: str) -> object:
+            self.names.append(name.rpartition("/")[2])
+            return get(storage, name)
+
+        monkeypatch.setattr(ObjectStorage, "_get", counted)
+
+    def of_weights(self) -> list[str]:
+        return [name for name in self.names if name.startswith("model.safetensors")]
+
+
+def large(registry: Registry, value: float) -> int:
+    return registry.publish("general", {"w": torch.arange(5000) * 0.01 + value}, {"kind": "eagle"}, {})
+
+
+def test_a_node_that_has_the_version_before_reads_what_is_new_alone(
+    registry: Registry, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    large(registry, 1.0)
+    other = Registry(ObjectStorage(url, tmp_path / "other", 3))
+    other.load("general", 1)
+    large(registry, 1.0001)
+    reads = Reads(monkeypatch)
+    found = other.load("general", 2).weights["w"]
+    assert torch.equal(found, torch.arange(5000) * 0.01 + 1.0001)
+    assert [name.partition(".from-")[0] for name in reads.of_weights()] == ["model.safetensors"]
+    assert ".from-" in reads.of_weights()[0]
+    third = Registry(ObjectStorage(url, tmp_path / "third", 3))
+    assert torch.equal(third.load("general", 2).weights["w"], found)
+    assert reads.of_weights()[1:] == ["model.safetensors"]
+
+
+def test_what_is_new_is_not_kept_where_it_is_not_less(registry: Registry, storage: ObjectStorage):
+    publish(registry, 1.0)
+    for seed in (1, 2):  # of another size than the first, and like nothing before
+        noise = torch.randint(256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        registry.publish("general", {"w": noise}, {"kind": "eagle"}, {})
+    for number in (2, 3):
+        folder = object_storage._folder(storage.read_version("general", number, MANIFEST))
+        assert sorted(storage._below(f"general/{folder}/")[0]) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("damage", [b"damaged", delta.encode(b"x" * 20136, b"y" * 20136)])
+def test_what_is_new_and_damaged_is_not_used(
+    damage: bytes,
+    registry: Registry,
+    storage: ObjectStorage,
+    url: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    large(registry, 1.0)
+    other = Registry(ObjectStorage(url, tmp_path / "other", 3))
+    other.load("general", 1)
+    large(registry, 1.0001)
+    folder = f"general/{object_storage._folder(storage.read_version('general', 2, MANIFEST))}"
+    [name] = [name for name in storage._below(f"{folder}/")[0] if ".from-" in name]
+    storage.replace(f"{folder}/{name}", damage)
+    assert torch.equal(other.load("general", 2).weights["w"], torch.arange(5000) * 0.01 + 1.0001)
+    assert "what is new in version 2 of general is damaged, all of it is read" in caplog.text
+
+
+def test_one_of_many_on_a_machine_reads_a_version_for_all(
+    registry: Registry, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    large(registry, 1.0)
+    reads = Reads(monkeypatch)
+    found: list[float] = []
+
+    def load() -> None:
+        replica = Registry(ObjectStorage(url, tmp_path / "other", 3))
+        found.append(float(replica.load("general", 1).weights["w"][0]))
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1.0] * 8
+    assert sorted(reads.names) == ["config.json", "manifest.json", "model.safetensors"]
+    assert not list((tmp_path / "other").glob(".cache-*/.lock-*"))
 
 
 def test_a_cache_keeps_what_was_used_last(tmp_path: Path):
