@@ -15,6 +15,7 @@ from osd.cli.bench.ledger import ledger
 from osd.cli.bench.net import net
 from osd.cli.bench.over_http import http
 from osd.cli.bench.peers import peers
+from osd.cli.bench.pulls import pulls
 from osd.cli.bench.recall import recall
 from osd.cli.bench.rules import growth, rules
 from osd.cli.bench.scaling import scaling
@@ -61,6 +62,7 @@ for command in (
         completion,
         context,
         tap,
+        pulls,
     ),
 ):
     app.command()(command)
