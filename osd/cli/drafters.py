@@ -109,7 +109,10 @@ def export_version(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Write a version so that vLLM (vllm serve DIR), transformers or other users of Medusa's heads can load it."""
+    """Write a version so that vLLM, transformers or other users of Medusa's heads can load it.
+
+    Says how vLLM is to be started with it, or why vLLM does not load it.
+    """
     settings = settings_of(config, overrides)
     from osd import drafters
     from osd.drafters import formats
@@ -130,6 +133,11 @@ def export_version(
     except (VersionError, TargetError, drafters.DrafterError, formats.FormatError, OSError) as error:
         fail(error)
     typer.echo(f"version {version} of {settings.domain} is in {out}, for the target {name}")
+    try:
+        speculative = formats.vllm_config(drafter, format.value, out.absolute(), origin.depth)
+        typer.echo(f"vllm serve {name} --speculative-config '{json.dumps(speculative)}'")
+    except formats.FormatError as error:
+        typer.echo(f"osd: {error}", err=True)
 
 
 @app.command("import")

@@ -12,6 +12,9 @@ from typer.testing import CliRunner, Result
 from deploy.running import announce, find, lock
 from osd.cli.app import app
 from osd.config import TRAINED_SETTINGS
+from osd.drafters.eagle.drafter import Eagle
+from osd.registry.versions import Registry
+from osd.target.model import load_model
 
 
 def osd(*arguments: str, home: Path | None = None) -> Result:
@@ -118,3 +121,18 @@ def test_a_running_loop_is_found_only_while_it_runs(tmp_path):
 def test_the_shell_completes_commands():
     words = {"_OSD_COMPLETE": "complete_bash", "COMP_WORDS": "osd dra", "COMP_CWORD": "1"}
     assert CliRunner().invoke(app, [], prog_name="osd", env=words).stdout.split() == ["drafters"]
+
+
+def test_an_export_says_how_vllm_draws_on_it(tiny_target: Path, tmp_path: Path):
+    target = load_model(tiny_target, "float32", "cpu")
+    drafter = Eagle.from_target(target, 100)
+    Registry(tmp_path / "home" / "registry").publish("general", drafter.weights(), drafter.config(), {})
+    out, source = tmp_path / "out", f"target.source={tiny_target}"
+    exported = osd(
+        "drafters", "export", "1", "--format", "speculators", "--out", str(out), "--set", source, home=tmp_path / "home"
+    )
+    assert exported.exit_code == 0, exported.stderr
+    command, _, speculative = exported.stdout.splitlines()[1].partition(" --speculative-config ")
+    assert command == f"vllm serve {tiny_target}"
+    assert json.loads(speculative.strip("'")) == {"model": str(out), "method": "eagle3", "num_speculative_tokens": 3}
+    assert json.loads((out / "osd.json").read_text())["drafter"]["taps"] == list(drafter.shape.taps)

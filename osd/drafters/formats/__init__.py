@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 from pathlib import Path
+from typing import Any
 
 from osd.drafters.formats.base import CONFIG, PROVENANCE, WEIGHTS, Format, FormatError, Origin, read_json
 from osd.drafters.formats.medusa import MedusaHeads
@@ -22,7 +23,7 @@ FORMATS: dict[str, Format] = {
 }
 """What ``osd drafters export --format`` may name; the first that recognises a directory reads it."""
 
-__all__ = ["FORMATS", "FormatError", "Origin", "read", "write"]
+__all__ = ["FORMATS", "FormatError", "Origin", "read", "vllm_config", "write"]
 
 
 def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
@@ -35,7 +36,9 @@ def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
     chosen = FORMATS[name]
     if chosen.kind != drafter.kind:
         others = [f"export it with --format {other}" for other, one in FORMATS.items() if one.kind == drafter.kind]
-        raise FormatError(f"{name} has no {drafter.kind} drafter; {others[0] if others else 'no format has one'}")
+        raise FormatError(
+            f"{name} has no {drafter.kind} drafter; {others[0] if others else 'no format has one, and vLLM loads none'}"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FormatError(f"{folder} is there already and not empty")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -46,6 +49,7 @@ def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
         provenance = {
             "domain": origin.domain,
             "version": origin.version,
+            "drafter": drafter.config(),
             "sha256": _hash(temporary / chosen.weights),
         }
         (temporary / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
@@ -53,6 +57,15 @@ def write(drafter: Trainable, name: str, origin: Origin, folder: Path) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def vllm_config(drafter: Trainable, name: str, folder: Path, depth: int) -> dict[str, Any]:
+    """What ``--speculative-config`` of vLLM is for a drafter in ``folder``; ``depth`` tokens where it can.
+
+    Raises:
+        FormatError: vLLM does not load it.
+    """
+    return {"model": str(folder), **FORMATS[name].in_vllm(drafter, depth)}
 
 
 def read(folder: Path, target: Path) -> tuple[str, Trainable]:

@@ -41,6 +41,14 @@ class Format(Protocol):
         """Write a drafter of its kind: both files, and what else the format has."""
         ...
 
+    def in_vllm(self, drafter: Trainable, depth: int) -> dict[str, Any]:
+        """What vLLM's ``--speculative-config`` says beside ``model`` to draft with it, ``depth`` tokens where it can.
+
+        Raises:
+            FormatError: vLLM does not load it.
+        """
+        ...
+
     def recognises(self, config: dict[str, Any]) -> bool:
         """Whether a ``config.json`` is of this format."""
         ...

@@ -2,7 +2,8 @@
 
 ``0.0.linear.weight`` is the residual block of the first head, and ``0.1.weight`` would be an output head of its own;
 ours are the target's, which that code takes where a file has none. The draft vocabulary, which the layout does not
-know, stands beside them as ``d2t`` and ``t2d``: other readers leave it alone. Weights in a pickle are not read.
+know, stands beside them as ``d2t`` and ``t2d``, and once more as vLLM has it: ``token_map`` and ``lm_heads.0.weight``,
+the target's head with these rows. Other readers leave them alone. Weights in a pickle are not read.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from osd.config import MedusaSettings
+from osd.drafters.draft_vocabulary import draft_ids
 from osd.drafters.formats.base import CONFIG, FormatError, Origin
 from osd.drafters.medusa.drafter import Medusa
 from osd.drafters.trainable import Trainable
+from osd.registry import layouts
 from osd.target.model import load_model
 
 _MAPS = ("d2t", "t2d")
+_HEAD = "lm_heads.0.weight"
 
 
 class MedusaHeads:
@@ -33,18 +37,30 @@ class MedusaHeads:
     def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
         """See ``Format.write``."""
         assert isinstance(drafter, Medusa)  # noqa: S101  nobody else calls this
+        ids, head = drafter.draft_ids, drafter.target_head
         config = {
             "medusa_num_heads": drafter.levels,
             "medusa_num_layers": 1,
             "base_model_name_or_path": origin.name,
+            # What follows is vLLM's.
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": head.shape[1],
+            "vocab_size": head.shape[0],
+            "truncated_vocab_size": len(ids),
+            "medusa_fc_bias": True,
+            "original_lm_head": True,
         }
-        mine = drafter.weights()
-        tensors = {name: mine[name].clone() for name in _MAPS}
-        for head in range(drafter.levels):
-            tensors |= {f"{head}.0.linear.{name}": mine[name][head].clone() for name in ("weight", "bias")}
+        written = layouts.medusa(drafter.config(), drafter.weights())
+        tensors = {name: weight.clone() for name, weight in written.items()} | {_HEAD: head[ids].clone()}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # Not save_file: it lets nobody else read the file.
         (folder / self.weights).write_bytes(safetensors.torch.save(tensors, {"format": "pt"}))
+
+    def in_vllm(self, drafter: Trainable, depth: int) -> dict[str, Any]:
+        """See ``Format.in_vllm``: a token by each head, however many are asked for."""
+        assert isinstance(drafter, Medusa)  # noqa: S101  nobody else calls this
+        return {"method": "medusa", "num_speculative_tokens": drafter.levels}
 
     def recognises(self, config: dict[str, Any]) -> bool:
         """See ``Format.recognises``."""
@@ -63,9 +79,22 @@ class MedusaHeads:
             raise FormatError(f"{folder / self.weights} cannot be read: {error}") from None
         vocabulary = len(tensors["d2t"]) if "d2t" in tensors else MedusaSettings().vocabulary
         drafter = Medusa(load_model(target, "auto", "cpu"), heads, vocabulary)
+        _check_rows(tensors, drafter.target_head, folder / self.weights)
         maps = {name: value for name, value in drafter.weights().items() if name in _MAPS}
         drafter.load_weights(maps | _ours(tensors, heads, drafter.target_head, folder / self.weights))
         return drafter
+
+
+def _check_rows(tensors: dict[str, Tensor], target_head: Tensor, file: Path) -> None:
+    """Check, and leave out, what a file says to vLLM of the draft vocabulary and of the target's head."""
+    ids, rows = tensors.pop(layouts.TOKEN_MAP, None), tensors.pop(_HEAD, None)
+    if ids is None and rows is None:
+        return
+    told = draft_ids(tensors["d2t"]) if "d2t" in tensors else torch.empty(0)
+    if ids is None or not torch.equal(ids, told) or not ids.min() >= 0 or not ids.max() < len(target_head):
+        raise FormatError(f"{file}: {layouts.TOKEN_MAP} is not the vocabulary that d2t describes")
+    if rows is None or not torch.equal(rows.to(target_head.dtype), target_head[ids]):
+        raise FormatError(f"{file}: {_HEAD} is not the target's head, under which our heads stay")
 
 
 def _ours(tensors: dict[str, Tensor], heads: int, target_head: Tensor, file: Path) -> dict[str, Tensor]:

@@ -26,26 +26,8 @@ from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.formats.base import CONFIG, WEIGHTS, FormatError, Origin, read_json
 from osd.drafters.trainable import Trainable
+from osd.registry import layouts
 from osd.target.model import load_config
-
-NAMES = {
-    "fuse.weight": "fc.weight",
-    "embedding_norm.weight": "layers.0.input_layernorm.weight",
-    "feature_norm.weight": "layers.0.hidden_norm.weight",
-    "q_proj.weight": "layers.0.self_attn.q_proj.weight",
-    "k_proj.weight": "layers.0.self_attn.k_proj.weight",
-    "v_proj.weight": "layers.0.self_attn.v_proj.weight",
-    "o_proj.weight": "layers.0.self_attn.o_proj.weight",
-    "mlp_norm.weight": "layers.0.post_attention_layernorm.weight",
-    "gate_proj.weight": "layers.0.mlp.gate_proj.weight",
-    "up_proj.weight": "layers.0.mlp.up_proj.weight",
-    "down_proj.weight": "layers.0.mlp.down_proj.weight",
-    "norm.weight": "norm.weight",
-    "head.weight": "lm_head.weight",
-    "t2d": "t2d",
-    "d2t": "d2t",
-}
-"""Our names and theirs."""
 
 _LAYER = {
     "model_type": "llama",
@@ -99,17 +81,14 @@ class Speculators:
             "tie_word_embeddings": False,
             "dtype": str(drafter.fuse.weight.dtype).removeprefix("torch."),
         }
-        weights = drafter.weights()
-        tensors = {theirs: weights[ours].clone() for ours, theirs in NAMES.items()}
-        if shape.vocabulary == shape.target_vocabulary:
-            del tensors["t2d"], tensors["d2t"]  # the format has maps only where the vocabularies differ
-        if shape.tap_norm == "each":
-            tensors |= {f"fc_norm.{i}.weight": row.clone() for i, row in enumerate(weights["tap_norm"])}
-        elif shape.tap_norm == "joint":
-            tensors["input_norm.weight"] = weights["tap_norm"].flatten().clone()
+        tensors = {name: weight.clone() for name, weight in layouts.eagle(drafter.config(), drafter.weights()).items()}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # Not save_file: it lets nobody else read the file.
         (folder / WEIGHTS).write_bytes(safetensors.torch.save(tensors, {"format": "pt"}))
+
+    def in_vllm(self, drafter: Trainable, depth: int) -> dict[str, Any]:
+        """See ``Format.in_vllm``."""
+        return {"method": "eagle3", "num_speculative_tokens": depth}
 
     def recognises(self, config: dict[str, Any]) -> bool:
         """See ``Format.recognises``."""
@@ -205,7 +184,7 @@ def _ours(tensors: dict[str, Tensor], shape: EagleShape, embedding: Tensor, fold
     mine = left.pop(_EMBEDDING, None)
     if mine is not None and not torch.equal(mine.to(embedding.dtype), embedding):
         raise FormatError(f"{folder / WEIGHTS}: {_EMBEDDING} is not the target's, which our drafters share")
-    weights = {ours: left.pop(theirs) for ours, theirs in NAMES.items() if theirs in left}
+    weights = {ours: left.pop(theirs) for ours, theirs in layouts.EAGLE.items() if theirs in left}
     weights = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
     if shape.vocabulary == shape.target_vocabulary:
         weights.setdefault("t2d", torch.ones(shape.vocabulary, dtype=torch.bool))

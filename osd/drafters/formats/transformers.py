@@ -40,9 +40,20 @@ class Transformers:
         if drafter.translation is None:
             load_tokenizer(origin.target).save_pretrained(folder)
 
+    def in_vllm(self, drafter: Trainable, depth: int) -> dict[str, Any]:
+        """See ``Format.in_vllm``.
+
+        Raises:
+            FormatError: its tokens are not the target's.
+        """
+        assert isinstance(drafter, LanguageModel)  # noqa: S101  nobody else calls this
+        if drafter.translation is not None:
+            raise FormatError("vLLM drafts with tokens of the target's alone, and this drafter has others")
+        return {"method": "draft_model", "num_speculative_tokens": depth}
+
     def recognises(self, config: dict[str, Any]) -> bool:
         """See ``Format.recognises``."""
-        return "model_type" in config and "speculators_model_type" not in config
+        return "model_type" in config and not {"speculators_model_type", "medusa_num_heads"} & set(config)
 
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
         """See ``Format.read``; an embedding and head that equal the target's are shared with it, and stay frozen.
