@@ -28,6 +28,7 @@ class Upstream:
 
     ``says`` is the text of each answer, which goes out in pieces ``wait`` seconds apart; with ``calls`` it calls a
     function. ``shifted`` makes its tokenizer another one; ``tokenizes`` False leaves it without /tokenize.
+    ``metrics`` are its own.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Upstream:
         self.app.post("/tokenize")(self.tokenize)
         self.app.post("/v1/chat/completions")(self.complete)
         self.app.post("/v1/completions")(self.complete)
+        self.app.get("/metrics")(self.tell)
         self.app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH"])(self.echo)
         self.reset()
 
@@ -43,6 +45,7 @@ class Upstream:
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.says, self.wait, self.calls = "Hello you.", 0.0, False
         self.shifted, self.tokenizes = 0, True
+        self.metrics = ""
         self.cards: list[dict[str, Any]] = [{"id": MODEL, "object": "model", "root": MODEL}]
         self.left = 0
         self.breaks = False
@@ -60,6 +63,9 @@ class Upstream:
             text = tokenizer().apply_chat_template(body["messages"], add_generation_prompt=True, tokenize=False)
         ids = [token + self.shifted for token in tokenizer()(text, add_special_tokens=False)["input_ids"]]
         return JSONResponse({"count": len(ids), "max_model_len": 1024, "tokens": ids})
+
+    async def tell(self, request: Request) -> Response:
+        return Response(self.metrics or b"/metrics?", media_type="text/plain")
 
     async def echo(self, request: Request) -> Response:
         body = await request.body()

@@ -51,6 +51,16 @@ class Ratio:
         return math.sqrt(max(spread / whole**2, smoothed * (1 - smoothed) / whole))
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What decoding showed of a ``version``: ``accepted`` of ``tested`` draft tokens, in so many ``tokens``."""
+
+    version: int
+    accepted: int
+    tested: int
+    tokens: int
+
+
 @dataclass
 class Arm:
     """What live requests show of one version.
@@ -62,12 +72,11 @@ class Arm:
     tested: Ratio = field(default_factory=Ratio)
     speed: Ratio = field(default_factory=Ratio)
 
-    def add(self, trace: Trace) -> None:
-        """Take in a request; one without any draft is ignored."""
-        accepted, tested = tested_tokens(trace)
-        if tested:
-            self.tested.add(accepted, tested)
-            self.speed.add(accepted, trace.verdict.shape[0])
+    def add(self, shown: Evidence) -> None:
+        """Take in a request, or what else was shown at one time; what had no draft is ignored."""
+        if shown.tested:
+            self.tested.add(shown.accepted, shown.tested)
+            self.speed.add(shown.accepted, shown.tokens)
 
 
 @dataclass(frozen=True)
@@ -102,9 +111,13 @@ class Canary:
 
     def add(self, trace: Trace) -> None:
         """Take in a request; those of other versions are ignored."""
-        arm = self._arms.get(trace.drafter_version)
-        if arm is not None:
-            arm.add(trace)
+        accepted, tested = tested_tokens(trace)
+        self.count(Evidence(trace.drafter_version, accepted, tested, trace.verdict.shape[0]))
+
+    def count(self, shown: Evidence) -> None:
+        """The same of what nobody has a record of."""
+        if (arm := self._arms.get(shown.version)) is not None:
+            arm.add(shown)
 
     def judge(self, now: float) -> Judgement:
         """What the requests so far say at the time ``now``."""

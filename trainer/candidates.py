@@ -24,6 +24,7 @@ from trainer.accounts import Accounts
 from trainer.revision import TARGET, Revision
 from trainer.rollout import WORTH, Publisher
 from trainer.status import Status
+from trainer.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,9 @@ class Candidates:
         worth: Callable[[Learner, GateDecision], dict[str, Any]],
         target: str,
         fall: float,
+        upstreams: Upstreams,
     ) -> None:
-        self._publisher, self._accounts = publisher, accounts
+        self._publisher, self._accounts, self._upstreams = publisher, accounts, upstreams
         self._spare, self._working, self._worth = spare, working, worth
         self._target, self._fall = target, fall
         self.revision: Revision | None = None
@@ -148,7 +150,9 @@ class Candidates:
         return True
 
     def decide(self) -> None:
-        """Promote the canary or roll it back when live requests or the clock say so."""
+        """Promote the canary or roll it back when live requests, upstreams or the clock say so."""
+        for shown in self._upstreams.new():
+            self._publisher.count(shown)
         canary = self._publisher.canary
         if canary is None or time.monotonic() < self._canary_after:
             return

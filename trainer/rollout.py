@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +27,13 @@ from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.retention import retire
 from osd.registry.versions import Registry, Version, VersionError
-from trainer.canary import Canary, Judgement, expected_rate
+from trainer.canary import Canary, Evidence, Judgement, expected_rate
 from trainer.executor import Build
 
 logger = logging.getLogger(__name__)
 
 _RECALL = "recall"
+_REMEMBERED = 600  # seconds in which an upstream drafted
 
 Judge = Callable[[Trainable, Trainable], GateDecision]
 """Asks the gate about a candidate and the drafter in service."""
@@ -92,6 +94,7 @@ class CanaryWatch:
 
     def __init__(self, service: Service, seconds: float) -> None:
         self._service, self._seconds = service, seconds
+        self._counted: deque[Evidence] = deque(maxlen=_REMEMBERED)
         self.canary: Canary | None = None
 
     def follow(self, rollout: Rollout) -> None:
@@ -111,11 +114,22 @@ class CanaryWatch:
         passed = min(max(time.time() - rollout.changed, 0.0), self._seconds)
         ends = time.monotonic() + self._seconds - passed
         self.canary = Canary(rollout.canary, rollout.stable, expected, ends)
+        for shown in self._counted:
+            self.canary.count(shown)
 
     def observe(self, trace: Trace) -> None:
         """Take in a live request, as evidence for or against the canary."""
         if self.canary is not None:
             self.canary.add(trace)
+
+    def count(self, shown: Evidence) -> None:
+        """Take in what an upstream counted.
+
+        It may have one drafter at a time: what was shown of the stable version before a canary stands beside that.
+        """
+        self._counted.append(shown)
+        if self.canary is not None:
+            self.canary.count(shown)
 
     def decide(self, now: float) -> Judgement | None:
         """Promote the canary or roll it back when it is time, in monotonic seconds; None without a canary.
@@ -313,6 +327,10 @@ class Publisher:
     def observe(self, trace: Trace) -> None:
         """Take in a live request, as evidence for or against the canary."""
         self._watch.observe(trace)
+
+    def count(self, shown: Evidence) -> None:
+        """See ``CanaryWatch.count``."""
+        self._watch.count(shown)
 
     def decide(self, now: float) -> Judgement | None:
         """See ``CanaryWatch.decide``; candidates are compared with what was promoted."""

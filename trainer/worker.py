@@ -43,6 +43,7 @@ from trainer.slowing import Slowing
 from trainer.spare_time import SpareTime
 from trainer.status import Status
 from trainer.telling import Telling
+from trainer.upstreams import Upstreams
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Worker:
         self._telling = Telling(self._domain, TrainingReports(redis_url), self._accounts, self.replay, self._lease.held)
         self._candidates = Candidates(
             self._publisher, self._accounts, spare, self._capacity.working, self._investor.worth, context.target.label,
-            trainer.drift_fall,
+            trainer.drift_fall, Upstreams(self._loads, self._domain),
         )  # fmt: skip
         self.learner: Learner | None = None
         self._told_at = 0.0

@@ -1,4 +1,7 @@
-"""How busy replicas are, and with what: each tells Redis, and the trainer reads when to pause and what pays."""
+"""How busy replicas are, and with what: each tells Redis, and the trainer reads when to pause and what pays.
+
+Taps tell the same of the servers behind them.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ EXPIRY_MS = 2000
 """A replica that has not reported for so long is gone."""
 
 WORKLOADS_EXPIRY_MS = 10_000
-"""The same for what is asked of it."""
+"""The same for what is asked of it, and for a server behind a tap."""
 
-_KEY, _WORKLOADS_KEY, _READ_KEY = "osd:load", "osd:workloads", "osd:load:read"
+_KEY, _WORKLOADS_KEY, _UPSTREAMS_KEY, _READ_KEY = "osd:load", "osd:workloads", "osd:upstreams", "osd:load:read"
 
 # Reports carry the server's time: the clocks of replicas and trainer may differ.
 _REPORT = """
@@ -69,8 +72,33 @@ Workloads = dict[str, Workload]
 """By drafter domain."""
 
 
+class UpstreamReport(msgspec.Struct, frozen=True):
+    """What a tap knows of the server behind it, at a ``time`` in seconds since the epoch.
+
+    ``version`` of ``domain`` drafts there, 0 where it does not say. The counts are since the server, or the tap, was
+    started: ``rounds`` drafted tokens of one sequence each, ``accepted_per_position[i]`` were accepted at depth ``i``.
+    """
+
+    time: float
+    domain: str = ""
+    version: int = 0
+    running: int = 0
+    waiting: int = 0
+    requests: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    rejected_versions: int = 0
+    captured: int = 0
+    dropped: int = 0
+
+
 class ReplicaLoads(RedisClient):
-    """The loads of all replicas and what is asked of them, in two Redis hashes; each method is one round trip.
+    """The loads of replicas, what is asked of them, and upstreams, in Redis hashes; each method is one round trip.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
@@ -105,6 +133,18 @@ class ReplicaLoads(RedisClient):
             redis.exceptions.RedisError: also when Redis takes no reports now.
         """
         return self._fresh(_WORKLOADS_KEY, WORKLOADS_EXPIRY_MS, Workloads)
+
+    def report_upstream(self, name: str, report: UpstreamReport) -> None:
+        """Report a server behind a tap; it stays for ten seconds."""
+        self._report(keys=[_UPSTREAMS_KEY], args=[name, msgspec.json.encode(report), WORKLOADS_EXPIRY_MS])
+
+    def upstreams(self) -> dict[str, UpstreamReport]:
+        """The servers behind taps that were reported within the last ten seconds.
+
+        Raises:
+            redis.exceptions.RedisError: also when Redis takes no reports now.
+        """
+        return self._fresh(_UPSTREAMS_KEY, WORKLOADS_EXPIRY_MS, UpstreamReport)
 
     def _fresh(self, key: str, expiry_ms: int, kind: type[_Said]) -> dict[str, _Said]:
         fields: list[bytes] = self._read(keys=[key, _READ_KEY], args=[expiry_ms])

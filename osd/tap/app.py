@@ -20,6 +20,7 @@ from osd.tap.captures import Captures
 from osd.tap.metrics import TapMetrics
 from osd.tap.proxy import Proxy
 from osd.tap.upstream import Upstream
+from osd.tap.upstream_report import Telling
 
 _SWITCH_SECONDS = 0.0005  # for which the thread that reads answers may hold up one that goes on
 _IDLE_SECONDS = 75  # for which clients may keep a connection that they do not use
@@ -47,14 +48,15 @@ class Tap:
     def __init__(self, settings: Settings, upstream: Upstream, served: Served, redis_url: str) -> None:
         self._upstream, self._ends = upstream, ExitStack()
         tap = settings.tap
-        sockets = [self._ends.enter_context(_listen(tap, name)) for name in ("port", "metrics_port")]
+        sockets = [self._ends.enter_context(listen(tap, name)) for name in ("port", "metrics_port")]
         self.metrics = TapMetrics()
         self.captures = Captures(settings, redis_url, served, self.metrics)
         self._ends.callback(self.captures.close)
+        self._ends.callback(Telling(settings, redis_url, upstream.url, self.metrics, self.captures.counters).close)
         proxy = Proxy(upstream, self.captures, self.metrics, allowed(tap))
         drain = max(1, int(settings.serving.drain_s))
         applications: list[ASGIApp] = [proxy, make_asgi_app(self.metrics.registry)]
-        self._servers = [(_server(one, drain), place) for one, place in zip(applications, sockets, strict=True)]
+        self._servers = [(server_of(one, drain), place) for one, place in zip(applications, sockets, strict=True)]
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Answer until SIGINT, SIGTERM or ``stop``; a second signal does not wait for answers.
@@ -91,7 +93,8 @@ def allowed(tap: TapSettings) -> frozenset[str] | None:
     return frozenset() if is_loopback(plain(tap.host)) else None
 
 
-def _server(application: ASGIApp, drain: int) -> _Server:
+def server_of(application: ASGIApp, drain: int) -> uvicorn.Server:
+    """What answers for an application, without signals of its own; its end gives answers ``drain`` seconds."""
     return _Server(
         uvicorn.Config(
             application,
@@ -110,7 +113,12 @@ def _server(application: ASGIApp, drain: int) -> _Server:
     )
 
 
-def _listen(tap: TapSettings, name: str) -> socket.socket:
+def listen(tap: TapSettings, name: str) -> socket.socket:
+    """A socket on the port of a ``name`` in the settings.
+
+    Raises:
+        ListenError: it cannot be listened on.
+    """
     port: int = getattr(tap, name)
     try:
         family, _, _, _, address = socket.getaddrinfo(tap.host, port, type=socket.SOCK_STREAM)[0]

@@ -7,13 +7,10 @@ import queue
 import random
 import threading
 
-from redis.exceptions import RedisError
-
 from osd.capture import exchange
 from osd.capture.exchange import Exchange
 from osd.capture.stream import StreamWriter
 from osd.config import Settings
-from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.tap.agreement import Served
 from osd.tap.copies import Copy
 from osd.tap.metrics import TapMetrics
@@ -22,7 +19,6 @@ from osd.tap.reading import PassedOver, exchanges_of
 logger = logging.getLogger(__name__)
 
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
-_REPORT_SECONDS = 0.5
 
 
 class Captures:
@@ -33,11 +29,8 @@ class Captures:
         self._writer = StreamWriter[Exchange](redis_url, settings.tapped, exchange.encode, "exchanges")
         metrics.tell_written(self._writer.counters)
         self._waiting: queue.Queue[Copy | None] = queue.Queue(settings.tap.max_queue)
-        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tap-reading", daemon=True)
         self._thread.start()
-        self._load = threading.Thread(target=self._report, args=(redis_url,), name="tap-load", daemon=True)
-        self._load.start()
 
     def begin(self, method: str, path: str) -> Copy | None:
         """What copies a request, None where it cannot be captured."""
@@ -62,14 +55,16 @@ class Captures:
 
     def close(self) -> None:
         """Read and write what waits, for some seconds at most."""
-        self._over.set()
         try:
             self._waiting.put(None, timeout=1)
             self._thread.join(5)
         except queue.Full:
             logger.warning("answers that were not read yet are not captured")
         self._writer.close()
-        self._load.join(2)
+
+    def counters(self) -> dict[str, int]:
+        """Exchanges ``written`` to Redis, and ``dropped``."""
+        return self._writer.counters()
 
     def _run(self) -> None:
         while (copy := self._waiting.get()) is not None:
@@ -82,13 +77,3 @@ class Captures:
                 # Its message may quote a user. Whatever an upstream sends, the next answer is read.
                 logger.error("an answer could not be read: %s", type(error).__name__)
                 self._metrics.passed_over.labels("unreadable").inc()
-
-    def _report(self, redis_url: str) -> None:
-        """Tell trainers how many requests run: they take their time from them."""
-        name = f"tap {self._settings.tap.host}:{self._settings.tap.port}"
-        with ReplicaLoads(redis_url) as loads:
-            while not self._over.wait(_REPORT_SECONDS):
-                try:
-                    loads.report(name, ReplicaLoad(self._metrics.in_flight, 0, 0, 0.0))
-                except RedisError as error:
-                    logger.debug("the load is not told: %s", error)

@@ -48,6 +48,16 @@ class TapMetrics:
             "osd_tap_unread", "Answers that are not captured because too many waited to be read.", registry=registry
         )
 
+    def answered(self) -> tuple[int, int]:
+        """Answers so far, and those of them with a status of 500 or more."""
+        statuses = {
+            sample.labels["status"]: int(sample.value)
+            for family in self.requests.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total")
+        }
+        return sum(statuses.values()), sum(count for status, count in statuses.items() if int(status) >= 500)
+
     def tell_written(self, counters: Callable[[], Mapping[str, int]]) -> None:
         """Tell of what a writer has ``written`` to Redis and ``dropped``, too."""
         self.registry.register(_Written(counters))

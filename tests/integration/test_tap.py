@@ -20,11 +20,13 @@ from osd.capture import exchange
 from osd.capture.server import RedisServer
 from osd.capture.trace import FIELD
 from osd.config import Settings
+from osd.registry.replica_loads import ReplicaLoads
 from osd.tap.agreement import AgreementError, agree
 from osd.tap.app import ListenError, Tap
 from osd.tap.upstream import Upstream as Behind
 from tests.redis_servers import free_port
 from tests.upstream import CALL, MODEL, Upstream, serving
+from tests.vllm_metrics import vllm_metrics
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "x-unknown": {"a": 1}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -330,6 +332,28 @@ def test_its_metrics_have_a_port_of_their_own(behind, start):
     assert "osd_tap_added_seconds_count 1.0" in told
     for name in ("captured", "dropped", "unread"):
         assert f"osd_tap_{name}_total " in told
+
+
+def test_trainers_and_dashboards_hear_of_the_server_behind(upstream, behind, start, redis_url, eventually):
+    upstream.metrics = vllm_metrics(version=4, rounds=10, accepted=(6, 2))
+    tap = start(behind)
+    with httpx2.Client(base_url=tap.url) as client:
+        client.post("/v1/chat/completions", json=CHAT)
+    name = f"tap 127.0.0.1:{tap.settings.tap.port}"
+    with ReplicaLoads(redis_url) as loads:
+
+        def told():
+            return loads.upstreams().get(name)
+
+        eventually(lambda: (one := told()) is not None and one.captured == 1)
+        report = told()
+        assert report is not None
+        assert (report.domain, report.version, report.requests, report.failed) == ("general", 4, 1, 0)
+        assert (report.rounds, report.drafted, report.accepted) == (10, 30, 8)
+        assert report.accepted_per_position == (6, 2)
+        eventually(lambda: (load := loads.read().get(name)) is not None and load.drafter_version == 4)
+        upstream.metrics = vllm_metrics(version=5, rounds=12, accepted=(7, 2))
+        eventually(lambda: (one := told()) is not None and (one.version, one.rounds) == (5, 12))
 
 
 def test_pages_of_other_names_are_refused(behind, start):

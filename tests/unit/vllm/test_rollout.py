@@ -1,0 +1,281 @@
+"""vLLM follows the rollout pointer: its processes as it makes them, with workers that only pretend to be its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from safetensors.torch import load_file
+
+from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.formats import Origin, write
+from osd.drafters.language_model.drafter import LanguageModel
+from osd.drafters.medusa.drafter import Medusa
+from osd.drafters.trainable import Trainable
+from osd.registry.pointer import Rollout
+from osd.registry.pointer_file import PointerFiles
+from osd.registry.versions import Registry, VersionError
+from osd.target.model import load_model
+from osd.vllm import rollout
+from osd.vllm.draft_weights import DraftWeights
+from osd.vllm.published import Published
+from osd.vllm.rollout import RolloutFollower
+from osd.vllm.settings import SettingsError, VllmSettings
+
+
+class Draft:
+    """A draft model: what it was given last, and by which steps of vLLM's reloading."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.steps: list[str] = []
+
+    def load_weights(self, weights) -> None:
+        self.steps.append("load")
+        self.tensors = dict(weights)
+        if "broken" in self.tensors:
+            raise ValueError("broken")
+
+
+class OfVllm:
+    """A worker as vLLM has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(model=str(folder), draft_model_config=1))
+        self.speculative_config = self.vllm_config.speculative_config
+        self.draft = Draft()
+
+    def get_draft_model(self) -> Draft:
+        return self.draft
+
+
+class Worker(OfVllm, DraftWeights):
+    """With our extension behind its own bases."""
+
+
+class Engine:
+    """vLLM's client of its engine: every worker is called, between two steps."""
+
+    def __init__(self, folder: Path, workers: int = 2) -> None:
+        self.workers = [Worker(folder) for _ in range(workers)]
+        self.vllm_config = self.workers[0].vllm_config
+        self.calls: list[str] = []
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append(method)
+        return [getattr(worker, method)(*args) for worker in self.workers]
+
+
+class World:
+    """A registry with a version in service that vLLM was started with."""
+
+    def __init__(self, home: Path, target_dir: Path) -> None:
+        self.target_dir, self.target = target_dir, load_model(target_dir, "float32", "cpu")
+        self.registry, self.pointer = Registry(home / "registry"), PointerFiles(home / "registry")
+        self.folder, self.settings = home / "export", VllmSettings(registry=str(home / "registry"))
+
+    def publish(self, drafter: Trainable, seed: int) -> int:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for weight in drafter.trained().values():
+                weight.add_(0.05 * torch.randn_like(weight))
+        return self.registry.publish("general", drafter.weights(), drafter.config(), {})
+
+    def start(self, drafter: Trainable, form: str) -> None:
+        write(drafter, form, Origin("general", self.publish(drafter, 0), "t", self.target_dir, 3), self.folder)
+        self.move(1)
+
+    def move(self, stable: int, canary: int | None = None) -> None:
+        self.pointer.update("general", lambda _: Rollout(stable, canary, 0.5 if canary else 0.0, 1.0))
+
+    def exported(self, number: int, drafter: Trainable, form: str, out: Path) -> dict[str, torch.Tensor]:
+        """The tensors that an export of a version has."""
+        drafter.load_weights(self.registry.load("general", number).weights)
+        write(drafter, form, Origin("general", number, "t", self.target_dir, 3), out)
+        return load_file(next(out.glob("*.safetensors")))
+
+
+@pytest.fixture
+def world(tmp_path, tiny_target, monkeypatch) -> World:
+    made = World(tmp_path, tiny_target)
+    monkeypatch.setenv("OSD_VLLM_REGISTRY", str(tmp_path / "registry"))
+    monkeypatch.setattr(rollout, "_PERIOD", 0.01)
+    monkeypatch.setattr(rollout, "_LOOK_SECONDS", 0.001)
+    for name in ("osd_draft_version", "osd_draft_rejected"):
+        if collector := REGISTRY._names_to_collectors.get(name):
+            REGISTRY.unregister(collector)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _reloading(monkeypatch) -> None:
+    """What vLLM has for layers whose weights come anew."""
+    for name in ("vllm", "vllm.config", "vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm.config"].set_current_vllm_config = lambda config: contextlib.nullcontext()
+    sys.modules["vllm.model_executor.model_loader"].reload = SimpleNamespace(
+        initialize_layerwise_reload=lambda draft: draft.steps.append("begin"),
+        finalize_layerwise_reload=lambda draft, config: draft.steps.append("end"),
+    )
+
+
+def serve(engine: Engine, act: Callable[[], None], until: Callable[[], object]) -> None:
+    """A server of vLLM's that starts, lives until something is true, and ends."""
+
+    async def application(scope, receive, send) -> None:
+        act()
+        deadline = time.monotonic() + 10
+        while not until():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    asyncio.run(RolloutFollower(application)({"type": "lifespan", "app": app}, None, None))
+
+
+def gauge() -> float | None:
+    return REGISTRY.get_sample_value("osd_draft_version", {"domain": "general"})
+
+
+FORMS = [
+    ("speculators", lambda target: Eagle.from_target(target, 100)),
+    ("medusa", lambda target: Medusa(target, 2, 100)),
+    ("transformers", lambda target: LanguageModel.first_layers(target, 1)),
+]
+
+
+@pytest.mark.parametrize(("form", "make"), FORMS)
+def test_what_the_pointer_names_is_loaded_as_its_export_would_be(world, tmp_path, form, make):
+    drafter = make(world.target)
+    world.start(drafter, form)
+    engine = Engine(world.folder)
+    second = world.publish(drafter, 2)
+    serve(engine, lambda: world.move(second), lambda: gauge() == second)
+    wanted = world.exported(second, drafter, form, tmp_path / "second")
+    for worker in engine.workers:
+        assert worker.draft.steps == ["begin", "load", "end"]
+        assert worker.draft.tensors
+        for name, tensor in worker.draft.tensors.items():
+            assert torch.equal(tensor, wanted[name]), name
+        others = set(wanted) - set(worker.draft.tensors)
+        assert all(
+            torch.equal(wanted[name], load_file(next(world.folder.glob("*.safetensors")))[name]) for name in others
+        )
+
+
+def test_a_canary_is_tried_and_what_was_before_comes_back(world, monkeypatch):
+    drafter = Eagle.from_target(world.target, 100)
+    world.start(drafter, "speculators")
+    canary = world.publish(drafter, 2)
+    engine = Engine(world.folder)
+
+    def roll_back() -> bool:
+        if gauge() == canary:
+            world.move(1)
+        return gauge() == 1 and engine.calls.count("osd_load_draft") == 2
+
+    serve(engine, lambda: world.move(1, canary), roll_back)
+    monkeypatch.setenv("OSD_VLLM_CANARY", "0")
+    world.move(1, canary)
+    REGISTRY.unregister(REGISTRY._names_to_collectors["osd_draft_version"])
+    REGISTRY.unregister(REGISTRY._names_to_collectors["osd_draft_rejected"])
+    waits, looks = Engine(world.folder), []
+    serve(waits, lambda: None, lambda: looks.append(1) or len(looks) > 20)
+    assert waits.calls == [], "it keeps the stable version"
+
+
+def test_a_damaged_version_is_not_loaded_and_the_one_before_goes_on(world, caplog):
+    drafter = Eagle.from_target(world.target, 100)
+    world.start(drafter, "speculators")
+    second = world.publish(drafter, 2)
+    file = world.registry.root / "general" / str(second) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+    engine = Engine(world.folder)
+    rejected = lambda: REGISTRY.get_sample_value("osd_draft_rejected_total", {"domain": "general"})  # noqa: E731
+    serve(engine, lambda: world.move(second), lambda: rejected() == 1)
+    assert gauge() == 1
+    assert "osd_load_draft" not in engine.calls
+    assert f"version {second} is not loaded, version 1 goes on" in caplog.text
+    assert "does not match the sha256" in caplog.text
+
+
+def test_what_has_another_shape_needs_a_new_start_and_says_so(world):
+    drafter = Eagle.from_target(world.target, 100)
+    world.start(drafter, "speculators")
+    published = Published(world.settings, str(world.folder))
+    with pytest.raises(
+        VersionError, match=r"^version 2 of general cannot take the place of version 1: its vocabulary "
+    ):
+        published.checkpoint(world.publish(Eagle.from_target(world.target, 90), 1))
+    with pytest.raises(VersionError, match=r"its kind is another one; export it and start vLLM anew$"):
+        published.checkpoint(world.publish(Medusa(world.target, 2, 100), 1))
+
+
+def test_heads_under_other_rows_of_the_targets_head_need_a_new_start(world):
+    drafter = Medusa(world.target, 2, 100)
+    world.start(drafter, "medusa")
+    drafter.set_vocabulary(torch.arange(100, 200))
+    with pytest.raises(VersionError, match="its heads draft from another vocabulary"):
+        Published(world.settings, str(world.folder)).checkpoint(world.publish(drafter, 1))
+
+
+def test_a_layer_holds_its_weights_again_when_loading_fails(world):
+    drafter = Eagle.from_target(world.target, 100)
+    world.start(drafter, "speculators")
+    worker = Worker(world.folder)
+    with pytest.raises(RuntimeError, match="version 1 cannot be loaded: it was not read"):
+        worker.osd_load_draft(1)
+    worker.osd_read_draft(1)
+    while worker.osd_draft_read(1) is None:
+        time.sleep(0.001)
+    assert worker.osd_draft_read(2) == "version 2 was not read"
+    reading = worker._osd_reading
+    assert reading is not None
+    assert reading.checkpoint is not None
+    reading.checkpoint.tensors["broken"] = torch.ones(1)
+    with pytest.raises(ValueError, match="broken"):
+        worker.osd_load_draft(1)
+    assert worker.draft.steps == ["begin", "load", "end"]
+
+
+def test_the_start_fails_with_one_sentence_where_there_is_nothing_to_follow(world, monkeypatch, tmp_path):
+    engine = Engine(tmp_path / "elsewhere")
+    with pytest.raises(SettingsError, match=r"elsewhere holds no drafter that osd drafters export wrote"):
+        serve(engine, lambda: None, lambda: True)
+    monkeypatch.delenv("OSD_VLLM_REGISTRY")
+    with pytest.raises(
+        SettingsError, match=r"^OSD_VLLM_REGISTRY must name the registry, a folder or s3://bucket/path$"
+    ):
+        serve(engine, lambda: None, lambda: True)
+    monkeypatch.setenv("OSD_VLLM_CANARY", "yes")
+    with pytest.raises(SettingsError, match=r"^OSD_VLLM_CANARY must be 0 or 1, not 'yes'$"):
+        VllmSettings.from_environment()
+
+
+def test_requests_pass_as_they_are(world):
+    seen = []
+
+    async def application(*given) -> None:
+        seen.append(given)
+
+    given = {"type": "http"}, object(), object()
+    asyncio.run(RolloutFollower(application)(*given))  # type: ignore[arg-type]
+    assert seen == [given]
+
+
+def test_no_name_of_the_extension_is_one_of_a_workers_own():
+    ours = [name for name in vars(DraftWeights) if not name.startswith("__")]
+    assert ours
+    assert all(name.startswith(("osd_", "_osd_")) for name in ours), "vLLM refuses an extension that hides its methods"
