@@ -51,7 +51,7 @@ soak: develop ## Run the tests that take long: laws of the output over a hundred
 faults: develop ## Kill, cut, fill and flush what the service needs, and print what is promised and what came of it
 	$(BIN)/python -m pytest -m fault $(ARGS)
 
-vllm: install ## Run recall inside real vLLM processes and compare every answer; ARGS="--stream FILE --after 200"
+vllm: install ## Run our drafters inside real vLLM processes and compare every answer; ARGS="--stream FILE --draft recall"
 	$(BIN)/osd bench vllm $(ARGS)
 
 quality: develop ## Run every check that is not a test of behaviour

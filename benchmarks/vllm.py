@@ -14,12 +14,13 @@ from rich.table import Table as Grid
 import osd
 from benchmarks.peers.conversation import Worker, command
 from benchmarks.peers.measure import Asked
-from benchmarks.peers.roster import VLLM, Models, vllm, vllm_variables
+from benchmarks.peers.roster import Models, vllm
 from benchmarks.report import columns
 from benchmarks.streams import answers_of, decode
+from benchmarks.vllm_server import installed
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
-from osd.metrics import SpeculationCounts
+from osd.metrics import SpeculationCounts, acceptance_rate
 
 PLAIN, RECALL = "vllm", "vllm with recall"
 OURS = "osd, the same chains"
@@ -50,6 +51,11 @@ class Row:
     accepted: int
     accepted_per_round: float
     same: int
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted / drafted."""
+        return acceptance_rate(self.accepted, self.drafted)
 
 
 @dataclass(frozen=True)
@@ -127,10 +133,8 @@ def theirs(
     Raises:
         PeerError: vLLM cannot be installed or does not run.
     """
-    python = VLLM.python(home, report)
+    python, environment = installed(models, home, report)
     scratch.joinpath("osd").symlink_to(Path(osd.__file__).parent)  # its neighbours are not for vLLM's environment
-    environment = vllm_variables(models, python.parent.parent)
-    environment |= {"OMP_NUM_THREADS": str(models.threads), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"PYTHONPATH": str(scratch), "OSD_REDIS_URL": ""}  # what others decode would be learnt too
     found = {}
     for way, speculative in WAYS.items():
@@ -165,8 +169,11 @@ def share_of_ours(found: Sequence[Row]) -> float:
 
 def table(found: Sequence[Row], prompts: int) -> Grid:
     """What each way made of so many prompts."""
-    grid = columns("way", "tokens/s", "of vllm alone", "drafted", "accepted", "accepted a round", "same answers")
+    grid = columns(
+        "way", "tokens/s", "of vllm alone", "drafted", "accepted", "acceptance", "accepted a round", "same answers"
+    )
     for row in found:
         cells = (f"{row.tokens_per_second:.1f}", f"{row.of_plain:.2f}", str(row.drafted), str(row.accepted))
-        grid.add_row(row.way, *cells, f"{row.accepted_per_round:.2f}", f"{row.same} of {prompts}")
+        rates = (f"{row.acceptance:.3f}" if row.drafted else "", f"{row.accepted_per_round:.2f}")
+        grid.add_row(row.way, *cells, *rates, f"{row.same} of {prompts}")
     return grid

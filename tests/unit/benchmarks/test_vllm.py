@@ -42,8 +42,7 @@ def test_each_way_answers_the_same_prompts_and_recall_the_stream_before(tmp_path
     script.write_text(FAKE.format(folder=str(Path(environments.__file__).parent)))
     scratch.mkdir()
     monkeypatch.setattr(bench, "command", lambda python, name: [sys.executable, "-u", str(script)])
-    monkeypatch.setattr(environments.Environment, "python", lambda *given: Path(sys.executable))
-    monkeypatch.setattr(bench, "vllm_variables", lambda models, prefix: {})
+    monkeypatch.setattr(bench, "installed", lambda *given: (Path(sys.executable), {}))
     models = Models(tmp_path, "float32", 64, 1, bench.ABREAST, None, tmp_path, None)
     asked = [Asked((1, 2), 10), Asked((7,), 12)]
     found = bench.theirs(models, tmp_path, scratch, [Asked((3,), 5)] * 20, asked, steps.append)

@@ -1,0 +1,146 @@
+"""Exports in vLLM's server, with a server that only pretends to be it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import vllm_exports as bench
+from benchmarks.pair import BenchError
+from benchmarks.peers.environments import PeerError
+from benchmarks.peers.measure import Asked
+from benchmarks.peers.roster import LOOKUP, Models
+from benchmarks.vllm import PLAIN, Answered
+from benchmarks.vllm_server import Server
+from osd.drafters.eagle.drafter import Eagle
+from osd.drafters.kangaroo.drafter import Kangaroo
+from osd.drafters.medusa.drafter import Medusa
+from osd.registry.pointer_file import PointerFiles
+from osd.registry.versions import Registry
+from osd.target.model import load_model
+from tests.unit.engine.harness import prompts, running
+
+FAKE = """
+import argparse, json, os, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+parser = argparse.ArgumentParser()
+parser.add_argument("--port", type=int)
+parser.add_argument("--speculative-config", type=json.loads, default={})
+parser.add_argument("--middleware")
+options, _ = parser.parse_known_args()
+how, drafted = options.speculative_config, 0
+follows = os.path.join(os.environ["OSD_VLLM_REGISTRY"], "general.rollout.json") if options.middleware else None
+def version():
+    return json.load(open(follows))["stable"]
+if how.get("model") == "broken":
+    sys.exit("ValueError: it holds nothing that can draft")
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *given):
+        pass
+    def say(self, text):
+        self.send_response(200)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+    def do_GET(self):
+        counts = {"draft": drafted, "accepted": drafted // 5}
+        told = f'osd_draft_version{{domain="general"}} {version()}\\n' if follows else ""
+        name = 'vllm:spec_decode_num_{}_tokens_total{{engine="0"}} {}\\n'
+        metrics = told + "".join(name.format(*one) for one in counts.items())
+        self.say('{"version": "0"}' if self.path == "/version" else metrics)
+    def do_POST(self):
+        global drafted
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        drafted += 30 * bool(how) * (version() == 2 if follows else 1)
+        ids = [asked["prompt"][0] + (how.get("method") == "wrong")] * asked["max_tokens"]
+        self.say(json.dumps({"choices": [{"token_ids": ids}]}))
+ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def pretended(tmp_path: Path, monkeypatch) -> dict[str, str]:
+    """The environment in which ``vllm`` is the server above."""
+    package = tmp_path / "path" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(FAKE)
+    environment = {"PYTHONPATH": str(tmp_path / "path")}
+    monkeypatch.setattr(bench, "installed", lambda models, home, report: (Path(sys.executable), environment))
+    return environment
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    return Models(tmp_path, "float32", 64, 1, 1, None, tmp_path, None)
+
+
+def made(tmp_path: Path, name: str) -> bench.Export:
+    config = {"method": name, "num_speculative_tokens": 3}
+    one = bench.Export(tmp_path / name, config, config)
+    one.put(1)
+    return one
+
+
+def test_every_export_answers_the_same_prompts_beside_vllm_alone_and_our_engine(tmp_path, models, pretended):
+    asked = [Asked((1, 2), 10), Asked((7,), 12)]
+    exports = {name: made(tmp_path, name) for name in ("eagle", "wrong")}
+    found = bench.theirs(models, tmp_path, tmp_path / "path", exports, asked)
+    assert [len(way.answers) for way in found.values()] == [2] * 5
+    mine = Answered("osd", [[1] * 10, [7] * 12], [1.0, 1.0], 60, 14)
+    rows = bench.rows({"eagle": mine, "wrong": mine}, found)
+    ways = [f(name) for name in exports for f in (bench.way_of, bench.swapped_of, bench.ours_of)]
+    assert [row.way for row in rows] == [PLAIN, *ways]
+    by_way = {row.way: row for row in rows}
+    assert (by_way[PLAIN].drafted, by_way[PLAIN].same) == (0, 2)
+    for way in (bench.way_of, bench.swapped_of):
+        eagle = by_way[way("eagle")]
+        assert (eagle.drafted, eagle.accepted, eagle.same) == (60, 12, 2), "not of what was asked to warm up"
+    wrong = bench.differences(rows, len(asked))
+    assert wrong[:2] == [f"{way} gave 2 of 2 answers that vllm alone does not give" for way in ways[3:5]]
+    assert wrong[2] == "vllm with eagle accepts 0.200 of its drafts, and osd with eagle 0.233"
+    assert wrong[3] == "vllm with eagle, swapped in accepts 0.200 of its drafts, and osd with eagle 0.233"
+    assert len(wrong) == 6
+    close = Answered("osd", mine.answers, mine.seconds, 60, 13)
+    assert bench.differences(bench.rows({"eagle": close}, found), len(asked)) == []
+
+
+def test_a_server_that_ends_says_why(models, pretended):
+    with (
+        pytest.raises(PeerError, match=r"^ValueError: it holds nothing that can draft$"),
+        Server(Path(sys.executable), models, pretended, {"model": "broken"}),
+    ):
+        pass
+
+
+def test_what_vllm_is_told_is_what_was_written_and_behind_it_a_version_that_knows_nothing(tiny_target, tmp_path):
+    target = load_model(tiny_target, "float32", "cpu")
+    drafter = Eagle.from_target(target, 100)
+    learnt = {name: weight.clone() for name, weight in drafter.weights().items()}
+    eagle = bench.export(drafter, tiny_target, tmp_path / "eagle")
+    told = {"method": "eagle3", "num_speculative_tokens": LOOKUP}
+    assert eagle.first == {"model": str(tmp_path / "eagle" / "1"), **told}
+    assert eagle.second == {"model": str(tmp_path / "eagle" / "2"), **told}
+    first, second = (Registry(eagle.registry).load("general", number).weights for number in (1, 2))
+    for name, weight in learnt.items():
+        assert torch.equal(second[name], weight)
+        assert torch.equal(drafter.weights()[name], weight), "it stays as it was"
+        assert torch.equal(first[name], weight) != weight.is_floating_point()
+    rollout = PointerFiles(eagle.registry).read("general")
+    assert rollout is not None
+    assert rollout.stable == 1
+    heads = bench.export(Medusa(target, 4, 100), tiny_target, tmp_path / "heads")
+    assert (heads.second["method"], heads.depth) == ("medusa", 4), "each head drafts a token"
+    with pytest.raises(BenchError, match=r"^vLLM loads no kangaroo drafter, only eagle, language_model, medusa$"):
+        bench.export(Kangaroo.from_target(target, 100, 1), tiny_target, tmp_path / "other")
+
+
+def test_our_engine_answers_as_long_as_it_is_asked_to(tiny_target):
+    asked = [Asked(prompt, 12) for prompt in prompts([5, 9])]
+    eagle = Eagle.from_target(load_model(tiny_target, "float32", "cpu"), 100)
+    with running(tiny_target, drafter=eagle) as client:
+        answered = bench.ours(client.engine, asked)
+    assert [len(answer) for answer in answered.answers] == [12, 12]
+    assert answered.drafted > 0
