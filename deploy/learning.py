@@ -16,12 +16,16 @@ from osd.target.load import target_directory
 
 
 class Learning(Assembly):
-    """A running trainer and what feeds it; ``start`` returns when it learns from what comes."""
+    """A running trainer and what feeds it; ``start`` returns when it learns from what comes.
+
+    ``dashboard`` is the address at which it shows that.
+    """
 
     def __init__(self, settings: Settings, report: Callable[[str], None] = lambda step: None) -> None:
         super().__init__(settings, report)
         self.teacher: Any = None
         self.trainer: Any = None
+        self.dashboard = ""
 
     def check(self) -> None:
         """See that it learns; to be called now and then."""
@@ -34,6 +38,7 @@ class Learning(Assembly):
         self._open()
         self._report("reading the target")
         from deploy.preparation import prepare
+        from deploy.upstream_dashboard import UpstreamDashboard
         from osd.drafters import from_config
         from trainer.actor import Trainer
         from trainer.teacher_process import TeacherProcess
@@ -46,6 +51,9 @@ class Learning(Assembly):
         assert rollout is not None  # noqa: S101 - it was made ready
         version = Registry(storage).load(settings.domain, rollout.stable)
         taps = from_config(version.config, directory).needs.taps
+        shown = UpstreamDashboard(settings, self.redis_url, directory)
+        self._ends.callback(shown.close)
+        self.dashboard = shown.url
         self.teacher = TeacherProcess(settings, self.redis_url, directory, taps)
         self._ends.callback(self.teacher.stop)
         self.trainer = Trainer(settings, self.redis_url)

@@ -25,7 +25,7 @@ from serving.errors import ApiError
 from serving.limits import Arrivals, read_body
 from serving.reference.operation import described
 from serving.reference.shapes import DrafterDomains, Purged
-from serving.service import Service
+from serving.service import Watched
 
 _STATUS: dict[type[AdminError], tuple[int, str]] = {NotThere: (404, "not_found"), Conflict: (409, "conflict")}
 
@@ -54,7 +54,7 @@ class OfRequest(Body):
 class AdminRoutes:
     """Handlers over one service; each action is in the audit log with the name of the key and the client's address."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Watched) -> None:
         self.service = service
         self.arrivals = Arrivals(_AT_ONCE, service.settings.serving.max_body_bytes)
         self.router = APIRouter(prefix="/admin")

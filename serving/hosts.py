@@ -22,13 +22,13 @@ def allowed_hosts(settings: ServingSettings) -> frozenset[str] | None:
 
 
 class HostGuard:
-    """ASGI middleware: 403 for a ``Host`` or an ``Origin`` that is neither of ``names`` nor loopback.
+    """ASGI middleware: 403 for a ``Host`` or an ``Origin`` that is neither of ``names``, by a setting, nor loopback.
 
     ``/health`` answers under every name.
     """
 
-    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
-        self.app, self.names = app, names
+    def __init__(self, app: ASGIApp, names: frozenset[str], setting: str = "serving.allowed_hosts") -> None:
+        self.app, self.names, self._setting = app, names, setting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what may go on."""
@@ -37,9 +37,9 @@ class HostGuard:
         headers = Headers(scope=scope)
         hosts = [host_of(f"//{value}") for value in headers.getlist("host")]
         if len(hosts) != 1 or not self._known(hosts[0]):
-            refused = "This 'Host' is not a name of this server; serving.allowed_hosts says which are."
+            refused = f"This 'Host' is not a name of this server; {self._setting} says which are."
         elif not all(self._known(host_of(value)) for value in headers.getlist("origin")):
-            refused = "Pages of this 'Origin' may not ask this server; serving.allowed_hosts says which may."
+            refused = f"Pages of this 'Origin' may not ask this server; {self._setting} says which may."
         else:
             return await self.app(scope, receive, send)
         return await ApiError(403, refused, code="host_not_allowed").response()(scope, receive, send)

@@ -30,13 +30,43 @@ class ChatTemplateError(ValueError):
     """The model has no chat template, or its template refuses the messages."""
 
 
-class Service(Protocol):
-    """One replica, as HTTP sees it. Two threads tokenize at once."""
+class Watched(Protocol):
+    """What operators and the dashboard ask."""
 
     settings: Settings
     model: Model
     redis_url: str
     access: Access
+
+    async def totals(self) -> Totals:
+        """Counters summed over all replicas."""
+        ...
+
+    async def dashboard(self, seconds: int) -> dict[str, Any]:
+        """What the dashboard shows of the last ``seconds``, as JSON."""
+        ...
+
+    async def dashboard_state(self) -> dict[str, Any]:
+        """What it shows of now: the same without the history."""
+        ...
+
+    async def dashboard_versions(self, domain: str) -> dict[str, Any]:
+        """What it shows of the versions of a domain, as JSON.
+
+        Raises:
+            ValueError: there is no such domain.
+            redis.exceptions.RedisError: Redis does not answer.
+            OSError: the registry cannot be read.
+        """
+        ...
+
+    async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
+        """What all replicas counted in the last ``seconds``, after the bin at ``since``, None for all of it."""
+        ...
+
+
+class Service(Watched, Protocol):
+    """One replica, as HTTP sees it. Two threads tokenize at once."""
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with the tokenizer's special tokens around it if ``special``."""
@@ -80,30 +110,4 @@ class Service(Protocol):
 
     def check_health(self) -> None:
         """Raise when this replica cannot decode any more, with one sentence that says why."""
-        ...
-
-    async def totals(self) -> Totals:
-        """Counters summed over all replicas."""
-        ...
-
-    async def dashboard(self, seconds: int) -> dict[str, Any]:
-        """What the dashboard shows of the last ``seconds``, as JSON."""
-        ...
-
-    async def dashboard_state(self) -> dict[str, Any]:
-        """What it shows of now: the same without the history."""
-        ...
-
-    async def dashboard_versions(self, domain: str) -> dict[str, Any]:
-        """What it shows of the versions of a domain, as JSON.
-
-        Raises:
-            ValueError: there is no such domain.
-            redis.exceptions.RedisError: Redis does not answer.
-            OSError: the registry cannot be read.
-        """
-        ...
-
-    async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
-        """What all replicas counted in the last ``seconds``, after the bin at ``since``, None for all of it."""
         ...

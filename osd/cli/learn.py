@@ -42,6 +42,7 @@ def _run(settings: Settings, console: Console) -> None:
         learning = Learning(settings, lambda step: status.update(f"{step} ..."))
         learning.start()
     try:
+        console.print(f"Dashboard   {learning.dashboard}")
         console.print("It learns from what osd tap captures. Ctrl-C stops it.")
         _follow(learning, console)
     finally:

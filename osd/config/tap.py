@@ -16,6 +16,9 @@ class TapSettings(Section):
     host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for all of the machine's")
     port: int = Field(default=8010, ge=1, le=65535, description="port to listen on")
     metrics_port: int = Field(default=8011, ge=1, le=65535, description="port of the tap's own /metrics, on tap.host")
+    dashboard_port: int = Field(
+        default=8012, ge=1, le=65535, description="port of the dashboard of osd learn, on tap.host"
+    )
     allowed_hosts: Annotated[tuple[str, ...], LISTED] | None = Field(
         default=None,
         description="names that Host may carry beside those of loopback; by default none, and any where host is not of "

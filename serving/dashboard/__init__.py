@@ -14,7 +14,7 @@ from serving.dashboard.stream import Viewers
 from serving.errors import ApiError
 from serving.metrics_history import HISTORY_SECONDS
 from serving.responses import EventStream
-from serving.service import Service
+from serving.service import Watched
 
 _FOLDER = Path(__file__).parent
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -36,7 +36,7 @@ OPEN_PATHS = frozenset({"/dashboard", *(f"/dashboard/{name}" for name in _ASSETS
 """Answer without the key, or nobody could type it in: program files without data. The page itself says 401 then."""
 
 
-def router(service: Service) -> APIRouter:
+def router(service: Watched) -> APIRouter:
     """The paths under ``/dashboard``."""
     routes = APIRouter(prefix="/dashboard")
     files = {name: (_FOLDER / name).read_bytes() for name in ("index.html", *_ASSETS)}
@@ -75,7 +75,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-async def _versions(service: Service, domain: str) -> dict[str, Any]:
+async def _versions(service: Watched, domain: str) -> dict[str, Any]:
     """The versions of a domain that a request asks for.
 
     Raises:

@@ -48,6 +48,7 @@ function render() {
   const { state, bins, time, seconds } = store;
   if (!state || !current) return;
   put($("model"), state.model.id);
+  document.querySelector('#nav a[href="#playground"]').hidden = !state.answers;
   put($("subtitle"), `domain ${state.domain}, ${state.drafter}, ${state.replicas.length} replica${state.replicas.length === 1 ? "" : "s"}`);
   // A young server's charts begin when it began, but span a minute at least.
   const from = Math.max(time - seconds, Math.min(bins.time[0] ?? time, time - 60));

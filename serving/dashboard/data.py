@@ -161,8 +161,13 @@ def _recall(totals: Totals) -> dict[str, Any]:
     return {"tables": tables, "orders": orders}
 
 
-def compose(settings: Settings, model: Model, totals: Totals, feeds: dict[str, Any]) -> dict[str, Any]:
-    """What the dashboard shows of now: the JSON of ``/dashboard/data`` without its history."""
+def compose(
+    settings: Settings, model: Model, totals: Totals, feeds: dict[str, Any], answers: bool = True
+) -> dict[str, Any]:
+    """What the dashboard shows of now: the JSON of ``/dashboard/data`` without its history.
+
+    ``answers`` says whether what serves the dashboard answers requests too.
+    """
     running = {report.version for report in totals.replicas}
     names = (
         "requests",
@@ -178,6 +183,7 @@ def compose(settings: Settings, model: Model, totals: Totals, feeds: dict[str, A
         **shown(settings.domain, feeds["versions"], running, feeds["rollout"], totals, totals.spent),
         "domains": feeds["domains"],
         "model": asdict(model),
+        "answers": answers,
         "drafter": settings.drafter.kind,
         "growth": settings.growth.kind,
         "governed": getattr(settings.growth, "governed", False),

@@ -13,7 +13,7 @@ import msgspec
 from serving import sse
 from serving.errors import ApiError
 from serving.metrics_history import Bins
-from serving.service import Service
+from serving.service import Watched
 
 MOST_VIEWERS = 64
 """Streams of one replica at the same time."""
@@ -36,7 +36,7 @@ class Viewers:
     what differs from the event before. Its id is the window and the last bin, from which a later stream goes on.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Watched) -> None:
         self._service = service
         self._open = 0
         self._read_at = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import httpx2 as httpx
 import pytest
 import ray
 import redis
+from playwright.sync_api import Browser, sync_playwright
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
@@ -28,6 +30,15 @@ from osd.registry.versions import Registry
 from serving.app import build
 from tests.pointers import put
 from tests.tiny import make_tiny
+
+BROWSER = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+"""How the browser of a machine without a screen is started."""
 
 REPLICAS = 2
 ADMIN_KEY = "sk-operators"
@@ -114,6 +125,18 @@ def free_port() -> int:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with running(tmp_path_factory.mktemp("service")) as service:
         yield service
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A real one."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("there is no chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=BROWSER)
+        yield browser
+        browser.close()
 
 
 @contextmanager

@@ -7,24 +7,16 @@ import itertools
 import json
 import os
 import re
-import shutil
 from contextlib import closing
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer
 from tests.e2e.conftest import ADMIN_KEY
 from tests.e2e.test_swaps import shake
 
-_ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 PAGES = ("overview", "learning", "traffic", "versions", "playground")
 _DRAWN = {"overview": ("acceptance", "length", "speed", "tokens"), "traffic": ("token",)}
 """Charts that one request fills."""
@@ -48,17 +40,6 @@ _CUT_OFF = """() => [...document.querySelectorAll('body *')].filter(element => {
 }).map(element => element.outerHTML.slice(0, 120))"""
 
 _AXE = importlib.resources.files("axe_playwright_python").joinpath("axe.min.js").read_text()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("there is no chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=_ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from osd.capture.trace import FIELD, decode
 from osd.config import ConfigError, Settings
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
+from tests.redis_servers import free_port
 from tests.tiny import VOCABULARY
 from tests.unit.test_labelling import chat
 from tests.unit.test_labelling import exchange as made
@@ -38,6 +39,7 @@ def settings(tiny_target: Path, tmp_path: Path, redis_url: str) -> Settings:
         redis_url=redis_url,
         target={"source": str(tiny_target), "dtype": "float32"},
         drafter={"kind": "eagle", "vocabulary": VOCABULARY},
+        tap={"dashboard_port": free_port()},
         trainer={
             "min_records": 6,
             "held_out": 0.3,

@@ -1,0 +1,52 @@
+"""The dashboard of a trainer without serving, in its process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from deploy.assembly import StartError
+from osd.config import Settings
+from osd.tap.app import ListenError, allowed, listen, server_of
+from osd.target.model import load_config
+from serving.replica import context_of, model_id
+from serving.service import Model
+from serving.upstream_service import UpstreamService, create_dashboard
+
+_DRAIN_SECONDS, _END_SECONDS = 1, 5.0
+
+
+class UpstreamDashboard:
+    """Answers at ``url`` from when it is made until ``close``.
+
+    Raises:
+        StartError: tap.dashboard_port cannot be listened on.
+        osd.config.ConfigError: ``serving.keys_file`` is refused.
+    """
+
+    def __init__(self, settings: Settings, redis_url: str, directory: Path) -> None:
+        """Show the servers whose taps tell the Redis of ``redis_url``; ``directory`` holds the target."""
+        tap, vocabulary = settings.tap, load_config(directory).vocab_size
+        model = Model(
+            model_id(settings), settings.target.source, context_of(settings, directory), vocabulary, int(time.time())
+        )
+        with ExitStack() as ends:
+            try:
+                place = ends.enter_context(listen(tap, "dashboard_port"))
+            except ListenError as error:
+                raise StartError(str(error)) from None
+            service = UpstreamService(settings, redis_url, model)
+            ends.callback(service.close)
+            self._server = server_of(create_dashboard(service, allowed(tap)), _DRAIN_SECONDS)
+            self._thread = threading.Thread(target=self._server.run, args=([place],), name="dashboard", daemon=True)
+            self._thread.start()
+            self._ends = ends.pop_all()
+        self.url = f"http://{tap.host}:{tap.dashboard_port}/dashboard"
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.should_exit = True
+        self._thread.join(_END_SECONDS)
+        self._ends.close()

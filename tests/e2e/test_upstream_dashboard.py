@@ -1,0 +1,119 @@
+"""A server that stays is shown like a replica of ours: tap, trainer's dashboard and a real browser."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import pytest
+from playwright.sync_api import expect
+
+from deploy.assembly import StartError
+from deploy.upstream_dashboard import UpstreamDashboard
+from osd.capture.server import RedisServer
+from osd.config import Settings
+from osd.drafters.eagle.drafter import Eagle
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from osd.tap.agreement import agree
+from osd.tap.app import Tap
+from osd.tap.upstream import Upstream as Behind
+from osd.target.model import load_model
+from tests.e2e.conftest import ADMIN_KEY
+from tests.pointers import put
+from tests.redis_servers import free_port
+from tests.tiny import make_tiny
+from tests.upstream import MODEL, Upstream, serving
+from tests.vllm_metrics import vllm_metrics
+
+
+@dataclass
+class World:
+    """What stands beside each other: a server, a tap in front of it, and the dashboard of who learns."""
+
+    settings: Settings
+    upstream: Upstream
+    tap: str
+    url: str
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("upstream")
+    target = make_tiny(folder / "tiny")
+    settings = Settings(
+        home=folder / "home",
+        target={"source": str(target)},
+        drafter={"kind": "eagle"},
+        serving={"admin_key": ADMIN_KEY},
+        tap={"port": free_port(), "metrics_port": free_port(), "dashboard_port": free_port()},
+    )
+    drafter, registry = Eagle.from_target(load_model(target, "float32", "cpu"), 100), Registry(settings.registry_dir)
+    for _ in range(2):
+        registry.publish(settings.domain, drafter.weights(), drafter.config(), {})
+    upstream = Upstream()
+    upstream.metrics = vllm_metrics(version=1, rounds=100, accepted=(10, 2, 0))
+    with RedisServer(max_memory_mb=64) as redis, serving(upstream.app) as behind:
+        with Pointer(redis.url, settings.registry_dir) as pointer:
+            put(pointer, settings.domain, Rollout(1, None, 0.0, 1.0))
+        server = Behind(behind)
+        tap = Tap(settings, server, agree(server, settings, None, False), redis.url)
+        thread = threading.Thread(target=tap.run)
+        thread.start()
+        shown = UpstreamDashboard(settings, redis.url, target)
+        yield World(settings, upstream, f"http://127.0.0.1:{settings.tap.port}", shown.url)
+        shown.close()
+        tap.stop()
+        thread.join(10)
+
+
+def test_a_server_behind_a_tap_is_a_row_with_its_version_and_its_acceptance(world, browser, eventually):
+    page, problems = browser.new_page(), []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: message.type == "error" and problems.append(message.text))
+    page.goto(f"{world.url}#traffic")
+    name = f"tap 127.0.0.1:{world.settings.tap.port}"
+    row = page.locator(f'#replicas tr[data-key="{name}"]')
+    expect(row).to_contain_text("v1", timeout=15_000)
+    with httpx2.Client(base_url=world.tap) as client:
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+        assert client.post("/v1/chat/completions", json=asked).status_code == 200
+    world.upstream.metrics = vllm_metrics(version=1, rounds=600, accepted=(310, 102, 50))
+    page.goto(f"{world.url}#overview")
+    expect(page.locator("#now-acceptance")).to_have_text("30.0 %", timeout=15_000)
+    world.upstream.metrics = vllm_metrics(version=2, rounds=650, accepted=(340, 112, 55))
+    expect(page.locator("#now-version")).to_have_text("v2", timeout=15_000)
+    expect(page.locator('#nav a[href="#playground"]')).to_be_hidden()
+    with httpx2.Client(base_url=world.url.removesuffix("/dashboard")) as client:
+        eventually(lambda: client.get("/dashboard/data").json()["totals"]["traces_written"] == 1)
+        data = client.get("/dashboard/data").json()
+        (replica,) = data["replicas"]
+        assert (replica["name"], replica["version"]) == (name, 2)
+        assert (data["totals"]["requests"], data["totals"]["swaps"], data["totals"]["failed"]) == (1, 1, 0)
+        (first, second) = data["versions"]
+        assert first["live"] == {"rounds": 500, "drafted": 1500, "accepted": 450}, "of what both looks had it draft"
+        assert (first["in_service"], second["in_service"]) == (False, True)
+        world.upstream.metrics = vllm_metrics(version=2, rounds=10, accepted=(6, 1, 0))  # it was started anew
+        eventually(lambda: client.get("/dashboard/data").json()["versions"][1]["live"]["rounds"] == 10)
+    assert problems == []
+    page.close()
+
+
+def test_operators_move_versions_there_with_their_key_and_nobody_without(world):
+    with httpx2.Client(base_url=world.url.removesuffix("/dashboard")) as client:
+        assert client.post("/admin/drafters/pin", json={}).status_code == 401
+        key = {"authorization": f"Bearer {ADMIN_KEY}"}
+        assert client.post("/admin/drafters/pin", json={"version": 2}, headers=key).status_code == 200
+        versions = client.get("/dashboard/versions").json()
+        assert (versions["stable"], versions["pinned"]) == (2, True)
+        assert client.get("/dashboard/data", headers={"host": "evil.example"}).status_code == 403
+        assert client.post("/v1/completions", json={}).status_code == 404
+
+
+def test_a_port_that_is_taken_is_told_by_its_setting(world):
+    taken = world.settings.tap.dashboard_port
+    with pytest.raises(StartError, match=rf"^tap\.dashboard_port {taken} on 127\.0\.0\.1 cannot be listened on"):
+        UpstreamDashboard(world.settings, "redis://127.0.0.1:1/0", Path(world.settings.target.source))
