@@ -71,6 +71,8 @@ def inverse_frequencies(model: nn.Module) -> Tensor:
     rotary = getattr(decoder_of(model), "rotary_emb", None)
     if rotary is None or not getattr(config, "rope_parameters", None):
         raise ValueError(f"{name} has no rotary positions")
+    if getattr(rotary, "turns_halves", False):  # says itself what is found out about others below
+        return rotary.inv_freq
     made = type(rotary)(config=config)
     inverse, turn = getattr(made, "inv_freq", None), getattr(sys.modules[type(model).__module__], _TURN, None)
     dim = attention_of(model)["head_dim"]

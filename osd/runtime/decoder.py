@@ -59,7 +59,7 @@ def llama_shaped(model: nn.Module) -> bool:
     """Whether every layer of ``model`` is of the one kind that ``FusedDecoder`` and ``LeanDecoder`` write down."""
     config: Any = model.config
     return (
-        type(model).__name__ in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+        type(model).__name__ in ("LlamaForCausalLM", "LlamaWeights", "MistralForCausalLM", "Qwen2ForCausalLM")
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
         and len(set(getattr(config, "layer_types", None) or ["full_attention"])) == 1

@@ -17,7 +17,6 @@ from osd.runtime.cuda_graph import BucketedForward
 from osd.runtime.decoder import Decoder, Forward, llama_shaped, recordable
 from osd.runtime.device import copied
 from osd.runtime.fused import FusedDecoder, fusable
-from osd.runtime.generic import GenericDecoder
 from osd.runtime.kv_cache import KVCache, heads_of
 from osd.runtime.lean import LeanDecoder
 from osd.runtime.leaving import Leaving, Passed, to_next_exit
@@ -73,14 +72,14 @@ class SlotModel:
         self.layers = decoder_layers(model)
         self.taps = tuple(range(len(self.layers))[tap] for tap in taps)
         heads, dim = heads_of(config)
-        bucketed = self.device.type == "cuda" if bucketed is None else bucketed
+        bucketed = bool(self.device.type == "cuda" if bucketed is None else bucketed)
         places = padded(context + scratch) if bucketed else context + scratch
         self.cache = cache(len(self.layers), slots, heads, places, dim, self.dtype, self.device)
         self._selection: TokenSelection | None = None
         if selection is not None:
             asked = self.config.num_attention_heads
             self._selection = TokenSelection(selection, inverse_frequencies(model), asked, self.cache)
-        fused = fusable(model) and not bucketed
+        fused, lean = _fused(model, bucketed), _lean(model, bucketed, weights)
         if weights == "int8":
             quantise(model)
         elif self.device.type == "cpu" and not bucketed:
@@ -91,9 +90,11 @@ class SlotModel:
             _let_go_of_file(model)
             self.decoder = native = FusedDecoder(model, self.cache, self.taps)
             self._until_left = native.until_left
-        elif bucketed and llama_shaped(model) and weights == "full":
+        elif lean:
             self.decoder = LeanDecoder(model, self.cache, self.taps)
         else:
+            from osd.runtime.generic import GenericDecoder  # and with it seconds and 100 MB of transformers
+
             self.decoder = GenericDecoder(model, self.cache, self.taps)
         self._further = embedding.weight.data[self.vocabulary :]
         self.bucketed: BucketedForward | None = None
@@ -211,6 +212,20 @@ class SlotModel:
             else:
                 places[name] = getattr(owner, attribute).data[: len(value)]  # what is embedded beside tokens stays
         copied(places.values(), [staged[name] for name in places])
+
+
+def runs_own_code(model: nn.Module, weights: str) -> bool:
+    """Whether a ``SlotModel`` with such ``weights`` runs the code of ``model``, and not only a decoder of ours."""
+    bucketed = next(model.parameters()).device.type == "cuda"
+    return not _fused(model, bucketed) and not _lean(model, bucketed, weights)
+
+
+def _fused(model: nn.Module, bucketed: bool) -> bool:
+    return fusable(model) and not bucketed
+
+
+def _lean(model: nn.Module, bucketed: bool, weights: str) -> bool:
+    return bucketed and llama_shaped(model) and weights == "full"
 
 
 def _lengthen_table(model: nn.Module, further: int) -> None:

@@ -130,13 +130,25 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    from osd.target.llama import read_config
+
+    # Without one it imports what it would run the model with, and where no class is named it asks more of it than ours.
+    config = read_config(directory) if _names_tokenizer_class(directory) else None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, local_files_only=True)
     except (OSError, ValueError) as error:
         raise TargetError(f"target.source: {directory} holds no usable tokenizer: {_one_line(error)}") from None
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _PLAIN_TEMPLATE
     return tokenizer
+
+
+def _names_tokenizer_class(directory: Path) -> bool:
+    try:
+        said = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # transformers says what is wrong
+        return False
+    return isinstance(said, dict) and bool(said.get("tokenizer_class"))
 
 
 def load_gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:

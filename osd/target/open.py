@@ -12,9 +12,7 @@ from osd.runtime.device import cores, pick_device
 from osd.runtime.interface import Target
 from osd.runtime.model import SlotModel
 from osd.target.load import TargetError
-from osd.target.model import load_model
-from osd.target.tensor_parallel.divided import DividedTarget
-from osd.target.tensor_parallel.follower import Plan
+from osd.target.model import load_served
 
 
 def open_target(
@@ -41,7 +39,7 @@ def open_target(
     size = settings.tensor_parallel
     if size == 1:
         return SlotModel(
-            load_model(directory, settings.dtype, settings.device),
+            load_served(directory, settings.dtype, settings.device, settings.weights),
             weights=settings.weights,
             slots=slots,
             context=context,
@@ -51,6 +49,10 @@ def open_target(
             label=label,
             selection=selection,
         )
+    # It imports what transformers runs models with, which takes seconds and memory.
+    from osd.target.tensor_parallel.divided import DividedTarget
+    from osd.target.tensor_parallel.follower import Plan
+
     device = pick_device(settings.device)
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise TargetError(f"target.tensor_parallel is {size}, and there are {torch.cuda.device_count()} GPUs")

@@ -26,7 +26,7 @@ from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch
 from osd.runtime.causal_lm import end_weights, text_config
-from osd.target.model import load_model
+from osd.target.model import load_model, load_weights
 
 _VARIANT = ("tap_norm", "residual_norm", "output_norm")
 
@@ -81,7 +81,7 @@ class Eagle(VocabularyDrafter):
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``; of the target only embedding and head are looked at, in the dtype they have."""
-        target = load_model(target_dir, "auto", "cpu")
+        target = load_weights(target_dir, "auto", "cpu")
         fields = {name: value for name, value in config.items() if name != "kind"}
         fields["taps"] = _checked(fields["taps"], text_config(target).num_hidden_layers)
         return cls(EagleShape(**fields), *end_weights(target))

@@ -36,7 +36,7 @@ from osd.drafters.trainable import Batch, Loss, Objective
 from osd.runtime.causal_lm import decoder_layers, decoder_of
 from osd.runtime.exit_controller import EXIT, confident, odds
 from osd.runtime.taps import tapped
-from osd.target.model import load_model
+from osd.target.model import load_model, load_weights
 
 LoadTarget = Callable[[], nn.Module]
 """Reads the target in float32."""
@@ -78,12 +78,12 @@ class EarlyExit(TargetHeadDrafter):
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         """See ``Kind.initial``: heads that may draft ``settings.vocabulary`` target ids."""
-        return cls(load_model(target_dir, "auto", "cpu"), settings.vocabulary, _float32(target_dir))
+        return cls(load_weights(target_dir, "auto", "cpu"), settings.vocabulary, _float32(target_dir))
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``."""
-        drafter = cls(load_model(target_dir, "auto", "cpu"), config["vocabulary"], _float32(target_dir))
+        drafter = cls(load_weights(target_dir, "auto", "cpu"), config["vocabulary"], _float32(target_dir))
         drafter.check_config(config)
         return drafter
 

@@ -31,7 +31,7 @@ from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.target_head import TargetHeadDrafter
 from osd.drafters.trainable import Batch, Loss, Objective
-from osd.target.model import load_model
+from osd.target.model import load_model, load_weights
 
 _DISTILLED, _SOFT = 0.1, 0.9
 """Weight of what is said about tokens, beside features; and in it of the target's distribution, beside its choice."""
@@ -100,7 +100,7 @@ class Falcon(TargetHeadDrafter):
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``."""
-        drafter = cls(load_model(target_dir, "auto", "cpu"), config["block"], config["vocabulary"])
+        drafter = cls(load_weights(target_dir, "auto", "cpu"), config["block"], config["vocabulary"])
         drafter.check_config(config)
         return drafter
 

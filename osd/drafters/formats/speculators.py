@@ -18,9 +18,9 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import LlamaConfig
 
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.shape import EagleShape
@@ -117,7 +117,7 @@ class Speculators:
 
 
 def _layer_config(shape: EagleShape, target: Any) -> dict[str, Any]:
-    layer = LlamaConfig(
+    layer = transformers.LlamaConfig(
         vocab_size=shape.target_vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,

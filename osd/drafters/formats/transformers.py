@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from osd.drafters.formats.base import WEIGHTS, FormatError, Origin
 from osd.drafters.language_model.drafter import LanguageModel
@@ -16,7 +16,7 @@ from osd.drafters.language_model.translation import translation_of
 from osd.drafters.trainable import Trainable
 from osd.runtime.causal_lm import ends_of
 from osd.target.load import load_tokenizer
-from osd.target.model import load_model
+from osd.target.model import load_weights
 
 
 class Transformers:
@@ -62,7 +62,7 @@ class Transformers:
             osd.drafters.base.DrafterError: its tokenizer is not the target's, and they share too few tokens.
         """
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa",
                 output_loading_info=True, trust_remote_code=False,
             )  # fmt: skip
@@ -72,7 +72,7 @@ class Transformers:
         wrong = {name: told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[name]}
         for name, keys in wrong.items():
             raise FormatError(f"{folder}: {name.replace('_keys', '')} weight {min(map(str, keys))}")
-        of_target = load_model(target, "float32", "cpu")
+        of_target = load_weights(target, "float32", "cpu")
         translation = translation_of(model, folder, of_target, target)
         return LanguageModel(model, translation is None and _same_ends(model, of_target), translation)
 

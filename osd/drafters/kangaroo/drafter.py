@@ -29,7 +29,7 @@ from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch
 from osd.runtime.causal_lm import decoder_layers, decoder_of, end_weights, text_config
 from osd.runtime.taps import tapped
-from osd.target.model import load_model
+from osd.target.model import load_model, load_weights
 
 LoadTarget = Callable[[], nn.Module]
 """Reads the target in float32."""
@@ -87,7 +87,7 @@ class Kangaroo(VocabularyDrafter):
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``; of the target only the head is looked at, in the dtype that it has."""
-        target = load_model(target_dir, "auto", "cpu")
+        target = load_weights(target_dir, "auto", "cpu")
         shape = KangarooShape(**{name: value for name, value in config.items() if name != "kind"})
         check_exit(shape.exit_layer, text_config(target).num_hidden_layers, "exit_layer")
         return cls(shape, end_weights(target)[1], partial(load_model, target_dir, "float32", "cpu"))

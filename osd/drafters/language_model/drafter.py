@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from osd.drafters.alternative_tokens import Reading
 from osd.drafters.base import DrafterError, check
@@ -32,7 +32,7 @@ from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.runtime.causal_lm import decoder_layers, decoder_of, ends_of, text_config
 from osd.runtime.taps import tapped
 from osd.target.load import resolve
-from osd.target.model import load_model
+from osd.target.model import load_model, load_weights
 
 _FIELDS = {"kind", "shared", "model", "translation", "prompt_tokens"}
 """Of ``config.json``."""
@@ -79,7 +79,7 @@ class LanguageModel(Trainable):
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``; embedding and head are the target's where they are shared."""
-        target = load_model(target_dir, "float32", "cpu")
+        target = load_weights(target_dir, "float32", "cpu")
         sizes, vocabulary = config.get("translation"), text_config(target).vocab_size
         translation = None if sizes is None else Translation(sizes["shared"], sizes["pieces"], vocabulary)
         check_flags(shared=config["shared"])
@@ -101,7 +101,7 @@ class LanguageModel(Trainable):
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         model.load_state_dict({k: v.float() for k, v in target.state_dict().items()}, strict=False)
         drafter = cls(model, shared=True, prompt_tokens=prompt_tokens)
         drafter._share(target)

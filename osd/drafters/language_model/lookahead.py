@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import DynamicCache
 
 from osd.drafters.base import DrafterError
 from osd.drafters.language_model.texts import Texts
@@ -60,7 +60,7 @@ class Lookahead(nn.Module):
         decoder, last = decoder_of(model), len(decoder_layers(model)) - 1
         number = repeats(text)
         chosen = row.new_zeros(len(texts.true), int(number.max()) + 1).index_put((text, number), row)  # [B, W]
-        cache = DynamicCache()
+        cache = transformers.DynamicCache()
         with torch.no_grad():
             decoder(**texts.inputs, past_key_values=cache, use_cache=True)
         with tapped(model, (last,)) as outputs:

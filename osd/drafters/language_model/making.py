@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from osd.drafters.base import DrafterError
@@ -33,8 +33,8 @@ def model_of(config: Any) -> nn.Module:
             most = {"most": _MOST_LAYERS} if name == "num_hidden_layers" else {}
             check_sizes(**most, **{f"model.{name}": config[name]})
     try:
-        made = AutoConfig.for_model(**config)
-        model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
+        made = transformers.AutoConfig.for_model(**config)
+        model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
     except Exception as error:  # each of its models checks its own sizes, in its own way
         said = " ".join(str(error).split())
         said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from osd.drafters.trainable import Batch, Loss, Objective
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 PACE = 10.0
 """An embedding learns as fast as the paper has it, 1e-2, where ``trainer.learning_rate`` is what it usually is."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from osd.drafters.base import DrafterError, Needs
 from osd.drafters.prompt_tokens.cuts import PACE, like_words, loss_behind, read_behind
@@ -31,7 +31,7 @@ from osd.drafters.sizes import MOST_OF_A_CALL, check_sizes
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.runtime.causal_lm import check_table, decoder_layers, decoder_of, ends_of
 from osd.speculation.tree import repeats
-from osd.target.model import load_model
+from osd.target.model import load_model, load_weights
 
 LoadTarget = Callable[[], nn.Module]
 """Reads the target in the dtype that it has: so is it served, and gradients of a few embeddings need no more."""
@@ -78,7 +78,8 @@ class PromptTokens(Trainable):
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         """See ``Kind.initial``."""
         load = partial(load_model, target_dir, "auto", "cpu")
-        return cls(load(), settings.tokens, settings.copies, settings.rows, load)
+        words = load_weights(target_dir, "auto", "cpu")
+        return cls(words, settings.tokens, settings.copies, settings.rows, load)
 
     @classmethod
     def from_target(cls, target: nn.Module, tokens: int, copies: int = 1, rows: int = 32) -> Self:
@@ -89,7 +90,7 @@ class PromptTokens(Trainable):
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``."""
         load = partial(load_model, target_dir, "auto", "cpu")
-        drafter = cls(load(), config["tokens"], config["copies"], config["rows"], load)
+        drafter = cls(load_weights(target_dir, "auto", "cpu"), config["tokens"], config["copies"], config["rows"], load)
         drafter.check_config(config)
         return drafter
 
@@ -159,7 +160,7 @@ class PromptTokens(Trainable):
         copies = self.prompts.shape[1]
         seen = torch.arange(ids.shape[1], device=ids.device) <= cuts[..., None]
         target: Any = self._read_target(ids.device)
-        cache = DynamicCache()
+        cache = transformers.DynamicCache()
         with torch.no_grad():
             decoder_of(target)(input_ids=ids, past_key_values=cache, use_cache=True)
         output = read_behind(target, self.prompts[:levels].to(target.dtype), seen, cuts + 1, cache)

@@ -1,0 +1,218 @@
+"""Llama-shaped models without transformers' code against what transformers makes of the same directory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from osd.runtime.batch import following
+from osd.runtime.causal_lm import inverse_frequencies
+from osd.runtime.model import SlotModel, eos_ids
+from osd.runtime.native import kernels
+from osd.target.llama import LlamaWeights, read_config
+from osd.target.load import load_tokenizer
+from osd.target.model import check_rotary, load_config, load_model, load_served, load_weights
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": [2, 3],
+    "pad_token_id": 0,
+}  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}),
+    "llama with biases and one table": ("llama", {"attention_bias": True, "tie_word_embeddings": True}),
+    "llama with wide heads": ("llama", {"head_dim": 16}),
+    "llama 3": ("llama", {"rope_parameters": _LLAMA3}),
+    "stretched llama": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama with yarn": ("llama", {"rope_parameters": _YARN}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+}
+_READ = (
+    *SIZES, "head_dim", "rms_norm_eps", "rope_parameters", "sliding_window", "tie_word_embeddings", "hidden_act",
+    "dtype", "model_type",
+)  # fmt: skip
+
+
+def write(directory: Path, kind: str = "llama", **settings: Any) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES | settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.25)
+    model.save_pretrained(directory)
+    return directory
+
+
+def edit(directory: Path, **fields: Any) -> None:
+    """Set fields of ``config.json``, and leave out those that are None."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind, settings = SHAPES[request.param]
+    return write(tmp_path_factory.mktemp("model"), kind, **settings)
+
+
+def test_says_of_a_model_what_transformers_says(directory: Path) -> None:
+    config, theirs = read_config(directory), AutoConfig.from_pretrained(directory)
+    assert config is not None
+    wanted = {name: getattr(theirs, name, None) for name in _READ}
+    wanted["head_dim"] = wanted["head_dim"] or SIZES["hidden_size"] // SIZES["num_attention_heads"]
+    assert {name: getattr(config, name) for name in _READ} == wanted
+    assert load_config(directory).get_text_config() is not None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "auto"])
+def test_has_the_weights_the_angles_and_the_ends_of_text(directory: Path, dtype: str) -> None:
+    mine, theirs = load_weights(directory, dtype, "cpu"), load_model(directory, dtype, "cpu")
+    assert isinstance(mine, LlamaWeights)
+    assert mine.state_dict().keys() == theirs.state_dict().keys()
+    for name, value in theirs.state_dict().items():
+        assert mine.state_dict()[name].dtype == value.dtype
+        assert torch.equal(mine.state_dict()[name], value), name
+    tied = mine.lm_head.weight is mine.model.embed_tokens.weight
+    assert tied == (theirs.lm_head.weight is theirs.model.embed_tokens.weight)
+    places, x = torch.arange(200)[None], torch.empty(1, 1, 1)
+    for got, goal in zip(mine.model.rotary_emb(x, places), theirs.model.rotary_emb(x, places), strict=True):
+        assert torch.equal(got, goal)
+    torch.testing.assert_close(inverse_frequencies(mine), inverse_frequencies(theirs))
+    assert eos_ids(mine) == eos_ids(theirs) == {2, 3}
+    assert check_rotary(directory) == 3
+
+
+@pytest.mark.skipif(kernels() is None, reason="nothing of ours computes here")
+@pytest.mark.parametrize("weights", ["full", "int8"])
+def test_a_served_model_says_what_it_says_with_transformers_code(directory: Path, weights: str) -> None:
+    served = load_served(directory, "bfloat16", "cpu", weights)
+    assert isinstance(served, LlamaWeights)
+    logits = []
+    for model in (served, load_model(directory, "bfloat16", "cpu")):
+        slots = SlotModel(model, slots=1, context=64, scratch=8, weights=weights)
+        logits.append(slots.forward(following(0, 0, list(range(5, 45))), torch.arange(40)).logits)
+    assert torch.equal(*logits)
+
+
+def test_without_a_decoder_of_ours_it_is_served_by_transformers(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("osd.runtime.fused.kernels", lambda: None)
+    assert not isinstance(load_served(directory, "bfloat16", "cpu", "full"), LlamaWeights)
+
+
+def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
+    tensors = load_file(write(tmp_path) / "model.safetensors")
+    half = len(tensors) // 2
+    parts = {
+        "model-00001-of-00002.safetensors": list(tensors)[:half],
+        "model-00002-of-00002.safetensors": list(tensors)[half:],
+    }
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, names in parts.items() for name in names}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model.safetensors").unlink()
+    found = load_weights(tmp_path, "auto", "cpu")
+    assert isinstance(found, LlamaWeights)
+    assert all(torch.equal(found.state_dict()[name], value) for name, value in tensors.items())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rms_norm_eps": None},
+        {"eos_token_id": None},
+        {"architectures": None},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"hidden_act": "gelu"},
+        {"mlp_bias": True},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"model_type": "olmo2"},
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},  # without a word about windows
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
+    ],
+)
+def test_what_is_of_another_shape_is_left_to_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
+    write(tmp_path)
+    assert read_config(tmp_path) is not None
+    edit(tmp_path, **fields)
+    assert read_config(tmp_path) is None
+
+
+@pytest.mark.parametrize("change", ["another name", "one too many", "one missing", "another size"])
+def test_weights_that_are_laid_out_otherwise_are_left_to_transformers(tmp_path: Path, change: str) -> None:
+    tensors = load_file(write(tmp_path) / "model.safetensors")
+    norm = tensors["model.norm.weight"].clone()
+    if change in ("another name", "one missing"):
+        del tensors["model.norm.weight"]
+    if change in ("another name", "one too many"):
+        tensors["norm.weight"] = norm
+    if change == "another size":
+        tensors["model.norm.weight"] = norm[1:].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    asked: list[Path] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("osd.target.model.load_model", lambda directory, *_: asked.append(directory))
+        load_weights(tmp_path, "auto", "cpu")
+    assert asked == [tmp_path]
+
+
+@pytest.mark.parametrize("named", ["TokenizersBackend", None])
+def test_tokenizer_is_that_of_transformers(tiny_target: Path, tmp_path: Path, named: str | None) -> None:
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / file).write_bytes((tiny_target / file).read_bytes())
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert said["tokenizer_class"] == "TokenizersBackend"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | {"tokenizer_class": named}))
+    mine, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(mine) is type(theirs)
+    assert mine("Größe <s>")["input_ids"] == theirs("Größe <s>")["input_ids"]
+    assert mine.chat_template == theirs.chat_template
+
+
+@pytest.mark.skipif(kernels() is None, reason="nothing of ours computes here")
+def test_a_replica_that_finds_a_version_imports_nothing_to_run_models_with(tiny_target: Path, tmp_path: Path) -> None:
+    """What would be imported takes seconds of each start and more than a hundred megabytes of each replica."""
+    code = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from osd import drafters\n"
+        "from osd.config import Settings\n"
+        "from osd.target.load import load_tokenizer\n"
+        "from serving.replica import make_engine\n"
+        "from serving.rollout_follower import Start\n"
+        "target, versions = Path(sys.argv[1]), json.loads(sys.argv[2])\n"
+        "settings = Settings(target={'source': str(target)})\n"
+        "made = [drafters.served(drafters.from_config(one, target), settings) for one in versions]\n"
+        "engine = make_engine(settings, target, load_tokenizer(target), Start(made[0], 1), None)\n"
+        "engine.start(); engine.stop()\n"
+        "heavy = ('transformers.modeling_utils', 'transformers.generation.utils', 'torch._dynamo', 'sympy', 'scipy')\n"
+        "print([name for name in heavy if name in sys.modules])\n"
+    )
+    from osd import drafters
+    from osd.config import Settings
+
+    chosen = [Settings(drafter={"kind": kind}).drafter for kind in ("eagle", "kangaroo", "medusa", "falcon")]  # type: ignore[arg-type]
+    versions = [drafters.initial(one, tiny_target, tmp_path).config() for one in chosen]
+    command = [sys.executable, "-c", code, str(tiny_target), json.dumps(versions)]
+    assert subprocess.check_output(command, text=True) == "[]\n"
