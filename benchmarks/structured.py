@@ -23,6 +23,7 @@ from osd.engine.forcing import FORCED
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SourceCounts, SpeculationCounts
+from osd.recall.memory import BEHIND
 from osd.speculation.masks import forbid
 from osd.traffic.prompt import Prompt
 
@@ -218,7 +219,7 @@ def _answered(
         answers += given.values()
     if not tokens:
         raise BenchError("answers ended before all of a wave had begun: fewer --streams, or more --tokens")
-    forced = counts.by_source.get(FORCED, SourceCounts()).accepted
+    forced = sum(counts.by_source.get(source, SourceCounts()).accepted for source in (FORCED, BEHIND))
     return Way(grammar is not None, drafted, seconds, tokens, rounds, forced, counts.accepted - forced), answers
 
 

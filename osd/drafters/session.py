@@ -15,6 +15,7 @@ from osd.runtime.interface import Target
 from osd.runtime.native import kernels
 from osd.runtime.top import Top
 from osd.speculation.growth import Growth
+from osd.speculation.masks import Constraint
 from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties
 from osd.speculation.sampling import SamplingBatch, SamplingSettings
@@ -79,7 +80,8 @@ class Asked:
     still get, and ``missed`` about how many tokens a drafter would first have to read. ``keys`` are the seed and the
     round of each, where candidates may be drawn that the group verifies itself; empty where they may not.
     ``exits`` say for each above which probability a controller may let its draft leave the target's layers, 0 where
-    its first choice is enough; empty where that is so for all.
+    its first choice is enough; empty where that is so for all. ``constraints`` say what each may go on with; empty
+    where none has any.
     """
 
     slots: Sequence[int]
@@ -92,6 +94,7 @@ class Asked:
     missed: Sequence[int] = ()
     keys: Sequence[tuple[int, int]] = ()
     exits: Sequence[float] = ()
+    constraints: Sequence[Constraint | None] = ()
 
     @property
     def greedy(self) -> bool:

@@ -29,6 +29,11 @@ class Constraint:
         self._committed: list[int] = []
         self._masks: dict[Path, np.ndarray | None] = {}
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that a mask tells about."""
+        return self._grammar.vocabulary
+
     def allowed(self, path: Path) -> np.ndarray | None:
         """[vocabulary] bool, the tokens that may come after a path; None where the grammar does not allow that path."""
         if path not in self._masks:

@@ -59,7 +59,7 @@ class Decision:
 class DraftGroup:
     """Sequences with one drafter and policy, all of them greedy or none.
 
-    ``proposal`` is None where nothing is drafted.
+    ``proposal`` is None where nothing is drafted; ``given`` are its nodes that the round has without a drafter.
     """
 
     drafter: ActiveDrafter | None
@@ -68,6 +68,7 @@ class DraftGroup:
     asked: Asked
     noise: Noise
     proposal: Proposal | None
+    given: int = 0
 
     @classmethod
     def of(
@@ -91,14 +92,14 @@ class DraftGroup:
             proposal = _behind(forced, drafter, policy, asked, constraints)
         else:
             proposal = _proposed(drafter, policy, asked, noise, constraints)
-        return cls(drafter, policy, list(limits), asked, noise, proposal)
+        return cls(drafter, policy, list(limits), asked, noise, proposal, sum(map(len, forced)))
 
     @property
     def size(self) -> tuple[int, float]:
         """Rows that a drafter adds, and how many of their nodes are expected to be kept."""
         expected = 0.0 if self.proposal is None else self.proposal.expected
-        rows = sum(len(tree.tokens) + len(tree.rider_tokens) - tree.sources.count(FORCED) for tree in self.trees)
-        return rows, expected
+        rows = sum(len(tree.tokens) + len(tree.rider_tokens) for tree in self.trees)
+        return rows - self.given, expected
 
     @property
     def trees(self) -> Sequence[Tree]:
@@ -308,7 +309,8 @@ def _asked(policy: Policy, limits: dict[Decoding, int], device: torch.device, wo
     keys = [(s.request.sampling.seed, s.step) for s in sequences] if draws else ()
     asked = [s.request.completing for s in sequences]
     exits = [0.0 if one is None else one.exit or 0.0 for one in asked] if any(asked) else ()
-    return Asked([s.slot for s in sequences], allowed, settings, penalties, device, worth, left, missed, keys, exits)
+    slots, held = [s.slot for s in sequences], constraints if any(constraints) else ()
+    return Asked(slots, allowed, settings, penalties, device, worth, left, missed, keys, exits, held)
 
 
 def _may_draw(policy: Policy, settings: Sequence[SamplingParams], device: torch.device) -> bool:

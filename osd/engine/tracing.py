@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from osd.engine.draft_group import Decision, DraftGroup
 from osd.engine.forcing import FORCED
 from osd.engine.sequence import Sequence as Decoding
 from osd.engine.trace_builder import TraceBuilder
+from osd.recall.memory import BEHIND
 from osd.runtime.top import Top, top
 from osd.speculation.tree import ROOT
 
@@ -79,9 +81,11 @@ def trace_group(group: DraftGroup, kept: Sequence[Traced], logits: Tensor, k: in
     rejected: list[list[int]] = []
     for b, one in traced:
         on_path = [ROOT, *one.decision.path][: len(one.tokens)]
-        # What a grammar forced tells nothing of a drafter, by which versions are judged: it counts as not drafted.
-        forced = FORCED in one.decision.tree.sources
-        tests.append([] if forced else one.decision.tested()[: len(on_path)])
+        # What a grammar forced tells nothing of a drafter, by which versions are judged: from there on nothing counts
+        # as drafted.
+        sources = one.decision.tree.sources
+        free = takewhile(lambda node, of=sources: of[node] not in (FORCED, BEHIND), one.decision.tested())
+        tests.append(list(free)[: len(on_path)])
         rejected.append(tests[-1][len(one.decision.path) :] if after else [])
         if one.top is None:
             rows += (one.first + 1 + node for node in [*on_path, *rejected[-1]])

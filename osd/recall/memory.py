@@ -16,7 +16,7 @@ that of language models by counts (Jelinek and Mercer 1980; Witten and Bell 1991
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
@@ -33,8 +33,18 @@ COPY = 2 * ORDERS
 """The level of a copy: levels below are 2 (order - 1) for a shared entry, and one more for one of the request's own."""
 OTHER = COPY + 1
 """The level of what another drafter says, mixed in on top."""
+FORCED = OTHER + 1
+"""The level of a token that a grammar leaves no choice about behind the nodes before it."""
 SOURCES = ("recall", "request") * ORDERS + ("copy",)
 """What a node is called, by the level on top of the mixture that it came from."""
+BEHIND = "forced"
+"""What one of the level ``FORCED`` is called."""
+
+Allowed = Callable[[Sequence[int]], NDArray[np.bool_] | None]
+"""[vocabulary] which tokens may come after a path of draft nodes; None where the path itself may not.
+
+A mask stays where it is, and as it is, until the draft is made.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,8 @@ class Sought:
     """A sequence to draft for, at most ``limit`` nodes, of a ``temperature``, 0 for greedy.
 
     Tokens that are drawn are drawn by the round ``step`` of its ``seed``, see ``osd.speculation.noise``. Nodes stand
-    behind the tokens ``ahead``, of which it is certain that they come first.
+    behind the tokens ``ahead``, of which it is certain that they come first. Where nothing is drawn, nodes are among
+    those of ``vocabulary`` tokens that are ``allowed`` there, None for all.
     """
 
     memory: Memory
@@ -99,6 +110,8 @@ class Sought:
     seed: int = 0
     step: int = 0
     ahead: Sequence[int] = ()
+    allowed: Allowed | None = None
+    vocabulary: int = 0
 
 
 @dataclass(frozen=True)

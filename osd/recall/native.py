@@ -6,14 +6,17 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from osd.recall.memory import KEPT, Contents, Found, Heard, Memory, Sampled, Sought, Text
+from osd.recall.memory import KEPT, Allowed, Contents, Found, Heard, Memory, Sampled, Sought, Text
 from osd.runtime.native import kernels, quick_kernels
+
+_ALLOWED = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32), ctypes.c_int64)
 
 
 class _Asked(ctypes.Structure):
@@ -32,6 +35,8 @@ class _Asked(ctypes.Structure):
         ("levels", ctypes.c_int64),
         ("ahead", ctypes.POINTER(ctypes.c_int64)),
         ("further", ctypes.c_int64),
+        ("allowed", _ALLOWED),
+        ("vocabulary", ctypes.c_int64),
     ]
 
 
@@ -189,7 +194,15 @@ def _asked(sought: Sequence[Sought]) -> ctypes.Array[_Asked]:
             place.others, place.other_p = one.other.ids.data_ptr(), one.other.p.data_ptr()
         if one.ahead:
             place.ahead, place.further = (ctypes.c_int64 * len(one.ahead))(*one.ahead), len(one.ahead)
+        if one.allowed is not None:
+            place.allowed, place.vocabulary = _ALLOWED(partial(_mask_of, one.allowed)), one.vocabulary
     return asked
+
+
+def _mask_of(allowed: Allowed, path: Any, length: int) -> int | None:
+    """The address of a mask, which whoever makes it keeps at least as long as it may be asked for."""
+    mask = allowed(path[:length])
+    return None if mask is None else mask.__array_interface__["data"][0]
 
 
 class NativeBackend:

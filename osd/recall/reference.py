@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from osd.recall.memory import COPY, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sampled, Sought, Text
+from osd.recall.memory import COPY, FORCED, KEPT, ORDERS, OTHER, Contents, Found, Heard, Sampled, Sought, Text
 from osd.speculation.noise import Noise, Purpose
 
 _WAYS, _TAIL, _COPIED, _STEPS, _MEMORY, _CHILDREN, _OWN = 8, 16, ORDERS + 1, 16, 32, 4, 1 << 14
@@ -170,6 +170,13 @@ class _Mixture:
             return self.level
         return OTHER if 2 * self.weight * theirs >= q else self.below
 
+    def restrict(self, mask: NDArray[np.bool_] | None) -> None:
+        """Leave what a mask allows: it has the mass of the rest in proportion."""
+        stay = {token: q for token, q in self.q.items() if mask is not None and token < len(mask) and mask[token]}
+        kept = sum(stay.values())
+        left = max(1 - sum(self.q.values()) + kept, kept)
+        self.q = {token: q / left for token, q in stay.items()}
+
     def best(self, most: int) -> list[tuple[int, float]]:
         """The most probable tokens."""
         return sorted(self.q.items(), key=lambda one: -one[1])[:most]
@@ -280,10 +287,16 @@ class PlainMemory:
         self._coarse, self._fine = coarse.reshape(self._coarse.shape), fine.reshape(self._fine.shape)
 
     def candidates(
-        self, text: PlainText, tail: Sequence[int], depth: int, greedy: bool, other: Said | None, most: int
+        self, text: PlainText, node: _Node, one: Sought, other: Said | None, most: int
     ) -> list[tuple[int, int, float]]:
         """Up to ``most`` tokens that may come, the levels that they are from, and the chances that they do."""
-        mixture = self._mix(text, tail, other, None)
+        depth, greedy = node.depth, one.temperature == 0
+        mask = None if one.allowed is None else one.allowed(node.path)
+        if mask is not None and np.count_nonzero(mask) == 1:
+            return [(int(mask.argmax()), FORCED, 1.0)]
+        mixture = self._mix(text, node.tail, other, None)
+        if one.allowed is not None:
+            mixture.restrict(mask)
         if mixture.level < 0:
             return []
         theirs, mode = dict(other or ()), 0 if greedy else _SAMPLED
@@ -430,6 +443,7 @@ class _Node:
     depth: int
     chance: float
     along: int | None  # so many tokens of the other drafter's path
+    path: tuple[int, ...] = ()
 
 
 class PlainDrafting:
@@ -443,8 +457,7 @@ class PlainDrafting:
         def push(owner: int, node: _Node) -> None:
             one = sought[owner]
             memory, text, width = cast(PlainMemory, one.memory), cast(PlainText, one.text), 1 if chains else _CHILDREN
-            greedy = one.temperature == 0
-            best = memory.candidates(text, node.tail, node.depth, greedy, _said(one, node), width)
+            best = memory.candidates(text, node, one, _said(one, node), width)
             for token, level, chance in best:
                 if node.chance * chance >= floor:
                     heapq.heappush(heap, (-node.chance * chance, next(order), owner, node, token, level))
@@ -501,7 +514,7 @@ def _after(one: Sought, node: _Node, number: int, token: int, chance: float) -> 
     along = node.along
     if one.other is not None and along is not None:
         along = along + 1 if along < len(one.other.path) and int(one.other.path[along]) == token else None
-    return _Node(number, [token, *node.tail][:_TAIL], node.depth + 1, chance, along)
+    return _Node(number, [token, *node.tail][:_TAIL], node.depth + 1, chance, along, (*node.path, token))
 
 
 def _said(one: Sought, node: _Node) -> Said | None:

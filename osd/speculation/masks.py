@@ -14,6 +14,11 @@ from torch import Tensor
 class Constraint(Protocol):
     """What one sequence may say, as a function of the tokens that it goes on with."""
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that a mask tells about."""
+        ...
+
     def allowed(self, path: tuple[int, ...]) -> np.ndarray | None:
         """[vocabulary] bool, which tokens may come after a path of a draft; None where the path itself may not."""
         ...

@@ -11,7 +11,7 @@ export const GROUPS = {
   target: ["target", "what the target drew itself"],
 };
 
-const OF = { recall: "recall", request: "recall", copy: "recall", grammar: "grammar", target: "target" };
+const OF = { recall: "recall", request: "recall", copy: "recall", grammar: "grammar", forced: "grammar", target: "target" };
 export const groupOf = (source) => OF[source] ?? "drafter";
 
 const SAYS = {

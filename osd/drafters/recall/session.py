@@ -12,8 +12,9 @@ from torch import Tensor
 
 from osd.drafters.recall.memories import Memories
 from osd.drafters.session import NOBODY, Asked, Kept, Origin, Proposal, Runtime, Session, TargetRows, Tree
-from osd.recall.memory import COPY, KEPT, SOURCES, Found, Heard, Memory, Sampled, Sought, Text, mark_of
+from osd.recall.memory import BEHIND, COPY, KEPT, SOURCES, Allowed, Found, Heard, Memory, Sampled, Sought, Text, mark_of
 from osd.speculation.growth import Growth
+from osd.speculation.masks import Constraint
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT
 from osd.speculation.verification.draws import LastDrawn
@@ -61,7 +62,7 @@ class RecallSession(Session):
 
     def behind(self, asked: Asked, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
         """See ``Session.behind``."""
-        sought = [replace(one, ahead=chain) for one, chain in zip(self.sought(asked), chains, strict=True)]
+        sought = [_behind(one, chain) for one, chain in zip(self.sought(asked), chains, strict=True)]
         return self.proposal(sought, self.draft(sought, asked, growth), asked)
 
     def sought(self, asked: Asked) -> list[Sought]:
@@ -70,9 +71,10 @@ class RecallSession(Session):
         for reader, settings in zip(readers, asked.settings, strict=True):
             reader.temperature = settings.temperature
         keys = asked.keys or [(0, 0)] * len(readers)
+        constraints = asked.constraints or [None] * len(readers)
         return [
-            Sought(reader.memory, reader.text, limit, reader.temperature, None, *key)
-            for reader, limit, key in zip(readers, asked.limits, keys, strict=True)
+            Sought(reader.memory, reader.text, limit, reader.temperature, None, *key, (), *_allowed(constraint))
+            for reader, limit, key, constraint in zip(readers, asked.limits, keys, constraints, strict=True)
         ]
 
     def draft(self, sought: Sequence[Sought], asked: Asked, growth: Growth) -> Found:
@@ -125,6 +127,18 @@ class RecallSession(Session):
         """See ``Session.load``."""
 
 
+def _allowed(constraint: Constraint | None) -> tuple[Allowed | None, int]:
+    if constraint is None:
+        return None, 0
+    return lambda path: constraint.allowed(tuple(path)), constraint.vocabulary
+
+
+def _behind(one: Sought, chain: Sequence[int]) -> Sought:
+    """The same behind a chain of tokens."""
+    ahead, allowed = tuple(chain), one.allowed
+    return replace(one, ahead=ahead, allowed=None if allowed is None else lambda path: allowed((*ahead, *path)))
+
+
 def _bounds(asked: Asked) -> tuple[int, float]:
     """Nodes of all sequences at most, and the chance below which none of them can pay."""
     most = sum(asked.limits)
@@ -146,7 +160,7 @@ def _by_sequence(found: Found, sampled: Sampled, sequences: int) -> LastDrawn:
 
 def trees_of(nodes: Found, count: int, sequences: int, other: str = "") -> list[Tree]:
     """The trees of the first ``count`` nodes; ``other`` is what another drafter's nodes are called."""
-    names = (*SOURCES, other)
+    names = (*SOURCES, other, BEHIND)
     tokens: list[list[int]] = [[] for _ in range(sequences)]
     parents: list[list[int]] = [[] for _ in range(sequences)]
     sources: list[list[str]] = [[] for _ in range(sequences)]

@@ -13,6 +13,7 @@ enum {
   LEVELS = 2 * ORDERS + 2,   /* of what is mixed: a shared and an own entry of each order, a copy, another drafter */
   COPY = 2 * ORDERS,         /* the level of a copy */
   OTHER = 2 * ORDERS + 1,    /* the level of another drafter */
+  FORCED = OTHER + 1,        /* the level of a token that there is no choice about */
   MOST = (2 * ORDERS + 1) * KEPT + 1, /* tokens of a mixture */
   AGES = 4,                  /* buckets of counts */
   RANKS = 3,                 /* the most probable token, the next, all others */
@@ -608,6 +609,9 @@ typedef struct {
   int64_t levels;
   const int64_t *ahead; /* `further` tokens that come first for certain; null without them */
   int64_t further;
+  /* Which tokens may come after a path of nodes: [vocabulary] 0 or 1, null for none. Null without a constraint. */
+  const uint8_t *(*allowed)(const int32_t *path, int64_t length);
+  int64_t vocabulary;
 } Asked;
 
 /* The rows that a draft grows from, the roots of all sequences and then the nodes: of each the context, the number within
@@ -615,6 +619,7 @@ typedef struct {
 typedef struct {
   int32_t (*tails)[TAIL];
   int32_t *number, *depth, *along, *size; /* `size` are the nodes of each sequence */
+  int32_t *after, *token, *path;          /* of each node the row before it; room to write down a path */
   Candidate *heap;
 } Growing;
 
@@ -627,10 +632,13 @@ static void grow_free(Growing *g) {
 /* Room for so many rows and candidates; 1 when there is none. */
 static int grow_new(Growing *g, int64_t rows, int64_t candidates) {
   g->tails = malloc((size_t)rows * sizeof(*g->tails));
-  g->number = malloc((size_t)rows * 4 * sizeof(int32_t));
+  g->number = malloc((size_t)rows * 7 * sizeof(int32_t));
   g->depth = g->number + rows;
   g->along = g->depth + rows;
   g->size = g->along + rows;
+  g->after = g->size + rows;
+  g->token = g->after + rows;
+  g->path = g->token + rows;
   g->heap = malloc((size_t)(candidates + 1) * sizeof(Candidate));
   if (g->tails && g->number && g->heap) return 0;
   grow_free(g);
@@ -651,6 +659,8 @@ static void add_node(Growing *g, const Asked *one, int64_t sequence, int64_t row
   const int32_t place = g->along[after];
   follow(g->tails[row], g->tails[after], token);
   g->depth[row] = g->depth[after] + 1;
+  g->after[row] = (int32_t)after;
+  g->token[row] = token;
   g->along[row] = place >= 0 && one->path && place < one->levels && one->path[place] == token ? place + 1 : -1;
   g->number[row] = g->size[sequence]++;
 }
@@ -665,8 +675,40 @@ static void look(const Growing *g, const Asked *one, int64_t row, Mixture *m, Sa
   mix(one->recall, one->text, g->tails[row], NULL, other->count ? other : NULL, m);
 }
 
+/* Which tokens may come after a row, null for none. */
+static const uint8_t *mask_of(const Growing *g, const Asked *one, int64_t row) {
+  const int32_t depth = g->depth[row];
+  for (int32_t at = depth; at > 0; row = g->after[row]) g->path[--at] = g->token[row];
+  return one->allowed(g->path, depth);
+}
+
+/* The token that alone may come, or -1. */
+static int32_t only(const uint8_t *mask, int64_t vocabulary) {
+  const uint8_t *first = mask ? memchr(mask, 1, (size_t)vocabulary) : NULL;
+  if (!first) return -1;
+  const int64_t token = first - mask;
+  return memchr(first + 1, 1, (size_t)(vocabulary - token - 1)) ? -1 : (int32_t)token;
+}
+
+/* Leave of a mixture what may come: it has the mass of what may not in proportion. */
+static void restrict_to(Mixture *m, const uint8_t *mask, int64_t vocabulary) {
+  float gone = 0, stays = 0;
+  int count = 0;
+  for (int i = 0; i < m->count; i++) {
+    if (mask && m->ids[i] >= 0 && m->ids[i] < vocabulary && mask[m->ids[i]]) {
+      m->ids[count] = m->ids[i];
+      stays += m->q[count++] = m->q[i];
+    } else {
+      gone += m->q[i];
+    }
+  }
+  m->count = count;
+  for (int i = 0; i < count; i++) m->q[i] /= fmaxf(1 - gone, stays);
+}
+
 /* Draft for several sequences: the most probable nodes of all of them, from the most probable on, at most `most` and as
- * long as the chance that a node is kept is at least `floor`. With `chains` no node has a second child.
+ * long as the chance that a node is kept is at least `floor`. With `chains` no node has a second child. Where there is
+ * a constraint, nodes are among what it allows, and one that it leaves no choice about needs nobody who knows it.
  *
  * Of each node: its sequence, parent (-1 for the root, else a number within the sequence), token, the level that it
  * comes from and its chance. Returns how many there are, or -1 without memory. */
@@ -682,9 +724,15 @@ int64_t osd_recall_draft(const Asked *asked, int64_t sequences, int64_t most, fl
     const Asked *one = asked + s;
     const float reach = node < 0 ? 1 : chance[node];
     if (node < 0) add_root(&g, one, row);
-    if (one->limit > 0 && !(node >= 0 && found >= most)) {
+    const int asks = one->limit > 0 && !(node >= 0 && found >= most);
+    const uint8_t *mask = asks && one->allowed ? mask_of(&g, one, row) : NULL;
+    const int32_t forced = only(mask, one->vocabulary);
+    if (forced >= 0) {
+      raise_up(g.heap, waiting++, (Candidate){reach, (int32_t)s, (int32_t)row, forced, FORCED});
+    } else if (asks) {
       pthread_mutex_lock(&one->recall->lock);
       look(&g, one, row, &m, &other);
+      if (one->allowed) restrict_to(&m, mask, one->vocabulary);
       const int best = m.level < 0 ? 0 : sort_first(&m, chains ? 1 : CHILDREN);
       for (int rank = 0; rank < best; rank++) {
         const float worth =

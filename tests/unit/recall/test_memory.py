@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from osd.recall.memory import Backend, Found, Heard, Memory, Other, Sought, Text, mark_of
+from osd.recall.memory import FORCED, Backend, Found, Heard, Memory, Other, Sought, Text, mark_of
 from osd.recall.native import NativeBackend
 from osd.recall.reference import PlainBackend
 from osd.runtime.native import quick_kernels
@@ -299,6 +300,81 @@ def test_behind_tokens_that_come_first_it_drafts_as_if_the_text_had_them(backend
         assert draft([ahead], 6, 0.01, chains=False) == expected
         if temperature:
             assert draw([ahead], 6, 0.01)[0] == draw([Sought(memory, whole, 6, temperature)], 6, 0.01)[0]
+
+
+def even_then_seven(path: Sequence[int]) -> np.ndarray | None:
+    """Even tokens, then any token, then 7 alone, and from the start again; nothing behind 28."""
+    if 28 in path:
+        return None
+    mask = np.zeros(VOCABULARY, np.bool_)
+    mask[[slice(0, None, 2), slice(None), slice(7, 8)][len(path) % 3]] = True
+    MASKS.append(mask)  # a mask stays where it is until the draft is made
+    return mask
+
+
+MASKS: list[np.ndarray] = []
+
+
+def constrained(memory: Memory, text: Text, limit: int, temperature: float = 0.0) -> Sought:
+    return Sought(memory, text, limit, temperature, allowed=even_then_seven, vocabulary=VOCABULARY)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_under_a_constraint_are_what_it_allows_and_what_it_forces(backend: Backend, temperature: float) -> None:
+    memory, language, text = backend.memory(1 << 14), Language(1.5), backend.text(256)
+    list(serve(backend, memory, language, 60))
+    text.append([3, 4, 5, 6], certain=True)
+    found = backend.drafting().draft([constrained(memory, text, 24, temperature)], 24, 0.01, chains=False)
+    paths = [path[4:] for path in contexts([3, 4, 5, 6], found)[1:]]
+    assert max(map(len, paths)) >= 4
+    for path, level, chance, parent in zip(paths, found.levels, found.chances, found.parents, strict=True):
+        mask = even_then_seven(path[:-1])
+        assert mask is not None
+        assert mask[path[-1]], path
+        forced = len(path) % 3 == 0
+        assert (level == FORCED) == forced
+        if forced:
+            assert chance == pytest.approx(found.chances[parent])
+    assert sum(level == FORCED for level in found.levels) >= 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_constraint_leaves_has_the_chance_of_what_it_forbids(backend: Backend) -> None:
+    """After 8 the target says 3, and now and then 2: where only even tokens may come, 2 is all that is left."""
+    memory, text = backend.memory(64), backend.text(128)
+    ids, logp = torch.tensor([[3, 2]]), torch.tensor([[0.9, 0.08]]).log()
+    for _ in range(30):
+        text.clear()
+        text.append([8], certain=True)
+        memory.learn(text, Heard([], [], ids, logp, [3]), 0.0, 1, 1)
+    text.clear()
+    text.append([8], certain=True)
+    drafting = backend.drafting()
+    free = drafting.draft([Sought(memory, text, 4, 0.0)], 4, 0.001, chains=True)
+    held = drafting.draft([constrained(memory, text, 4)], 4, 0.001, chains=True)
+    assert (free.tokens[0], held.tokens[0]) == (3, 2)
+    assert held.chances[0] > 0.5
+
+
+@needs_kernels
+def test_the_kernel_drafts_under_a_constraint_what_python_does() -> None:
+    backends, language, alike = (NativeBackend(), PlainBackend()), Language(1.5), 0
+    memories = [backend.memory(4096) for backend in backends]
+    list(serve(backends[0], memories[0], language, 40))
+    memories[1].load(memories[0].contents())
+    for number in range(40):
+        texts = [backend.text(64) for backend in backends]
+        for text in texts:
+            text.append([number % VOCABULARY, number * 7 % VOCABULARY, 3], certain=True)
+        kernel, plain = (
+            backend.drafting().draft([constrained(memory, text, 12)], 12, 0.02, chains=False)
+            for backend, memory, text in zip(backends, memories, texts, strict=True)
+        )
+        assert kernel.chances == pytest.approx(plain.chances, abs=2e-3)
+        mine, theirs = (sorted(zip(contexts([], one)[1:], one.levels, strict=True)) for one in (kernel, plain))
+        alike += mine == theirs
+    assert alike > 36  # where chances are equal, another node may be the one too many
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
