@@ -220,6 +220,7 @@ class _Families(Collector):
             gauge.add_metric([self.model], value)
             yield gauge
         yield from self._tables()
+        yield from self._streams()
         canaries = GaugeMetricFamily(
             "osd_canary_seconds", "For how long a version has been on trial, where one is.", labels=["domain"]
         )
@@ -243,6 +244,16 @@ class _Families(Collector):
             for domain, version in report.others.items():
                 gauges["osd_drafter_version"].add_metric([domain, report.replica], version)
         yield from gauges.values()
+
+    def _streams(self) -> Iterator[Metric]:
+        for name, help_text, size_of in (
+            ("osd_stream_records", "Trace records on the stream of a domain.", lambda state: state.records),
+            ("osd_stream_bytes", "Memory that Redis takes for them.", lambda state: state.bytes),
+        ):
+            gauge = GaugeMetricFamily(name, help_text, labels=["domain"])
+            for domain, state in self.totals.streams.items():
+                gauge.add_metric([domain], size_of(state))
+            yield gauge
 
     def _tables(self) -> Iterator[Metric]:
         entries, bytes_ = Counter[str](), Counter[str]()

@@ -36,6 +36,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[Training], float]]] = {
 _GAUGES: dict[str, tuple[str, Callable[[Training], float | None]]] = {
     "osd_training_loss": ("Loss of the last micro-step.", lambda training: training.loss),
     "osd_training_lag": ("Trace records that are not acknowledged yet.", lambda training: training.lag),
+    "osd_training_lag_seconds": (
+        "Age of the oldest trace record that is not acknowledged yet, 0 where there is none.",
+        lambda training: training.lag_seconds,
+    ),
     "osd_replay_records": ("Records in the trainer's memory.", lambda training: training.replay_records),
     "osd_replay_tokens": ("Completion and prompt tokens of these.", lambda training: training.replay_tokens),
     "osd_replay_bytes": ("Bytes of these.", lambda training: training.replay_bytes),

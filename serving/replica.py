@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from osd import drafters
-from osd.capture.stream import TraceWriter
+from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.engine.engine import Engine
 from osd.engine.grammar import Grammar
@@ -180,8 +180,7 @@ class Replica:
     async def totals(self) -> Totals:
         """See ``Service``; with those of all replicas out of reach, the counters of this replica."""
         totals = await self._shared.totals() or self._own.totals(time.time())
-        spent, training, tried_since = await asyncio.to_thread(self._feeds.trainer)
-        return replace(totals, spent=spent, training=training, tried_since=tried_since)
+        return replace(totals, **(await asyncio.to_thread(self._feeds.trainer))._asdict())
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         """See ``Service``."""

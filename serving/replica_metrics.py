@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
+from osd.capture.waiting import StreamState
 from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, EngineLoad
 from osd.registry.ledger import Spent
 from osd.registry.training import Training
@@ -61,7 +62,7 @@ class Totals:
     """Counters summed over every replica that ever reported, and the last report of each living one.
 
     ``spent`` is what the trainer says of its CPU seconds, and ``training`` of its work, by domain. ``tried_since`` says
-    by domain since when a canary is tried, where there is one.
+    by domain since when a canary is tried, where there is one, and ``streams`` what each domain's holds.
     """
 
     counters: Mapping[Name, float]
@@ -69,6 +70,7 @@ class Totals:
     spent: Spent = field(default_factory=Spent)
     training: Mapping[str, Training] = field(default_factory=dict)
     tried_since: Mapping[str, float] = field(default_factory=dict)
+    streams: Mapping[str, StreamState] = field(default_factory=dict)
 
     def by_label(self, name: str) -> dict[tuple[str | int, ...], float]:
         """The counter ``name`` by its labels, in order."""

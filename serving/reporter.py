@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from redis.exceptions import RedisError
 
-from osd.capture.stream import TraceWriter
+from osd.capture.writer import TraceWriter
 from osd.engine.counters import OLDER
 from osd.histogram import ACCEPTED
 from osd.recall.backends import ENTRY_BYTES

@@ -1,4 +1,4 @@
-"""Records from the stream to the learner, their acknowledgement, and requests that are to be forgotten."""
+"""Records from the stream of a domain to its learner, their acknowledgement, and requests that are to be forgotten."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 
 from osd.capture.purge import Member, PurgeFollower, Purges, Removed
+from osd.capture.reader import Place, TraceReader
 from osd.capture.retention import belongs
-from osd.capture.stream import TraceReader
 from osd.capture.trace import Trace, TraceError
+from osd.capture.waiting import Waiting, group_of
 from osd.config import Settings, tenant_of
 from osd.learning.batch import check
 from osd.learning.buffers import Key
@@ -26,10 +27,11 @@ _READ_RECORDS = 16
 _DAY = 86_400.0
 _EXPIRE_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
+_MEASURE_SECONDS = 1.0
 
 
 class Intake:
-    """Follows the stream as a consumer group of the domain, at least once for each record.
+    """Follows the stream of the domain, or those of all its tenant's, at least once for each record.
 
     A record is finished once it was trained on, kept as held-out, refused, or pushed out of the replay buffer, and
     ``acknowledge`` tells the stream of all that are. Call it only when a checkpoint on disk contains that training.
@@ -52,14 +54,16 @@ class Intake:
         ages = [days * _DAY for days in (trainer.replay_days, settings.capture.keep_days) if days is not None]
         self._oldest = min(ages, default=None)
         self.purged: set[str] = set()
-        self._expire_at = 0.0
+        self._expire_at = self._measure_at = 0.0
         self._every_domain = trainer.domains == "all"
         self._context, self._status, self._observe = context, status, observe
         self._replay, self._recalled = replay, recalled
         self._domain, self._tenant = settings.domain, tenant_of(settings.domain)
-        self._reader = TraceReader(redis_url, settings.capture, group=f"trainer-{self._domain}", consumer="trainer")
-        self._unfinished: dict[Key, list[str]] = {}
-        self._finished: list[str] = []
+        self._reader = TraceReader(
+            redis_url, settings.capture, self._domain, group_of(self._domain), "trainer", tenant=self._every_domain
+        )
+        self._unfinished: dict[Key, list[Place]] = {}
+        self._finished: list[Place] = []
 
     @property
     def finished(self) -> int:
@@ -67,9 +71,16 @@ class Intake:
         return len(self._finished)
 
     def read(self, learner: Learner, wait_ms: int) -> None:
-        """Give the learner what the stream has; waits for a first record for ``wait_ms`` at most."""
+        """Give the learner what the stream has; waits for a first record for ``wait_ms`` at most.
+
+        The status says each second what is not acknowledged.
+        """
         for delivery in self._reader.read(_READ_RECORDS, wait_ms):
-            self._take(delivery.id, delivery.record, learner)
+            self._take(delivery.place, delivery.record, learner)
+        if time.monotonic() >= self._measure_at:
+            self._measure_at = time.monotonic() + _MEASURE_SECONDS
+            waiting = self._reader.waiting()
+            self._status.lag, self._status.lag_seconds = waiting.records, waiting.age
         if time.monotonic() >= self._expire_at:
             self._expire_at = time.monotonic() + _EXPIRE_SECONDS
             self._reader.sweep()
@@ -98,19 +109,19 @@ class Intake:
         self._reader.ack(self._finished)
         self._finished.clear()
 
-    def lag(self) -> int:
-        """Records of the stream that are not acknowledged."""
-        return self._reader.lag()
+    def waiting(self) -> Waiting:
+        """What is not acknowledged of the records that are there."""
+        return self._reader.waiting()
 
     def close(self) -> None:
         """Close the connection."""
         self._reader.close()
 
-    def _take(self, stream_id: str, trace: Trace, learner: Learner) -> None:
+    def _take(self, place: Place, trace: Trace, learner: Learner) -> None:
         foreign = trace.domain != self._domain and not (self._every_domain and tenant_of(trace.domain) == self._tenant)
         purged = any(belongs(trace.request_id, asked) for asked in self.purged)
         if foreign or purged or (self._oldest is not None and trace.created < time.time() - self._oldest):
-            self._finished.append(stream_id)
+            self._finished.append(place)
             return
         try:
             if not self._context.target.wrote(trace.target):
@@ -120,17 +131,17 @@ class Intake:
         except TraceError as error:
             logger.warning("a record was refused: %s", error)
             self._status.refused += 1
-            self._finished.append(stream_id)
+            self._finished.append(place)
             return
         key = (trace.request_id, trace.segment)
         added = learner.add(trace)
         if added.part == "duplicate":
             if self._replay.is_fresh(key):
-                self._unfinished[key].append(stream_id)
+                self._unfinished[key].append(place)
             else:
-                self._finished.append(stream_id)
+                self._finished.append(place)
             return
-        self._unfinished[key] = [stream_id]
+        self._unfinished[key] = [place]
         self._observe(trace)
         self.finish(added.left)
         if added.part == "held_out":

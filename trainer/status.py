@@ -11,9 +11,10 @@ class Status:
     """What the trainer does and has done; counters are since the first start, checkpoints included.
 
     ``records`` were taken from the stream for this domain and ``trained`` of them trained on at least once; ``tokens``
-    are completion tokens trained on, repeats included; ``lag`` records are not acknowledged. ``skipped`` micro-steps
-    and updates had a loss or gradient that was not finite, or a gradient that was far too large. ``drifts`` counts the
-    falls of live acceptance below its own level, and ``drift`` is the last one. ``canary`` says how the canary does.
+    are completion tokens trained on, repeats included; ``lag`` records are not acknowledged, the oldest made
+    ``lag_seconds`` ago. ``skipped`` micro-steps and updates had a loss or gradient that was not finite, or a gradient
+    that was far too large. ``drifts`` counts the falls of live acceptance below its own level, and ``drift`` is the
+    last one. ``canary`` says how the canary does.
     """
 
     state: str = "waiting"
@@ -34,3 +35,4 @@ class Status:
     drift: dict[str, Any] = field(default_factory=dict)
     canary: dict[str, Any] = field(default_factory=dict)
     lag: int | None = None
+    lag_seconds: float | None = None

@@ -15,9 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from osd.capture import exchange
 from osd.capture.exchange import Exchange
 from osd.capture.purge import Purges
+from osd.capture.reader import Delivered, StreamReader, TraceReader
 from osd.capture.retention import Retention, belongs, oldest_allowed
-from osd.capture.stream import Delivered, StreamReader, TraceReader, TraceWriter
 from osd.capture.trace import Trace, TraceError
+from osd.capture.waiting import group_of
+from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.labelling.labeller import Labeller
 from osd.labelling.rendering import Reading, Renderer
@@ -82,9 +84,9 @@ class Teacher:
         )
         self._renderer = Renderer(tokenizer, model.eos_ids, model.vocab_size)
         self._labeller = Labeller(model, settings.capture, SLOTS)
-        group = f"trainer-{settings.domain}"
-        self._reader = StreamReader[Exchange](redis_url, settings.tapped, group, "teacher", exchange.decode)
-        self._learnt = TraceReader(redis_url, settings.capture, group, "teacher")  # for its lag alone
+        domain, group = settings.domain, group_of(settings.domain)
+        self._reader = StreamReader[Exchange](redis_url, settings.tapped, domain, group, "teacher", exchange.decode)
+        self._learnt = TraceReader(redis_url, settings.capture, domain, group, "teacher")  # for its lag alone
         self._writer = TraceWriter(redis_url, settings.capture, "teacher")
         self._offered = 0
         self._purges, self._redis = Purges(redis_url), connect(redis_url, timeout=5.0)
@@ -100,7 +102,7 @@ class Teacher:
         most = self._settings.capture.max_records // 2
         while not self._over.is_set():
             self._reader.sweep()
-            if self._learnt.lag() >= most:
+            if self._learnt.waiting().records >= most:
                 self._over.wait(_LOOK_SECONDS)
             elif batch := self._reader.read(SLOTS, _READ_MS):
                 self._label(batch)
@@ -128,7 +130,7 @@ class Teacher:
             logger.error("answers could not be read by the target, they are left out: %s", type(error).__name__)
             readings, traces = [], []
         if self._write(traces):
-            self._reader.ack([one.id for one in batch])
+            self._reader.ack([one.place for one in batch])
             known, refused = self._counts, len(batch) - len(readings)
             self._counts = Labelled(known.read + len(batch), known.refused + refused, known.traces + len(traces))
             self._told(self._counts)

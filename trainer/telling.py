@@ -87,6 +87,7 @@ class Telling:
             replay_tokens=replay.tokens,
             replay_bytes=replay.bytes,
             lag=status.lag,
+            lag_seconds=status.lag_seconds,
             loss=status.loss,
             expected=expected,
         )

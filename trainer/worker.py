@@ -231,7 +231,6 @@ class Worker:
         now = time.monotonic()
         if now - self._told_at > _TELL_SECONDS:
             self._told_at = now
-            self._accounts.status.lag = self.intake.lag()
             self._service.tell("train_step", None, **self._accounts.figures(learner))
 
     def _spare(self, idle: Callable[[], None], patience: float = math.inf) -> bool:

@@ -12,8 +12,8 @@ from benchmarks.adaptation.experiment import Experiment
 from benchmarks.pair import BenchError, reading_anew
 from benchmarks.streams import seconds_of
 from osd.capture.server import open_redis
-from osd.capture.stream import TraceWriter
 from osd.capture.trace import Trace
+from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.drafters.base import Drafter
 from osd.engine.engine import Engine

@@ -23,6 +23,7 @@ from deploy.doctor.self_test import SelfTestError, self_test
 from deploy.embedded import check_port
 from deploy.running import find
 from osd.capture.server import RedisError, find_server, open_redis
+from osd.capture.waiting import StreamState, look
 from osd.config import ConfigError, Settings
 from osd.redis_client import connect
 from osd.runtime.device import pick_device
@@ -57,6 +58,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
         "memory": _memory,
         "disk": _disk,
         "Redis": _redis,
+        "traces": _traces,
         "port": _port,
         "self-test": _self_test,
     }
@@ -145,6 +147,37 @@ def _redis(settings: Settings) -> Finding:
             return _asked(handle.url, "redis_url's" if own is None else f"started for this from {own}")
     except (RedisError, RedisFailure) as error:
         return Finding("Redis", "failure", " ".join(str(error).split()))
+
+
+def _traces(settings: Settings) -> Finding:
+    running = find(settings.home_dir)
+    url = settings.redis_url if running is None else running.redis_url
+    if url is None:
+        return Finding("traces", "ok", "none: nothing runs here, and Redis is started with the service")
+    try:
+        with connect(url, timeout=2.0) as client:
+            states = look(client, settings.capture.stream)
+    except RedisFailure as error:
+        return Finding("traces", "warning", f"what waits cannot be told: {' '.join(str(error).split())}")
+    if not states:
+        return Finding("traces", "ok", "none has been captured yet")
+    says = "; ".join(f"{domain}: {_told(state)}" for domain, state in states.items())
+    full = sum(state.records for state in states.values()) >= settings.capture.max_records
+    behind = [domain for domain, one in states.items() if one.waiting and one.waiting.records >= one.records > 0]
+    if full and behind:
+        told = f"records of {', '.join(behind)} leave before they are learnt from: raise capture.max_records"
+        return Finding("traces", "warning", f"{says}; {told}")
+    return Finding("traces", "ok", says)
+
+
+def _told(state: StreamState) -> str:
+    held = f"{state.records:,} records, {state.bytes / (1 << 20):,.1f} MiB"
+    if state.waiting is None:
+        return f"{held}, no trainer reads them"
+    if not state.waiting.records:
+        return f"{held}, none waits for the trainer"
+    age = "" if state.waiting.age is None else f", the oldest for {state.waiting.age:,.0f} s"
+    return f"{held}, {state.waiting.records:,} wait for the trainer{age}"
 
 
 def _asked(url: str, whose: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Forgetting a request: in the stream, in what trainers and replicas remember, and in the snapshots on disk."""
+"""Forgetting a request: in the streams, in what trainers and replicas remember, and in the snapshots on disk."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def _forget(settings: Settings, redis_url: str | None, request: str) -> Forgotte
         names = " and ".join(f"the {role} {name}" for role, name in sorted(silent))
         raise Unavailable(f"{names} did not answer, and will forget request {request} as soon as it can; ask again")
     if found == Forgotten(0, 0, 0, [], {}):
-        where = "in the stream, in a trainer's memory or in what a version learnt from"
+        where = "in a stream, in a trainer's memory or in what a version learnt from"
         raise NotThere(f"there is no request {request} {where}")
     return found
 
 
 def _ask(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, Removed], set[Member]]:
-    """Records removed from the stream, what each member removed, and those that do not answer."""
+    """Records removed from the streams, what each member removed, and those that do not answer."""
     client, purges = connect(url, timeout=5.0), Purges(url)
     try:
         told = settings.capture.model_copy(update={"stream": STREAM})

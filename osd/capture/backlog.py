@@ -12,7 +12,17 @@ class ClosedError(Exception):
 
 
 class Record(Protocol):
-    """Something that is put on a stream."""
+    """Something that is put on the stream of its domain."""
+
+    @property
+    def domain(self) -> str:
+        """Whose it is."""
+        ...
+
+    @property
+    def created(self) -> float:
+        """When it was made, in seconds since the epoch."""
+        ...
 
     @property
     def nbytes(self) -> int:

@@ -1,18 +1,57 @@
-"""How long traces are kept on the stream, and how they are taken off it before that."""
+"""How many records are kept on the streams of a service and how long, and how they are taken off before that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import redis
 
+from osd.capture.streams import counter_key, domains_in, has_single, index_key, stream_of
 from osd.capture.trace import FIELD
 from osd.config import CaptureSettings
 
 _DAY = 86_400.0
 _BATCH = 8  # entries in one answer of Redis: traces with hidden states take about a megabyte each
+_EXPIRED = 64  # entries that one call deletes at most: others wait for Redis meanwhile
+
+# What a record is made of stays in Redis: its id says when it was made.
+_EXPIRE = """
+local gone = 0
+while gone < tonumber(ARGV[2]) do
+  local first = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
+  if not first or tonumber(string.match(first[1], '%d+$')) >= tonumber(ARGV[1]) then break end
+  redis.call('XDEL', KEYS[1], first[1])
+  gone = gone + 1
+end
+return gone
+"""
+
+# Whoever writes or reads a stream meanwhile must not find it gone with what he has put there.
+_DROP_UNUSED = """
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  if redis.call('XLEN', KEYS[1]) > 0 or #redis.call('XINFO', 'GROUPS', KEYS[1]) > 0 then return 0 end
+end
+redis.call('ZREM', KEYS[3], ARGV[1])
+return redis.call('DEL', KEYS[1], KEYS[2])
+"""
+_DROP_READ = """
+local function named(flat)
+  local fields = {}
+  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
+  return fields
+end
+local about, groups = named(redis.call('XINFO', 'STREAM', KEYS[1])), redis.call('XINFO', 'GROUPS', KEYS[1])
+if about['length'] > 0 then
+  if #groups == 0 then return 0 end
+  for _, flat in ipairs(groups) do
+    local group = named(flat)
+    if group['pending'] > 0 or group['last-delivered-id'] ~= about['last-generated-id'] then return 0 end
+  end
+end
+return redis.call('DEL', KEYS[1], KEYS[2])
+"""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -35,8 +74,25 @@ def belongs(request_id: str, asked: str) -> bool:
     return asked in (request_id, request_id.rpartition("-")[0])
 
 
+def fair_shares(sizes: Sequence[int], most: int) -> list[int]:
+    """How much of each is kept so that all together take ``most`` at most: the largest give first (max-min fairness).
+
+    Nobody gives below an equal part of ``most``. What cannot be divided goes to those that stand first.
+    """
+    if sum(sizes) <= most:
+        return list(sizes)
+    left, shares = most, [0] * len(sizes)
+    for done, place in enumerate(sorted(range(len(sizes)), key=lambda place: (sizes[place], -place))):
+        shares[place] = min(sizes[place], left // (len(sizes) - done))
+        left -= shares[place]
+    return shares
+
+
 class Retention:
-    """Deletes records from the stream: those too old, those too many, and those of one request.
+    """Deletes records from all streams under ``settings.stream``: those too old, too many, and of one request.
+
+    Where there are more than ``settings.max_records``, or they take more than ``settings.keep_mb``, the largest streams
+    give their oldest, so that no domain's traffic pushes out what others have up to an equal part.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer.
@@ -44,45 +100,120 @@ class Retention:
 
     def __init__(self, client: redis.Redis, settings: CaptureSettings) -> None:
         self._client, self._settings = client, settings
+        self._expire_some = client.register_script(_EXPIRE)
+        self._drop_unused, self._drop_read = client.register_script(_DROP_UNUSED), client.register_script(_DROP_READ)
 
     def enforce(self, now: float) -> int:
-        """Delete the oldest records as ``capture.keep_days`` and ``capture.keep_mb`` ask for; returns how many."""
-        return self._expire(now) + self.shrink()
+        """Delete what the settings no longer allow, and streams that nobody needs; returns how many records."""
+        gone = self._expire(now) + self.shrink()
+        self._tidy()
+        return gone
 
     def shrink(self) -> int:
-        """Delete the oldest records until the stream takes at most ``capture.keep_mb``; returns how many."""
-        stream, largest = self._settings.stream, self._settings.keep_mb
-        gone = 0
+        """Delete the oldest records of the largest streams until all are within their bounds; returns how many."""
+        largest = self._settings.keep_mb
+        gone = self._trim(self._lengths(), self._settings.max_records)
         while largest is not None:
-            size: Any = self._client.memory_usage(stream, samples=0)
-            length: Any = self._client.xlen(stream)
-            if not length or not size or size <= largest << 20:
+            lengths = self._lengths()
+            sizes = self._sizes(lengths)
+            if sum(sizes.values()) <= largest << 20:
                 break
-            # All records are taken for equally large; one at least goes, and the next look corrects.
-            kept = min(length - 1, length * (largest << 20) // size)
-            gone += int(self._client.xtrim(stream, maxlen=kept, approximate=False))
+            # All records of a stream are taken for equally large; one at least goes, and the next look corrects.
+            shares = self._shares(sizes, largest << 20)
+            trimmed = self._keep(lengths, {key: lengths[key] * shares[key] // sizes[key] for key in sizes})
+            if not trimmed:
+                break
+            gone += trimmed
         return gone
+
+    def give_up(self, share: float) -> int:
+        """Delete so much of all records; returns how many."""
+        lengths = self._lengths()
+        return self._trim(lengths, int(sum(lengths.values()) * (1 - share)))
 
     def purge(self, asked: str) -> int:
         """Delete the records of a request; returns how many there were."""
-        ids = [id for id, head in self._heads() if head is not None and belongs(head.request_id, asked)]
-        return int(self._client.xdel(self._settings.stream, *ids)) if ids else 0
+        gone = 0
+        for stream in self._streams():
+            ids = [id for id, head in self._heads(stream) if head is not None and belongs(head.request_id, asked)]
+            gone += int(self._client.xdel(stream, *ids)) if ids else 0
+        return gone
+
+    def _streams(self) -> list[str]:
+        """All streams, the one written to last first, and at the end the single one of an earlier version."""
+        prefix = self._settings.stream
+        single = [prefix] if has_single(self._client, prefix) else []
+        return [*(stream_of(prefix, domain) for domain in domains_in(self._client, prefix)), *single]
+
+    def _lengths(self) -> dict[str, int]:
+        streams = self._streams()
+        with self._client.pipeline(transaction=False) as pipe:
+            for stream in streams:
+                pipe.xlen(stream)
+            return dict(zip(streams, pipe.execute(), strict=True))
+
+    def _sizes(self, lengths: Mapping[str, int]) -> dict[str, int]:
+        """Bytes of the streams that hold something."""
+        streams = [stream for stream, length in lengths.items() if length]
+        with self._client.pipeline(transaction=False) as pipe:
+            for stream in streams:
+                pipe.memory_usage(stream, samples=0)
+            return {stream: size or 0 for stream, size in zip(streams, pipe.execute(), strict=True)}
+
+    def _shares(self, sizes: Mapping[str, int], most: int) -> dict[str, int]:
+        """The parts of ``most``; the single stream has what the others leave."""
+        own = [stream for stream in sizes if stream != self._settings.stream]
+        shares = dict(zip(own, fair_shares([sizes[stream] for stream in own], most), strict=True))
+        left = most - sum(shares.values())
+        return {stream: shares.get(stream, min(size, left)) for stream, size in sizes.items()}
+
+    def _trim(self, lengths: Mapping[str, int], most: int) -> int:
+        return self._keep(lengths, self._shares(lengths, most))
+
+    def _keep(self, lengths: Mapping[str, int], kept: Mapping[str, int]) -> int:
+        with self._client.pipeline(transaction=False) as pipe:
+            for stream, count in kept.items():
+                if count < lengths[stream]:
+                    pipe.xtrim(stream, maxlen=count, approximate=False)
+            return sum(pipe.execute())
 
     def _expire(self, now: float) -> int:
-        oldest, expired = oldest_allowed(self._settings, now), []
+        oldest, gone = oldest_allowed(self._settings, now), 0
         if oldest is None:
             return 0
-        for id, head in self._heads():
+        for stream in self._streams():
+            if stream == self._settings.stream:
+                gone += self._expire_single(oldest)
+                continue
+            deleted = _EXPIRED
+            while deleted == _EXPIRED:
+                deleted = int(self._expire_some(keys=[stream], args=[int(1000 * oldest), _EXPIRED]))
+                gone += deleted
+        return gone
+
+    def _expire_single(self, oldest: float) -> int:
+        """The same for the single stream, whose ids say no time."""
+        stream, expired = self._settings.stream, []
+        for id, head in self._heads(stream):
             # What cannot be read has no age, and nobody to be kept for.
             if head is not None and head.created >= oldest:
                 break
             expired.append(id)
-        return int(self._client.xdel(self._settings.stream, *expired)) if expired else 0
+        return int(self._client.xdel(stream, *expired)) if expired else 0
 
-    def _heads(self) -> Iterator[tuple[bytes, Head | None]]:
+    def _tidy(self) -> None:
+        """Delete streams that are empty and that nobody reads, and the single one when all have read it to its end."""
+        prefix = self._settings.stream
+        for domain in domains_in(self._client, prefix):
+            stream = stream_of(prefix, domain)
+            self._drop_unused(keys=[stream, counter_key(stream), index_key(prefix)], args=[domain])
+        if has_single(self._client, prefix):
+            self._drop_read(keys=[prefix, counter_key(prefix)])
+
+    def _heads(self, stream: str) -> Iterator[tuple[bytes, Head | None]]:
         start = "-"
         while True:
-            entries: Any = self._client.xrange(self._settings.stream, min=start, count=_BATCH)
+            entries: Any = self._client.xrange(stream, min=start, count=_BATCH)
             for id, fields in entries:
                 try:
                     yield id, _head.decode(fields.get(FIELD, b""))

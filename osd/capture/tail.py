@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
-from osd.capture.stream import counter_key
+from osd.capture.streams import counter_key, domains_in, stream_of
 from osd.capture.trace import FIELD, Trace, TraceError, decode
 from osd.config import CaptureSettings
 from osd.redis_client import Backoff, connect
@@ -30,49 +30,67 @@ _writer = msgspec.msgpack.Decoder(_Writer)
 
 
 class TraceTail:
-    """Reads what others put on the stream after the first look, for one thread.
+    """Reads what others put on the streams of all domains after the first look, for one thread.
 
     With Redis gone there is nothing to read, and later what is still there.
     """
 
     def __init__(self, url: str, settings: CaptureSettings, replica: str) -> None:
         """Leave out what ``replica`` wrote itself."""
-        self._stream, self._replica = settings.stream, replica
+        self._prefix, self._replica = settings.stream, replica
         self._client = connect(url, timeout=_READ_TIMEOUT)
         self._backoff = Backoff()
-        self._last: str | None = None
+        self._seen: dict[str, str] = {}  # of each stream the id after which to go on
+        self._looked = False
 
     def new(self) -> Iterator[Trace]:
-        """What came since the last one that was taken, a few dozen at most; what is no trace is left out."""
-        for _ in range(_BATCHES):
-            entries = self._read()
-            for id, fields in entries:
-                self._last = id.decode()
-                trace = self._trace(fields.get(FIELD, b""))
-                if trace is not None:
-                    yield trace
-            if len(entries) < _RECORDS:
-                return
+        """What came since the last one that was taken, a few dozen of each domain; what is no trace is left out."""
+        for stream in self._streams():
+            for _ in range(_BATCHES):
+                entries = self._read(stream)
+                for id, fields in entries:
+                    self._seen[stream] = id.decode()
+                    trace = self._trace(fields.get(FIELD, b""))
+                    if trace is not None:
+                        yield trace
+                if len(entries) < _RECORDS:
+                    break
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
 
-    def _read(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    def _streams(self) -> list[str]:
+        """All streams; of those that are there at the first look nothing is read that they hold then."""
         if self._backoff.remaining:
             return []
         try:
-            if self._last is None:
-                newest: Any = self._client.get(counter_key(self._stream))
-                self._last = f"{int(newest or 0)}-0"
-            entries: Any = self._client.xrange(self._stream, min=f"({self._last}", count=_RECORDS)
+            streams = [stream_of(self._prefix, domain) for domain in domains_in(self._client, self._prefix)]
+            if not self._looked:
+                for stream in streams:
+                    newest: Any = self._client.get(counter_key(stream))
+                    self._seen[stream] = f"{int(newest or 0) + 1}-0"
+                self._looked = True
         except (RedisError, ValueError) as error:
-            if not self._backoff.failing:
-                logger.warning("the traces of other replicas cannot be read, trying again: %s", error)
-            self._backoff.failed()
+            self._failed(error)
+            return []
+        return streams
+
+    def _read(self, stream: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        if self._backoff.remaining:
+            return []
+        try:
+            entries: Any = self._client.xrange(stream, min=f"({self._seen.get(stream, '0-0')}", count=_RECORDS)
+        except RedisError as error:
+            self._failed(error)
             return []
         self._backoff.worked()
         return entries
+
+    def _failed(self, error: Exception) -> None:
+        if not self._backoff.failing:
+            logger.warning("the traces of other replicas cannot be read, trying again: %s", error)
+        self._backoff.failed()
 
     def _trace(self, data: bytes) -> Trace | None:
         try:

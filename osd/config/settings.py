@@ -80,13 +80,17 @@ class CaptureSettings(Section):
 
     enabled: bool = Field(default=True, description="false: nothing is captured, learnt from or recalled")
     top_k: int = Field(default=32, ge=1, le=512, description="log-probabilities kept of each distribution")
-    stream: str = Field(default="osd:traces", description="key of the Redis Stream")
-    max_records: int = Field(default=512, ge=1, description="length of the Redis Stream")
+    stream: str = Field(
+        default="osd:traces", description="what the keys of the Redis Streams begin with, one of each domain"
+    )
+    max_records: int = Field(
+        default=512, ge=1, description="records on all streams, above which the largest give their oldest"
+    )
     keep_days: float | None = Field(
-        default=None, gt=0, description="age at which a record is deleted, from the stream and the trainer's memory"
+        default=None, gt=0, description="age at which a record is deleted, from the streams and the trainer's memory"
     )
     keep_mb: int | None = Field(
-        default=512, ge=1, description="size of the Redis Stream above which its oldest records are deleted"
+        default=512, ge=1, description="size of all streams, above which the largest give their oldest records"
     )
     max_queue: int = Field(default=64, ge=1, description="records that wait for Redis before the oldest drop")
     segment: int = Field(default=512, ge=16, description="completion tokens of one record at most")
@@ -342,7 +346,7 @@ class Settings(Section):
 
     @property
     def tapped(self) -> CaptureSettings:
-        """How what a tap captures is kept: as traces are, on a stream of its own."""
+        """How what a tap captures is kept: as traces are, on streams of its own."""
         tap = self.tap
         kept = {"stream": tap.stream, "max_records": tap.max_records, "max_queue": tap.max_queue}
         return self.capture.model_copy(update=kept)

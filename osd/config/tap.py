@@ -28,8 +28,10 @@ class TapSettings(Section):
         default=None, description="file with the key that the upstream is asked about its models with"
     )
     share: float = Field(default=1.0, gt=0, le=1, description="share of the requests that is captured, drawn by chance")
-    stream: str = Field(default="osd:tapped", description="key of the Redis Stream of what is captured")
-    max_records: int = Field(default=4096, ge=1, description="length of that stream")
+    stream: str = Field(
+        default="osd:tapped", description="what the key of the Redis Stream of what is captured begins with"
+    )
+    max_records: int = Field(default=4096, ge=1, description="records on that stream")
     max_queue: int = Field(default=256, ge=1, description="answers that wait to be read or written before some drop")
     max_bytes: int = Field(
         default=4 << 20, ge=1024, description="bytes of a request's body, and of an answer's, that is captured at most"

@@ -30,8 +30,8 @@ class Training(msgspec.Struct, frozen=True):
     Micro-``steps``, of which ``skipped`` taught nothing, were on so many ``positions``, repeats included; ``records``
     came, of which ``trained`` were trained on, ``held_out`` only judge, and others were ``refused``; candidates
     ``passed`` the gate or were ``rejected``. Acceptance fell so many times (``drifts``). At hand are ``replay_records``
-    with their tokens and bytes; ``lag`` records are not acknowledged, None where Redis does not say. ``cpu_seconds``
-    are those of ``osd.registry.ledger.Spent.cpu``.
+    with their tokens and bytes; ``lag`` records are not acknowledged, the oldest made ``lag_seconds`` ago, None where
+    Redis does not say. ``cpu_seconds`` are those of ``osd.registry.ledger.Spent.cpu``.
     """
 
     steps: _Count = 0
@@ -50,6 +50,7 @@ class Training(msgspec.Struct, frozen=True):
     replay_tokens: int = 0
     replay_bytes: int = 0
     lag: int | None = None
+    lag_seconds: float | None = None
     loss: float | None = None
     expected: Expected | None = None
 

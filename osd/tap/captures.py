@@ -9,7 +9,7 @@ import threading
 
 from osd.capture import exchange
 from osd.capture.exchange import Exchange
-from osd.capture.stream import StreamWriter
+from osd.capture.writer import StreamWriter
 from osd.config import Settings
 from osd.tap.agreement import Served
 from osd.tap.copies import Copy

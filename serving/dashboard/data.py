@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from redis.exceptions import RedisError
 
-from osd.capture.stream import TraceReader
+from osd.capture.waiting import StreamState, look
 from osd.config import Settings
+from osd.engine.counters import DOMAINS, OTHERS
 from osd.histogram import REQUEST_HISTOGRAMS
+from osd.redis_client import connect
 from osd.registry.events import Events
 from osd.registry.ledger import Ledger, Spent
 from osd.registry.pointer import Pointer, Rollout
@@ -27,6 +30,15 @@ from serving.service import Model
 _FRESH_SECONDS = 1.0
 _EVENTS = 240
 _LATENCIES = ("time_to_first_token", "inter_token", "queue_time", "request_time")
+
+
+class TrainingFeed(NamedTuple):
+    """What the trainer ``spent``; by domain what it has done, since when a canary is tried, what streams hold."""
+
+    spent: Spent
+    training: dict[str, Training]
+    tried_since: dict[str, float]
+    streams: dict[str, StreamState]
 
 
 @dataclass(frozen=True)
@@ -46,9 +58,7 @@ class Feeds:
     def __init__(self, settings: Settings, redis_url: str, registry: Registry, events: Events) -> None:
         self._domain, self._registry, self._events = settings.domain, registry, events
         self._pointer = Pointer(redis_url, registry.storage)
-        self._reader = TraceReader(
-            redis_url, settings.capture, group=f"trainer-{settings.domain}", consumer="dashboard"
-        )
+        self._redis, self._prefix = connect(redis_url), settings.capture.stream
         self._ledger = Ledger(redis_url)
         self._reports = TrainingReports(redis_url)
         self._domains = list(dict.fromkeys((settings.domain, *settings.trainer.extra_domains)))
@@ -60,9 +70,10 @@ class Feeds:
         self._versions: list[dict[str, Any]] = []
         self._known: list[str] = []
         self._others: dict[str, DomainFeed] = {}
+        self._streams: dict[str, StreamState] = {}
 
     def read(self) -> dict[str, Any]:
-        """``versions``, ``domains``, ``events``, ``rollout`` and ``lag``, the last two None without Redis.
+        """``versions``, ``domains``, ``events``, ``rollout``, and the ``streams`` of each domain, None without Redis.
 
         Blocks for a moment.
         """
@@ -72,8 +83,8 @@ class Feeds:
                 self._read_at = time.monotonic()
             return self._latest
 
-    def trainer(self) -> tuple[Spent, dict[str, Training], dict[str, float]]:
-        """What the trainer spent, and by domain what it has done, and since when a canary is tried where one is.
+    def trainer(self) -> TrainingFeed:
+        """What the trainer says, and what waits for it.
 
         As last known when Redis is gone; may block.
         """
@@ -89,8 +100,9 @@ class Feeds:
                     self._tried_since = {
                         domain: rollout.changed for domain, rollout in rollouts.items() if rollout and rollout.canary
                     }
+                    self._streams = self._look_at_streams()
                 self._spent_at = time.monotonic()
-            return self._spent, dict(self._training), dict(self._tried_since)
+            return TrainingFeed(self._spent, dict(self._training), dict(self._tried_since), dict(self._streams))
 
     def of(self, domain: str) -> DomainFeed:
         """Any domain's versions, its rollout and what was spent on it; the rollout as it is now. Blocks for a moment.
@@ -114,7 +126,7 @@ class Feeds:
         """Close the connections."""
         self._ledger.close()
         self._reports.close()
-        self._reader.close()
+        self._redis.close()
         self._pointer.close()
 
     def _gather(self) -> dict[str, Any]:
@@ -127,10 +139,18 @@ class Feeds:
             # Those of other domains stand between them.
             told = self._events.recent(_EVENTS * len(self._domains))
             events = [event for event in told if event["domain"] == self._domain]
-            lag = self._reader.lag()
-            return {**seen, "redis": True, "rollout": rollout, "events": events, "lag": lag}
+            return {**seen, "redis": True, "rollout": rollout, "events": events, "streams": self._look_at_streams()}
         except (RedisError, OSError):
-            return {**seen, "redis": False, "rollout": None, "events": [], "lag": None}
+            return {**seen, "redis": False, "rollout": None, "events": [], "streams": None}
+
+    def _look_at_streams(self) -> dict[str, StreamState]:
+        """The streams of the domains that were captured last; all others, which clients may name, are one."""
+        found = list(look(self._redis, self._prefix).items())
+        states, others = dict(found[: DOMAINS - 1]), [state for _, state in found[DOMAINS - 1 :]]
+        if others:
+            records, size = sum(state.records for state in others), sum(state.bytes for state in others)
+            states[OTHERS] = StreamState(records, size, None)
+        return states
 
 
 def compose_domain(settings: Settings, totals: Totals, feed: DomainFeed) -> dict[str, Any]:
@@ -159,6 +179,19 @@ def _recall(totals: Totals) -> dict[str, Any]:
         for (source, order), drafted in totals.by_label("recall_drafted").items()
     ]
     return {"tables": tables, "orders": orders}
+
+
+def _streams(states: Mapping[str, StreamState]) -> dict[str, dict[str, float | None]]:
+    """Of each domain the records and bytes on its stream, and how many wait for a trainer, the oldest for how long."""
+    return {
+        domain: {
+            "records": state.records,
+            "bytes": state.bytes,
+            "lag": None if state.waiting is None else state.waiting.records,
+            "age": None if state.waiting is None else state.waiting.age,
+        }
+        for domain, state in states.items()
+    }
 
 
 def compose(
@@ -206,5 +239,9 @@ def compose(
         "training": {domain: msgspec.to_builtins(one) for domain, one in totals.training.items()},
         "recall": _recall(totals),
         "events": feeds["events"],
-        "stream": {"redis": feeds["redis"], "lag": feeds["lag"], "capacity": settings.capture.max_records},
+        "stream": {
+            "redis": feeds["redis"],
+            "capacity": settings.capture.max_records,
+            "domains": _streams(feeds["streams"] or {}),
+        },
     }

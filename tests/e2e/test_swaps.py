@@ -9,8 +9,8 @@ import pytest
 import redis
 import torch
 
-from osd.capture.stream import FIELD
-from osd.capture.trace import decode
+from osd.capture.streams import stream_of
+from osd.capture.trace import FIELD, decode
 
 
 def shake(weights):
@@ -64,7 +64,7 @@ def served(service, eventually, count, **fields):
 
     def traces():
         with redis.Redis.from_url(service.redis.url) as client:
-            entries = client.xrevrange(service.settings.capture.stream, count=3 * count)
+            entries = client.xrevrange(stream_of(service.settings.capture.stream, "general"), count=3 * count)
         found = [trace for _, fields in entries if (trace := decode(fields[FIELD])).request_id in ids]
         return len(found) == count and found
 
@@ -147,7 +147,7 @@ def test_a_damaged_version_is_refused_and_the_running_one_stays(service, eventua
 
 
 def test_what_may_be_learned_from_reaches_the_stream_and_nothing_else(service, eventually):
-    stream = service.settings.capture.stream
+    stream = stream_of(service.settings.capture.stream, "general")
     with redis.Redis.from_url(service.redis.url) as client:
         before = service.metric("osd_traces_written_total")
         length = client.xlen(stream)

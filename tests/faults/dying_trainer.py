@@ -24,8 +24,8 @@ import numpy as np
 from redis import Redis
 from redis.client import Pipeline
 
-from osd.capture.stream import TraceWriter
 from osd.capture.trace import ACCEPTED, Trace
+from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.registry import lease
 from osd.registry.pointer_file import FencedError
@@ -147,7 +147,7 @@ def run(url: str, home: Path, number: int, before: str) -> dict[str, Any]:
                     for version in (canary.version, canary.stable):
                         sent += traffic.offer(proof(canary.version, version, number))
             arrived = traffic.counters()["written"] == sent
-            acknowledged = arrived and not worker.intake.finished and worker.intake.lag() == 0
+            acknowledged = arrived and not worker.intake.finished and worker.intake.waiting().records == 0
             if not acknowledged or canary is not None or status["state"] != "waiting":
                 busy = now
             if acknowledged and (status["version"] > FIRST + 1 or now - busy > CALM_SECONDS):

@@ -157,7 +157,7 @@ def test_a_trainer_trains_on_says_it_once_and_publishes_when_there_is_room(
         begun = time.monotonic()
         eventually(lambda: loop.registry.numbers("general") > published, seconds=30)
         aftermath.seconds = time.monotonic() - begun
-        eventually(lambda: worker.intake.lag() == 0, seconds=30)
+        eventually(lambda: worker.intake.waiting().records == 0, seconds=30)
         said = [record.getMessage() for record in caplog.records]
         (checkpoints,) = [line for line in said if line.startswith("the checkpoint cannot be written")]
         (versions,) = [line for line in said if line.startswith("a candidate could not be published")]

@@ -15,9 +15,10 @@ import pytest
 import redis
 import torch
 
+from osd.capture.reader import TraceReader
 from osd.capture.server import RedisServer
-from osd.capture.stream import TraceReader, TraceWriter
 from osd.capture.trace import Array
+from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings, RecallSettings
 from osd.drafters.recall.memories import Memories
 from osd.drafters.recall.rehearsal import rehearse
@@ -91,7 +92,10 @@ class Service:
         self.events = ends.enter_context(Events(url))
         self.redis = ends.enter_context(redis.Redis.from_url(url))
         self.cost = CostMeter("general", ends.enter_context(Ledger(url)))
-        self.writer, self.reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "trainer-general", "t")
+        self.writer, self.reader = (
+            TraceWriter(url, CAPTURE),
+            TraceReader(url, CAPTURE, "general", "trainer-general", "t"),
+        )
         ends.callback(self.writer.close)
         ends.callback(self.reader.close)
         self.replay, self.learnt = Replay(50_000, 0.1, anchors=0.1, most_bytes=20 << 20), Learnt()

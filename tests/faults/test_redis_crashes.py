@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from osd.capture.reader import TraceReader
 from osd.capture.server import RedisServer
-from osd.capture.stream import TraceReader, TraceWriter
 from osd.capture.supervisor import RedisSupervisor
+from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
 from tests.traces import small_trace
 
@@ -52,12 +53,12 @@ def crash(server: RedisServer) -> None:
 
 def test_it_comes_back_with_its_password_and_captures_go_on_with_the_group_made_anew(server, eventually, aftermath):
     url = server.url
-    writer, reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "trainer", "c")
+    writer, reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "general", "trainer", "c")
     try:
         with RedisSupervisor(server):
             writer.offer(small_trace(request_id="before"))
             (first,) = reader.read(1, block_ms=5000)
-            reader.ack([first.id])
+            reader.ack([first.place])
             begun = time.monotonic()
             crash(server)
             aftermath.seconds = time.monotonic() - begun

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from osd.capture.server import open_redis
-from osd.capture.stream import TraceWriter
+from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings, load_settings
 from osd.redis_client import connect
 from tests.redis_servers import PASSWORD, pair, run

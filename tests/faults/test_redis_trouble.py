@@ -169,7 +169,7 @@ def test_a_full_redis_takes_no_traces_and_serving_goes_on(replica, traffic, serv
 )
 def test_a_flushed_redis_is_told_all_again(replica, traffic, server, eventually, aftermath):
     with redis.Redis.from_url(server.url) as client, ReplicaLoads(server.url) as loads:
-        lost = client.xlen("osd:traces")
+        lost = client.xlen("osd:traces:domain:general")
         client.flushall()
         begun = time.monotonic()
         eventually(lambda: loads.read().keys() == {"a"})
@@ -178,7 +178,7 @@ def test_a_flushed_redis_is_told_all_again(replica, traffic, server, eventually,
         eventually(traffic.accounted)
         aftermath.seconds = time.monotonic() - begun
         assert dropped(replica) == 0
-        assert client.xlen("osd:traces") > 0
+        assert client.xlen("osd:traces:domain:general") > 0
         assert replica.engine.drafter_version == 1
     aftermath.lost, aftermath.errors = f"{lost} traces that were on the stream", "none"
 

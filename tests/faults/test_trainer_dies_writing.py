@@ -94,7 +94,7 @@ def check_successor(url, home, registry, client, on_trial, spent) -> bool:
     assert numbers == list(range(1, numbers[-1] + 1))
     for number in numbers[FIRST:]:
         assert ("canary", number) in told
-    (group,) = client.xinfo_groups("osd:traces")
+    (group,) = client.xinfo_groups("osd:traces:domain:general")
     assert group["pending"] == 0
     found = checkpoint.load(with_canaries(home).home_dir / "trainer" / "general.safetensors")
     assert found is not None

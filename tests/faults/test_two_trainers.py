@@ -47,7 +47,7 @@ def state(client: redis.Redis, home: Path) -> dict[str, Any]:
     paths = sorted(path for path in home.rglob("[!.]*") if path.is_file())
     files = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     kept = {name: client.dump(name) for name in ("osd:rollout:general", "osd:ledger:general", "osd:events")}
-    return {**files, **kept, "pending": client.xinfo_groups("osd:traces")[0]["pending"]}
+    return {**files, **kept, "pending": client.xinfo_groups("osd:traces:domain:general")[0]["pending"]}
 
 
 def stopped(parent: int) -> psutil.Process:

@@ -13,6 +13,7 @@ import pytest
 import redis
 import torch
 
+from osd.capture.retention import Retention
 from osd.capture.server import RedisServer
 from osd.capture.trace import FIELD, Trace, encode
 from osd.drafters.recall.snapshot import SnapshotError, Snapshots
@@ -100,7 +101,8 @@ def earlier(server: RedisServer, client: redis.Redis, tmp_path: Path) -> Iterato
     client.set("osd:ledger:general", msgspec.json.encode(EarlierSpent({2: 7.5}, 1.25)))
     for number in range(RECORDS):
         client.xadd(
-            "osd:traces", {FIELD: first_format(make_trace(f"old-{number}", completion=30, seed=number, target="toy"))}
+            "osd:traces",
+            {FIELD: first_format(make_trace(f"old-{number}", completion=30, seed=number, target="toy"))},
         )
     yield loop
     loop.close()
@@ -121,9 +123,12 @@ def test_a_trainer_goes_on_from_an_earlier_pointer_checkpoint_ledger_and_stream(
     loop.send(30)  # requests go on
     eventually(lambda: worker.status()["published"] > 0, seconds=30)
     aftermath.seconds = time.monotonic() - began
-    eventually(lambda: worker.intake.lag() == 0, seconds=30)
+    eventually(lambda: worker.intake.waiting().records == 0, seconds=30)
     status = worker.status()
     loop.stop()
+    assert client.xlen("osd:traces") == RECORDS, "nothing is written to the stream of earlier code"
+    Retention(client, loop.settings.capture).enforce(time.time())
+    assert not client.exists("osd:traces"), "it goes when its trainer has read it to its end"
     assert status["steps"] > steps, "it went on from the checkpoint"
     assert status["refused"] == 0
     assert status["trained"] + status["held_out"] >= RECORDS + 30

@@ -80,7 +80,7 @@ def run(url: str, home: Path, kill_at: int) -> int:
         begun = busy = time.monotonic()
         while (now := time.monotonic()) < begun + SECONDS:
             status = worker.status()
-            acknowledged = not worker.intake.finished and worker.intake.lag() == 0
+            acknowledged = not worker.intake.finished and worker.intake.waiting().records == 0
             if not acknowledged or status["state"] != "waiting":
                 busy = now
             if acknowledged and (status["version"] > 1 or now - busy > CALM_SECONDS):

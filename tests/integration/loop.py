@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from osd.capture.stream import TraceWriter
+from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from osd.admin import forgetting
 from osd.admin.audit import AuditLog
 from osd.capture.purge import Member, Purges
-from osd.capture.stream import TraceWriter
+from osd.capture.writer import TraceWriter
 from osd.cli.app import app
 from osd.config import Settings
 from osd.registry.events import Events
@@ -147,7 +147,7 @@ def test_a_request_is_purged(http, settings, redis_url, make_trace, redis_client
         "learning": [],
         "versions": {},
     }
-    assert redis_client.xlen("osd:traces") == 0
+    assert redis_client.xlen("osd:traces:domain:general") == 0
     error_of(http.post("/admin/traces/purge", json={"request": "chatcmpl-2e"}), 404)
     monkeypatch.setattr(forgetting, "_ANSWER_SECONDS", 0.1)
     with Purges(redis_url) as purges:

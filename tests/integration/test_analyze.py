@@ -9,8 +9,8 @@ import numpy as np
 import redis
 from typer.testing import CliRunner, Result
 
-from osd.capture.stream import TraceWriter
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
+from osd.capture.writer import TraceWriter
 from osd.cli.app import app
 from osd.config import CaptureSettings
 from tests.traces import small_trace
@@ -30,7 +30,7 @@ def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, red
         listed = {"target_logp": Array.of(rows), "draft_logp": Array.of(rows)}
         assert writer.offer(small_trace(request_id=f"r{number}", verdict=verdict, **listed))
     writer.close()
-    redis_client.xadd("osd:traces", {"t": b"not a trace"}, id="9999999999999-0")
+    redis_client.xadd("osd:traces:domain:general", {"t": b"not a trace"}, id="9999999999999-9999999999999")
     figures = tmp_path / "drafts.json"
     result = analyze(redis_url, tmp_path, "drafts", "--drafts", "2", "--json", str(figures))
     assert result.exit_code == 0, result.output
@@ -39,14 +39,14 @@ def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, red
     assert "0.500 of the drafted tokens" in result.stdout
     (table,) = json.loads(figures.read_text())["tables"]
     assert table["contexts"] == 8
-    assert redis_client.xlen("osd:traces") == 5
-    assert redis_client.xinfo_groups("osd:traces") == []
+    assert redis_client.xlen("osd:traces:domain:general") == 5
+    assert redis_client.xinfo_groups("osd:traces:domain:general") == []
 
 
 def test_an_empty_stream_is_one_sentence(redis_url: str, tmp_path: Path):
     result = analyze(redis_url, tmp_path, "drafts")
     assert result.exit_code == 2
-    assert result.stderr == "osd: the stream osd:traces holds no trace\n"
+    assert result.stderr == "osd: the streams osd:traces hold no trace\n"
 
 
 def vocabulary(directory: Path) -> Path:
@@ -62,7 +62,7 @@ def test_a_vocabulary_is_weighed_by_captured_answers_which_stay(
         domain = "code" if number % 2 else "general"
         assert writer.offer(small_trace(request_id=f"r{number}", domain=domain, target_ids=listed))
     writer.close()
-    redis_client.xadd("osd:traces", {"t": b"not a trace"}, id="9999999999999-0")
+    redis_client.xadd("osd:traces:domain:general", {"t": b"not a trace"}, id="9999999999999-9999999999999")
     figures = tmp_path / "figures.json"
     arguments = ["tokenizer", str(vocabulary(tmp_path / "target")), "--traces", "--json", str(figures)]
     result = analyze(redis_url, tmp_path, *arguments)
@@ -72,14 +72,14 @@ def test_a_vocabulary_is_weighed_by_captured_answers_which_stay(
     assert [one["domain"] for one in read["fertility"]] == ["code", "general"]
     assert analyze(redis_url, tmp_path, *arguments, "--records", "5").exit_code == 0
     assert json.loads(figures.read_text())["coverage"]["requests"] == 4  # the newest is no trace
-    assert redis_client.xlen("osd:traces") == 21
-    assert redis_client.xinfo_groups("osd:traces") == []
+    assert redis_client.xlen("osd:traces:domain:general") == 11
+    assert redis_client.xinfo_groups("osd:traces:domain:general") == []
 
 
 def test_a_vocabulary_and_an_empty_stream_are_one_sentence(redis_url: str, tmp_path: Path):
     result = analyze(redis_url, tmp_path, "tokenizer", str(vocabulary(tmp_path / "target")), "--traces")
     assert result.exit_code == 2
-    assert result.stderr == "osd: --traces: the stream osd:traces holds no trace\n"
+    assert result.stderr == "osd: --traces: the streams osd:traces hold no trace\n"
 
 
 def test_without_redis_a_vocabulary_is_one_sentence(tmp_path: Path):

@@ -20,8 +20,8 @@ from osd.admin.audit import Actor
 from osd.admin.forgetting import forget
 from osd.capture import exchange
 from osd.capture.purge import Purges
-from osd.capture.stream import StreamWriter
 from osd.capture.trace import FIELD, decode
+from osd.capture.writer import StreamWriter
 from osd.config import ConfigError, Settings
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
@@ -67,7 +67,7 @@ def send(settings: Settings) -> Iterator[Callable[..., None]]:
 
 
 def traces(client: redis.Redis) -> list[Any]:
-    return [decode(fields[FIELD]) for _, fields in client.xrange("osd:traces")]
+    return [decode(fields[FIELD]) for _, fields in client.xrange("osd:traces:domain:general")]
 
 
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.soak)])
@@ -91,8 +91,8 @@ def test_a_drafter_learns_what_others_answered_though_who_reads_it_ends(
     found = traces(redis_client)
     assert {trace.request_id for trace in found} == {f"chatcmpl-{number}-0" for number in range(40)}
     assert all(np.isfinite(trace.target_logp.numpy()).all() for trace in found)
-    group = redis_client.xinfo_groups("osd:tapped")[0]
-    newest, _ = redis_client.xrevrange("osd:tapped", count=1)[0]
+    group = redis_client.xinfo_groups("osd:tapped:domain:general")[0]
+    newest, _ = redis_client.xrevrange("osd:tapped:domain:general", count=1)[0]
     assert (group["pending"], group["last-delivered-id"]) == (0, newest)
 
 
@@ -104,7 +104,7 @@ def test_what_is_no_exchange_of_the_target_is_left_out_and_the_rest_goes_on(sett
     try:
         send(0, target="another")
         send(1, chat=b"{}")
-        redis_client.xadd("osd:tapped", {FIELD: b"junk"})
+        redis_client.xadd("osd:tapped:domain:general", {FIELD: b"junk"})
         with Purges(settings.redis_url) as purges:
             purges.ask("chatcmpl-2")
         send(2)
@@ -118,7 +118,7 @@ def test_what_is_no_exchange_of_the_target_is_left_out_and_the_rest_goes_on(sett
         thread.join(10)
     left = [
         exchange.decode(fields[FIELD])
-        for _, fields in redis_client.xrange("osd:tapped")
+        for _, fields in redis_client.xrange("osd:tapped:domain:general")
         if b"junk" not in fields[FIELD]
     ]
     assert {one.request_id for one in left} == {"chatcmpl-0-0", "chatcmpl-1-0"}

@@ -33,12 +33,12 @@ def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_ve
     worker = loop.start()
     eventually(lambda: worker.status()["published"] >= 1)
     name = next(iter(worker.replay.known("train")))[0]
-    before = redis_client.xlen("osd:traces")
+    before = redis_client.xlen("osd:traces:domain:general")
     result = purge(loop, name)
     assert result.exit_code == 0, result.output
-    assert f"{name}: 1 records removed from the stream, 1 from the memory of trainers" in result.output
+    assert f"{name}: 1 records removed from the streams, 1 from the memory of trainers" in result.output
     assert "versions of general that have learnt from it: 2" in result.output
-    assert redis_client.xlen("osd:traces") == before - 1
+    assert redis_client.xlen("osd:traces:domain:general") == before - 1
     assert name not in memory(worker)
     loop.writer.offer(make_trace(name))
     loop.send(3)
@@ -119,7 +119,7 @@ def test_a_request_that_nobody_knows_is_an_error_that_says_so(make_loop, eventua
     loop.first_version()
     result = purge(loop, "chatcmpl-unknown")
     assert result.exit_code == 2
-    assert "there is no request chatcmpl-unknown in the stream, in a trainer's memory" in result.output
+    assert "there is no request chatcmpl-unknown in a stream, in a trainer's memory" in result.output
 
 
 def test_a_trainer_that_does_not_answer_is_named(make_loop, monkeypatch):

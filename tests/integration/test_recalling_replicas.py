@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from osd.capture.purge import Member, Purges
-from osd.capture.stream import TraceWriter
 from osd.capture.trace import Array
+from osd.capture.writer import TraceWriter
 from osd.cli.app import app
 from osd.config import Settings
 from osd.drafters.recall.snapshot import Snapshots

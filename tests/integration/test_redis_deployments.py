@@ -12,8 +12,10 @@ import redis
 from redis.connection import SSLConnection
 
 from osd.capture.purge import Member, Purges
+from osd.capture.reader import TraceReader
 from osd.capture.server import RedisError, open_redis
-from osd.capture.stream import TraceReader, TraceWriter
+from osd.capture.streams import stream_of
+from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings, Settings, load_settings
 from osd.redis_client import connect
 from osd.registry.events import Events
@@ -94,17 +96,17 @@ def test_two_services_share_a_redis_when_each_has_a_prefix(redis_url, redis_clie
         url = load_settings(None, [f"redis_url={redis_url}", f"redis_prefix={prefix}"], {}).redis_url
         assert url is not None
         use_everything(url, prefix, tmp_path / prefix.removesuffix(":"))
-        writer, reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "trainer", "c")
+        writer, reader = TraceWriter(url, CAPTURE), TraceReader(url, CAPTURE, "general", "trainer", "c")
         writer.offer(make_trace(prefix))
         assert [given.record.request_id for given in reader.read(9, block_ms=5000)] == [prefix]
-        assert reader.lag() == 1
+        assert reader.waiting().records == 1
         writer.close()
         reader.close()
     keys = [key.decode() for key in redis_client.scan_iter()]
     halves = [{key.removeprefix(prefix) for key in keys if key.startswith(prefix)} for prefix in prefixes]
     assert sum(map(len, halves)) == len(keys)
     assert halves[0] - {"osd:replica:first:"} == halves[1] - {"osd:replica:second:"}
-    assert CAPTURE.stream in halves[0]
+    assert stream_of(CAPTURE.stream, "general") in halves[0]
 
 
 @pytest.fixture(scope="module")

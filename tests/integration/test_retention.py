@@ -5,20 +5,31 @@ import time
 import msgspec
 import pytest
 
+from osd.capture.reader import TraceReader
 from osd.capture.retention import Retention, belongs
-from osd.capture.stream import TraceReader, TraceWriter
+from osd.capture.streams import counter_key, index_key, stream_of
 from osd.capture.trace import encode
+from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
 
 DAY = 86_400.0
+STREAM = stream_of(CaptureSettings().stream, "general")
 
 
 def put(client, settings, trace):
-    client.xadd(settings.stream, {"t": encode(trace)})
+    """As a writer does that takes nothing off."""
+    put_bytes(client, encode(trace), trace.domain, trace.created)
+
+
+def put_bytes(client, data, domain, made):
+    stream = stream_of(CaptureSettings().stream, domain)
+    number = client.incr(counter_key(stream))
+    client.xadd(stream, {"t": data}, id=f"{number}-{int(1000 * made)}")
+    client.zadd(index_key(CaptureSettings().stream), {domain: time.time_ns()})
 
 
 def left(redis_url, settings):
-    reader = TraceReader(redis_url, settings, "look", "look")
+    reader = TraceReader(redis_url, settings, "general", "look", "look")
     try:
         return [delivered.record.request_id for delivered in reader.read(1000, 1)]
     finally:
@@ -39,7 +50,7 @@ def test_records_older_than_the_limit_are_deleted_and_younger_ones_stay(redis_ur
 
 def test_an_unreadable_record_at_the_end_does_not_keep_old_ones_alive(redis_url, redis_client, make_trace):
     settings = CaptureSettings(keep_days=2.0)
-    redis_client.xadd(settings.stream, {"t": b"broken"})
+    put_bytes(redis_client, b"broken", "general", time.time() - 9 * DAY)
     for name, days in (("a", 9), ("b", 0)):
         put(redis_client, settings, aged(make_trace, name, days))
     assert Retention(redis_client, settings).enforce(time.time()) == 2
@@ -50,9 +61,9 @@ def test_the_stream_is_kept_below_its_size_and_the_newest_stay(redis_url, redis_
     settings = CaptureSettings(keep_mb=1)
     for number in range(40):
         put(redis_client, settings, make_trace(str(number), padding=5000))
-    assert redis_client.memory_usage(settings.stream, samples=0) > 4 << 20
+    assert redis_client.memory_usage(STREAM, samples=0) > 4 << 20
     gone = Retention(redis_client, settings).enforce(time.time())
-    assert (1 << 19) < redis_client.memory_usage(settings.stream, samples=0) <= 1 << 20
+    assert (1 << 19) < redis_client.memory_usage(STREAM, samples=0) <= 1 << 20
     assert left(redis_url, settings) == [str(number) for number in range(gone, 40)]
 
 
@@ -60,7 +71,7 @@ def test_without_limits_nothing_is_deleted(redis_client, make_trace):
     settings = CaptureSettings()
     put(redis_client, settings, aged(make_trace, "a", 1000))
     assert Retention(redis_client, settings).enforce(time.time()) == 0
-    assert redis_client.xlen(settings.stream) == 1
+    assert redis_client.xlen(STREAM) == 1
 
 
 def test_a_writer_deletes_what_is_too_old_and_too_much_by_itself(redis_url, redis_client, make_trace, eventually):
@@ -68,11 +79,11 @@ def test_a_writer_deletes_what_is_too_old_and_too_much_by_itself(redis_url, redi
     put(redis_client, settings, aged(make_trace, "old", 9))
     writer = TraceWriter(redis_url, settings)
     try:
-        eventually(lambda: redis_client.xlen(settings.stream) == 0)
+        eventually(lambda: redis_client.xlen(STREAM) == 0)
         for number in range(20):
             writer.offer(aged(make_trace, str(number), 0, padding=5000))
         eventually(lambda: writer.counters() == {"written": 20, "dropped": 0})
-        eventually(lambda: redis_client.memory_usage(settings.stream, samples=0) <= 1 << 20)
+        eventually(lambda: redis_client.memory_usage(STREAM, samples=0) <= 1 << 20)
         assert left(redis_url, settings)[-1] == "19"
     finally:
         writer.close()
@@ -81,10 +92,10 @@ def test_a_writer_deletes_what_is_too_old_and_too_much_by_itself(redis_url, redi
 def test_the_reader_deletes_too_when_no_writer_runs(redis_url, redis_client, make_trace):
     settings = CaptureSettings(keep_days=2.0)
     put(redis_client, settings, aged(make_trace, "old", 9))
-    reader = TraceReader(redis_url, settings, "g", "c")
+    reader = TraceReader(redis_url, settings, "general", "g", "c")
     reader.sweep()
     reader.close()
-    assert redis_client.xlen(settings.stream) == 0
+    assert redis_client.xlen(STREAM) == 0
 
 
 def test_purging_a_response_deletes_all_records_of_all_its_choices_and_no_other(redis_url, redis_client, make_trace):

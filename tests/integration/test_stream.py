@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
+from osd.capture.reader import TraceReader
 from osd.capture.server import RedisServer
-from osd.capture.stream import TraceReader, TraceWriter
+from osd.capture.streams import counter_key, stream_of
 from osd.capture.trace import Trace
+from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
 
 SETTINGS = CaptureSettings(max_records=20, max_queue=8)
 WIDE = CaptureSettings(max_records=10_000, max_queue=10_000)
+STREAM = stream_of(SETTINGS.stream, "general")
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def make_reader(redis_url: str) -> Iterator[Callable[..., TraceReader]]:
     made: list[TraceReader] = []
 
     def make(consumer: str = "c", min_idle_ms: int = 60_000) -> TraceReader:
-        made.append(TraceReader(redis_url, WIDE, "trainer", consumer, min_idle_ms))
+        made.append(TraceReader(redis_url, WIDE, "general", "trainer", consumer, min_idle_ms=min_idle_ms))
         return made[-1]
 
     yield make
@@ -68,7 +71,7 @@ def read_until(reader: TraceReader, count: int, seconds: float = 10.0) -> list[s
     deadline = time.monotonic() + seconds
     while len(found) < count and time.monotonic() < deadline:
         batch = reader.read(100, 100)
-        reader.ack([delivered.id for delivered in batch])
+        reader.ack([delivered.place for delivered in batch])
         found += names(batch)
     return found
 
@@ -95,9 +98,8 @@ def test_stream_length_is_bounded_and_keeps_the_newest(
         assert writer.offer(make_trace(str(number), padding=300))
     writer.close()
     assert writer.counters() == {"written": 1000, "dropped": 0}
-    length = redis_client.xlen(SETTINGS.stream)
-    assert 20 <= length < 120
-    assert read_until(make_reader(), length)[-1] == "999"
+    assert redis_client.xlen(STREAM) == 20
+    assert read_until(make_reader(), 20) == [str(number) for number in range(980, 1000)]
 
 
 def test_full_queue_drops_the_oldest_counts_it_and_never_blocks(
@@ -161,7 +163,7 @@ def test_capture_survives_redis_going_away_and_resumes(
     started = time.monotonic()
     assert reader.read(1, 200) == []
     assert time.monotonic() - started < 2.0
-    assert reader.lag() >= 0
+    assert reader.waiting().records >= 0
     redis_server.start()
 
     def written_again() -> bool:
@@ -186,7 +188,7 @@ def test_redis_out_of_memory_is_a_counted_drop_and_the_newest_traces_get_room(
     def newest_is_kept() -> bool:
         writer.offer(make_trace("newest", padding=2000))
         time.sleep(0.02)
-        return any(b"newest" in entry[b"t"] for _, entry in redis_client.xrevrange(WIDE.stream, count=1))
+        return any(b"newest" in entry[b"t"] for _, entry in redis_client.xrevrange(STREAM, count=1))
 
     eventually(newest_is_kept)
 
@@ -195,7 +197,7 @@ def test_restarted_consumer_takes_back_what_it_had_not_acknowledged(put, make_re
     put("a", "b", "c")
     crashed = make_reader("worker")
     first, *_ = crashed.read(2, 100)
-    crashed.ack([first.id])
+    crashed.ack([first.place])
     again = make_reader("worker")
     assert names(again.read(5, 100)) == ["b"]
     assert names(again.read(5, 100)) == ["c"]
@@ -221,14 +223,14 @@ def test_record_in_training_is_not_given_twice_however_long_it_takes(put, make_r
     (delivered,) = reader.read(1, 100)
     time.sleep(0.05)
     assert reader.read(1, 100) == []
-    reader.ack([delivered.id])
-    assert reader.lag() == 0
+    reader.ack([delivered.place])
+    assert reader.waiting().records == 0
 
 
 def test_acknowledged_records_never_come_again(put, make_reader):
     put("a", "b")
     reader = make_reader("worker")
-    reader.ack([delivered.id for delivered in reader.read(2, 100)])
+    reader.ack([delivered.place for delivered in reader.read(2, 100)])
     reader.close()
     assert make_reader("worker", min_idle_ms=1).read(2, 100) == []
 
@@ -245,12 +247,12 @@ def test_lost_group_is_made_again_and_says_so(
     (old,) = reader.read(1, 100)
     redis_client.flushall()
     put("b", "c")
-    with caplog.at_level(logging.INFO, "osd.capture.stream"):
+    with caplog.at_level(logging.INFO, "osd.capture.reader"):
         assert read_until(reader, 2) == ["b", "c"]
-    assert "consumer group trainer of osd:traces is lost" in caplog.text
+    assert "consumer group trainer of osd:traces:domain:general is lost" in caplog.text
     assert "made, from the oldest record kept" in caplog.text
-    reader.ack([old.id])
-    assert reader.lag() == 0
+    reader.ack([old.place])
+    assert reader.waiting().records == 0
 
 
 def test_acknowledgement_while_redis_is_away_is_sent_when_it_is_back(
@@ -263,24 +265,24 @@ def test_acknowledgement_while_redis_is_away_is_sent_when_it_is_back(
     redis_client.config_set("requirepass", "changed")
     try:
         redis_client.client_kill_filter(_type="normal", skipme=True)
-        reader.ack([delivered.id])
+        reader.ack([delivered.place])
         assert reader.read(1, 10) == []
     finally:
         redis_client.config_set("requirepass", redis_url.partition("//:")[2].partition("@")[0])
-    assert redis_client.xpending(WIDE.stream, "trainer")["pending"] == 1
-    eventually(lambda: reader.read(1, 50) == [] and redis_client.xpending(WIDE.stream, "trainer")["pending"] == 0)
+    assert redis_client.xpending(STREAM, "trainer")["pending"] == 1
+    eventually(lambda: reader.read(1, 50) == [] and redis_client.xpending(STREAM, "trainer")["pending"] == 0)
 
 
 def test_undecodable_record_is_skipped_counted_and_not_quoted(
     put, reader: TraceReader, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
 ):
-    redis_client.xadd(WIDE.stream, {"t": b"my private text"})
-    redis_client.xadd(WIDE.stream, {"other": b"my private text"})
+    redis_client.xadd(STREAM, {"t": b"my private text"})
+    redis_client.xadd(STREAM, {"other": b"my private text"})
     put("good")
     assert read_until(reader, 1) == ["good"]
     reader.read(1, 0)
     assert reader.counters() == {"read": 1, "reclaimed": 0, "undecodable": 2, "trimmed": 0}
-    assert reader.lag() == 0
+    assert reader.waiting().records == 0
     assert "cannot be read" in caplog.text
     assert "private" not in caplog.text
 
@@ -288,43 +290,43 @@ def test_undecodable_record_is_skipped_counted_and_not_quoted(
 def test_pending_record_that_was_trimmed_is_forgotten(put, make_reader, redis_client: redis.Redis):
     put("a", "b", "c")
     make_reader("worker").read(3, 100)
-    redis_client.xtrim(WIDE.stream, maxlen=1, approximate=False)
+    redis_client.xtrim(STREAM, maxlen=1, approximate=False)
     again = make_reader("worker")
     assert read_until(again, 1) == ["c"]
     assert again.counters()["trimmed"] == 2
-    assert again.lag() == 0
+    assert again.waiting().records == 0
 
 
 def test_trimmed_record_of_a_dead_consumer_is_forgotten(put, make_reader, redis_client: redis.Redis):
     put("a", "b")
     make_reader("dead").read(2, 100)
-    redis_client.xtrim(WIDE.stream, maxlen=1, approximate=False)
+    redis_client.xtrim(STREAM, maxlen=1, approximate=False)
     time.sleep(0.03)
     alive = make_reader("alive", min_idle_ms=20)
     assert read_until(alive, 1) == ["b"]
-    assert alive.lag() == 0
+    assert alive.waiting().records == 0
 
 
 def test_lag_counts_undelivered_and_pending_records(put, reader: TraceReader, redis_client: redis.Redis):
-    assert reader.lag() == 0
+    assert reader.waiting().records == 0
     put(*"abcde")
-    assert reader.lag() == 5
+    assert reader.waiting().records == 5
     batch = reader.read(2, 100)
-    assert reader.lag() == 5
-    reader.ack([batch[0].id])
-    assert reader.lag() == 4
-    redis_client.xtrim(WIDE.stream, maxlen=1, approximate=False)
-    assert reader.lag() == 1 + 1
+    assert reader.waiting().records == 5
+    reader.ack([batch[0].place])
+    assert reader.waiting().records == 4
+    redis_client.xtrim(STREAM, maxlen=1, approximate=False)
+    assert reader.waiting().records == 1 + 1
 
 
 def test_stream_takes_several_writers_foreign_entries_and_a_lost_counter(
     redis_url: str, put, reader, redis_client, make_trace
 ):
     put("a")
-    redis_client.xadd(WIDE.stream, {"t": b""}, id=f"{int(time.time() * 1000) + 3}-7")
+    redis_client.xadd(STREAM, {"t": b""}, id=f"{int(time.time() * 1000) + 3}-7")
     time.sleep(0.01)
     put("b")
-    redis_client.delete("osd:traces:count")
+    redis_client.delete(counter_key(STREAM))
     time.sleep(0.01)
     other = TraceWriter(redis_url, WIDE)
     other.offer(make_trace("c"))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from osd.capture.reader import TraceReader
 from osd.capture.server import RedisServer
-from osd.capture.stream import TraceReader, TraceWriter, counter_key
+from osd.capture.streams import counter_key, stream_of
 from osd.capture.tail import TraceTail
+from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
 
 SETTINGS = CaptureSettings(max_records=1000, max_queue=1000)
+STREAM = stream_of(SETTINGS.stream, "general")
 
 
 @pytest.fixture
@@ -63,15 +66,15 @@ def test_the_trainer_gets_what_replicas_have_read(put, tail, redis_url):
     assert names(tail) == []
     put("two", "a", "b")
     assert len(names(tail)) == 2
-    reader = TraceReader(redis_url, SETTINGS, "trainer", "c")
+    reader = TraceReader(redis_url, SETTINGS, "general", "trainer", "c")
     assert [delivered.record.request_id for delivered in reader.read(9, 1000)] == ["a", "b"]
     reader.close()
 
 
 def test_what_is_no_trace_is_left_out(put, tail, redis_client):
     assert names(tail) == []
-    redis_client.xadd(SETTINGS.stream, {"t": b"nothing"}, id="5-0")
-    redis_client.set(counter_key(SETTINGS.stream), 5)
+    redis_client.xadd(STREAM, {"t": b"nothing"}, id="5-0")
+    redis_client.set(counter_key(STREAM), 5)
     put("two", "a")
     assert names(tail) == [("two", "a")]
 

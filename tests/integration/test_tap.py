@@ -88,8 +88,8 @@ def start(tmp_path: Path, tiny_target: Path, redis_url: str) -> Iterator[Callabl
 @pytest.fixture
 def captured(redis_client: redis.Redis, eventually) -> Callable[[int], list[exchange.Exchange]]:
     def wait(count: int) -> list[exchange.Exchange]:
-        eventually(lambda: redis_client.xlen("osd:tapped") >= count)
-        found = [exchange.decode(fields[FIELD]) for _, fields in redis_client.xrange("osd:tapped")]
+        eventually(lambda: redis_client.xlen("osd:tapped:domain:general") >= count)
+        found = [exchange.decode(fields[FIELD]) for _, fields in redis_client.xrange("osd:tapped:domain:general")]
         assert len(found) == count
         return found
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import ray
 
-from osd.capture.stream import TraceWriter
+from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.drafters import initial
 from osd.registry.events import Events
@@ -111,7 +111,7 @@ def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
     eventually(lambda: "often enough" in status(trainer)["detail"], seconds=60)
     assert ray.get(trainer.stop.remote())
     # Whatever was delivered before the kill is trained on or kept by now, and acknowledged.
-    assert redis_client.xinfo_groups("osd:traces")[0]["pending"] == 0
+    assert redis_client.xinfo_groups("osd:traces:domain:general")[0]["pending"] == 0
     manifest = Registry(settings.registry_dir).load("general", before["version"]).manifest
     assert manifest["gate"]["acceptance"] > manifest["gate"]["baseline_acceptance"]
     events = Events(redis_url)
@@ -172,7 +172,7 @@ def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
         assert ray.get(handle.stop.remote(20.0))
     finally:
         ray.kill(handle)
-    assert redis_client.xinfo_groups("osd:traces")[0]["pending"] == 0
+    assert redis_client.xinfo_groups("osd:traces:domain:general")[0]["pending"] == 0
     manifest = Registry(settings.registry_dir).load("general", before["version"]).manifest
     assert manifest["gate"]["acceptance"] > manifest["gate"]["baseline_acceptance"]
     assert not ranks()

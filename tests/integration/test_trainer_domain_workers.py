@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from osd.capture.stream import TraceWriter
+from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.versions import Registry
 from tests.pointers import put
+from tests.unit.learning.test_value import workload
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
 from trainer.domain_workers import DomainWorkers
 from trainer.executor import TargetContext
@@ -55,8 +57,10 @@ def start(redis_url: str, settings: Settings, pointer: Pointer) -> Iterator[Star
     running: list[tuple[DomainWorkers, threading.Thread]] = []
     writer = TraceWriter(redis_url, settings.capture.model_copy(update={"max_queue": 2000}))
 
-    def begin(build: Callable[..., Toy] = lambda config: Toy(), **records: int) -> DomainWorkers:
-        workers = DomainWorkers(settings, redis_url, TargetContext(TARGET, VOCABULARY, HIDDEN, build))
+    def begin(price_idle: float = 0.0, **records: int) -> DomainWorkers:
+        priced = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"price_idle": price_idle})})
+        context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
+        workers = DomainWorkers(priced, redis_url, context)
         for domain, count in records.items():
             for n in range(count):
                 assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
@@ -98,6 +102,37 @@ def test_a_domain_without_traffic_costs_the_others_nothing_and_all_rest_when_tol
     assert workers.status()["extra_domains"]["code"]["steps"] == steps
     workers.resume()
     eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > steps)
+
+
+def test_the_next_slice_goes_where_its_value_is_highest_and_who_cannot_pay_gets_none(
+    start: Start, redis_url: str, eventually
+) -> None:
+    """Both have records; rounds of the one are so dear with drafts that no drafter could ever save anything."""
+    dear = workload(0.9, (1.0, 3.0, 5.0, 7.0), 8)
+    with ReplicaLoads(redis_url) as loads:
+        loads.report_workloads("r1", {"general": dear, "code": workload(0.5, (1.0, 1.1, 1.2, 1.3))})
+        workers = start(price_idle=0.001, general=40, code=40)
+        eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 10)
+        status = workers.status()
+        assert (status["steps"], status["records"]) == (0, 40)
+        assert status["detail"] == "further training would cost more than it is expected to save"
+        # Now it is the other way round.
+        loads.report_workloads("r1", {"general": workload(0.5, (1.0, 1.1, 1.2, 1.3)), "code": dear})
+        eventually(lambda: workers.status()["steps"] > 10)
+        time.sleep(1.1)  # the longest for which a decision stays
+        steps = workers.status()["extra_domains"]["code"]["steps"]
+        time.sleep(0.3)
+        assert workers.status()["extra_domains"]["code"]["steps"] == steps
+
+
+def test_of_two_that_pay_the_one_that_is_worth_more_is_trained(start: Start, redis_url: str, eventually) -> None:
+    seconds = (1.0, 1.1, 1.2, 1.3)
+    with ReplicaLoads(redis_url) as loads:
+        loads.report_workloads("r1", {"general": workload(0.1, seconds), "code": workload(0.8, seconds)})
+        workers = start(price_idle=0.0001, general=40, code=40)
+        eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 30)
+        # It may have had the first steps, before the other had its records.
+        assert workers.status()["steps"] < 8
 
 
 def test_an_error_in_one_domain_ends_the_others_and_is_raised(

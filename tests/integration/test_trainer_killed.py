@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from osd.capture.stream import TraceWriter
+from osd.capture.writer import TraceWriter
 from osd.registry.events import Events
 from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
@@ -87,7 +87,7 @@ def check_finished(url, client, home, registry):
     assert sorted(told) == numbers[1:]
     with Pointer(url, settings(home).registry_dir) as pointer:
         assert pointer.get("general").stable == numbers[-1]
-    (group,) = client.xinfo_groups("osd:traces")
+    (group,) = client.xinfo_groups("osd:traces:domain:general")
     assert group["pending"] == 0
     found = checkpoint.load(settings(home).home_dir / "trainer" / "general.safetensors")
     assert found is not None

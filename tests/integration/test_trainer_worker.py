@@ -23,7 +23,7 @@ from trainer.accounts import CostMeter
 
 
 def pending(client):
-    groups = client.xinfo_groups("osd:traces")
+    groups = client.xinfo_groups("osd:traces:domain:general")
     return groups[0]["pending"] if groups else None
 
 

@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.local_ray import SERVE_ENVIRONMENT
+from osd.capture.waiting import StreamState
 from osd.config import load_settings
 from osd.engine.counters import EngineLoad
 from osd.registry.ledger import Spent
@@ -101,9 +102,10 @@ def exported() -> set[str]:
         ("version_round_accepted", "general", "older", 1): 1
     }
     counters |= {(name, "recall", 1): 1.0 for name in ("recall_drafted", "recall_accepted")}
-    training = {"general": Training(lag=0, loss=1.0, expected=Expected(True, 0.1, 60.0, 2.0, 1.0))}
+    training = {"general": Training(lag=0, lag_seconds=0.0, loss=1.0, expected=Expected(True, 0.1, 60.0, 2.0, 1.0))}
     counters |= {(name, "recall"): 1.0 for name in ("source_drafted", "source_accepted")}
-    totals = Totals(counters, [report], Spent({1: 2.0}, 0.5, saving={1: 0.01}), training, {"general": 0.0})
+    streams = {"general": StreamState(1, 64, None)}
+    totals = Totals(counters, [report], Spent({1: 2.0}, 0.5, saving={1: 0.01}), training, {"general": 0.0}, streams)
     text = render(totals, "general", "model").decode()
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 

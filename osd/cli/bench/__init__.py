@@ -9,6 +9,7 @@ from osd.cli.bench.completion import completion
 from osd.cli.bench.context import context
 from osd.cli.bench.costs import forward, overhead, weights
 from osd.cli.bench.decoding import decode, governor, lossless, plain
+from osd.cli.bench.domain_streams import streams
 from osd.cli.bench.exits import exits
 from osd.cli.bench.kinds import drafters
 from osd.cli.bench.ledger import ledger
@@ -63,6 +64,7 @@ for command in (
         context,
         tap,
         pulls,
+        streams,
     ),
 ):
     app.command()(command)

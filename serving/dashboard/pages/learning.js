@@ -147,8 +147,12 @@ export class Learning {
       ["Tokens trained on, repeats included", whole(own.positions)], ["CPU seconds of training", seconds(own.cpu_seconds)], ["Lost by rounds beside it", seconds(own.slowed_seconds)],
       ...Object.entries(training).filter(([, one]) => one !== own).map(([domain, one]) => [`Records of ${domain}`, whole(one.replay_records)])]
       : [["Records", "none yet"]]);
+    const kept = Object.values(stream.domains).reduce((all, one) => all + one.records, 0);
+    const waits = ({ lag, age, records, bytes: size }) =>
+      lag === null ? `nobody learns from its ${whole(records)}` : lag ? `${whole(lag)}${age === null ? "" : `, the oldest for ${seconds(age)}`}` : `none, ${bytes(size)} kept`;
     facts(this.stream, [["Traces written", whole(totals.traces_written)], ["Traces dropped", whole(totals.traces_dropped), totals.traces_dropped ? "bad" : ""],
-      ["Not yet trained on", stream.lag === null ? "–" : `${whole(stream.lag)} of at most ${whole(stream.capacity)}`],
+      ["Kept for training", `${whole(kept)} of at most ${whole(stream.capacity)}`],
+      ...Object.entries(stream.domains).map(([domain, one]) => [`Waiting of ${domain}`, waits(one)]),
       ["Versions refused by a replica", whole(totals.rejected_versions), totals.rejected_versions ? "bad" : ""]]);
     const tables = Object.entries(recall.tables);
     facts(this.sizes, tables.length ? tables.map(([domain, { entries, bytes: size }]) => [domain, `${whole(entries)} entries, ${bytes(size)}`]) : [["Table", "none is at hand"]]);

@@ -96,6 +96,7 @@ export class Traffic {
   }
 
   tiles(bins, { totals, replicas, bounds, stream }) {
+    const waiting = Object.values(stream.domains).reduce((all, { lag }) => all + lag, 0);
     this.now.requests.show(short(totals.requests), `${whole(statistics.sum(bins, "requests"))} in the time shown, ${whole(totals.failed)} failed`, totals.failed ? "bad" : "");
     for (const [name, histogram] of LATENCIES.slice(0, 2)) {
       const { quantiles: [half, , most], count } = statistics.quantilesOfAll(bins, histogram, bounds[histogram]);
@@ -103,7 +104,7 @@ export class Traffic {
     }
     const sum = (name) => replicas.reduce((all, replica) => all + replica[name], 0);
     this.now.waiting.show(`${sum("running")} / ${sum("waiting")}`, `${replicas.length} replica${replicas.length === 1 ? "" : "s"}`);
-    this.now.dropped.show(short(totals.traces_dropped), `${whole(totals.traces_written)} written${stream.lag === null ? "" : `, ${whole(stream.lag)} not yet trained on`}`, totals.traces_dropped ? "bad" : "");
+    this.now.dropped.show(short(totals.traces_dropped), `${whole(totals.traces_written)} written${stream.redis ? `, ${whole(waiting)} not yet trained on` : ""}`, totals.traces_dropped ? "bad" : "");
   }
 
   row({ name, version, canary, others, running, waiting, swap_stall_seconds_max: stall }) {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
+from osd.capture.waiting import StreamState, Waiting
 from osd.config import Settings
 from osd.engine.counters import EngineLoad
 from osd.registry.events import Events
@@ -119,7 +120,11 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
     feeds = {
         "redis": True,
         "rollout": Rollout(2, 3, 0.25, 1.0),
-        "lag": 4,
+        "streams": {
+            "code": StreamState(3, 900, None),
+            "general": StreamState(9, 4000, Waiting(4, time.time() - 30)),
+            "sql": StreamState(1, 100, Waiting(0, None)),
+        },
         "events": [],
         "domains": ["general", "code"],
         "versions": [
@@ -140,7 +145,11 @@ def test_the_data_says_which_versions_are_in_service_and_how_they_do_live():
     assert data["replicas"][0]["others"] == {"code": 2}
     assert data["ledger"]["versions"] == []
     assert data["domains"] == ["general", "code"]
-    assert data["stream"] == {"redis": True, "lag": 4, "capacity": 512}
+    assert (data["stream"]["redis"], data["stream"]["capacity"]) == (True, 512)
+    streams = data["stream"]["domains"]
+    assert streams["code"] == {"records": 3, "bytes": 900, "lag": None, "age": None}
+    assert streams["sql"] == {"records": 1, "bytes": 100, "lag": 0, "age": 0.0}
+    assert streams["general"] == {"records": 9, "bytes": 4000, "lag": 4, "age": pytest.approx(30, abs=5)}
 
 
 def test_the_ledger_sets_what_serving_saved_against_what_training_took():

@@ -5,6 +5,7 @@ import math
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from osd.capture.waiting import StreamState, Waiting
 from osd.engine.counters import EngineLoad
 from osd.registry.ledger import Spent
 from osd.registry.training import Expected, Training
@@ -46,8 +47,9 @@ TOTALS = Totals(
             steps=70, positions=9000, passed=2, rejected=3, cpu_seconds=1.0, replay_records=6, replay_bytes=5000,
             loss=1.5, lag=None, expected=Expected(pays=True, saving_rate=0.02, horizon=600.0, earns=12.0, costs=5.0),
         ),
-        "code": Training(steps=7, cpu_seconds=3.0, slowed_seconds=0.5),
+        "code": Training(steps=7, cpu_seconds=3.0, slowed_seconds=0.5, lag=6, lag_seconds=31.5),
     },
+    streams={"code": StreamState(11, 70_000, Waiting(6, 1.0)), "(others)": StreamState(2, 500, None)},
 )  # fmt: skip
 
 
@@ -116,6 +118,9 @@ def test_training_is_told_by_domain_with_what_it_did_what_it_has_and_what_it_exp
     assert (samples["osd_replay_records", general], samples["osd_replay_bytes", general]) == (6, 5000)
     assert samples["osd_training_loss", general] == 1.5
     assert ("osd_training_lag", general) not in samples, "nobody knows it"
+    assert (samples["osd_training_lag", code], samples["osd_training_lag_seconds", code]) == (6, 31.5)
+    assert (samples["osd_stream_records", code], samples["osd_stream_bytes", code]) == (11, 70_000)
+    assert samples["osd_stream_records", ("domain", "(others)")] == 2
     assert samples["osd_version_saving_rate", general, ("version", "3")] == 0.05
     assert samples["osd_investment_pays", general] == 1
     assert samples["osd_investment_saving_rate", general] == 0.02

@@ -1,0 +1,184 @@
+"""Records from a process to the streams of their domains: traces from the engine, exchanges from a tap."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic
+
+import msgspec
+from redis.exceptions import OutOfMemoryError, RedisError
+
+from osd.capture.backlog import Backlog, ClosedError, Kind
+from osd.capture.retention import Retention
+from osd.capture.streams import counter_key, index_key, stream_of
+from osd.capture.trace import Trace, encode
+from osd.config import CaptureSettings
+from osd.redis_client import Backoff, connect
+
+logger = logging.getLogger(__name__)
+
+BACKLOG_BYTES = 128 << 20
+"""Of the records that wait for Redis: with hidden states one may take several megabytes."""
+
+_LOOK_SHARE = 1 / 32  # of capture.max_records and capture.keep_mb
+_FIRST_SWEEP_SECONDS, _SWEEP_SECONDS = 0.5, 10.0
+_LATEST = (1 << 63) - 1
+
+# The number is a counter that starts at the time in milliseconds: ids stay in order when the counter or the whole
+# database is lost, and when somebody adds entries with ids of the server's own.
+_ADD = """
+local function add(n)
+  local id = string.format('%.0f', n) .. '-' .. ARGV[3]
+  return redis.pcall('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], id, 't', ARGV[2])
+end
+local now = redis.call('TIME')
+local milliseconds = now[1] * 1000 + math.floor(now[2] / 1000)
+local n = redis.call('INCR', KEYS[2])
+local id = n > 1 and add(n)
+if not id or (type(id) == 'table' and string.find(id.err, 'equal or smaller', 1, true)) then
+  n = milliseconds + 1
+  redis.call('SET', KEYS[2], string.format('%.0f', n))
+  id = add(n)
+end
+if type(id) == 'string' then
+  redis.call('ZADD', KEYS[3], string.format('%.0f', milliseconds), ARGV[4])
+end
+return id
+"""
+
+
+class StreamWriter(Generic[Kind]):
+    """Puts records on their domains' streams from its own thread; every one offered is written or counted as dropped.
+
+    With Redis gone or out of memory records are dropped, not kept: the newest traffic is worth more than a backlog.
+    The thread also takes off the streams what ``Retention`` no longer allows.
+    """
+
+    def __init__(self, url: str, settings: CaptureSettings, encode: Callable[[Kind], bytes], called: str) -> None:
+        """Write what ``encode`` makes of records, which the log has ``called`` so, to the Redis at ``url``.
+
+        ``encode`` may raise TypeError, ValueError and OverflowError.
+        """
+        self._settings, self._encode, self._called = settings, encode, called
+        self._client = connect(url, timeout=1.0)
+        self._add = self._client.register_script(_ADD)
+        self._retention = Retention(self._client, settings)
+        self._backlog: Backlog[Kind] = Backlog(settings.max_queue, BACKLOG_BYTES)
+        self._lock = threading.Lock()
+        self._written = 0
+        self._dropped = 0
+        self._unlooked = [0, 0]  # records and bytes written since the last look at how much there is
+        self._backoff = Backoff()
+        self._thread = threading.Thread(target=self._run, name=f"{called}-writer", daemon=True)
+        self._thread.start()
+
+    def offer(self, record: Kind) -> bool:
+        """Queue a record without ever blocking; False when it was dropped because the writer is closed.
+
+        Where the queue is full the oldest make room, and are dropped.
+        """
+        try:
+            dropped = self._backlog.put(record)
+        except ClosedError:
+            self._count_dropped(1)
+            return False
+        self._count_dropped(dropped)
+        return True
+
+    def counters(self) -> dict[str, int]:
+        """Records ``written`` to Redis and ``dropped``, since the start."""
+        with self._lock:
+            return {"written": self._written, "dropped": self._dropped}
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Write what is queued, for at most ``timeout`` seconds, and count the rest as dropped."""
+        self._backlog.close()
+        self._thread.join(timeout)
+        # A thread that is still in a call to Redis ends after that call.
+        self._count_dropped(self._backlog.clear())
+
+    def _run(self) -> None:
+        sweep_at = time.monotonic() + _FIRST_SWEEP_SECONDS
+        while not self._backlog.finished:
+            record = self._backlog.take(max(0.0, sweep_at - time.monotonic()))
+            if record is not None:
+                if not self._backoff.remaining and self._write(record):
+                    with self._lock:
+                        self._written += 1
+                else:
+                    self._count_dropped(1)
+            if time.monotonic() >= sweep_at:
+                self._sweep()
+                sweep_at = time.monotonic() + _SWEEP_SECONDS
+        self._client.close()
+
+    def _count_dropped(self, count: int) -> None:
+        with self._lock:
+            self._dropped += count
+
+    def _write(self, record: Kind) -> bool:
+        prefix = self._settings.stream
+        try:
+            data, stream = self._encode(record), stream_of(prefix, record.domain)
+            made = min(max(int(1000 * record.created), 0), _LATEST)
+        except (TypeError, ValueError, OverflowError) as error:
+            logger.error("one of the %s cannot be encoded, dropped: %s", self._called, type(error).__name__)
+            return False
+        try:
+            keys = [stream, counter_key(stream), index_key(prefix)]
+            self._add(keys=keys, args=[self._settings.max_records, data, made, record.domain])
+        except RedisError as error:
+            if not self._backoff.failing:
+                logger.warning("%s are dropped, Redis does not take them: %s", self._called, error)
+            self._backoff.failed()
+            if _out_of_memory(error):
+                self._make_room()
+            return False
+        if self._backoff.failing:
+            logger.info("Redis takes %s again", self._called)
+        self._backoff.worked()
+        self._keep_small(len(data))
+        return True
+
+    def _keep_small(self, written: int) -> None:
+        """Look how much there is whenever a 32nd part of what is allowed was ``written`` since."""
+        records, largest = self._settings.max_records, self._settings.keep_mb
+        self._unlooked = [self._unlooked[0] + 1, self._unlooked[1] + written]
+        many = self._unlooked[0] >= records * _LOOK_SHARE
+        if not many and (largest is None or self._unlooked[1] < (largest << 20) * _LOOK_SHARE):
+            return
+        self._unlooked = [0, 0]
+        try:
+            self._retention.shrink()
+        except RedisError as error:
+            logger.warning("the streams of %s cannot be kept small: %s", self._called, error)
+
+    def _sweep(self) -> None:
+        try:
+            if not self._backoff.remaining:
+                self._retention.enforce(time.time())
+        except RedisError as error:
+            logger.warning("old %s could not be deleted, trying again: %s", self._called, error)
+
+    def _make_room(self) -> None:
+        """Give up a quarter of all records: under noeviction nothing else would ever free memory."""
+        try:
+            self._retention.give_up(1 / 4)
+        except RedisError as error:
+            logger.warning("the streams of %s cannot be trimmed: %s", self._called, error)
+
+
+class TraceWriter(StreamWriter[Trace]):
+    """Puts traces on the streams."""
+
+    def __init__(self, url: str, settings: CaptureSettings, replica: str = "") -> None:
+        """Write to the Redis at ``url``, in the name of ``replica``."""
+        super().__init__(url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "traces")
+
+
+def _out_of_memory(error: RedisError) -> bool:
+    # From within a script the server's code for it is inside the message.
+    return isinstance(error, OutOfMemoryError) or "OOM command" in str(error)
