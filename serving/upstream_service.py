@@ -97,8 +97,8 @@ class UpstreamService:
         """See ``Watched``."""
         with self._lock:
             totals = self._metrics.totals(time.time())
-        spent, training, tried_since = await asyncio.to_thread(self._feeds.trainer)
-        return replace(totals, spent=spent, training=training, tried_since=tried_since)
+        feed = await asyncio.to_thread(self._feeds.trainer)
+        return replace(totals, **feed._asdict())
 
     async def dashboard(self, seconds: int) -> dict[str, Any]:
         """See ``Watched``."""
