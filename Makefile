@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install develop demo bench test soak faults vllm quality browser prometheus
+.PHONY: help install develop demo bench test soak faults cluster vllm quality browser prometheus
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -49,7 +49,10 @@ soak: develop ## Run the tests that take long: laws of the output over a hundred
 	$(BIN)/python -m pytest -m 'soak and not fault' -n auto $(ARGS)
 
 faults: develop ## Kill, cut, fill and flush what the service needs, and print what is promised and what came of it
-	$(BIN)/python -m pytest -m fault $(ARGS)
+	$(BIN)/python -m pytest -m 'fault and not cluster' $(ARGS)
+
+cluster: develop ## Run the service on several Ray nodes on this machine, take some away, and print what came of it
+	$(BIN)/python -m pytest -m cluster $(ARGS)
 
 vllm: install ## Run our drafters inside real vLLM processes and compare every answer; ARGS="--stream FILE --draft recall"
 	$(BIN)/osd bench vllm $(ARGS)

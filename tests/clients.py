@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
+from prometheus_client.parser import text_string_to_metric_families
+
+LONG = 900
+"""Tokens that take seconds."""
 
 _SECONDS = 120
+_MOMENT_SECONDS, _ARRIVED_SECONDS = 0.1, 5.0
 
 
 class Asking(threading.Thread):
@@ -25,7 +31,7 @@ class Asking(threading.Thread):
         self.status, self.headers, self.body = 0, httpx2.Headers(), b""
         self.broken = ""
         """The error of a connection that ended before the answer did."""
-        self.ended_at = 0.0
+        self.started_at, self.ended_at = time.monotonic(), 0.0
         self.start()
 
     def run(self) -> None:
@@ -65,6 +71,43 @@ class Asking(threading.Thread):
         assert self.status == 200
         assert all(choice["finish_reason"] == "length" for choice in last["choices"])
         return None
+
+
+@dataclass
+class Service:
+    """A service that listens at a port."""
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def in_flight(self, streams: int, others: int, **fields: Any) -> list[Asking]:
+        """Long completions that have begun, one after the other, so that each replica gets its share."""
+        clients = []
+        for stream in [True] * streams + [False] * others:
+            clients.append(Asking(self.url, max_tokens=LONG, stream=stream, **fields))
+            clients[-1].begun.wait(60 if stream else _MOMENT_SECONDS)
+        assert all(client.begun.is_set() for client in clients[:streams])
+        deadline = time.monotonic() + _ARRIVED_SECONDS
+        while sum(self.loads().values()) < len(clients):  # of the others nobody else says that they have come
+            assert time.monotonic() < deadline, f"only {self.loads()} of {len(clients)}"
+        return clients
+
+    def complete(self, **fields: Any) -> httpx2.Response:
+        body = {"prompt": "hello", "max_tokens": 2, "temperature": 0, "ignore_eos": True, **fields}
+        return httpx2.post(f"{self.url}/v1/completions", json=body, timeout=60)
+
+    def loads(self) -> dict[str, int]:
+        """For each replica that reports, how many sequences it decodes or has waiting."""
+        replicas = httpx2.get(f"{self.url}/dashboard/data", timeout=30).raise_for_status().json()["replicas"]
+        return {replica["name"]: replica["running"] + replica["waiting"] for replica in replicas}
+
+    def metric(self, name: str) -> float:
+        text = httpx2.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+        families = text_string_to_metric_families(text)
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
 def told(clients: list[Asking]) -> str:

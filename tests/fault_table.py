@@ -1,4 +1,4 @@
-"""What ``make faults`` prints: every fault that was tried, what is promised of it, and what came of it."""
+"""What ``make faults`` and ``make cluster`` print: what was tried, what is promised of it, and what came of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+ASKED_FOR = ("fault and not cluster", "cluster")
+"""Marks of tests that cause faults."""
 HEAD = ("fault", "promised", "held", "lost", "errors that clients saw", "seconds until well")
 
 
@@ -39,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print a row for each fault, of all tests that cause it, where faults were what was asked for."""
-    if config.option.markexpr != "fault":
+    if config.option.markexpr not in ASKED_FOR:
         return
     kinds = {"passed": "yes", "skipped": "not tried here", "failed": "NO", "error": "NO"}
     held = {report.nodeid: word for kind, word in kinds.items() for report in terminalreporter.stats.get(kind, [])}

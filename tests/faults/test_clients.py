@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.up import LONG, SLOTS, Up, starting
+from tests.clients import LONG
+from tests.up import SLOTS, Up, starting
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(240)]
 

@@ -1,0 +1,126 @@
+"""A service that is spread over nodes: two that serve, two that train, and a head that does neither."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import httpx2
+import torch
+
+from osd.registry.events import Events
+from osd.registry.pointer import Pointer, Rollout
+from osd.registry.versions import Registry
+from tests.clients import Asking, Service
+from tests.cluster.nodes import Node, Nodes
+from tests.pointers import put
+
+REPLICAS = WORKERS = 2
+TRAINING = "role=training"
+RANK, TRAINER = "RayTrainWorker", "DistributedTrainer"
+WELL_SECONDS = 180.0
+DOMAIN = "general"
+
+
+@dataclass
+class Cluster(Service):
+    """What runs on the nodes, asked at the head's proxy."""
+
+    nodes: Nodes
+
+    @property
+    def registry(self) -> Registry:
+        return Registry(self.nodes.home / "registry")
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        with Events(self.nodes.redis_url) as events:
+            return [event for event in events.recent() if event["kind"] == kind]
+
+    def versions(self) -> dict[str, int]:
+        """The drafter version of each replica that reports."""
+        replicas = httpx2.get(f"{self.url}/dashboard/data", timeout=30).raise_for_status().json()["replicas"]
+        return {replica["name"]: replica["version"] for replica in replicas}
+
+    def publish(self) -> int:
+        """Publish the newest weights again, a little changed."""
+        newest = self.registry.list(DOMAIN)[0].number
+        version = self.registry.load(DOMAIN, newest)
+        changed = {name: tensor + 0.05 * torch.randn_like(tensor) if tensor.is_floating_point() else tensor
+                   for name, tensor in version.weights.items()}  # fmt: skip
+        return self.registry.publish(DOMAIN, changed, version.config, {"parent": newest})
+
+    def roll_out(self, number: int) -> float:
+        """Have all replicas draft with a version; returns when it was said."""
+        with Pointer(self.nodes.redis_url, self.nodes.home / "registry") as pointer:
+            now = time.time()
+            put(pointer, DOMAIN, Rollout(number, None, 0.0, now))
+        return now
+
+    def serving(self) -> list[Node]:
+        """The nodes that replicas can be on."""
+        return [node for node in self.nodes.joined if not node.labels]
+
+    def training(self) -> list[Node]:
+        return [node for node in self.nodes.joined if node.labels]
+
+    def ranks(self) -> dict[Node, list[int]]:
+        """The processes that train, by their nodes."""
+        found = {node: [process.pid for process in node.actors(RANK)] for node in self.nodes.all}
+        return {node: pids for node, pids in found.items() if pids}
+
+    def heal(self) -> None:
+        """Have all nodes that there should be, no others, and everything on them."""
+        while len(self.training()) < 2:
+            self.nodes.join(0, TRAINING)
+        while len(self.serving()) < REPLICAS:
+            self.nodes.join(1)
+        wait(lambda: len(self.nodes.replicas()) == REPLICAS and len(self.loads()) == REPLICAS)
+        for node in set(self.serving()) - set(self.nodes.replicas().values()):
+            self.nodes.lose(node)
+        if len(self.ranks()) < WORKERS:
+            for pid in [pid for pids in self.ranks().values() for pid in pids][:1]:
+                os.kill(pid, signal.SIGKILL)  # a new group is spread over the nodes that there are now
+        wait(lambda: len(self.ranks()) == WORKERS and not any(self.loads().values()))
+
+
+def wait(condition: Callable[[], Any], seconds: float = WELL_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.1)
+
+
+class Traffic:
+    """Clients that ask one short completion after the other, of ``prompts`` or without an end, and keep all answers."""
+
+    def __init__(self, service: Service, clients: int, prompts: Iterator[str] | None = None, **fields: Any) -> None:
+        self.asked: list[Asking] = []
+        self._stop, self._service, self._taking = threading.Event(), service, threading.Lock()
+        self._prompts = prompts or (f"prompt {number}" for number in count())
+        self._fields = {"max_tokens": 8, **fields}
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Traffic:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with self._taking:
+                if (prompt := next(self._prompts, None)) is None:
+                    return
+                asking = Asking(self._service.url, prompt=prompt, **self._fields)
+                self.asked.append(asking)
+            asking.join()
