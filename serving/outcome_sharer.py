@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from typing import Any
 
-import msgspec
 from redis.exceptions import RedisError
 
-from osd.capture.retention import Retention
-from osd.capture.trace import FIELD
+from osd.capture.retention import oldest_allowed
 from osd.config import CaptureSettings
 from osd.engine.request_router import RequestRouter
-from osd.redis_client import RedisClient
-from osd.routing.outcome import STREAM, Outcome
+from osd.routing.outcome_stream import OutcomeStream
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS, _CLEAR_SECONDS = 0.5, 60.0
-_MOST = 512  # outcomes on the stream: what a new replica begins with
-_BY = b"replica"
-
-_encoder = msgspec.msgpack.Encoder()
-_outcomes = msgspec.msgpack.Decoder(Outcome)
+_LOOK_SECONDS = 0.5
 
 
-class OutcomeSharer(RedisClient):
-    """Carries outcomes between a replica's router and the others', in a thread. Without Redis each learns by itself.
-
-    What is older than ``capture.keep_days`` is deleted, and so is what is to be forgotten.
-    """
+class OutcomeSharer:
+    """Carries outcomes between a replica's router and the others', in a thread. Without Redis each learns by itself."""
 
     def __init__(self, redis_url: str, settings: CaptureSettings, name: str, router: RequestRouter) -> None:
-        """Share what the ``router`` of the replica ``name`` learns."""
-        super().__init__(redis_url)
-        self._name, self._router = name, router
-        self._retention = Retention(self._client, settings.model_copy(update={"stream": STREAM}))
-        self._last, self._clear_at = "-", 0.0
+        """Share what the ``router`` of the replica ``name`` learns, for as long as ``capture.keep_days`` says."""
+        self._stream = OutcomeStream(redis_url)
+        self._settings, self._name, self._router = settings, name, router
         self._failing = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outcome-sharer", daemon=True)
@@ -52,44 +37,23 @@ class OutcomeSharer(RedisClient):
         """Stop, and tell what was learnt last."""
         self._stop.set()
         self._thread.join(timeout=5)
-        self._try_to_share()
-        super().close()
-
-    def share(self) -> None:
-        """Tell what there is to tell, and hear what others have told since the last call.
-
-        Raises:
-            redis.exceptions.RedisError: Redis does not answer.
-        """
-        while told := self._router.told:
-            fields: Any = {FIELD: _encoder.encode(told[0]), _BY: self._name}
-            self._client.xadd(STREAM, fields, maxlen=_MOST, approximate=False)
-            told.popleft()
-        entries: Any = self._client.xrange(STREAM, min=self._last)
-        for id, fields in entries:
-            self._last = f"({id.decode()}"
-            if fields.get(_BY) != self._name.encode():
-                self._hear(fields.get(FIELD, b""))
-        if time.monotonic() >= self._clear_at:
-            self._clear_at = time.monotonic() + _CLEAR_SECONDS
-            self._retention.enforce(time.time())
-
-    def _hear(self, data: bytes) -> None:
-        try:
-            outcome = _outcomes.decode(data)
-        except msgspec.MsgspecError:
-            return
-        if math.isfinite(outcome.gain):
-            self._router.heard.append(outcome)
+        self._share()
+        self._stream.close()
 
     def _run(self) -> None:
-        self._try_to_share()
+        self._share()
         while not self._stop.wait(_LOOK_SECONDS):
-            self._try_to_share()
+            self._share()
 
-    def _try_to_share(self) -> None:
+    def _share(self) -> None:
+        """Tell what there is to tell, and hear what others have told since the last call."""
         try:
-            self.share()
+            if (oldest := oldest_allowed(self._settings, time.time())) is not None:
+                self._stream.expire(oldest)
+            while told := self._router.told:
+                self._stream.tell(told[0], self._name)
+                told.popleft()
+            self._router.heard.extend(self._stream.new(self._name))
         except RedisError as error:
             if not self._failing:
                 logger.warning("what drafters were how fast is not shared, trying again: %s", error)

@@ -17,7 +17,7 @@ from osd.redis_client import connect
 from osd.registry.learnt import versions_with
 from osd.registry.place import storage_of
 from osd.registry.versions import Registry
-from osd.routing.outcome import STREAM
+from osd.routing.outcome_stream import OutcomeStream
 
 _ANSWER_SECONDS = 60.0
 
@@ -81,19 +81,20 @@ def _forget(settings: Settings, redis_url: str | None, request: str) -> Forgotte
 
 def _ask(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, Removed], set[Member]]:
     """Records removed from the streams, what each member removed, and those that do not answer."""
-    client, purges = connect(url, timeout=5.0), Purges(url)
+    client, purges, outcomes = connect(url, timeout=5.0), Purges(url), OutcomeStream(url)
     try:
-        told = settings.capture.model_copy(update={"stream": STREAM})
-        streams = [Retention(client, kept) for kept in (settings.tapped, settings.capture, told)]
+        streams = [Retention(client, kept) for kept in (settings.tapped, settings.capture)]
         purges.ask(request)  # first, so that nothing of it is taken in from here on
-        streamed = sum(stream.purge(request) for stream in streams)
+        streamed = sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
         deadline = time.monotonic() + _ANSWER_SECONDS
         while missing := purges.members() - purges.answers(request).keys():
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        streamed += sum(stream.purge(request) for stream in streams)  # what was on its way
+        # What was on its way.
+        streamed += sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
         return streamed, purges.answers(request), missing
     finally:
+        outcomes.close()
         purges.close()
         client.close()

@@ -75,9 +75,7 @@ class RequestRouter:
             pick, request = s.routed.pick, s.request
             gain = self._router(request.tenant).learn(pick, len(s.tokens) - s.routed.tokens, seconds)
             if gain is not None and request.capture:
-                self.told.append(
-                    Outcome.of(request.id, time.time(), request.tenant, pick.drafter, gain, pick.embedding)
-                )
+                self.told.append(Outcome.of(request.id, request.tenant, pick.drafter, gain, pick.embedding))
 
     def _hear(self) -> None:
         for _ in range(min(len(self.heard), _HEARD_AT_ONCE)):

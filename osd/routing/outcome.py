@@ -7,30 +7,26 @@ from typing import Self
 import msgspec
 import numpy as np
 
-STREAM = "osd:routing"
-"""Key of the Redis Stream on which replicas tell each other."""
-
 _DTYPE = np.dtype("<f2")
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """How far the ``drafter`` of a domain was above the level of its replica, in log tokens per second, on a prompt.
 
-    ``request_id`` and ``created``, seconds since the epoch, are there so that it can be forgotten.
+    ``request_id`` is there so that it can be forgotten.
     """
 
     request_id: str
-    created: float
     tenant: str
     drafter: str
     gain: float
     embedding: bytes
 
     @classmethod
-    def of(cls, request_id: str, created: float, tenant: str, drafter: str, gain: float, states: np.ndarray) -> Self:
+    def of(cls, request_id: str, tenant: str, drafter: str, gain: float, states: np.ndarray) -> Self:
         """The outcome on a prompt whose embedding is ``states`` [dimensions], which is kept in half precision."""
         most = np.finfo(_DTYPE).max
-        return cls(request_id, created, tenant, drafter, gain, states.clip(-most, most).astype(_DTYPE).tobytes())
+        return cls(request_id, tenant, drafter, gain, states.clip(-most, most).astype(_DTYPE).tobytes())
 
     def states(self) -> np.ndarray:
         """The embedding [dimensions]."""

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from osd.cli.app import app
-from osd.config import Settings
+from osd.config import CaptureSettings, Settings
 from osd.drafters import initial
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
-from osd.routing.outcome import STREAM
+from osd.routing.outcome_stream import STREAM
 from tests import replicas as whole
 from tests.pointers import put
 from tests.replicas import Replicas
@@ -98,8 +98,18 @@ def test_a_purged_request_is_forgotten_there_too(start, settings, redis_url, red
     assert redis_client.xlen(STREAM) == 1
 
 
+def test_what_is_older_than_may_be_kept_is_deleted(settings, redis_url, redis_client, eventually):
+    old = int(1000 * (time.time() - 2 * 86_400))
+    redis_client.xadd(STREAM, {"outcome": b""}, id=f"{old}-0")
+    redis_client.xadd(STREAM, {"outcome": b""})
+    kept = Replicas(settings.model_copy(update={"capture": CaptureSettings(keep_days=1)}), redis_url)
+    kept.start("one")
+    eventually(lambda: redis_client.xlen(STREAM) == 1)
+    kept.end_all()
+
+
 def test_the_stream_holds_a_bounded_number_and_what_is_broken_on_it_is_left_out(start, redis_client, eventually):
-    redis_client.xadd(STREAM, {"trace": b"no outcome"})
+    redis_client.xadd(STREAM, {"outcome": b"is none"})
     one, other = start("one"), start("other")
     for number in range(2000):
         redis_client.xadd(STREAM, {"a": number})

@@ -188,7 +188,7 @@ def test_what_another_replica_learnt_under_another_load_spares_the_trials():
         pick = one.pick(machine.traffic.prompt(topic), LINES)
         gain = one.learn(pick, 100, 2 / machine.speeds[topic, LINES.index(pick.drafter)])
         assert gain is not None
-        told = Outcome.of("r", 0.0, "", pick.drafter, gain, pick.embedding)
+        told = Outcome.of("r", "", pick.drafter, gain, pick.embedding)
         other.hear(told.states(), told.drafter, told.gain)
     spared, _ = Machine(Traffic(7), SPEEDS, 0.2).serve(other, 60)
     tried, _ = Machine(Traffic(7), SPEEDS, 0.2).serve(alone, 60)
@@ -198,6 +198,6 @@ def test_what_another_replica_learnt_under_another_load_spares_the_trials():
 
 def test_an_embedding_is_told_in_half_precision_whatever_its_size():
     states = np.array([1.0, -3e38, 0.5, 1e5], np.float32)
-    told = Outcome.of("r", 0.0, "", "code", 0.5, states).states()
+    told = Outcome.of("r", "", "code", 0.5, states).states()
     assert np.isfinite(told).all()
     assert told.tolist() == [1.0, -65504.0, 0.5, 65504.0]
