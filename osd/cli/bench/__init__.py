@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from osd.cli.bench.adaptation import ablate, adapt, poison, shift
+from osd.cli.bench.beside import beside
 from osd.cli.bench.completion import completion
 from osd.cli.bench.context import context
 from osd.cli.bench.costs import forward, overhead, weights
@@ -65,6 +66,7 @@ for command in (
         tap,
         pulls,
         streams,
+        beside,
     ),
 ):
     app.command()(command)
