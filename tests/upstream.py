@@ -109,7 +109,10 @@ class Upstream:
                 await asyncio.sleep(self.wait)
                 if self.breaks:
                     raise RuntimeError
-            yield b'data: {"id": "%b", "choices": [], "usage": {"completion_tokens": 2, "total_tokens": 3}}\n\n' % name.encode()
+            yield (
+                b'data: {"id": "%b", "choices": [], "usage": {"completion_tokens": 2, "total_tokens": 3}}\n\n'
+                % name.encode()
+            )
             yield b"data: [DONE]\n\n"
         except asyncio.CancelledError:
             self.left += 1

@@ -16,7 +16,6 @@ from osd.cli.common import AsJson, ConfigFile, Overrides, broken, fail, redis_ur
 if TYPE_CHECKING:
     from osd.admin.audit import Actor
     from osd.admin.rollouts import Rollouts
-    from osd.config import Settings
 
 app = typer.Typer(help="List drafter versions, and say which of them is in service.", no_args_is_help=True)
 
@@ -114,30 +113,52 @@ def export_version(
     Says how vLLM is to be started with it, or why vLLM does not load it.
     """
     settings = settings_of(config, overrides)
-    from osd import drafters
-    from osd.drafters import formats
-    from osd.drafters.acceptance_head import without_head
-    from osd.registry.place import storage_of
-    from osd.registry.versions import Registry, VersionError
-    from osd.target.load import TargetError, target_directory
+    from osd.admin.exporting import EXPORT_ERRORS, export
 
     _quiet()
     try:
-        found = Registry(storage_of(settings)).load(settings.domain, version)
-        target = target_directory(settings)
-        drafter = drafters.trainable(drafters.from_config(without_head(found.config), target))
-        drafter.load_weights(found.weights)
-        name = _known_name(settings, target)
-        origin = formats.Origin(settings.domain, version, name, target, settings.growth.lookahead)
-        formats.write(drafter, format.value, origin, out.absolute())
-    except (VersionError, TargetError, drafters.DrafterError, formats.FormatError, OSError) as error:
+        exported = export(settings, version, format.value, out)
+    except EXPORT_ERRORS as error:
         fail(error)
-    typer.echo(f"version {version} of {settings.domain} is in {out}, for the target {name}")
+    typer.echo(f"version {version} of {settings.domain} is in {out}, for the target {exported.target}")
+    if exported.speculative is None:
+        typer.echo(f"osd: {exported.problem}", err=True)
+    else:
+        typer.echo(f"vllm serve {exported.target} --speculative-config '{json.dumps(exported.speculative)}'")
+
+
+@app.command("follow")
+def follow_versions(
+    format: Annotated[FormatName, typer.Option(help="speculators (eagle), transformers (language_model) or medusa.")],
+    out: Annotated[Path, typer.Option(help="Below it each version has a directory.", metavar="DIR")],
+    run: Annotated[
+        str, typer.Option(help="What restarts the servers; the directory is added to it.", metavar="COMMAND")
+    ],
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Export each version that becomes stable and run a command with its directory, until Ctrl-C.
+
+    For servers that load no draft weights while they run; the command is to restart one after the other.
+    """
+    settings = settings_of(config, overrides)
+    import shlex
+    import time
+
+    from osd.admin.exporting import StableExports
+
     try:
-        speculative = formats.vllm_config(drafter, format.value, out.absolute(), origin.depth)
-        typer.echo(f"vllm serve {name} --speculative-config '{json.dumps(speculative)}'")
-    except formats.FormatError as error:
-        typer.echo(f"osd: {error}", err=True)
+        command = shlex.split(run)
+    except ValueError as error:
+        fail(f"--run is no command: {error}")
+    if not command:
+        fail("--run must be a command")
+    _quiet()
+    following = StableExports(settings, format.value, out, command, lambda said: typer.echo(said, err=True))
+    with stop_signals():
+        while True:
+            following.look()
+            time.sleep(1)
 
 
 @app.command("import")
@@ -236,13 +257,6 @@ def _rollouts(config: ConfigFile, overrides: Overrides) -> Generator[tuple[Rollo
         fail(error)
     finally:
         rollouts.close()
-
-
-def _known_name(settings: Settings, target: Path) -> str:
-    """What another library finds the target by."""
-    source = settings.target.source
-    local = source.startswith("pypi:") or Path(source).expanduser().exists()
-    return str(target) if local else source
 
 
 def _quiet() -> None:
