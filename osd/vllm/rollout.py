@@ -13,7 +13,7 @@ from prometheus_client import Counter, Gauge
 
 from osd.registry.pointer_file import Rollout
 from osd.vllm.published import Published
-from osd.vllm.settings import VllmSettings
+from osd.vllm.settings import SettingsError, VllmSettings
 
 log = logging.getLogger("vllm.osd")  # vLLM shows what its own loggers say
 
@@ -41,7 +41,13 @@ class RolloutFollower:
         """Answer as the server does; start with it, and end with it."""
         if scope["type"] != "lifespan":
             return await self._app(scope, receive, send)
-        following = asyncio.ensure_future(_Follower(scope["app"].state.engine_client).follow())
+        try:
+            follower = _Follower(scope["app"].state.engine_client)
+        except SettingsError as error:
+            await receive()
+            # Said so, it ends the server; one that only raises goes on without what it was asked to follow.
+            return await send({"type": "lifespan.startup.failed", "message": str(error)})
+        following = asyncio.ensure_future(follower.follow())
         try:
             await self._app(scope, receive, send)
         finally:

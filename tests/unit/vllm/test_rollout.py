@@ -29,7 +29,7 @@ from osd.vllm import rollout
 from osd.vllm.draft_weights import DraftWeights
 from osd.vllm.published import Published
 from osd.vllm.rollout import RolloutFollower
-from osd.vllm.settings import SettingsError, VllmSettings
+from osd.vllm.settings import VllmSettings
 
 
 class Draft:
@@ -128,8 +128,9 @@ def _reloading(monkeypatch) -> None:
     )
 
 
-def serve(engine: Engine, act: Callable[[], None], until: Callable[[], object]) -> None:
-    """A server of vLLM's that starts, lives until something is true, and ends."""
+def serve(engine: Engine, act: Callable[[], None], until: Callable[[], object]) -> list[Any]:
+    """A server of vLLM's that starts, lives until something is true, and ends; returns what its start says."""
+    said = []
 
     async def application(scope, receive, send) -> None:
         act()
@@ -138,8 +139,15 @@ def serve(engine: Engine, act: Callable[[], None], until: Callable[[], object]) 
             assert time.monotonic() < deadline
             await asyncio.sleep(0.005)
 
+    async def receive() -> dict[str, Any]:
+        return {"type": "lifespan.startup"}
+
+    async def send(message) -> None:
+        said.append((message["type"], message.get("message")))
+
     app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
-    asyncio.run(RolloutFollower(application)({"type": "lifespan", "app": app}, None, None))
+    asyncio.run(RolloutFollower(application)({"type": "lifespan", "app": app}, receive, send))
+    return said
 
 
 def gauge() -> float | None:
@@ -251,17 +259,16 @@ def test_a_layer_holds_its_weights_again_when_loading_fails(world):
 
 
 def test_the_start_fails_with_one_sentence_where_there_is_nothing_to_follow(world, monkeypatch, tmp_path):
-    engine = Engine(tmp_path / "elsewhere")
-    with pytest.raises(SettingsError, match=r"elsewhere holds no drafter that osd drafters export wrote"):
-        serve(engine, lambda: None, lambda: True)
+    def refusal() -> str:
+        ((kind, message),) = serve(Engine(tmp_path / "elsewhere"), lambda: None, lambda: True)
+        assert kind == "lifespan.startup.failed"
+        return message
+
+    assert "elsewhere holds no drafter that osd drafters export wrote" in refusal()
     monkeypatch.delenv("OSD_VLLM_REGISTRY")
-    with pytest.raises(
-        SettingsError, match=r"^OSD_VLLM_REGISTRY must name the registry, a folder or s3://bucket/path$"
-    ):
-        serve(engine, lambda: None, lambda: True)
+    assert refusal() == "OSD_VLLM_REGISTRY must name the registry, a folder or s3://bucket/path"
     monkeypatch.setenv("OSD_VLLM_CANARY", "yes")
-    with pytest.raises(SettingsError, match=r"^OSD_VLLM_CANARY must be 0 or 1, not 'yes'$"):
-        VllmSettings.from_environment()
+    assert refusal() == "OSD_VLLM_CANARY must be 0 or 1, not 'yes'"
 
 
 def test_requests_pass_as_they_are(world):
