@@ -44,13 +44,15 @@ class MetricsOverRay:
         self._handle: Any = None
         self._failing = False
 
-    def push(self, report: Report) -> None:
-        """Deliver a report, or give up after two seconds."""
+    def push(self, report: Report) -> float | None:
+        """Deliver a report, or give up after two seconds; returns in how many seconds the next one is wanted."""
         try:
-            ray.get(self._actor().push.remote(report), timeout=_ANSWER_SECONDS)
-            self._failing = False
+            pause: float = ray.get(self._actor().push.remote(report), timeout=_ANSWER_SECONDS)
         except (RayError, RayServeException, GetTimeoutError, ValueError) as error:
             self._lost(error)
+            return None
+        self._failing = False
+        return pause
 
     async def totals(self) -> Totals | None:
         """Counters of all replicas."""

@@ -23,6 +23,8 @@ from serving.replica_metrics import Totals
 
 __all__ = ["CONTENT_TYPE", "render"]
 
+_EACH = 100  # replicas at most that have gauges of their own
+
 _VLLM = {
     "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens of sequences that got a slot, the cached ones too."),
     "vllm:generation_tokens": ("completion_tokens", "Completion tokens decoded."),
@@ -227,6 +229,17 @@ class _Families(Collector):
         for domain, since in self.totals.tried_since.items():
             canaries.add_metric([domain], max(time.time() - since, 0.0))
         yield canaries
+        yield from self._replicas()
+
+    def _replicas(self) -> Iterator[Metric]:
+        """How many run each version; of a few also each for itself, which of many would be megabytes."""
+        running = Counter[tuple[str, int]]()
+        for report in self.totals.replicas:
+            running.update([(self.domain, report.version), *report.others.items()])
+        count = GaugeMetricFamily("osd_replicas", "Replicas by drafter version.", labels=["domain", "version"])
+        for (domain, version), replicas in sorted(running.items()):
+            count.add_metric([domain, str(version)], replicas)
+        yield count
         labels = ["domain", "replica"]
         gauges = {
             name: GaugeMetricFamily(name, help_text, labels=labels)
@@ -237,7 +250,7 @@ class _Families(Collector):
                 ("osd_swap_stall_seconds_max", "Longest pause that a swap caused since the replica started."),
             )
         }
-        for report in self.totals.replicas:
+        for report in self.totals.replicas if len(self.totals.replicas) <= _EACH else ():
             values = (report.load.running, report.load.waiting, report.version, report.swap_stall_seconds_max)
             for gauge, value in zip(gauges.values(), values, strict=True):
                 gauge.add_metric([self.domain, report.replica], value)

@@ -53,8 +53,8 @@ _SWITCH_SECONDS = 0.0005
 class SharedMetrics(Protocol):
     """The metrics of all replicas; its methods return None when they cannot be reached."""
 
-    def push(self, report: Report) -> None:
-        """Deliver a report, or give up after a moment."""
+    def push(self, report: Report) -> float | None:
+        """Deliver a report, or give up after a moment; returns in how many seconds the next one is wanted."""
         ...
 
     async def totals(self) -> Totals | None:
@@ -230,9 +230,9 @@ class Replica:
     def _keys_refused(self, reason: str) -> None:
         self._events.tell("keys_refused", self.settings.domain, reason=reason)
 
-    def _push(self, report: Report) -> None:
-        self._own.push(report)
-        self._shared.push(report)
+    def _push(self, report: Report) -> float:
+        alone = self._own.push(report)
+        return self._shared.push(report) or alone
 
 
 def make_engine(

@@ -23,7 +23,10 @@ ACTOR = "replica_metrics"
 """Name of the actor that keeps the metrics of all replicas."""
 
 ALIVE_SECONDS = 5.0
-_KNOWN = 256  # replicas, and proxies
+"""A replica that has not reported for so long is gone; for so many of their pauses, where they pause for longer."""
+
+_REPORT_SECONDS, _REPORTS_A_SECOND = 1.0, 100.0
+_KNOWN = 4096  # replicas, and proxies
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class TableSize:
 
 @dataclass(frozen=True)
 class Report:
-    """What one replica says once a second.
+    """What one replica says once a second, or as often as ``ReplicaMetrics.push`` asks for it.
 
     ``version`` is the stable one, and ``canary`` the one that drafts for a share of requests beside it; ``others`` are
     the versions of other domains that are at hand. ``counters`` never decrease; labels are (position) or (source) of
@@ -87,9 +90,13 @@ class ReplicaMetrics:
         self._proxies: dict[str, dict[Name, float]] = {}
         self._apart: dict[str | int, dict[str | int, None]] = {}
         self._past = MetricsHistory()
+        self._pause, self._paced_at = _REPORT_SECONDS, 0.0
 
-    def push(self, report: Report) -> None:
-        """Take one report; reports of one replica come in order."""
+    def push(self, report: Report) -> float:
+        """Take one report; reports of one replica come in order. Returns in how many seconds it is to send the next.
+
+        However many replicas there are, about a hundred reports come in each second.
+        """
         before = self._last.get(report.replica)
         if before is not None and report.time < before.time:
             self._set_back(report.time)
@@ -102,6 +109,7 @@ class ReplicaMetrics:
         self._past.add(report.time, report.replica, delta, (report.load.running, report.load.waiting))
         if len(self._last) > _KNOWN:
             del self._last[min(self._last, key=lambda name: self._last[name].time)]
+        return self._pace(report.time)
 
     def answered(self, proxy: str, counts: Mapping[tuple[str, int], int]) -> None:
         """Take all that a proxy has answered so far, by path and status."""
@@ -113,8 +121,7 @@ class ReplicaMetrics:
 
     def totals(self, now: float) -> Totals:
         """Everything counted so far, and who is alive at ``now``."""
-        living = [report for report in self._last.values() if now - report.time < ALIVE_SECONDS]
-        return Totals(dict(self._totals), sorted(living, key=lambda report: report.replica))
+        return Totals(dict(self._totals), sorted(self._living(now), key=lambda report: report.replica))
 
     def history(self, now: float, seconds: int, bins: int = MOST_BINS) -> History:
         """The last ``seconds`` in at most ``bins`` bins, oldest first; the running second is left out."""
@@ -126,6 +133,16 @@ class ReplicaMetrics:
     def bins(self, now: float, seconds: int, since: int | None) -> Bins:
         """The last ``seconds`` by what was counted, and of these only what came after the bin at ``since``."""
         return self._past.bins(now, seconds, since)
+
+    def _living(self, now: float) -> list[Report]:
+        return [report for report in self._last.values() if now - report.time < ALIVE_SECONDS * self._pause]
+
+    def _pace(self, now: float) -> float:
+        """Seconds between two reports of a replica, reckoned anew once a second."""
+        if not 0 <= now - self._paced_at < _REPORT_SECONDS:
+            self._paced_at = now
+            self._pause = max(_REPORT_SECONDS, len(self._living(now)) / _REPORTS_A_SECOND)
+        return self._pause
 
     def _set_back(self, time: float) -> None:
         if ahead := self._past.set_back(time):

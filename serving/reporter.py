@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = 0.1
-"""Between two reports of the load."""
+"""Between two reports of the load while a trainer on this machine looks at it."""
 
 LOOK_SECONDS = 0.02
-"""Within which the trainer is told that requests wait, or no longer do."""
+"""Within which such a trainer is told that requests wait, or no longer do."""
 
 REPORT_SECONDS = 1.0
-"""Between two reports of the counters, and of the rounds that the time goes into."""
+"""Between two reports of the load otherwise, and of the rounds that the time goes into."""
+
+_WINDOW_SECONDS = 1.0
 
 _TABLES_SECONDS = 15.0
 
@@ -92,7 +94,8 @@ class TableSizes:
 class Reporter:
     """Two threads, so that a Redis that hangs delays no counters.
 
-    ``push`` gets a report each second and may block for a moment, but must not raise.
+    ``push`` gets a report of the counters, and says in how many seconds it wants the next one. It may block for a
+    moment, but must not raise.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Reporter:
         watchers: Sequence[Watcher],
         loads: ReplicaLoads,
         control: Control,
-        push: Callable[[Report], None],
+        push: Callable[[Report], float],
     ) -> None:
         self._name, self._engine, self._writer, self._watchers = name, engine, writer, watchers
         self._loads, self._control, self._push = loads, control, push
@@ -193,16 +196,19 @@ class Reporter:
         )
 
     def _tell_load(self) -> None:
-        # The last second of (time, tokens): the difference of its ends is the speed.
-        window: deque[tuple[float, int]] = deque(maxlen=round(1 / LOAD_SECONDS) + 1)
+        window: deque[tuple[float, int]] = deque()  # of (time, tokens): the difference of its ends is the speed
         failing, waited, told_at, told = False, False, 0.0, self._engine.counters()
-        workloads_at = 0.0
+        read, workloads_at = True, 0.0
         while not self._stop.wait(LOOK_SECONDS):
             load, now = self._engine.load(), time.monotonic()
-            if now - told_at < LOAD_SECONDS and bool(load.waiting) == waited:
+            if now - told_at < (LOAD_SECONDS if read else REPORT_SECONDS) and not (
+                read and bool(load.waiting) != waited
+            ):
                 continue
             counts = self._engine.counters()
             window.append((now, counts.completion_tokens))
+            while len(window) > 2 and now - window[0][0] > _WINDOW_SECONDS:
+                window.popleft()
             (then, before), (_, tokens) = window[0], window[-1]
             speed = (tokens - before) / (now - then) if now > then else 0.0
             latency = _inter_token_ms(told, counts)
@@ -212,11 +218,11 @@ class Reporter:
                     load.running, load.waiting, self._engine.drafter_version, speed, latency,
                     counts.forward_seconds, counts.rest_seconds,
                 )  # fmt: skip
-                self._loads.report(self._name, mine)
+                read = self._loads.report(self._name, mine)
                 if now - workloads_at >= REPORT_SECONDS:
                     workloads_at = now
                     self._loads.report_workloads(self._name, self._engine.workloads())
-                self.set_speculation(self._control.get().speculation)
+                    self.set_speculation(self._control.get().speculation)
             except RedisError as error:
                 if not failing:
                     logger.warning("Redis does not answer, serving goes on without it: %s", error)
@@ -225,8 +231,9 @@ class Reporter:
                 failing = False
 
     def _tell_counters(self) -> None:
-        while not self._stop.wait(REPORT_SECONDS):
-            self._push(self.report())
+        pause = REPORT_SECONDS
+        while not self._stop.wait(pause):
+            pause = self._push(self.report())
         self._push(self.report())
 
 

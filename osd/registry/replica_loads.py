@@ -5,12 +5,13 @@ Taps tell the same of the servers behind them.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from redis.exceptions import DataError
 
 from osd.demand import Workload
+from osd.machine import machine as this_machine
 from osd.redis_client import RedisClient
 
 EXPIRY_MS = 2000
@@ -19,19 +20,23 @@ EXPIRY_MS = 2000
 WORKLOADS_EXPIRY_MS = 10_000
 """The same for what is asked of it, and for a server behind a tap."""
 
-_KEY, _WORKLOADS_KEY, _UPSTREAMS_KEY, _READ_KEY = "osd:load", "osd:workloads", "osd:upstreams", "osd:load:read"
+ATTENTION_MS = 10_000
+"""For how long after a look somebody counts as looking."""
+
+_KEY, _WORKLOADS_KEY, _UPSTREAMS_KEY = "osd:load", "osd:workloads", "osd:upstreams"
 
 # Reports carry the server's time: the clocks of replicas and trainer may differ.
 _REPORT = """
 local now = redis.call('TIME')
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f ', now[1] * 1000 + now[2] / 1000) .. ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return redis.call('EXISTS', KEYS[2])
 """
 
 # It writes too: a Redis that takes no reports, because it is full or a replica, must not look like one without any.
 _READ = """
 local now = redis.call('TIME')
-redis.call('SET', KEYS[2], 1, 'PX', ARGV[1])
+redis.call('SET', KEYS[2], 1, 'PX', ARGV[2])
 local oldest = now[1] * 1000 + now[2] / 1000 - ARGV[1]
 local fields = redis.call('HGETALL', KEYS[1])
 local fresh = {}
@@ -100,31 +105,34 @@ class UpstreamReport(msgspec.Struct, frozen=True):
 class ReplicaLoads(RedisClient):
     """The loads of replicas, what is asked of them, and upstreams, in Redis hashes; each method is one round trip.
 
+    Loads are those of one machine's replicas: what trains there takes cores from these, and from no others.
+
     Raises:
         redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, machine: str | None = None) -> None:
+        """Tell and read the loads of ``machine``'s replicas, None for this one's."""
         super().__init__(url)
+        self._key = f"{_KEY}:{machine or this_machine()}"
         self._report = self._client.register_script(_REPORT)
         self._read = self._client.register_script(_READ)
 
-    def report(self, replica_id: str, load: ReplicaLoad) -> None:
-        """Report a replica's load; it stays for two seconds."""
-        self._report(keys=[_KEY], args=[replica_id, msgspec.json.encode(load), EXPIRY_MS])
+    def report(self, replica_id: str, load: ReplicaLoad) -> bool:
+        """Report a replica's load; it stays for two seconds. Says whether somebody looks at the loads."""
+        return self._told(self._key, replica_id, load, EXPIRY_MS)
 
     def report_workloads(self, replica_id: str, workloads: Workloads) -> None:
         """Report what is asked of a replica; it stays for ten seconds."""
-        data = msgspec.json.encode(workloads)
-        self._report(keys=[_WORKLOADS_KEY], args=[replica_id, data, WORKLOADS_EXPIRY_MS])
+        self._told(_WORKLOADS_KEY, replica_id, workloads, WORKLOADS_EXPIRY_MS)
 
     def read(self) -> dict[str, ReplicaLoad]:
-        """The loads of the replicas that reported within the last two seconds.
+        """The loads of the machine's replicas that reported within the last two seconds.
 
         Raises:
             redis.exceptions.RedisError: also when Redis takes no reports now.
         """
-        return self._fresh(_KEY, EXPIRY_MS, ReplicaLoad)
+        return self._fresh(self._key, EXPIRY_MS, ReplicaLoad)
 
     def workloads(self) -> dict[str, Workloads]:
         """What is asked of the replicas that reported it within the last ten seconds.
@@ -136,7 +144,7 @@ class ReplicaLoads(RedisClient):
 
     def report_upstream(self, name: str, report: UpstreamReport) -> None:
         """Report a server behind a tap; it stays for ten seconds."""
-        self._report(keys=[_UPSTREAMS_KEY], args=[name, msgspec.json.encode(report), WORKLOADS_EXPIRY_MS])
+        self._told(_UPSTREAMS_KEY, name, report, WORKLOADS_EXPIRY_MS)
 
     def upstreams(self) -> dict[str, UpstreamReport]:
         """The servers behind taps that were reported within the last ten seconds.
@@ -146,8 +154,11 @@ class ReplicaLoads(RedisClient):
         """
         return self._fresh(_UPSTREAMS_KEY, WORKLOADS_EXPIRY_MS, UpstreamReport)
 
+    def _told(self, key: str, name: str, said: Any, expiry_ms: int) -> bool:
+        return bool(self._report(keys=[key, f"{key}:read"], args=[name, msgspec.json.encode(said), expiry_ms]))
+
     def _fresh(self, key: str, expiry_ms: int, kind: type[_Said]) -> dict[str, _Said]:
-        fields: list[bytes] = self._read(keys=[key, _READ_KEY], args=[expiry_ms])
+        fields: list[bytes] = self._read(keys=[key, f"{key}:read"], args=[expiry_ms, ATTENTION_MS])
         try:
             return {
                 name.decode(): msgspec.json.decode(data, type=kind)

@@ -10,9 +10,11 @@ import pytest
 import redis
 
 from osd.capture.server import RedisServer
+from osd.machine import machine
 from osd.registry import replica_loads
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 
+KEY = f"osd:load:{machine()}"
 IDLE, BUSY = ReplicaLoad(1, 0, 3, 40.5), ReplicaLoad(16, 5, 3, 90.0)
 
 
@@ -43,16 +45,34 @@ def test_silent_replica_expires_while_another_goes_on(
         time.sleep(0.1)
         loads.report("alive", IDLE)
     assert loads.read() == {"alive": IDLE}
-    assert redis_client.hlen("osd:load") == 1
+    assert redis_client.hlen(KEY) == 1
     time.sleep(0.4)
     assert loads.read() == {}
-    assert not redis_client.exists("osd:load")
+    assert not redis_client.exists(KEY)
+
+
+def test_a_replica_hears_whether_somebody_looks(loads: ReplicaLoads, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replica_loads, "ATTENTION_MS", 100)
+    assert not loads.report("a", BUSY)
+    loads.workloads()  # looks at something else
+    assert not loads.report("a", BUSY)
+    loads.read()
+    assert loads.report("a", BUSY)
+    time.sleep(0.15)
+    assert not loads.report("a", BUSY)
+
+
+def test_replicas_of_another_machine_are_not_among_those_of_this_one(loads: ReplicaLoads, redis_url: str):
+    with ReplicaLoads(redis_url, "elsewhere") as others:
+        others.report("b", BUSY)
+        loads.report("a", IDLE)
+        assert (loads.read(), others.read()) == ({"a": IDLE}, {"b": BUSY})
 
 
 def test_foreign_content_is_an_error_of_redis(loads: ReplicaLoads, redis_client: redis.Redis):
     loads.report("a", IDLE)
-    stamp = redis_client.hget("osd:load", "a").partition(b" ")[0]
-    redis_client.hset("osd:load", "b", stamp + b" {}")
+    stamp = redis_client.hget(KEY, "a").partition(b" ")[0]
+    redis_client.hset(KEY, "b", stamp + b" {}")
     with pytest.raises(redis.RedisError, match=r"^replica loads: "):
         loads.read()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -103,6 +104,18 @@ def test_prometheus_can_parse_it_and_ours_is_labelled():
     assert samples["osd_running_requests", ("domain", "general"), ("replica", "r1")] == 4
     assert samples["osd_drafter_version", ("domain", "general"), ("replica", "r1")] == 3
     assert samples["osd_drafter_version", ("domain", "code"), ("replica", "r1")] == 7
+
+
+def test_of_a_thousand_replicas_the_page_says_how_many_run_each_version_and_stays_small():
+    others = {f"domain-{number}": 3 for number in range(64)}
+    report = TOTALS.replicas[0]
+    many = [replace(report, replica=f"replica-{n}", version=5 + n % 2, others=others) for n in range(1000)]
+    totals = replace(TOTALS, replicas=many)
+    assert len(render(totals, "general", "tiny")) < 1_000_000
+    samples = samples_of(totals)
+    assert samples["osd_replicas", ("domain", "general"), ("version", "5")] == 500
+    assert samples["osd_replicas", ("domain", "domain-63"), ("version", "3")] == 1000
+    assert not any(name == "osd_running_requests" for name, *_ in samples)
 
 
 def test_training_is_told_by_domain_with_what_it_did_what_it_has_and_what_it_expects():

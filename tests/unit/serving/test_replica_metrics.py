@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from osd.engine.counters import APART, DOMAINS, OLDER, OTHERS, DecodeSeconds, EngineCounters, EngineLoad, of_version
-from serving import prometheus
+from serving import prometheus, replica_metrics
 from serving.replica_metrics import ReplicaMetrics, Report
 
 
@@ -104,7 +104,8 @@ def test_versions_that_one_replica_no_longer_keeps_apart_stay_apart_while_others
     assert totals["code", 1] == 1
 
 
-def test_many_dead_replicas_are_forgotten_but_not_their_counts():
+def test_many_dead_replicas_are_forgotten_but_not_their_counts(monkeypatch):
+    monkeypatch.setattr(replica_metrics, "_KNOWN", 256)
     metrics = ReplicaMetrics()
     for number in range(1000):
         metrics.push(report(float(number), f"r{number}", requests=1))
@@ -113,6 +114,17 @@ def test_many_dead_replicas_are_forgotten_but_not_their_counts():
     for number, one in enumerate(again):  # who is forgotten counts from its beginning
         one.push(report(1000.0, f"r{50 * number}", requests=1))
     assert sum(one.totals(1000.0).counters["requests"] == 1001 for one in again) >= 14
+
+
+def test_the_more_replicas_there_are_the_longer_each_pauses_and_all_of_them_count_as_living():
+    metrics = ReplicaMetrics()
+    assert metrics.push(report(99.0, "r0", requests=1)) == 1.0
+    for number in range(1000):
+        metrics.push(report(100.0 + number / 500, f"r{number}", requests=1))
+    assert metrics.push(report(102.5, "r0", requests=2)) == pytest.approx(10.0, rel=0.01)
+    totals = metrics.totals(140.0)
+    assert (len(totals.replicas), totals.counters["requests"]) == (1000, 1001)
+    assert metrics.totals(160.0).replicas == []
 
 
 def test_history_gives_rates_and_ratios_for_each_bin():

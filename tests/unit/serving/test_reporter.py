@@ -40,10 +40,11 @@ class Loads:
     """Keeps every report with its time."""
 
     def __init__(self):
-        self.reported, self.workloads = [], []
+        self.reported, self.workloads, self.read = [], [], True
 
     def report(self, name, load):
         self.reported.append((time.monotonic(), load))
+        return self.read
 
     def report_workloads(self, name, workloads):
         self.workloads.append((time.monotonic(), workloads))
@@ -57,7 +58,7 @@ class Control:
 @pytest.fixture
 def scene():
     engine, loads = Engine(), Loads()
-    reporter = Reporter("r1", engine, None, [], loads, Control(), lambda report: None)  # type: ignore[arg-type]
+    reporter = Reporter("r1", engine, None, [], loads, Control(), lambda report: 1.0)  # type: ignore[arg-type]
     reporter.start()
     yield engine, loads, reporter
     reporter.close()
@@ -83,6 +84,31 @@ def test_a_load_that_does_not_change_is_told_regularly(scene):
     _, loads, _ = scene
     time.sleep(6 * LOAD_SECONDS)
     assert 3 <= len(loads.reported) <= 7
+
+
+def test_where_no_trainer_looks_a_load_is_told_once_a_second(scene):
+    engine, loads, _ = scene
+    loads.read = False
+    time.sleep(2 * LOAD_SECONDS)
+    before = len(loads.reported)
+    engine.now = EngineLoad(8, 2)
+    time.sleep(1.25)
+    assert [load.waiting for _, load in loads.reported[before:]] == [2]
+
+
+def test_counters_are_pushed_as_often_as_they_are_asked_for():
+    pushed = []
+
+    def push(report):
+        pushed.append(time.monotonic())
+        return 0.05 if len(pushed) < 4 else 60.0
+
+    reporter = Reporter("r1", Engine(), None, [], Loads(), Control(), push)  # type: ignore[arg-type]
+    reporter.start()
+    time.sleep(1.5)
+    assert len(pushed) == 4
+    reporter.close()
+    assert len(pushed) == 5
 
 
 def test_the_latency_is_that_of_the_tokens_since_the_report_before(scene):
@@ -129,7 +155,7 @@ def test_a_report_says_how_much_the_tables_of_each_domain_hold_and_counts_that_n
     engine.pool = SimpleNamespace(  # type: ignore[assignment]
         others=dict, recalled=lambda: {domain: SimpleNamespace(tables=mine) for domain, mine in tables.items()}
     )
-    reporter = Reporter("r1", engine, None, [], Loads(), Control(), lambda report: None)  # type: ignore[arg-type]
+    reporter = Reporter("r1", engine, None, [], Loads(), Control(), lambda report: 1.0)  # type: ignore[arg-type]
     for _ in range(3):
         told = reporter.report().tables
     assert told == {"general": TableSize(31, 6400), "acme.general": TableSize(62, 12800)}
