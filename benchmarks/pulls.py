@@ -80,7 +80,7 @@ def measure(plan: Plan, report: Callable[[str], None] = lambda step: None) -> It
             report(f"version {number} of {plan.versions}")
             weights = weights * (1 + _STEP * torch.randn(weights.shape))
             published = registry.publish(_DOMAIN, {"weights": weights}, {"kind": "eagle"}, {})
-            before, began, spent = sent.value, time.time(), _spent(client)
+            before, began, taken = sent.value, time.time(), spent(client)
             moved = Rollout(published, None, 0.0, began)
             if not pointer.replace(_DOMAIN, rollout, moved):
                 raise RuntimeError("somebody else moved the pointer")
@@ -88,7 +88,7 @@ def measure(plan: Plan, report: Callable[[str], None] = lambda step: None) -> It
             last = _await(told, published, plan.nodes * plan.clients)
             elapsed = time.time() - began
             copies = (sent.value - before) / plan.nodes / size
-            yield Pulled(published, last - began, copies, (_spent(client) - spent) / elapsed)
+            yield Pulled(published, last - began, copies, (spent(client) - taken) / elapsed)
             retire(registry, _DOMAIN, 3, PointerFiles(registry.storage).locked(_DOMAIN))
 
 
@@ -120,7 +120,7 @@ def _await(told: Any, number: int, clients: int) -> float:
     return last
 
 
-def _spent(client: redis.Redis) -> float:
+def spent(client: redis.Redis) -> float:
     """CPU seconds that Redis took so far."""
     found: Any = client.info("cpu")
     return found["used_cpu_user"] + found["used_cpu_sys"]

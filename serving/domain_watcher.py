@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
@@ -42,11 +43,16 @@ class DomainWatcher(Watcher):
 
     def _run(self) -> None:
         one_core()
-        failing = False
+        told = threading.Event()
+        listener = threading.Thread(target=self._listen, args=[told], name="domain-news", daemon=True)
+        listener.start()
+        failing, rollouts = False, dict[str, Rollout]()
         while not self._stop.wait(POLL_SECONDS):
             self._pool.sweep()
             try:
-                rollouts = self._versions.pointer.all()
+                if told.is_set() or failing:
+                    told.clear()
+                    rollouts = self._versions.pointer.all()
             except (RedisError, OSError) as error:
                 if not failing:
                     logger.warning("rollout pointers cannot be read (%s), keeping what is there", error)
@@ -54,6 +60,14 @@ class DomainWatcher(Watcher):
             else:
                 failing = False
                 self.look(rollouts)
+        listener.join(timeout=5)
+
+    def _listen(self, told: threading.Event) -> None:
+        """Say when it is time to read the pointers."""
+        with self._versions.pointer.news() as news:
+            while not self._stop.is_set():
+                told.set()
+                news.wait(self._stop, POLL_SECONDS)
 
     def look(self, rollouts: dict[str, Rollout]) -> None:
         """Bring every domain to what ``rollouts`` says of it."""

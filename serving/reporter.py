@@ -198,7 +198,7 @@ class Reporter:
     def _tell_load(self) -> None:
         window: deque[tuple[float, int]] = deque()  # of (time, tokens): the difference of its ends is the speed
         failing, waited, told_at, told = False, False, 0.0, self._engine.counters()
-        read, workloads_at = True, 0.0
+        read, asked_at = True, 0.0
         while not self._stop.wait(LOOK_SECONDS):
             load, now = self._engine.load(), time.monotonic()
             if now - told_at < (LOAD_SECONDS if read else REPORT_SECONDS) and not (
@@ -218,10 +218,11 @@ class Reporter:
                     load.running, load.waiting, self._engine.drafter_version, speed, latency,
                     counts.forward_seconds, counts.rest_seconds,
                 )  # fmt: skip
-                read = self._loads.report(self._name, mine)
-                if now - workloads_at >= REPORT_SECONDS:
-                    workloads_at = now
-                    self._loads.report_workloads(self._name, self._engine.workloads())
+                if now - asked_at < REPORT_SECONDS:
+                    read = self._loads.report(self._name, mine)
+                else:
+                    asked_at = now
+                    read = self._loads.report(self._name, mine, self._engine.workloads())
                     self.set_speculation(self._control.get().speculation)
             except RedisError as error:
                 if not failing:

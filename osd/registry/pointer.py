@@ -16,6 +16,7 @@ from redis.exceptions import DataError, RedisError, WatchError
 
 from osd.config import check_domain
 from osd.redis_client import RedisClient, decoded
+from osd.registry.news import News, tell
 from osd.registry.pointer_file import FencedError, PointerFiles, Rollout, encode
 from osd.registry.remembered import Remembered
 from osd.registry.storage import Storage
@@ -117,23 +118,30 @@ class Pointer(RedisClient):
     def watch(self, domain: str, stop: threading.Event, interval: float = 0.5) -> Iterator[Rollout]:
         """Yield the rollout and then each move of it, until ``stop`` is set.
 
-        Looks every ``interval`` seconds. While it cannot be read there is no change: whoever follows keeps what it has.
+        Looks when Redis tells of a move and every few seconds, or every ``interval`` while Redis does not answer. While
+        it cannot be read there is no change: whoever follows keeps what it has.
         """
         seen: Rollout | None = None
         failing = False
-        while not stop.is_set():
-            try:
-                rollout = self._get(domain, self._look)
-            except (RedisError, OSError) as error:
-                if not failing:
-                    logger.warning("rollout pointer of %s cannot be read (%s), keeping what is there", domain, error)
-                failing = True
-            else:
-                failing = False
-                if rollout is not None and (seen is None or rollout.moves > seen.moves):
-                    seen = rollout
-                    yield rollout
-            stop.wait(interval)
+        with self.news() as news:
+            while not stop.is_set():
+                try:
+                    rollout = self._get(domain, self._look)
+                except (RedisError, OSError) as error:
+                    if not failing:
+                        what = "rollout pointer of %s cannot be read (%s), keeping what is there"
+                        logger.warning(what, domain, error)
+                    failing = True
+                else:
+                    failing = False
+                    if rollout is not None and (seen is None or rollout.moves > seen.moves):
+                        seen = rollout
+                        yield rollout
+                news.wait(stop, interval)
+
+    def news(self) -> News:
+        """What tells one thread when to look."""
+        return News(self._client)
 
     def _get(self, domain: str, read: Callable[[str], Rollout | None]) -> Rollout | None:
         durable, unread = _durable(domain, read)
@@ -197,6 +205,7 @@ class Pointer(RedisClient):
                 pipe.multi()
                 pipe.sadd(_DOMAINS, domain)
                 pipe.set(key, data)
+                tell(pipe)
                 pipe.execute()
         except WatchError:
             return  # somebody else tells of this move or of a later one

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import msgspec
+import redis
 from redis.exceptions import DataError
 
 from osd.demand import Workload
@@ -118,13 +119,16 @@ class ReplicaLoads(RedisClient):
         self._report = self._client.register_script(_REPORT)
         self._read = self._client.register_script(_READ)
 
-    def report(self, replica_id: str, load: ReplicaLoad) -> bool:
-        """Report a replica's load; it stays for two seconds. Says whether somebody looks at the loads."""
-        return self._told(self._key, replica_id, load, EXPIRY_MS)
+    def report(self, replica_id: str, load: ReplicaLoad, workloads: Workloads | None = None) -> bool:
+        """Report a replica's load, which stays for two seconds, and what is asked of it, which stays for ten.
 
-    def report_workloads(self, replica_id: str, workloads: Workloads) -> None:
-        """Report what is asked of a replica; it stays for ten seconds."""
-        self._told(_WORKLOADS_KEY, replica_id, workloads, WORKLOADS_EXPIRY_MS)
+        Says whether somebody looks at the loads.
+        """
+        with self._client.pipeline(transaction=False) as pipe:
+            self._tell(self._key, replica_id, load, EXPIRY_MS, pipe)
+            if workloads is not None:
+                self._tell(_WORKLOADS_KEY, replica_id, workloads, WORKLOADS_EXPIRY_MS, pipe)
+            return bool(pipe.execute()[0])
 
     def read(self) -> dict[str, ReplicaLoad]:
         """The loads of the machine's replicas that reported within the last two seconds.
@@ -144,7 +148,7 @@ class ReplicaLoads(RedisClient):
 
     def report_upstream(self, name: str, report: UpstreamReport) -> None:
         """Report a server behind a tap; it stays for ten seconds."""
-        self._told(_UPSTREAMS_KEY, name, report, WORKLOADS_EXPIRY_MS)
+        self._tell(_UPSTREAMS_KEY, name, report, WORKLOADS_EXPIRY_MS, self._client)
 
     def upstreams(self) -> dict[str, UpstreamReport]:
         """The servers behind taps that were reported within the last ten seconds.
@@ -154,8 +158,8 @@ class ReplicaLoads(RedisClient):
         """
         return self._fresh(_UPSTREAMS_KEY, WORKLOADS_EXPIRY_MS, UpstreamReport)
 
-    def _told(self, key: str, name: str, said: Any, expiry_ms: int) -> bool:
-        return bool(self._report(keys=[key, f"{key}:read"], args=[name, msgspec.json.encode(said), expiry_ms]))
+    def _tell(self, key: str, name: str, said: Any, expiry_ms: int, client: redis.Redis) -> None:
+        self._report([key, f"{key}:read"], [name, msgspec.json.encode(said), expiry_ms], client)
 
     def _fresh(self, key: str, expiry_ms: int, kind: type[_Said]) -> dict[str, _Said]:
         fields: list[bytes] = self._read(keys=[key, f"{key}:read"], args=[expiry_ms, ATTENTION_MS])

@@ -272,3 +272,28 @@ def test_who_watches_a_storage_that_costs_hears_of_moves_by_redis_and_looks_itse
         stop.set()
         thread.join(5)
     assert not thread.is_alive()
+
+
+def test_who_watches_is_told_of_a_move_by_redis_and_need_not_ask(redis_url: str, root: Path, eventually):
+    stop, seen = threading.Event(), list[tuple[float, int]]()
+
+    def follow() -> None:
+        with Pointer(redis_url, root) as watching:
+            for rollout in watching.watch("general", stop, interval=60.0):
+                seen.append((time.monotonic(), rollout.moves))
+
+    with Pointer(redis_url, root) as pointer:
+        put(pointer, "general", STABLE)
+        thread = threading.Thread(target=follow)
+        thread.start()
+        try:
+            eventually(lambda: len(seen) == 1)
+            time.sleep(0.2)  # it has looked twice by now, and waits
+            moved = time.monotonic()
+            put(pointer, "general", CANARY)
+            eventually(lambda: len(seen) == 2)
+            assert seen[1][0] - moved < 1.0
+        finally:
+            stop.set()
+            thread.join(5)
+    assert not thread.is_alive()

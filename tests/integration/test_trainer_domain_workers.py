@@ -14,7 +14,7 @@ import torch
 from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.registry.pointer import Pointer, Rollout
-from osd.registry.replica_loads import ReplicaLoads
+from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.registry.versions import Registry
 from tests.pointers import put
 from tests.unit.learning.test_value import workload
@@ -110,14 +110,14 @@ def test_the_next_slice_goes_where_its_value_is_highest_and_who_cannot_pay_gets_
     """Both have records; rounds of the one are so dear with drafts that no drafter could ever save anything."""
     dear = workload(0.9, (1.0, 3.0, 5.0, 7.0), 8)
     with ReplicaLoads(redis_url) as loads:
-        loads.report_workloads("r1", {"general": dear, "code": workload(0.5, (1.0, 1.1, 1.2, 1.3))})
+        loads.report("r1", ReplicaLoad(0, 0, 1, 0.0), {"general": dear, "code": workload(0.5, (1.0, 1.1, 1.2, 1.3))})
         workers = start(price_idle=0.001, general=40, code=40)
         eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 10)
         status = workers.status()
         assert (status["steps"], status["records"]) == (0, 40)
         assert status["detail"] == "further training would cost more than it is expected to save"
         # Now it is the other way round.
-        loads.report_workloads("r1", {"general": workload(0.5, (1.0, 1.1, 1.2, 1.3)), "code": dear})
+        loads.report("r1", ReplicaLoad(0, 0, 1, 0.0), {"general": workload(0.5, (1.0, 1.1, 1.2, 1.3)), "code": dear})
         eventually(lambda: workers.status()["steps"] > 10)
         time.sleep(1.1)  # the longest for which a decision stays
         steps = workers.status()["extra_domains"]["code"]["steps"]
@@ -128,7 +128,9 @@ def test_the_next_slice_goes_where_its_value_is_highest_and_who_cannot_pay_gets_
 def test_of_two_that_pay_the_one_that_is_worth_more_is_trained(start: Start, redis_url: str, eventually) -> None:
     seconds = (1.0, 1.1, 1.2, 1.3)
     with ReplicaLoads(redis_url) as loads:
-        loads.report_workloads("r1", {"general": workload(0.1, seconds), "code": workload(0.8, seconds)})
+        loads.report(
+            "r1", ReplicaLoad(0, 0, 1, 0.0), {"general": workload(0.1, seconds), "code": workload(0.8, seconds)}
+        )
         workers = start(price_idle=0.0001, general=40, code=40)
         eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 30)
         # It may have had the first steps, before the other had its records.

@@ -142,8 +142,7 @@ def test_beside_requests_it_trains_only_where_their_rounds_are_worth_it_and_says
     loads = ReplicaLoads(loop.url)
 
     def serve(running, workloads):
-        loads.report("replica", ReplicaLoad(running, 0, 1, 100.0))
-        loads.report_workloads("replica", workloads)
+        loads.report("replica", ReplicaLoad(running, 0, 1, 100.0), workloads)
         return True
 
     serve(8, dear)

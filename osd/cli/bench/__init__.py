@@ -17,7 +17,7 @@ from osd.cli.bench.ledger import ledger
 from osd.cli.bench.net import net
 from osd.cli.bench.over_http import http
 from osd.cli.bench.peers import peers
-from osd.cli.bench.pulls import pulls
+from osd.cli.bench.pulls import pulls, reporters
 from osd.cli.bench.recall import recall
 from osd.cli.bench.rules import growth, rules
 from osd.cli.bench.scaling import scaling
@@ -65,6 +65,7 @@ for command in (
         context,
         tap,
         pulls,
+        reporters,
         streams,
         beside,
     ),

@@ -1,4 +1,4 @@
-"""``osd bench pulls``: how new versions get to many replicas."""
+"""``osd bench pulls`` and ``reporters``: how new versions get to many replicas, and what their reports take."""
 
 from __future__ import annotations
 
@@ -34,3 +34,21 @@ def pulls(
         fail(error)
     show(bench.table(plan, found))
     write(json_file, {**asdict(plan), "pulled": [asdict(one) for one in found]})
+
+
+def reporters(
+    replicas: Annotated[list[int], typer.Option(min=1, help="May be given again.")] = [100, 1000],  # noqa: B006 - typer reads it and changes nothing
+    seconds: Annotated[float, typer.Option(min=4, help="For each of the two.")] = 20.0,
+    json_file: Json = None,
+) -> None:
+    """Measure what Redis and the actor that keeps all metrics take of what many simulated replicas tell and ask."""
+    check_output(json_file)
+    from benchmarks import reporters as bench
+    from osd.capture.server import RedisError
+
+    try:
+        found = [bench.measure(count, seconds, say) for count in replicas]
+    except (RuntimeError, RedisError) as error:
+        fail(error)
+    show(bench.table(found))
+    write(json_file, {"seconds": seconds, "found": [asdict(one) for one in found]})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from redis.exceptions import ConnectionError as RedisGone
@@ -203,6 +205,9 @@ def test_the_thread_outlives_a_redis_that_goes_and_ends_soon(make, monkeypatch):
     done = threading.Event()
 
     class Pointer:
+        def news(self):
+            return nullcontext(SimpleNamespace(wait=lambda stop, interval: stop.wait(interval)))
+
         def all(self):
             answer = next(answers, None)
             if answer is None:

@@ -42,12 +42,11 @@ class Loads:
     def __init__(self):
         self.reported, self.workloads, self.read = [], [], True
 
-    def report(self, name, load):
+    def report(self, name, load, workloads=None):
         self.reported.append((time.monotonic(), load))
+        if workloads is not None:
+            self.workloads.append((time.monotonic(), workloads))
         return self.read
-
-    def report_workloads(self, name, workloads):
-        self.workloads.append((time.monotonic(), workloads))
 
 
 class Control:
