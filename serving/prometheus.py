@@ -47,6 +47,7 @@ _OURS = {
     "osd_rejected_versions": ("rejected_versions", "Drafter versions that a replica refused to load."),
     "osd_traces_written": ("traces_written", "Trace records written to the stream."),
     "osd_traces_dropped": ("traces_dropped", "Trace records dropped before the stream."),
+    "osd_traces_bytes": ("traces_bytes", "Bytes of the trace records written to the stream."),
 }
 _FINISHED: dict[str, Name] = {
     "stop": ("finished", "stop"),
@@ -169,6 +170,14 @@ class _Families(Collector):
             for (source, order), value in self.totals.by_label(key).items():
                 family.add_metric([self.domain, str(source), str(order)], value)
             yield family
+        family = CounterMetricFamily(
+            "osd_traces_lost",
+            "Trace records that were not written, by reason: budget are those that were not drawn.",
+            labels=["domain", "reason"],
+        )
+        for (reason,), value in self.totals.by_label("traces_lost").items():
+            family.add_metric([self.domain, str(reason)], value)
+        yield family
         family = CounterMetricFamily(
             "osd_http_responses",
             "Answers over HTTP, those of the proxy itself too, by path and status.",

@@ -26,6 +26,7 @@ from osd.registry.events import Events
 from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
+from osd.registry.training import TrainingReports
 from osd.registry.versions import Registry
 from osd.runtime.attention.selection import SelectionSizes
 from osd.runtime.device import one_core
@@ -39,6 +40,7 @@ from serving.domain_watcher import DomainWatcher
 from serving.metrics_history import Bins, History
 from serving.outcome_sharer import OutcomeSharer
 from serving.recall_keeper import RecallKeeper
+from serving.record_worth import RecordWorth
 from serving.replica_metrics import ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
 from serving.rollout_follower import DrafterCache, Start, Versions, VersionWatcher, Watcher, starting_drafter
@@ -97,7 +99,10 @@ class Replica:
         if settings.drafts:
             start = starting_drafter(settings, registry, self._pointer, directory)
         target = identify(settings.target.source, directory)
-        self._writer = TraceWriter(redis_url, settings.capture, name) if settings.capture.enabled else None
+        self._writer: TraceWriter | None = None
+        self._worth = RecordWorth(TrainingReports(redis_url), settings.trainer)
+        if settings.capture.enabled:
+            self._writer = TraceWriter(redis_url, settings.capture, name, self._worth)
         self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer, target.label)
         self._watchers: list[Watcher] = []
         if start is not None:
@@ -224,7 +229,15 @@ class Replica:
         if self._sharer:
             self._sharer.close()
         self._reporter.close()
-        for connection in (self._feeds, self.access, self._loads, self._control, self._events, self._pointer):
+        for connection in (
+            self._feeds,
+            self.access,
+            self._loads,
+            self._control,
+            self._events,
+            self._worth,
+            self._pointer,
+        ):
             connection.close()
 
     def _keys_refused(self, reason: str) -> None:

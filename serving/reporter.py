@@ -182,6 +182,9 @@ class Reporter:
         if self._writer is not None:
             for name, value in self._writer.counters().items():
                 counters[f"traces_{name}"] = value
+            counters["traces_bytes"] = self._writer.bytes_written
+            for reason, lost in self._writer.losses().items():
+                counters["traces_lost", reason] = lost
         return Report(
             replica=self._name,
             time=time.time(),

@@ -26,12 +26,15 @@ class Ratio:
 
     records: int = 0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    _seen: int = 0  # of all wholes, each once
 
-    def add(self, part: int, whole: int) -> None:
-        """Take in a request with ``part`` of ``whole``."""
+    def add(self, part: int, whole: int, weight: float = 1.0) -> None:
+        """Take in a request with ``part`` of ``whole``, which stands for ``weight`` of the traffic."""
         if whole:
             self.records += 1
-            for i, value in enumerate((part, whole, part * part, part * whole, whole * whole)):
+            self._seen += whole
+            a, b = weight * part, weight * whole
+            for i, value in enumerate((a, b, a * a, a * b, b * b)):
                 self._sums[i] += value
 
     @property
@@ -48,17 +51,21 @@ class Ratio:
         rate = self.rate
         spread = max(part2 - 2 * rate * cross + rate * rate * whole2, 0.0) * self.records / (self.records - 1)
         smoothed = (part + 0.5) / (whole + 1)
-        return math.sqrt(max(spread / whole**2, smoothed * (1 - smoothed) / whole))
+        return math.sqrt(max(spread / whole**2, smoothed * (1 - smoothed) / self._seen))
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What decoding showed of a ``version``: ``accepted`` of ``tested`` draft tokens, in so many ``tokens``."""
+    """What decoding showed of a ``version``: ``accepted`` of ``tested`` draft tokens, in so many ``tokens``.
+
+    Where not all traffic was kept it stands for ``weight`` times as much.
+    """
 
     version: int
     accepted: int
     tested: int
     tokens: int
+    weight: float = 1.0
 
 
 @dataclass
@@ -75,8 +82,8 @@ class Arm:
     def add(self, shown: Evidence) -> None:
         """Take in a request, or what else was shown at one time; what had no draft is ignored."""
         if shown.tested:
-            self.tested.add(shown.accepted, shown.tested)
-            self.speed.add(shown.accepted, shown.tokens)
+            self.tested.add(shown.accepted, shown.tested, shown.weight)
+            self.speed.add(shown.accepted, shown.tokens, shown.weight)
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ class Canary:
     def add(self, trace: Trace) -> None:
         """Take in a request; those of other versions are ignored."""
         accepted, tested = tested_tokens(trace)
-        self.count(Evidence(trace.drafter_version, accepted, tested, trace.verdict.shape[0]))
+        self.count(Evidence(trace.drafter_version, accepted, tested, trace.verdict.shape[0], trace.weight))
 
     def count(self, shown: Evidence) -> None:
         """The same of what nobody has a record of."""

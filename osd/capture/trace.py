@@ -94,7 +94,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
     ``domain`` is whose request it is, and ``drafter_domain`` whose drafter served it in ``drafter_version``. A record
     of format 1 does not say who drafted: its only source has an empty name. ``replica`` names the one that decoded it,
-    where there are several. It ``completes`` its prompt where that is the text that the answer goes on with, and no
+    where there are several. Where not all are kept it counts for ``weight`` of them, one over the chance with which it
+    was kept. It ``completes`` its prompt where that is the text that the answer goes on with, and no
     chat.
     """
 
@@ -127,6 +128,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     after_tail: Array | None = None
     replica: str = ""
     completes: bool = False
+    weight: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -153,6 +155,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not all(map(math.isfinite, (self.created, self.temperature, self.top_p))) or self.temperature < 0:
             raise TraceError("created, temperature and top_p must be finite, and temperature not negative")
+        if not (math.isfinite(self.weight) and self.weight >= 1):
+            raise TraceError(f"weight is {self.weight:g}, must be at least 1")
         prompt, completion = len(_array(self, "prompt_ids", 1)), len(_array(self, "completion_ids", 1))
         for name, dimensions in _PER_TOKEN.items():
             rows = len(_array(self, name, dimensions))

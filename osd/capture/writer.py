@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Generic
 
@@ -12,6 +14,8 @@ import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from osd.capture.backlog import Backlog, ClosedError, Kind
+from osd.capture.budget import Budget
+from osd.capture.budget_share import BudgetShare
 from osd.capture.retention import Retention
 from osd.capture.streams import counter_key, index_key, stream_of
 from osd.capture.trace import Trace, encode
@@ -68,8 +72,8 @@ class StreamWriter(Generic[Kind]):
         self._retention = Retention(self._client, settings)
         self._backlog: Backlog[Kind] = Backlog(settings.max_queue, BACKLOG_BYTES)
         self._lock = threading.Lock()
-        self._written = 0
-        self._dropped = 0
+        self._written = self._bytes = 0
+        self._lost: Counter[str] = Counter()
         self._unlooked = [0, 0]  # records and bytes written since the last look at how much there is
         self._backoff = Backoff()
         self._thread = threading.Thread(target=self._run, name=f"{called}-writer", daemon=True)
@@ -83,50 +87,71 @@ class StreamWriter(Generic[Kind]):
         try:
             dropped = self._backlog.put(record)
         except ClosedError:
-            self._count_dropped(1)
+            self._lose("closed", 1)
             return False
-        self._count_dropped(dropped)
+        self._lose("queue", dropped)
         return True
 
     def counters(self) -> dict[str, int]:
-        """Records ``written`` to Redis and ``dropped``, since the start."""
+        """Records ``written`` to Redis and ``dropped``, since the start; what the budget leaves out is neither."""
         with self._lock:
-            return {"written": self._written, "dropped": self._dropped}
+            dropped = sum(count for reason, count in self._lost.items() if reason != "budget")
+            return {"written": self._written, "dropped": dropped}
+
+    def losses(self) -> dict[str, int]:
+        """Records that were not written, by reason, since the start.
+
+        ``queue``: it was full; ``closed``: they came too late; ``encoding``: they cannot be written down; ``redis``: it
+        did not take them; ``budget``: they were not drawn.
+        """
+        with self._lock:
+            return dict(self._lost)
+
+    @property
+    def bytes_written(self) -> int:
+        """Of all records since the start."""
+        with self._lock:
+            return self._bytes
 
     def close(self, timeout: float = 5.0) -> None:
         """Write what is queued, for at most ``timeout`` seconds, and count the rest as dropped."""
         self._backlog.close()
         self._thread.join(timeout)
         # A thread that is still in a call to Redis ends after that call.
-        self._count_dropped(self._backlog.clear())
+        self._lose("closed", self._backlog.clear())
 
     def _run(self) -> None:
         sweep_at = time.monotonic() + _FIRST_SWEEP_SECONDS
         while not self._backlog.finished:
             record = self._backlog.take(max(0.0, sweep_at - time.monotonic()))
             if record is not None:
-                if not self._backoff.remaining and self._write(record):
-                    with self._lock:
-                        self._written += 1
-                else:
-                    self._count_dropped(1)
+                self._write(record)
             if time.monotonic() >= sweep_at:
                 self._sweep()
                 sweep_at = time.monotonic() + _SWEEP_SECONDS
         self._client.close()
 
-    def _count_dropped(self, count: int) -> None:
-        with self._lock:
-            self._dropped += count
+    def _lose(self, reason: str, count: int) -> None:
+        if count:
+            with self._lock:
+                self._lost[reason] += count
 
-    def _write(self, record: Kind) -> bool:
-        prefix = self._settings.stream
+    def _drawn(self, record: Kind) -> Kind | None:
+        """What is written of a record, None for nothing; on the writer's thread."""
+        return record
+
+    def _write(self, offered: Kind) -> None:
+        if self._backoff.remaining:
+            return self._lose("redis", 1)
+        record, prefix = self._drawn(offered), self._settings.stream
+        if record is None:
+            return self._lose("budget", 1)
         try:
             data, stream = self._encode(record), stream_of(prefix, record.domain)
             made = min(max(int(1000 * record.created), 0), _LATEST)
         except (TypeError, ValueError, OverflowError) as error:
             logger.error("one of the %s cannot be encoded, dropped: %s", self._called, type(error).__name__)
-            return False
+            return self._lose("encoding", 1)
         try:
             keys = [stream, counter_key(stream), index_key(prefix)]
             self._add(keys=keys, args=[self._settings.max_records, data, made, record.domain])
@@ -136,12 +161,15 @@ class StreamWriter(Generic[Kind]):
             self._backoff.failed()
             if _out_of_memory(error):
                 self._make_room()
-            return False
+            return self._lose("redis", 1)
         if self._backoff.failing:
             logger.info("Redis takes %s again", self._called)
         self._backoff.worked()
+        with self._lock:
+            self._written += 1
+            self._bytes += len(data)
         self._keep_small(len(data))
-        return True
+        return None
 
     def _keep_small(self, written: int) -> None:
         """Look how much there is whenever a 32nd part of what is allowed was ``written`` since."""
@@ -172,11 +200,41 @@ class StreamWriter(Generic[Kind]):
 
 
 class TraceWriter(StreamWriter[Trace]):
-    """Puts traces on the streams."""
+    """Puts traces on the streams: all of them, or a sample that keeps to ``capture.bytes_per_second``."""
 
-    def __init__(self, url: str, settings: CaptureSettings, replica: str = "") -> None:
-        """Write to the Redis at ``url``, in the name of ``replica``."""
+    def __init__(
+        self,
+        url: str,
+        settings: CaptureSettings,
+        replica: str = "",
+        score: Callable[[Trace], float] = lambda trace: 1.0,
+    ) -> None:
+        """Write to the Redis at ``url``, in the name of ``replica``.
+
+        Where not all can be kept, ``score``, above 0 and at most 1, says how much a trace is wanted beside others. The
+        writer's thread asks it.
+        """
+        own, all_writers = settings.bytes_per_second, settings.service_bytes_per_second
+        rates = [rate for rate in (own, all_writers) if rate is not None]
+        self._most = own or math.inf
+        self._budget = Budget(min(rates), score) if rates else None
+        self._share: BudgetShare | None = None
         super().__init__(url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "traces")
+        if all_writers is not None:
+            self._share = BudgetShare(self._client, settings.stream, replica, all_writers)
+
+    def _drawn(self, record: Trace) -> Trace | None:
+        """See ``StreamWriter``."""
+        budget = self._budget
+        if budget is None:
+            return record
+        if self._share is not None and self._share.due:
+            try:
+                budget.rate = min(self._most, self._share.look(budget.demand))
+            except RedisError as error:
+                logger.debug("the budget of other writers is not known, the share stays: %s", error)
+        weight = budget.weight(record, f"{record.request_id} {record.segment}")
+        return None if weight is None else msgspec.structs.replace(record, weight=weight)
 
 
 def _out_of_memory(error: RedisError) -> bool:

@@ -93,6 +93,12 @@ class CaptureSettings(Section):
         default=512, ge=1, description="size of all streams, above which the largest give their oldest records"
     )
     max_queue: int = Field(default=64, ge=1, description="records that wait for Redis before the oldest drop")
+    bytes_per_second: int | None = Field(
+        default=None, ge=1024, description="of traces that a replica writes on average, chosen by worth; none: all"
+    )
+    service_bytes_per_second: int | None = Field(
+        default=None, ge=1024, description="the same for all replicas together"
+    )
     segment: int = Field(default=512, ge=16, description="completion tokens of one record at most")
 
 

@@ -49,6 +49,8 @@ class DistillBatch:
         completes: [B] bool, the sequences whose prompt is the text that the completion goes on with, and no chat.
         own: what the drafter's own tokens would have led to, None when no trace says.
         weight: [N] how much of each position counts when a drafter is judged, None for all of it.
+        stands_for: [N] float64 how many positions of the traffic each stands for, where not all of it was kept.
+        heaviest: the largest ``stands_for`` of all batches that are judged together.
         records: [B] what each sequence is made of, nothing where ``select`` left out positions.
     """
 
@@ -65,6 +67,8 @@ class DistillBatch:
     completes: Tensor
     own: OwnSamples | None = None
     weight: Tensor | None = None
+    stands_for: Tensor | None = None
+    heaviest: float = 1.0
     records: Sequence[Record] = ()
 
     @property
@@ -75,8 +79,10 @@ class DistillBatch:
     def select(self, positions: Tensor) -> Self:
         """The same sequences with some of the N positions, [M] or [N] bool, and nothing of the drafter's own tokens."""
         chosen = {name: getattr(self, name)[positions] for name in _POSITIONS}
-        weight = None if self.weight is None else self.weight[positions]
-        return replace(self, **chosen, own=None, weight=weight, records=())
+        for name in ("weight", "stands_for"):
+            values = getattr(self, name)
+            chosen[name] = None if values is None else values[positions]
+        return replace(self, **chosen, own=None, records=())
 
     def rows_at(self, depth: int) -> Tensor:
         """Which of the N positions a drafter can predict with ``depth`` of its own outputs fed back, [N] bool."""
@@ -236,6 +242,9 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         completes=torch.tensor([trace.completes for trace in traces], device=device),
         records=[_record(trace) for trace in traces],
     )
+    if any(trace.weight != 1 for trace in traces):
+        weights = torch.tensor([trace.weight for trace in traces], dtype=torch.float64, device=device)
+        batch.stands_for, batch.heaviest = weights[batch.sequence], float(weights.max())
     if any(trace.after_ids is not None for trace in traces):
         batch.own = own_samples(traces, token_ids, target, device)
     return batch

@@ -81,7 +81,8 @@ class UniformSample:
     """A uniform sample, without replacement, of every record that was ever offered, up to ``room``.
 
     Kept are the records with the smallest hash of their key: no matter in which order they come, how often, or in
-    which process, the same are kept.
+    which process, the same are kept. One that stands for several of the traffic has the smallest of as many hashes, so
+    that the sample is one of the traffic (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
     """
 
     def __init__(self, room: Size) -> None:
@@ -97,7 +98,8 @@ class UniformSample:
             return
         self.records[key] = trace
         self._size = self._size.plus(trace)
-        heapq.heappush(self._heap, (-unit_hash(f"{key[0]} {key[1]}".encode(), b"anchor"), key))
+        drawn = unit_hash(f"{key[0]} {key[1]}".encode(), b"anchor")
+        heapq.heappush(self._heap, ((1 - drawn) ** (1 / trace.weight) - 1, key))
         while not self._size.fits(self._room):
             _, gone = heapq.heappop(self._heap)
             self._size = self._size.plus(self.records.pop(gone), -1)

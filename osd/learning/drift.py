@@ -40,6 +40,8 @@ class Drift:
 class Cusum:
     """A CUSUM test of the acceptance rate against a fall by ``fall`` (Page 1954).
 
+    A record that stands for several of the traffic counts as often, and phi grows as much.
+
     The level p0 and the dispersion phi are estimated from the first records: draft tokens of one request are not
     independent, and phi is how much more records differ than coin flips would (at least 1). Each further record, with
     a of t tested tokens accepted, adds its log likelihood ratio of p1 = p0 - fall against p0, divided by phi, to a sum
@@ -51,29 +53,30 @@ class Cusum:
     def __init__(self, fall: float, records: int) -> None:
         self._fall = fall
         self._threshold = math.log(records)
-        self._warm: list[tuple[int, int]] = []
+        self._warm: list[tuple[int, int, float]] = []
         self._gains: tuple[float, float] | None = None
         self._sum = 0.0
-        self._since = (0, 0)  # accepted and tested since the sum was last zero
+        self._since = (0.0, 0.0)  # accepted and tested since the sum was last zero
         self.level = 0.0
 
-    def add(self, accepted: int, tested: int) -> float | None:
+    def add(self, accepted: int, tested: int, weight: float = 1.0) -> float | None:
         """Take in a record; after an alarm, the rate since the fall seems to have begun, else None."""
         if not tested:
             return None
         if self._gains is None:
-            self._warm.append((accepted, tested))
-            if len(self._warm) >= _WARM_RECORDS and sum(t for _, t in self._warm) >= _WARM_TESTED:
+            self._warm.append((accepted, tested, weight))
+            if len(self._warm) >= _WARM_RECORDS and sum(t for _, t, _ in self._warm) >= _WARM_TESTED:
                 self._settle()
             return None
-        self._since = (self._since[0] + accepted, self._since[1] + tested)
-        self._sum += accepted * self._gains[0] + (tested - accepted) * self._gains[1]
+        self._since = (self._since[0] + weight * accepted, self._since[1] + weight * tested)
+        self._sum += weight * (accepted * self._gains[0] + (tested - accepted) * self._gains[1])
         if self._sum <= 0:
-            self._sum, self._since = 0.0, (0, 0)
+            self._sum, self._since = 0.0, (0.0, 0.0)
         return acceptance_rate(*self._since) if self._sum > self._threshold else None
 
     def _settle(self) -> None:
-        accepted, tested = np.array(self._warm, float).T
+        accepted, tested, weight = np.array(self._warm, float).T
+        accepted, tested = weight * accepted, weight * tested
         rate = (accepted.sum() + 0.5) / (tested.sum() + 1.0)
         chance = rate * (1 - rate)
         # Pearson's statistic over its degrees of freedom.
@@ -101,7 +104,7 @@ class DriftWatch:
         self._tests.move_to_end(key)
         while len(self._tests) > _KNOWN:
             self._tests.popitem(last=False)
-        now = test.add(*tested_tokens(trace))
+        now = test.add(*tested_tokens(trace), trace.weight)
         if now is None:
             return None
         del self._tests[key]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
@@ -31,6 +31,8 @@ class GateFigures:
             weight.
         groups: [positions] the sequence that each position belongs to.
         weight: the mean of the positions' weights: beside recall, the share that it leaves open.
+        stands_for: [positions] how many positions of the traffic each stands for, by which all means are taken; None
+            where all of the traffic was kept.
     """
 
     positions: int
@@ -39,6 +41,7 @@ class GateFigures:
     overlaps: Tensor
     groups: Tensor
     weight: float = 1.0
+    stands_for: Tensor | None = None
 
     @property
     def accepted(self) -> float:
@@ -71,6 +74,11 @@ class GateFigures:
             "divergence": round(self.divergence, 4),
             "weight": round(self.weight, 4),
         }
+
+
+def weighted_mean(values: Tensor, weights: Tensor | None) -> float:
+    """The mean of values [N], each as often as its weight [N] says; once each without weights."""
+    return float(values.mean() if weights is None else (values * weights).sum() / weights.sum())
 
 
 class ExpectedAcceptance(Metric):
@@ -107,38 +115,49 @@ class ExpectedAcceptance(Metric):
 class Evaluation:
     """Evaluates a drafter over a chain of tokens on the distributions that verification captured.
 
-    Positions count by their weights. The same batches in the same order make figures that can be paired.
+    Positions count by their weights, and by how many of the traffic they stand for. The same batches in the same order
+    make figures that can be paired.
     """
 
     def __init__(self, scorer: Scorer) -> None:
         """Begin with nothing; ``scorer`` is the drafter's."""
         self._scorer, self._depth = scorer, scorer.depth
         self._expected = ExpectedAcceptance(self._depth)
-        self._divergences = MeanMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
+        self._divergences: list[Tensor] = []
         self._overlaps: list[Tensor] = []
         self._groups: list[Tensor] = []
         self._weights: list[Tensor] = []
+        self._stands_for: list[Tensor] = []
+        self._sampled = False
         self.positions = self.sequences = 0
 
     @torch.inference_mode()
     def add(self, batch: DistillBatch) -> Tensor:
-        """Take in a batch; returns the mean of ``GateFigures.overlaps`` of each sequence that has positions."""
+        """Take in a batch; returns the mean of ``GateFigures.overlaps`` of each sequence that has positions.
+
+        Where not all of the traffic was kept each is times the part of the heaviest record that it weighs.
+        """
         scores = self._scorer.score(batch)
         valid = torch.stack([batch.rows_at(d) for d in range(self._depth)], 1)  # [N, depth]
-        self._divergences.update(scores.divergence[valid[:, 0]])
-        weight = torch.ones(len(valid), dtype=torch.float64) if batch.weight is None else batch.weight
-        self._expected.update(scores.accepted, valid, weight)
+        every = torch.ones(len(valid), dtype=torch.float64)
+        weight = every if batch.weight is None else batch.weight
+        stands_for = every if batch.stands_for is None else batch.stands_for
+        self._sampled |= batch.stands_for is not None
+        self._expected.update(scores.accepted, valid, weight * stands_for)
         accepted = torch.where(valid, scores.accepted, 0.0)
         seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
         overlaps = (accepted.sum(1) / valid.sum(1).clamp(min=1) * weight)[seen]
         sequence = batch.sequence[seen]
         self._overlaps.append(overlaps)
+        self._divergences.append(scores.divergence[seen])
         self._weights.append(weight[seen])
+        self._stands_for.append(stands_for[seen])
         self._groups.append(sequence + self.sequences)
         self.sequences += len(batch.lengths)
         self.positions += len(overlaps)
         count = torch.bincount(sequence, minlength=len(batch.lengths))
-        return (torch.bincount(sequence, overlaps, minlength=len(count)) / count)[count > 0]
+        shown = overlaps if batch.stands_for is None else overlaps * stands_for[seen] / batch.heaviest
+        return (torch.bincount(sequence, shown, minlength=len(count)) / count)[count > 0]
 
     def figures(self) -> GateFigures:
         """The figures of all batches so far."""
@@ -146,13 +165,15 @@ class Evaluation:
             return GateFigures(
                 0, (0.0,) * self._depth, 0.0, torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
             )
+        stands_for = torch.cat(self._stands_for) if self._sampled else None
         return GateFigures(
             positions=self.positions,
             per_depth=tuple(self._expected.compute().view(self._depth).tolist()),
-            divergence=float(self._divergences.compute()) if self.positions else 0.0,
+            divergence=weighted_mean(torch.cat(self._divergences), stands_for) if self.positions else 0.0,
             overlaps=torch.cat(self._overlaps),
             groups=torch.cat(self._groups),
-            weight=float(torch.cat(self._weights).mean()) if self.positions else 1.0,
+            weight=weighted_mean(torch.cat(self._weights), stands_for) if self.positions else 1.0,
+            stands_for=stands_for,
         )
 
 

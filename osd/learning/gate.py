@@ -10,7 +10,7 @@ import torch
 
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
-from osd.learning.evaluation import Evaluation, GateFigures, evaluate
+from osd.learning.evaluation import Evaluation, GateFigures, evaluate, weighted_mean
 from osd.learning.scores import Scorer
 from osd.learning.sequential import PairedTest
 
@@ -98,7 +98,7 @@ class Gate:
         """Compare figures of the same positions."""
         error = _standard_error(candidate, baseline)
         tolerance = min(error, _TOLERANCE)
-        difference = float((candidate.overlaps - baseline.overlaps).mean())
+        difference = weighted_mean(candidate.overlaps - baseline.overlaps, candidate.stands_for)
         # Written so that a comparison with NaN fails.
         if not difference >= -tolerance:
             reason = f"held-out acceptance per position fell by {-difference:.4f}"
@@ -114,8 +114,10 @@ class Gate:
 
 def _standard_error(candidate: GateFigures, baseline: GateFigures) -> float:
     """Of the mean difference per position, with positions of one sequence as one draw (they are not independent)."""
-    difference = candidate.overlaps - baseline.overlaps
-    spread = difference - difference.mean()
+    difference, stands_for = candidate.overlaps - baseline.overlaps, candidate.stands_for
+    spread = difference - weighted_mean(difference, stands_for)
+    if stands_for is not None:
+        spread = spread * stands_for
     sequences = int(candidate.groups.max()) + 1
     per_sequence = torch.zeros(sequences, dtype=torch.float64).index_add_(0, candidate.groups, spread)
-    return float(per_sequence.square().sum().sqrt() / len(difference))
+    return float(per_sequence.square().sum().sqrt() / (len(difference) if stands_for is None else stands_for.sum()))

@@ -186,7 +186,7 @@ class Learner:
         added = self.replay.add(trace)
         if added.part != "duplicate":
             self.counters.records += 1
-            self.value.arrived()
+            self.value.arrived(trace.weight)
             self.counters.held_out += added.part == "held_out"
         if added.part == "train":
             self.trigger.arrived(trace.completion_ids.shape[0])
@@ -300,5 +300,9 @@ def empty_replay(settings: TrainerSettings, seed: int = 0, enough: int = ENOUGH_
 
 def held_out(replay: Replay) -> Iterator[DistillBatch]:
     """The newest held-out positions of a buffer, in micro-batches."""
-    for group in pack(replay.held_out(HELD_OUT_TOKENS), EVALUATION_TOKENS):
-        yield collate(group)
+    traces = replay.held_out(HELD_OUT_TOKENS)
+    heaviest = max((trace.weight for trace in traces), default=1.0)
+    for group in pack(traces, EVALUATION_TOKENS):
+        batch = collate(group)
+        batch.heaviest = heaviest
+        yield batch

@@ -56,7 +56,9 @@ class Replay:
 
     ``sample`` takes records that were never trained on first, oldest first, for up to half of what may be drawn.
     The rest is drawn with a density that grows linearly with age rank, from 1 for the oldest to 2 for the newest: new
-    traffic counts more, old traffic is not forgotten. The same seed and the same calls give the same samples.
+    traffic counts more, old traffic is not forgotten. A record that stands for several of the traffic (``weight``) is
+    drawn as often as they all would be, and is an anchor as probably as one of them would be. The same seed and the
+    same calls give the same samples.
     """
 
     def __init__(
@@ -141,7 +143,8 @@ class Replay:
         """How often each target id is expected in the part to train on: the target's mass, summed; [vocabulary]."""
         counts = np.zeros(vocabulary)
         for trace in self._train.records.values():
-            np.add.at(counts, trace.target_ids.numpy(), np.exp(trace.target_logp.numpy().astype(np.float64)))
+            mass = trace.weight * np.exp(trace.target_logp.numpy().astype(np.float64))
+            np.add.at(counts, trace.target_ids.numpy(), mass)
         return counts
 
     def is_fresh(self, key: Key) -> bool:
@@ -166,12 +169,15 @@ class Replay:
             traces.append(self._window(records[key], tokens))
             widest = grown
         keys = list(records)
-        drawn = set(fresh)
+        drawn, heaviest = set(fresh), max((trace.weight for trace in records.values()), default=1.0)
         while len(drawn) < len(keys):
             # Inverse of F(x) = (x + x^2 / 2) / 1.5, the law with density proportional to 1 + x.
             rank = math.sqrt(1 + 3 * self._random.random()) - 1
             key = keys[min(int(rank * len(keys)), len(keys) - 1)]
             if key in drawn:
+                continue
+            weight = records[key].weight
+            if weight < heaviest and self._random.random() * heaviest >= weight:
                 continue
             widest = max(widest, min(cost(records[key]), tokens))
             if traces and widest * (len(traces) + 1) > tokens:

@@ -216,7 +216,7 @@ class Value:
         self._depth, self._stale = depth, stale
         self.curve, self.horizon = LearningCurve(), Horizon()
         self.seconds, self.length = 0.0, 1.0
-        self._level, self._unseen = 0.0, 0  # gained by what is in service; records since the last gate
+        self._level, self._unseen = 0.0, 0.0  # gained by what is in service; records since the last gate
         self._learned, self._judged = 0.0, 0.0  # CPU seconds of all time
 
     def learned(self, seconds: float) -> None:
@@ -228,9 +228,9 @@ class Value:
         """So many CPU seconds went into gates and publishing."""
         self._judged += seconds
 
-    def arrived(self) -> None:
-        """A record came."""
-        self._unseen += 1
+    def arrived(self, weight: float = 1.0) -> None:
+        """A record came that stands for so many of the traffic."""
+        self._unseen += weight
         if self._unseen >= self._stale:
             self._restart((self.curve.most + _GAIN) / 2)
 
@@ -250,7 +250,7 @@ class Value:
             return
         gained, error = self._level + candidate - baseline, self._depth * decision.error
         self.curve.add(Point(self.seconds, gained, error))
-        self.length, self._unseen = baseline, 0
+        self.length, self._unseen = baseline, 0.0
         if decision.passed:
             self.length, self._level = candidate, gained
 
@@ -307,11 +307,11 @@ class Value:
         observed, alarms = map(float, state["horizon"])
         learning, learned, judged = map(float, state["spent"])
         length, level = map(float, state["served"])
-        self._unseen, self.curve, self.horizon = int(state["unseen"]), curve, Horizon(observed, alarms)
+        self._unseen, self.curve, self.horizon = float(state["unseen"]), curve, Horizon(observed, alarms)
         self.seconds, self._learned, self._judged = learning, learned, judged
         self.length, self._level = length, level
 
     def _restart(self, gain: float) -> None:
         """Begin a curve on which ``gain`` is expected, as fast as on the one before."""
         self.curve = LearningCurve(max(gain, _ERROR), self.curve.seconds)
-        self.seconds, self._level, self._unseen = 0.0, 0.0, 0
+        self.seconds, self._level, self._unseen = 0.0, 0.0, 0.0

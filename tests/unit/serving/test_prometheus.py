@@ -34,6 +34,9 @@ TOTALS = Totals(
         ("recall_drafted", "request", 4): 11,
         ("recall_accepted", "request", 4): 8,
         "traces_dropped": 2,
+        "traces_bytes": 700,
+        ("traces_lost", "budget"): 5,
+        ("traces_lost", "redis"): 2,
     },
     [
         Report(
@@ -91,6 +94,9 @@ def test_prometheus_can_parse_it_and_ours_is_labelled():
     assert samples["vllm:prefix_cache_queries_total", ("model_name", "tiny")] == 50
     assert samples["vllm:prefix_cache_hits_total", ("model_name", "tiny")] == 20
     assert samples["osd_traces_dropped_total", ("domain", "general")] == 2
+    assert samples["osd_traces_bytes_total", ("domain", "general")] == 700
+    assert samples["osd_traces_lost_total", ("domain", "general"), ("reason", "budget")] == 5
+    assert samples["osd_traces_lost_total", ("domain", "general"), ("reason", "redis")] == 2
     assert samples["osd_version_accepted_tokens_total", ("domain", "general"), ("version", "3")] == 25
     assert samples["osd_version_accepted_tokens_total", ("domain", "code"), ("version", "3")] == 4
     assert samples["osd_version_plain_seconds_total", ("domain", "general"), ("version", "3")] == 7.5

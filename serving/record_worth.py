@@ -1,0 +1,83 @@
+"""How much a trace is wanted where the budget keeps only some: by what its domain's next slice of learning is worth."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from redis.exceptions import RedisError
+
+from osd.capture.trace import ACCEPTED, Trace
+from osd.config import TrainerSettings
+from osd.learning.replay import is_held_out
+from osd.registry.training import Training, TrainingReports
+
+logger = logging.getLogger(__name__)
+
+EVERYBODY = 0.2
+"""The score that every trace has at least: drift shows in what seemed worth nothing too."""
+
+HELD_OUT = 0.5
+"""The score of every held-out request: those that judge are best alike."""
+
+_LOOK_SECONDS = 5.0
+_DOMAINS = 64
+
+
+class RecordWorth:
+    """Scores traces between 0.2 and 1, for one thread.
+
+    What is above 0.2 grows with the worth of its domain's next slice of learning beside that of the domain that is
+    worth most, as the trainer says it each second, and with the share of its tokens that no draft gave: where drafts
+    were rejected, or nobody knew one. A domain whose trainer has not reckoned yet is worth as much as any; one that
+    nobody trains, while others are trained, is worth nothing.
+    """
+
+    def __init__(
+        self, reports: TrainingReports, settings: TrainerSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._reports, self._held_out, self._clock = reports, settings.held_out, clock
+        self._domains: dict[str, None] = {}
+        self._worth: dict[str, float] = {}
+        self._look_at = -math.inf
+
+    def __call__(self, trace: Trace) -> float:
+        """The score of a trace."""
+        self._look(trace.domain)
+        if is_held_out(trace.request_id, self._held_out):
+            return HELD_OUT
+        verdict = trace.verdict.numpy()
+        open_ = 1 - float((verdict == ACCEPTED).sum()) / max(len(verdict), 1)
+        worth = self._worth.get(trace.domain, 0.0) if self._worth else 1.0
+        return EVERYBODY + (1 - EVERYBODY) * worth * open_
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._reports.close()
+
+    def _look(self, domain: str) -> None:
+        """Learn from time to time what domains are worth, of those that traces came of last."""
+        known = domain in self._domains
+        self._domains.pop(domain, None)
+        self._domains[domain] = None
+        while len(self._domains) > _DOMAINS:
+            self._domains.pop(next(iter(self._domains)))
+        now = self._clock()
+        if known and now < self._look_at:
+            return
+        self._look_at = now + _LOOK_SECONDS
+        try:
+            earned = {domain: _net(said) for domain, said in self._reports.get(list(self._domains)).items()}
+        except RedisError as error:
+            logger.debug("what learning is worth is not known, what was known stays: %s", error)
+            return
+        most = max((net for net in earned.values() if net is not None), default=0.0)
+        self._worth = {domain: 1.0 if net is None else net / most if most else 0.0 for domain, net in earned.items()}
+
+
+def _net(training: Training) -> float | None:
+    """Seconds of a core that the next slice earns beyond its cost, 0 where it does not pay; None: not reckoned yet."""
+    expected = training.expected
+    return None if expected is None else max(expected.earns - expected.costs, 0.0)

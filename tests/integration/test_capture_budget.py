@@ -1,0 +1,106 @@
+"""Writers that keep to a budget, each its own and all of a service together, on a real Redis."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from osd.capture.budget_share import BudgetShare, demand_key
+from osd.capture.reader import TraceReader
+from osd.capture.trace import encode
+from osd.capture.writer import TraceWriter
+from osd.config import CaptureSettings
+
+SETTINGS = CaptureSettings(max_records=100_000, max_queue=100_000)
+
+
+@pytest.fixture
+def drive(redis_url, make_trace, eventually):
+    """Offers records for some seconds by writers of these demands in records a second; the bytes each wrote."""
+
+    def run(seconds, *rates, **settings):
+        writers = [
+            TraceWriter(redis_url, SETTINGS.model_copy(update=settings), f"w{number}") for number in range(len(rates))
+        ]
+        trace = make_trace(padding=300)
+
+        def offer(number):
+            end, count = time.monotonic() + seconds, 0
+            while time.monotonic() < end:
+                writers[number].offer(msgspec.structs.replace(trace, request_id=f"r{number}-{count}"))
+                count += 1
+                time.sleep(1 / rates[number])
+            return count
+
+        with ThreadPoolExecutor() as pool:
+            offered = list(pool.map(offer, range(len(rates))))
+        for writer in writers:
+            writer.close()
+        for writer, count in zip(writers, offered, strict=True):
+            assert writer.counters()["written"] + writer.losses().get("budget", 0) == count
+            assert writer.counters()["dropped"] == 0
+        return [writer.bytes_written for writer in writers], offered
+
+    return run
+
+
+def test_a_writer_keeps_to_its_budget_and_records_say_what_they_stand_for(drive, redis_url, make_trace, monkeypatch):
+    monkeypatch.setattr("osd.capture.budget.SECONDS", 0.2)
+    size = len(encode(make_trace(padding=300)))
+    (written,), (offered,) = drive(1.2, 200, bytes_per_second=30 * size)
+    assert 0.5 * 36 * size < written < 1.6 * 36 * size
+    reader = TraceReader(redis_url, SETTINGS, "general", "g", "c")
+    weights = [given.record.weight for given in reader.read(1000, 1000)]
+    reader.close()
+    assert len(weights) == round(written / size)
+    assert min(weights) >= 1
+    assert max(weights) > 3
+    assert sum(weights) == pytest.approx(offered, rel=0.6)
+
+
+def test_without_a_budget_all_is_written_and_counts_once(drive, redis_url):
+    _, (offered,) = drive(0.3, 100)
+    reader = TraceReader(redis_url, SETTINGS, "general", "g", "c")
+    assert [given.record.weight for given in reader.read(1000, 1000)] == [1.0] * offered
+    reader.close()
+
+
+@pytest.mark.timeout(60)
+def test_all_writers_together_keep_to_the_budget_of_the_service_and_who_has_more_writes_more(
+    drive, make_trace, monkeypatch
+):
+    monkeypatch.setattr("osd.capture.budget.SECONDS", 0.3)
+    monkeypatch.setattr("osd.capture.budget_share.SHARE_SECONDS", 0.1)
+    size = len(encode(make_trace(padding=300)))
+    (busy, idle), _ = drive(2.0, 300, 60, service_bytes_per_second=45 * size)
+    assert 0.6 * 90 * size < busy + idle < 1.5 * 90 * size
+    assert 2 < busy / idle < 8
+
+
+def test_parts_of_the_budget_add_up_to_all_of_it_and_a_writer_that_ended_has_none(redis_client, monkeypatch):
+    shares = [BudgetShare(redis_client, "osd:traces", name, 1000.0) for name in ("a", "b", "c")]
+    demands = [900.0, 100.0, 0.0]
+    for _ in range(2):
+        parts = [share.look(demand) for share, demand in zip(shares, demands, strict=True)]
+    assert sum(parts) == pytest.approx(1000)
+    assert parts == pytest.approx([1000 * (0.1 / 3 + 0.9 * 0.9), 1000 * (0.1 / 3 + 0.09), 1000 * 0.1 / 3])
+    redis_client.hset(demand_key("osd:traces"), "a", "5 900")  # told in 1970
+    assert sum(share.look(demand) for share, demand in zip(shares[1:], demands[1:], strict=True)) == pytest.approx(1000)
+    assert redis_client.hkeys(demand_key("osd:traces")) == [b"b", b"c"]
+
+
+def test_every_reason_for_which_a_record_is_lost_has_a_count(redis_url, redis_server, make_trace, eventually):
+    writer = TraceWriter(redis_url, SETTINGS.model_copy(update={"max_queue": 2}))
+    writer.offer(msgspec.structs.replace(make_trace(), domain="no domain"))
+    eventually(lambda: writer.losses() == {"encoding": 1})
+    redis_server.close()
+    writer.offer(make_trace())
+    eventually(lambda: writer.losses() == {"encoding": 1, "redis": 1})
+    redis_server.start()
+    writer.close()
+    writer.offer(make_trace())
+    assert writer.losses() == {"encoding": 1, "redis": 1, "closed": 1}
+    assert writer.counters() == {"written": 0, "dropped": 3}

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
+from osd.config import TrainerSettings
+from osd.learning.replay import is_held_out
+from osd.registry.training import Expected, Training
+from serving.record_worth import EVERYBODY, HELD_OUT, RecordWorth
+from tests.unit.learning.toys import make_trace
+
+
+def earning(earns: float, costs: float) -> Training:
+    return Training(expected=Expected(earns > costs, 0.1, 60.0, earns, costs))
+
+
+class Reports:
+    """What trainers say, and how often they were asked."""
+
+    def __init__(self, **said: Training):
+        self.said: dict[str, Training] | None = said
+        self.asked: list[list[str]] = []
+
+    def get(self, domains):
+        self.asked.append(domains)
+        if self.said is None:
+            raise RedisConnectionError("gone")
+        return {domain: one for domain, one in self.said.items() if domain in domains}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def record(domain="general", accepted=0, rejected=0, none=0, held_out=False):
+    number = next(n for n in range(1000) if is_held_out(f"r{n}", 0.1) is held_out)
+    verdict = np.array([ACCEPTED] * accepted + [REJECTED] * rejected + [NOT_DRAFTED] * none, np.int8)
+    return msgspec.structs.replace(make_trace(f"r{number}", domain=domain), verdict=Array.of(verdict))
+
+
+def worth_of(reports, clock=None):
+    return RecordWorth(reports, TrainerSettings(held_out=0.1), clock or Clock())
+
+
+def test_records_of_which_no_draft_gave_much_are_wanted_and_every_one_a_little():
+    worth = worth_of(Reports(general=earning(9, 1)))
+    assert worth(record(accepted=10)) == EVERYBODY
+    assert worth(record(rejected=5, none=5)) == 1
+    assert worth(record(accepted=5, rejected=3, none=2)) == pytest.approx((1 + EVERYBODY) / 2)
+
+
+def test_domains_are_wanted_by_what_their_next_slice_earns_beyond_its_cost():
+    worth = worth_of(Reports(general=earning(9, 1), code=earning(5, 3), sql=earning(2, 3), new=Training()))
+    for domain in ("general", "code", "sql", "new", "unknown"):
+        worth(record(domain))
+    scores = {name: worth(record(name, rejected=8)) for name in ("general", "code", "sql", "new", "unknown")}
+    assert scores == {
+        "general": 1, "code": pytest.approx(0.2 + 0.8 * 2 / 8), "sql": EVERYBODY, "new": 1, "unknown": EVERYBODY
+    }  # fmt: skip
+
+
+def test_where_nobody_trains_only_the_drafts_count():
+    worth = worth_of(Reports())
+    assert worth(record(rejected=4)) == 1
+    assert worth(record(accepted=4)) == EVERYBODY
+
+
+def test_held_out_requests_are_wanted_alike_whatever_they_show():
+    worth = worth_of(Reports(general=earning(9, 1), sql=earning(1, 2)))
+    for domain in ("general", "sql"):
+        for verdicts in ({"accepted": 8}, {"rejected": 8}):
+            assert worth(record(domain, held_out=True, **verdicts)) == HELD_OUT
+
+
+def test_trainers_are_heard_every_five_seconds_and_the_last_word_stays_without_redis():
+    reports, clock = Reports(general=earning(9, 1), code=earning(3, 1)), Clock()
+    worth = worth_of(reports, clock)
+    for _ in range(4):
+        worth(record())
+        worth(record("code", rejected=8))
+    assert reports.asked == [["general"], ["general", "code"]], "a new domain is asked for at once"
+    assert worth(record("code", rejected=8)) == pytest.approx(0.2 + 0.8 * 2 / 8)
+    reports.said, clock.now = None, 6.0
+    assert worth(record("code", rejected=8)) == pytest.approx(0.2 + 0.8 * 2 / 8)
+    assert len(reports.asked) == 3
+
+
+def test_no_more_domains_are_followed_than_have_drafters():
+    worth, reports = None, Reports()
+    worth = worth_of(reports)
+    for number in range(100):
+        worth(record(f"d{number}"))
+    assert max(map(len, reports.asked)) == 64
