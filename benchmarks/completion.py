@@ -49,7 +49,6 @@ from osd.drafters.early_exit.heads import adapted
 from osd.engine.completion import Completing
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
-from osd.learning.batch import floats
 from osd.runtime.device import one_core, several_cores
 from osd.runtime.exit_controller import EXIT, STOP, confident, odds
 from osd.runtime.model import SlotModel
@@ -209,9 +208,10 @@ class Completions:
     @torch.inference_mode()
     def judged(self, prefix: Prefix, trace: Trace, heads: bool) -> Completed:
         """What a record says of one completion; with ``heads`` also what these say."""
-        assert trace.hidden is not None  # noqa: S101  the drafter reads states
+        captured = trace.states
+        assert captured is not None  # noqa: S101  the drafter reads states
         drafter, said = self.drafter, tuple(trace.completion_ids.numpy().tolist())
-        read = torch.from_numpy(floats(trace.hidden)[len(prefix.ids) - 1 :])
+        read = torch.from_numpy(captured[len(prefix.ids) - 1 :])
         states = read.unflatten(-1, (len(drafter.exits) + 1, -1))  # [n, exits + 1, hidden]
         said_of = odds(states, drafter.controller)
         leaves: Sequence[tuple[float, ...]] = ()

@@ -48,10 +48,7 @@ class RecordWorth:
         self._look(trace.domain)
         if is_held_out(trace.request_id, self._held_out):
             return HELD_OUT
-        verdict = trace.verdict.numpy()
-        open_ = 1 - float((verdict == ACCEPTED).sum()) / max(len(verdict), 1)
-        worth = self._worth.get(trace.domain, 0.0) if self._worth else 1.0
-        return EVERYBODY + (1 - EVERYBODY) * worth * open_
+        return score(trace, self._worth.get(trace.domain, 0.0) if self._worth else 1.0)
 
     def close(self) -> None:
         """Close the connection."""
@@ -75,6 +72,13 @@ class RecordWorth:
             return
         most = max((net for net in earned.values() if net is not None), default=0.0)
         self._worth = {domain: 1.0 if net is None else net / most if most else 0.0 for domain, net in earned.items()}
+
+
+def score(trace: Trace, worth: float) -> float:
+    """The score of a trace of a domain that is worth so much beside others, 1 for the one that is worth most."""
+    verdict = trace.verdict.numpy()
+    without = 1 - float((verdict == ACCEPTED).sum()) / max(len(verdict), 1)
+    return EVERYBODY + (1 - EVERYBODY) * worth * without
 
 
 def _net(training: Training) -> float | None:

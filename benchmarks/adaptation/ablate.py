@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from benchmarks.adaptation.curves import Spread
 from benchmarks.adaptation.experiment import Experiment, Stream
+from benchmarks.adaptation.kept import KEPT, Make
 from benchmarks.adaptation.learner import Online, Recipe, Work, copied
 from benchmarks.adaptation.offline_acceptance import Counts, total
 from benchmarks.adaptation.samples import Rehearsal
@@ -25,6 +26,11 @@ def _trainer(**values: object) -> Change:
 
 def _recipe(**values: object) -> Change:
     return lambda recipe: replace(recipe, **values)
+
+
+def _kept(share: float, make: Make) -> Change:
+    """Made anew for each run: what is kept depends on what came before. Fewer records are trained on as much in all."""
+    return lambda recipe: replace(recipe, kept=make(recipe.settings.held_out), passes=recipe.passes / share)
 
 
 ABLATIONS: dict[str, dict[str, Change]] = {
@@ -47,6 +53,7 @@ ABLATIONS: dict[str, dict[str, Change]] = {
     "unroll": {f"{depth} steps": _trainer(unroll=depth) for depth in (1, 2, 3, 4)},
     "gate": {"through the gate": _recipe(gated=True), "without": _recipe(gated=False)},
     "learning_rate": {f"{rate:g}": _trainer(learning_rate=rate) for rate in (3e-4, 1e-3, 3e-3)},
+    "capture": {name: _kept(share, make) for name, (share, make) in KEPT.items()},
     "passes": {f"{count:g} passes": _recipe(passes=count) for count in (2.0, 4.0, 8.0)},
 }
 """What may be compared on one stream; the domains are compared in ``domains``."""

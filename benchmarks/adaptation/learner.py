@@ -20,6 +20,9 @@ from osd.learning.evaluation import evaluate
 from osd.learning.gate import Gate
 from osd.learning.online import ENOUGH_TOKENS, PASSES, WORTHWHILE, Learner, Local, empty_replay
 
+Kept = Callable[[Sequence[Trace]], list[Trace]]
+"""What capture keeps of records that arrive one after the other."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -27,7 +30,7 @@ class Recipe:
 
     ``passes`` over each new completion are trained when ``interval`` records have come, and nothing after that. With
     ``gated`` the service drafts with what last passed the gate, as it does in production; otherwise with whatever was
-    trained last.
+    trained last. Learned from is what capture would have ``kept`` of the records that arrived.
     """
 
     settings: TrainerSettings
@@ -37,6 +40,7 @@ class Recipe:
     interval: int = 8
     gated: bool = True
     seed: int = 0
+    kept: Kept = lambda traces: list(traces)
 
     def learner(self, drafter: Trainable, enough: int = ENOUGH_TOKENS) -> Learner:
         """One that trains ``drafter`` in place; more is held out until ``enough`` tokens are."""
@@ -90,12 +94,13 @@ class Online:
     def serve(self, traces: Sequence[Trace], report: Callable[[int], None] = lambda done: None) -> list[Counts]:
         """Draft for each record with what is in service when it comes, and learn from it."""
         counts: list[Counts] = []
+        kept = self._recipe.kept
         for start in range(0, len(traces), self._recipe.interval):
             group = traces[start : start + self._recipe.interval]
             drafted = self._acceptance.measure(self.in_service, group)
             counts += [one.counts for one in drafted]
             began = time.process_time()
-            marked = [one.mark(trace) for trace, one in zip(group, drafted, strict=True)]
+            marked = kept([one.mark(trace) for trace, one in zip(group, drafted, strict=True)])
             for trace, sampled in zip(marked, self._sampled(marked), strict=True):
                 held = self.learner.replay.holds_out(trace)
                 if self.learner.add(trace if held else sampled).part == "train":

@@ -48,17 +48,20 @@ class Budget(Generic[Kind]):
         elapsed = max(self._at - self._began, _FIRST)
         return self._wanted / (SECONDS * -math.expm1(-elapsed / SECONDS))
 
-    def weight(self, record: Kind, key: str) -> float | None:
-        """One over the chance with which a record is kept, None for one that is not; ``key`` names it for the draw."""
+    def weight(self, record: Kind, key: str, size: int) -> float | None:
+        """One over the chance with which a record is kept, None for one that is not.
+
+        ``key`` names it for the draw, and ``size`` bytes are written of it.
+        """
         score = self._score(record)
         self._pass()
-        self._wanted += score * record.nbytes
+        self._wanted += score * size
         burst = self.rate * SECONDS
         full = math.exp(_STEEP * max(min(self._level / burst, 1.0), -_STEEP))
         chance = min(max(full * score * self.rate / self.demand, _RAREST), 1.0)
         if unit_hash(key.encode(), b"budget") >= chance:
             return None
-        self._level -= record.nbytes
+        self._level -= size
         return 1 / chance
 
     def _pass(self) -> None:

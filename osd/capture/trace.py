@@ -33,11 +33,16 @@ _PER_TOKEN = {
 }  # fmt: skip
 """Arrays with a row for each completion token, and how many dimensions they have."""
 
+GROUP = 64
+"""Numbers of a token's hidden state that have one scale where they are rounded to 8 bits."""
+
 _AFTER = {"after_ids": 2, "after_logp": 2, "after_tail": 1}
 
-_ARRAYS = ("prompt_ids", "completion_ids", *_PER_TOKEN, "hidden", *_AFTER)
+_ARRAYS = ("prompt_ids", "completion_ids", *_PER_TOKEN, "hidden", "hidden_scale", *_AFTER)
 
-_MEASURED = frozenset(("target_logp", "target_tail", "draft_logp", "draft_tail", "after_logp", "after_tail", "hidden"))
+_MEASURED = frozenset(
+    ("target_logp", "target_tail", "draft_logp", "draft_tail", "after_logp", "after_tail", "hidden", "hidden_scale")
+)
 """Arrays of numbers with fractions; all others are ids or choices."""
 
 
@@ -75,6 +80,11 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         return np.frombuffer(self.data, kind).reshape(self.shape)
 
 
+def rounded_bytes(rows: int, width: int) -> int:
+    """Bytes of hidden states [rows, width] in 8 bits, scales included."""
+    return rows * (width + 2 * -(-width // GROUP))
+
+
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """One finished request, or one segment of a long one.
 
@@ -90,7 +100,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     * ``after_ids`` [R, K], ``after_logp`` [R, K], ``after_tail`` [R]: the K most probable tokens of the target after
       each of the R rejected tokens, as if it had been kept; when somebody learns from the drafter's own samples.
     * ``hidden`` [P + C - 1, taps * hidden]: the tapped target layers side by side for every token that
-      was fed, when the drafter reads them.
+      was fed, when the drafter reads them. In 8 bits they are whole numbers, to be multiplied by ``hidden_scale``
+      [P + C - 1, groups], one number for each 64 of a row.
 
     ``domain`` is whose request it is, and ``drafter_domain`` whose drafter served it in ``drafter_version``. A record
     of format 1 does not say who drafted: its only source has an empty name. ``replica`` names the one that decoded it,
@@ -123,6 +134,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[str, ...]
     source: Array
     hidden: Array | None = None
+    hidden_scale: Array | None = None
     after_ids: Array | None = None
     after_logp: Array | None = None
     after_tail: Array | None = None
@@ -140,6 +152,35 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     def after(self) -> tuple[Array | None, Array | None, Array | None]:
         """``after_ids``, ``after_logp`` and ``after_tail``: all of them are there, or none."""
         return self.after_ids, self.after_logp, self.after_tail
+
+    @property
+    def states(self) -> np.ndarray | None:
+        """``hidden`` as float32, rounded ones too; None where there are none."""
+        if self.hidden is None:
+            return None
+        values = self.hidden.numpy()
+        if self.hidden.dtype == "bfloat16":  # its bits are the upper half of a float32
+            return (values.astype(np.uint32) << 16).view(np.float32)
+        if self.hidden_scale is None:
+            return values.astype(np.float32)
+        scale = np.repeat(self.hidden_scale.numpy().astype(np.float32), GROUP, axis=1)
+        return values.astype(np.float32) * scale[:, : values.shape[1]]
+
+    def with_rounded_states(self) -> Trace:
+        """The same with hidden states in 8 bits, about half as large; as it is where it has none, or has such ones."""
+        states = self.states
+        if states is None or self.hidden_scale is not None:
+            return self
+        rows, width = states.shape
+        groups = np.zeros((rows, -(-width // GROUP), GROUP), np.float32)
+        groups.reshape(rows, -1)[:, :width] = states
+        largest = np.abs(groups).max(2)
+        # Rounded up, so that no number is beyond 127; the smallest half keeps zeros apart from the rest.
+        scale = np.nextafter((largest / 127).astype(np.float16), np.float16(np.inf))
+        with np.errstate(invalid="ignore"):  # a scale that is no number says so of all that it multiplies
+            whole = np.rint(groups / scale[:, :, None].astype(np.float32)).astype(np.int8)
+        rounded = whole.reshape(rows, -1)[:, :width]
+        return msgspec.structs.replace(self, hidden=Array.of(rounded), hidden_scale=Array.of(scale))
 
     def with_drafts(self, source: str, drafted: np.ndarray, verdict: np.ndarray) -> Trace:
         """The same text as if ``source`` alone had drafted for it: ``drafted`` and ``verdict`` [C]."""
@@ -171,6 +212,10 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
             raise TraceError(f"after_ids, after_logp and after_tail have {after} rows for {rejected} rejected tokens")
         if self.hidden is not None and (rows := len(_array(self, "hidden", 2))) != prompt + completion - 1:
             raise TraceError(f"hidden has {rows} rows for {prompt + completion} tokens")
+        if self.hidden_scale is not None:
+            shape = None if self.hidden is None else (self.hidden.shape[0], -(-self.hidden.shape[1] // GROUP))
+            if _array(self, "hidden_scale", 2).shape != shape:
+                raise TraceError(f"hidden_scale is {self.hidden_scale.shape}, must be {shape}")
 
 
 def _array(trace: Trace, name: str, dimensions: int) -> np.ndarray:

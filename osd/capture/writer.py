@@ -18,7 +18,7 @@ from osd.capture.budget import Budget
 from osd.capture.budget_share import BudgetShare
 from osd.capture.retention import Retention
 from osd.capture.streams import counter_key, index_key, stream_of
-from osd.capture.trace import Trace, encode
+from osd.capture.trace import Trace, encode, rounded_bytes
 from osd.config import CaptureSettings
 from osd.redis_client import Backoff, connect
 
@@ -227,14 +227,23 @@ class TraceWriter(StreamWriter[Trace]):
         """See ``StreamWriter``."""
         budget = self._budget
         if budget is None:
-            return record
+            return self._rounded(record)
         if self._share is not None and self._share.due:
             try:
                 budget.rate = min(self._most, self._share.look(budget.demand))
             except RedisError as error:
                 logger.debug("the budget of other writers is not known, the share stays: %s", error)
-        weight = budget.weight(record, f"{record.request_id} {record.segment}")
-        return None if weight is None else msgspec.structs.replace(record, weight=weight)
+        weight = budget.weight(record, f"{record.request_id} {record.segment}", self._size(record))
+        return None if weight is None else msgspec.structs.replace(self._rounded(record), weight=weight)
+
+    def _rounded(self, record: Trace) -> Trace:
+        return record.with_rounded_states() if self._settings.states == "int8" else record
+
+    def _size(self, record: Trace) -> int:
+        """Bytes of what would be written of it."""
+        if self._settings.states == "full" or record.hidden is None:
+            return record.nbytes
+        return record.nbytes - len(record.hidden.data) + rounded_bytes(*record.hidden.shape)
 
 
 def _out_of_memory(error: RedisError) -> bool:

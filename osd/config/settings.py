@@ -99,6 +99,9 @@ class CaptureSettings(Section):
     service_bytes_per_second: int | None = Field(
         default=None, ge=1024, description="the same for all replicas together"
     )
+    states: Literal["full", "int8"] = Field(
+        default="full", description="full: hidden states in 16 bits; int8: in 8, with a scale for each 64 numbers"
+    )
     segment: int = Field(default=512, ge=16, description="completion tokens of one record at most")
 
 

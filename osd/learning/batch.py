@@ -117,7 +117,8 @@ def check(trace: Trace, vocabulary: int, width: int) -> None:
         if trace.hidden is None or trace.hidden.numpy().ndim != 2 or trace.hidden.shape[1] != width:
             found = "none" if trace.hidden is None else str(trace.hidden.shape)
             raise TraceError(f"the drafter reads hidden states of width {width}, the record has {found}")
-        if not np.isfinite(floats(trace.hidden)).all():
+        states = trace.states
+        if states is None or not np.isfinite(states).all():
             raise TraceError("hidden has a number that is not finite")
 
 
@@ -154,16 +155,17 @@ def cut(trace: Trace, tokens: int, first: int) -> Trace:
     stop = min(first + places, completion)
     begin = max(prompt + first - places * PROMPT_SHARE, 0)
     everything = np.concatenate([trace.prompt_ids.numpy(), trace.completion_ids.numpy()])
-    hidden = None
-    if trace.hidden is not None:
-        hidden = Array.of(trace.hidden.numpy()[begin : prompt + stop - 1], trace.hidden.dtype)
+    states = {
+        name: array and Array.of(array.numpy()[begin : prompt + stop - 1], array.dtype)
+        for name, array in (("hidden", trace.hidden), ("hidden_scale", trace.hidden_scale))
+    }
     rejected = trace.verdict.numpy() == REJECTED
     lost = slice(int(rejected[:first].sum()), int(rejected[:stop].sum()))
     return msgspec.structs.replace(
         trace,
         prompt_ids=Array.of(everything[begin : prompt + first]),
         completion_ids=Array.of(everything[prompt + first : prompt + stop]),
-        hidden=hidden,
+        **states,
         completes=trace.completes and not first,  # else the prompt has generated tokens
         **{name: Array.of(getattr(trace, name).numpy()[first:stop]) for name in _BY_POSITION},
         **{name: kept and Array.of(kept.numpy()[lost]) for name, kept in zip(_AFTER, trace.after, strict=True)},
@@ -224,8 +226,8 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         target.put(here, trace.target_ids.numpy(), trace.target_logp.numpy(), trace.target_tail.numpy())
         drafted[here] = trace.drafted.numpy()
         verdict[here] = trace.verdict.numpy()
-        if hidden is not None and trace.hidden is not None:
-            hidden[row, : prompt + completion - 1] = floats(trace.hidden)
+        if hidden is not None:
+            hidden[row, : prompt + completion - 1] = trace.states
         start += completion
     ids, logp, tail = target.tensors(device)
     batch = DistillBatch(
@@ -252,11 +254,3 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
 
 def _record(trace: Trace) -> Record:
     return trace.request_id, trace.segment, trace.prompt_ids.shape[0], trace.completion_ids.shape[0]
-
-
-def floats(array: Array) -> np.ndarray:
-    """Any float array as float32; the 16 bits of a bfloat16 are the upper half of a float32."""
-    values = array.numpy()
-    if array.dtype == "bfloat16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)

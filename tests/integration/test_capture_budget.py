@@ -6,13 +6,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 import pytest
 
 from osd.capture.budget_share import BudgetShare, demand_key
 from osd.capture.reader import TraceReader
-from osd.capture.trace import encode
+from osd.capture.trace import Array, encode
 from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
+from osd.learning.batch import collate, cut
 
 SETTINGS = CaptureSettings(max_records=100_000, max_queue=100_000)
 
@@ -104,3 +106,27 @@ def test_every_reason_for_which_a_record_is_lost_has_a_count(redis_url, redis_se
     writer.offer(make_trace())
     assert writer.losses() == {"encoding": 1, "redis": 1, "closed": 1}
     assert writer.counters() == {"written": 0, "dropped": 3}
+
+
+def test_hidden_states_are_written_in_8_bits_where_the_settings_say_so(redis_url, make_trace, eventually):
+    trace = make_trace(padding=300)
+    states = np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
+    trace = msgspec.structs.replace(trace, hidden=Array.of(states))
+    sizes = {}
+    for way in ("full", "int8"):
+        writer = TraceWriter(redis_url, SETTINGS.model_copy(update={"states": way, "bytes_per_second": 10**9}))
+        writer.offer(trace)
+        writer.close()
+        sizes[way] = writer.bytes_written
+    reader = TraceReader(redis_url, SETTINGS, "general", "g", "c")
+    full, rounded = (given.record for given in reader.read(9, 1000))
+    reader.close()
+    assert full == trace
+    assert sizes["full"] - sizes["int8"] > 0.6 * states.nbytes
+    batch = collate([rounded])
+    assert batch.hidden is not None
+    np.testing.assert_allclose(batch.hidden[0, :6].numpy(), states, atol=0.02)
+    part = cut(rounded, 4, 1)
+    assert part.states is not None
+    part.check()
+    np.testing.assert_array_equal(part.states, batch.hidden[0, : len(part.states)].numpy())

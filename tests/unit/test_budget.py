@@ -33,7 +33,7 @@ def kept(budget, clock, records, rate, name=""):
     weights = []
     for number, record in enumerate(records):
         clock.now += 1 / rate
-        weights.append(budget.weight(record, f"{name}{number}"))
+        weights.append(budget.weight(record, f"{name}{number}", record.nbytes))
     return weights
 
 
@@ -98,6 +98,6 @@ def test_the_weights_of_what_is_kept_add_up_to_what_was_offered_however_the_load
 
 def test_the_same_record_is_drawn_alike_whoever_draws():
     one, other = (Budget(1000, lambda record: record.score, Clock()) for _ in range(2))
-    first = [one.weight(Sized(1000), f"r{n}") for n in range(200)]
-    assert first == [other.weight(Sized(1000), f"r{n}") for n in range(200)]
+    first = [one.weight(Sized(1000), f"r{n}", 1000) for n in range(200)]
+    assert first == [other.weight(Sized(1000), f"r{n}", 1000) for n in range(200)]
     assert 0 < sum(weight is not None for weight in first) < 200

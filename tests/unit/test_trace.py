@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace, TraceError, decode, encode
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace, TraceError, decode, encode, rounded_bytes
 from tests.traces import small_trace
 
 ROWS = (
@@ -215,3 +216,60 @@ def test_cut_record_is_refused(trace: Trace):
     for length in range(0, len(data), 37):
         with pytest.raises(TraceError):
             decode(data[:length])
+
+
+def states_trace(states: np.ndarray, **changed: Any) -> Trace:
+    return small_trace(hidden=Array.of(states.astype(np.float32)), **changed)
+
+
+def test_rounded_states_are_half_as_large_and_off_by_a_254th_of_the_largest_of_64_at_most():
+    chance = np.random.default_rng(0)
+    states = chance.normal(size=(6, 200)) * chance.choice([1e-3, 1, 300], size=(6, 1))
+    states[2, 7] = 4000.0  # one large number takes the others of its group with it, and nobody else
+    states[4] = 0
+    trace = states_trace(states)
+    rounded = decode(encode(trace.with_rounded_states()))
+    found, given = rounded.states, trace.states
+    assert found is not None
+    assert given is not None
+    for group in range(4):
+        part = slice(64 * group, 64 * group + 64)
+        largest = np.abs(given[:, part]).max(1, keepdims=True)
+        assert (np.abs(found[:, part] - given[:, part]) <= 1.002 * largest / 254 + 1e-6).all()
+    assert (found[4] == 0).all()
+    assert rounded.hidden is not None
+    assert rounded.hidden_scale is not None
+    size = len(rounded.hidden.data) + len(rounded.hidden_scale.data)
+    assert size == rounded_bytes(6, 200) == 6 * (200 + 2 * 4)
+    assert rounded.with_rounded_states() is rounded
+    assert rounded.nbytes == trace.nbytes - 4 * 6 * 200 + size
+
+
+def test_states_that_are_no_numbers_stay_recognisable():
+    states = np.ones((6, 200))
+    states[1, 70] = np.nan
+    found = states_trace(states).with_rounded_states().states
+    assert found is not None
+    assert not np.isfinite(found).all()
+
+
+def test_a_record_without_states_has_none_to_round():
+    trace = small_trace(hidden=None)
+    assert trace.with_rounded_states() is trace
+    assert trace.states is None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"hidden_scale": None, "weight": 0.5},
+        {"weight": float("nan")},
+        {"hidden": None},
+        {"hidden_scale": Array.of(np.ones((6, 3), np.float16))},
+        {"hidden_scale": Array.of(np.ones((5, 4), np.float16))},
+    ],
+)
+def test_weights_and_scales_that_do_not_fit_are_refused(broken):
+    rounded = states_trace(np.ones((6, 200))).with_rounded_states()
+    with pytest.raises(TraceError, match=r"^(weight is|hidden_scale is)"):
+        decode(encode(msgspec.structs.replace(rounded, **broken)))

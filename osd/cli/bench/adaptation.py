@@ -124,8 +124,8 @@ def ablate(
     ablation: Annotated[
         list[str] | None,
         typer.Option(
-            help="divergence, losses, samples, positions, interval, products, unroll, gate, learning_rate, passes or "
-            "domains; all by default.",
+            help="divergence, losses, samples, positions, interval, products, unroll, gate, learning_rate, capture, "
+            "passes or domains; all by default.",
             metavar="NAME",
         ),
     ] = None,

@@ -69,7 +69,7 @@ def traffic() -> Traffic:
     budget, kept = Budget(100 * BASE.nbytes * 0.1, score, lambda: now[0]), []
     for trace in offered:
         now[0] += 0.01
-        weight = budget.weight(trace, f"{trace.request_id} 0")
+        weight = budget.weight(trace, f"{trace.request_id} 0", trace.nbytes)
         if weight is not None:
             kept.append(msgspec.structs.replace(trace, weight=weight))
     assert 0.08 < sum(trace.nbytes for trace in kept) / sum(trace.nbytes for trace in offered) < 0.12
