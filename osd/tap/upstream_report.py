@@ -151,7 +151,7 @@ def _scrape(client: httpx2.Client, url: str) -> Scrape | None:
         return Scrape()
 
 
-def _unless_gone(tell: Callable[[], None]) -> None:
+def _unless_gone(tell: Callable[[], object]) -> None:
     try:
         tell()
     except RedisError as error:
