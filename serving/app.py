@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from osd import logs
 from osd.config import Settings
+from osd.config.gpus import replica_gpus
 from serving.metrics_history import Bins, History
 from serving.replica_metrics import ACTOR, ReplicaMetrics, Report, Totals
 
@@ -152,6 +153,7 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
     )
     # As many as decode and as many as arrive, so that the replica itself says 429, and some for all others.
     room = 2 * settings.serving.max_queue + 64
+    gpus = replica_gpus(settings, ray.cluster_resources().get("GPU", 0))
     deployment: Any = serve.deployment(  # Ray's types call this a function
         Server,
         name="osd",
@@ -161,7 +163,7 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
         # Those that Serve is choosing a replica for count too: fewer would refuse a burst that there is room for.
         max_queued_requests=room,
         backpressure_config=BackpressureConfig(retry_after_s=1),
-        ray_actor_options={"num_cpus": 1, "num_gpus": 1 if settings.target.device == "cuda" else 0},
+        ray_actor_options={"num_cpus": 1, "num_gpus": gpus},
         health_check_period_s=2,
         health_check_timeout_s=30,
         # What cannot start now, such as a target that is gone, will not start at the twentieth try.

@@ -33,7 +33,7 @@ from osd.runtime.device import one_core
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
-from osd.target.open import open_target
+from osd.target.opening import load_target
 from serving.access.access import Access
 from serving.dashboard import data
 from serving.domain_watcher import DomainWatcher
@@ -266,7 +266,7 @@ def make_engine(
     if start and not taps and settings.engine.domains > 1:
         # What no drafter reads, the router does.
         taps = (layers // 2,)
-    target = open_target(
+    target = load_target(
         settings.target,
         directory,
         slots=settings.engine.slots,

@@ -134,6 +134,7 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
     from transformers import AutoConfig
 
     from osd.drafters import from_config, trainable
+    from osd.runtime.device import pick_device
     from osd.target.identity import identify
     from osd.target.load import target_directory
     from trainer.executor import Local, TargetContext
@@ -141,8 +142,10 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
     directory = target_directory(settings)
     config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
 
+    device = pick_device(settings.trainer.device)
+
     def build(config: dict[str, Any]) -> Trainable:
-        return trainable(from_config(config, directory))
+        return trainable(from_config(config, directory)).to(device)
 
     target = identify(settings.target.source, directory)
     return TargetContext(target, config.vocab_size, config.hidden_size, build, executor or Local())

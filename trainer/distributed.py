@@ -31,6 +31,9 @@ _SILENCE_SECONDS = 365 * 86_400
 _TOKEN = {"memory": 1}
 """What each worker takes from Ray's books, one byte: it may not be nothing, and every node has that."""
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""What carries tensors between ranks, by the device that they train on: messages are on the host everywhere."""
+
 _CALM_SECONDS = 5.0
 """An error that comes again and again is not to keep the nodes busy with starts. A death is answered at once."""
 
@@ -152,16 +155,19 @@ class DistributedTrainer(Trainer):
             "redis_url": self._redis_url,
             "group": ray.get_runtime_context().current_actor,
         }
+        settings = self._settings.trainer
+        on_gpu = settings.device == "cuda"
         scaling = ScalingConfig(
-            num_workers=self._settings.trainer.workers,
-            resources_per_worker=_TOKEN,
+            num_workers=settings.workers,
+            use_gpu=on_gpu,
+            resources_per_worker={**_TOKEN, "GPU": settings.gpu_share} if on_gpu else _TOKEN,
             placement_strategy="SPREAD",
-            label_selector=self._settings.trainer.labels or None,
+            label_selector=settings.labels or None,
         )
         trainer = TorchTrainer(
             work,
             train_loop_config=config,
-            torch_config=TorchConfig(backend="gloo", timeout_s=_SILENCE_SECONDS),
+            torch_config=TorchConfig(backend=BACKENDS[settings.device], timeout_s=_SILENCE_SECONDS),
             scaling_config=scaling,
             run_config=RunConfig(
                 name="ray-train",

@@ -176,7 +176,7 @@ class RankZero:
             for rank, sample in zip(self._cpu, samples[1:], strict=True):
                 send(Compute(shared.domain, shared.steps, sample.traces), rank)
             before = shared.counts
-            own = shared.gather(collate(samples[0].traces))
+            own = shared.gather(collate(samples[0].traces, shared.drafter.device))
             positions = [shared.counts[0] - before[0]]
             losses = [own.loss if positions[0] else 0.0]
             for rank in self._cpu:
@@ -269,7 +269,7 @@ class Rank:
         before, skipped = distiller.counts, distiller.skipped
         give_way = partial(self._capacity.give_way, lambda: False, lambda share: None)
         with self._capacity.working(), yielding(give_way):
-            step = distiller.gather(collate(message.traces))
+            step = distiller.gather(collate(message.traces, distiller.drafter.device))
         counts = _sum(distiller.counts, before, -1)
         loss = step.loss if counts[0] else 0.0
         return Done(loss, distiller.skipped - skipped, counts, time.process_time() - self._began)

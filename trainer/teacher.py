@@ -27,7 +27,7 @@ from osd.redis_client import connect
 from osd.registry.replica_loads import ReplicaLoads
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer
-from osd.target.open import open_target
+from osd.target.opening import load_target
 from trainer.capacity import Capacity, lower_priority
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Teacher:
         """
         self._settings, self._over, self._told, self._counts = settings, over, told, Labelled()
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(target)
-        model = open_target(
+        model = load_target(
             settings.target,
             target,
             slots=SLOTS,

@@ -162,6 +162,12 @@ class ServingSettings(Section):
     imbalance: int = Field(
         default=4, ge=0, description="requests that it may have more than the one with fewest, with routing=beginnings"
     )
+    gpu_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="of a GPU for each replica on one; below 1 others have the rest, its memory is not divided",
+    )
     allowed_hosts: Annotated[tuple[str, ...], LISTED] | None = Field(
         default=None,
         description="names that Host may carry beside those of loopback; by default host, and any where there is a key "
@@ -323,6 +329,16 @@ class Settings(Section):
             message = "must be another one where target.tensor_parallel is more than 1: {kind} selects by all heads"
             error = PydanticCustomError("heads", message, {"kind": self.drafter.kind})
             raise refused(InitErrorDetails(type=error, loc=("drafter", "kind"), input=self.drafter.kind))
+        return self
+
+    @model_validator(mode="after")
+    def _of_a_gpu(self) -> Settings:
+        share, target = self.serving.gpu_share, self.target
+        why = "target.device is cpu" if target.device == "cpu" else ""
+        why = "target.tensor_parallel is more than 1" if target.tensor_parallel > 1 else why
+        if share < 1 and why:
+            error = PydanticCustomError("no_share", "must be 1 where {why}", {"why": why})
+            raise refused(InitErrorDetails(type=error, loc=("serving", "gpu_share"), input=share))
         return self
 
     @model_validator(mode="after")

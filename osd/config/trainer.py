@@ -88,6 +88,15 @@ class TrainerSettings(Section):
         description="labels of the nodes of a cluster that train, as role=training is one of ray start --labels; "
         "without, all may",
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="of training; auto: a GPU where the replicas leave trainer.gpu_share of one"
+    )
+    gpu_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="of a GPU for each training process; below 1 others have the rest, its memory is not divided",
+    )
     latency_objective_ms: float | None = Field(
         default=None, gt=0, description="mean time between two tokens above which training rests; none: queues only"
     )
@@ -130,6 +139,15 @@ class TrainerSettings(Section):
     def _has_steps_to_read(cls, value: int, info: ValidationInfo) -> int:
         if value < 2 and info.data.get("samples", "teacher") != "teacher":
             raise PydanticCustomError("no_step", "must be at least 2 where trainer.samples is not teacher")
+        return value
+
+    @field_validator("gpu_share")
+    @classmethod
+    def _of_a_gpu(cls, value: float, info: ValidationInfo) -> float:
+        if value < 1 and info.data.get("device") == "cpu":
+            raise PydanticCustomError("no_gpu", "counts only where trainer.device is not cpu")
+        if value < 1 and info.data.get("workers", 1) > 1:
+            raise PydanticCustomError("shared", "must be 1 where trainer.workers is more than 1")
         return value
 
     @field_validator("jensen_shannon_beta", "rejected_weight")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
 from osd.drafters.base import Drafter, DrafterError, check
@@ -94,6 +95,11 @@ class Objective(Protocol):
 
 class Trainable(Drafter, nn.Module):
     """A drafter whose weights are trained."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are, and batches have to be."""
+        return next(self.parameters()).device
 
     @property
     def draft_ids(self) -> Tensor | None:

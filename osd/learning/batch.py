@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import msgspec
@@ -81,8 +81,18 @@ class DistillBatch:
         chosen = {name: getattr(self, name)[positions] for name in _POSITIONS}
         for name in ("weight", "stands_for"):
             values = getattr(self, name)
-            chosen[name] = None if values is None else values[positions]
+            chosen[name] = None if values is None else values[positions.to(values.device)]
         return replace(self, **chosen, own=None, records=())
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device; ``weight`` and ``stands_for`` stay: what is judged is counted on the host."""
+        moved = {
+            one.name: value.to(device)
+            for one in fields(self)
+            if one.name not in ("weight", "stands_for")
+            and isinstance(value := getattr(self, one.name), Tensor | OwnSamples)
+        }
+        return replace(self, **moved)
 
     def rows_at(self, depth: int) -> Tensor:
         """Which of the N positions a drafter can predict with ``depth`` of its own outputs fed back, [N] bool."""
@@ -245,8 +255,8 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         records=[_record(trace) for trace in traces],
     )
     if any(trace.weight != 1 for trace in traces):
-        weights = torch.tensor([trace.weight for trace in traces], dtype=torch.float64, device=device)
-        batch.stands_for, batch.heaviest = weights[batch.sequence], float(weights.max())
+        weights = torch.tensor([trace.weight for trace in traces], dtype=torch.float64)
+        batch.stands_for, batch.heaviest = weights[torch.from_numpy(sequence)], float(weights.max())
     if any(trace.after_ids is not None for trace in traces):
         batch.own = own_samples(traces, token_ids, target, device)
     return batch

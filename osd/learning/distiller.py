@@ -117,7 +117,7 @@ class Distiller:
         if self._head is not None:
             loss = self._head.gather(batch, self.steps)
             self.head_loss = self.head_loss if loss is None else loss
-        with products(self._settings.precision):
+        with products(self._settings.precision, self.drafter.device):
             loss = self.drafter.loss(batch, Objective.of(self._settings, self.steps, self._kept))
         value = float(loss.value.detach())
         if not loss.value.requires_grad:

@@ -138,7 +138,7 @@ class Evaluation:
         Where not all of the traffic was kept each is times the part of the heaviest record that it weighs.
         """
         scores = self._scorer.score(batch)
-        valid = torch.stack([batch.rows_at(d) for d in range(self._depth)], 1)  # [N, depth]
+        valid = torch.stack([batch.rows_at(d) for d in range(self._depth)], 1).cpu()  # [N, depth]
         every = torch.ones(len(valid), dtype=torch.float64)
         weight = every if batch.weight is None else batch.weight
         stands_for = every if batch.stands_for is None else batch.stands_for
@@ -147,7 +147,7 @@ class Evaluation:
         accepted = torch.where(valid, scores.accepted, 0.0)
         seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
         overlaps = (accepted.sum(1) / valid.sum(1).clamp(min=1) * weight)[seen]
-        sequence = batch.sequence[seen]
+        sequence = batch.sequence.cpu()[seen]
         self._overlaps.append(overlaps)
         self._divergences.append(scores.divergence[seen])
         self._weights.append(weight[seen])

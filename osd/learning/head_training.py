@@ -98,7 +98,7 @@ class HeadTraining:
             return None
         asked = dataclasses.replace(batch, sequence=batch.sequence[known], place=batch.place[known])
         fed, drafted, depth = fed[known], batch.drafted[known], depth[known]
-        with torch.no_grad(), products(self._settings.precision):
+        with torch.no_grad(), products(self._settings.precision, self._drafter.device):
             states = torch.stack(self._drafter.drafted_states(asked, fed, int(depth.max())))  # [depths, M, width]
         states = states[depth - 1, torch.arange(len(depth), device=depth.device)]
         labelled = fed == drafted

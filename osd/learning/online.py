@@ -59,7 +59,7 @@ class Local:
     def step(self, distiller: Distiller, samples: list[Sample]) -> Step:
         """See ``Executor.step``."""
         (sample,) = samples
-        return distiller.step(collate(sample.traces))
+        return distiller.step(collate(sample.traces, distiller.drafter.device))
 
 
 class TrainingTrigger:
@@ -257,7 +257,7 @@ class Learner:
         for batch in held_out(self.replay):
             if self._recalled is not None:
                 batch.weight = self._recalled.leaves(batch)
-            yield batch
+            yield batch.to(self.distiller.drafter.device)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights and optimizer as tensors, all else as JSON, for ``resume``; traces are not in it."""

@@ -34,7 +34,7 @@ def read_optimizer_state(tensors: dict[str, Tensor], weights: dict[str, Tensor],
             weight = weights.get(name)
             if weight is None or (moment != "step" and value.shape != weight.shape) or not value.isfinite().all():
                 raise OptimizerStateError(f"{key} {tuple(value.shape)} does not belong to this drafter")
-            state.setdefault(weight, {})[moment] = value.clone()
+            state.setdefault(weight, {})[moment] = value.to(weight.device, copy=True)
     if any(set(moments) != {"step", "exp_avg", "exp_avg_sq"} for moments in state.values()):
         raise OptimizerStateError("the optimizer state is not complete")
     return state

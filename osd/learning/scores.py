@@ -20,7 +20,8 @@ _RECORDS = 1024  # whose scores are kept
 class Scores:
     """Of N positions sum_v min(p, q) at each depth, ``accepted`` [N, depth], and the ``divergence`` [N] at the first.
 
-    Both are float64; where a batch's ``rows_at`` says that a depth cannot predict a position they mean nothing.
+    Both are float64 on the host. Where a batch's ``rows_at`` says that a depth cannot predict a position they mean
+    nothing.
     """
 
     accepted: Tensor
@@ -47,14 +48,14 @@ class Scorer:
             logits = self._drafter.unroll(batch, self.depth)
         finally:
             self._drafter.train(training)
-        accepted = torch.zeros(batch.positions, self.depth, dtype=torch.float64)
-        divergence = torch.zeros(batch.positions, dtype=torch.float64)
+        accepted = torch.zeros(batch.positions, self.depth, dtype=torch.float64, device=batch.place.device)
+        divergence = accepted.new_zeros(batch.positions)
         for d, level in enumerate(logits):
             events = overlap(level, batch.target_ids, batch.target_logp, batch.target_tail, self._index)
             if d == 0:
                 divergence = self._divergence(events).double()
             accepted[:, d] = events.accepted().double()
-        return Scores(accepted, divergence)
+        return Scores(accepted.cpu(), divergence.cpu())
 
 
 class KnownScores(Scorer):
@@ -74,9 +75,9 @@ class KnownScores(Scorer):
             return Scores(
                 *(torch.cat(parts) for parts in zip(*((s.accepted, s.divergence) for s in known), strict=True))
             )
-        scores = super().score(batch)
+        scores, sequence = super().score(batch), batch.sequence.cpu()
         for row, record in enumerate(batch.records):
-            self._known[record] = scores.of(batch.sequence == row)
+            self._known[record] = scores.of(sequence == row)
         while len(self._known) > _RECORDS:
             self._known.popitem(last=False)
         return scores

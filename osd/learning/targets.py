@@ -8,7 +8,7 @@ that nothing has to be sampled or scored again.
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
@@ -70,6 +70,10 @@ class OwnSamples:
     target_logp: Tensor
     target_tail: Tensor
     since: Tensor
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+        return type(self)(*(getattr(self, one.name).to(device) for one in fields(self)))
 
     def rows_at(self, depth: int) -> Tensor:
         """Where the ``depth`` tokens before the place could be a draft, [N] bool: nothing follows a rejected one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import msgspec
@@ -15,11 +16,13 @@ from osd.drafters import from_config, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
 from osd.learning.batch import check, collate
 from osd.learning.distiller import Distiller
-from osd.learning.evaluation import evaluate
+from osd.learning.evaluation import Evaluation, evaluate
 from osd.learning.gate import Gate
+from osd.learning.scores import Scorer
 from osd.registry.versions import Registry
 from osd.runtime.taps import tapped
 from osd.target.model import load_model
+from tests.other_device import THERE, OtherDevice
 from tests.tiny import HIDDEN, VOCABULARY
 from tests.unit.learning.toys import make_trace
 from trainer import checkpoint
@@ -115,3 +118,36 @@ def test_in_bfloat16_it_learns_what_it_learns_in_float32(kind, tiny_target, targ
     assert half != exact
     assert half == pytest.approx(exact, rel=0.1)
     assert half[-1] < 0.95 * half[0]
+
+
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")  # it is not told that numbers are there
+@pytest.mark.parametrize("kind", sorted(TRAINED_SETTINGS))
+def test_on_another_device_it_learns_what_it_learns_here(
+    kind, tiny_target, target, next_token_logits, tmp_path, monkeypatch
+):
+    optimizer = importlib.import_module("torch.optim.adam")  # which knows no fused kernel for the device
+    monkeypatch.setattr(optimizer, "_device_dtype_check_for_fused", lambda *_given, **_more: None)
+    for owner, name in ((Scorer, "score"), (Evaluation, "add")):  # it cannot be used in inference mode
+        monkeypatch.setattr(owner, name, torch.no_grad()(getattr(owner, name).__wrapped__))
+    restricted = "vocabulary" in TRAINED_SETTINGS[kind].model_fields
+    settings = TRAINED_SETTINGS[kind](**({"vocabulary": 100} if restricted else {}))
+    losses: dict[str, list[float]] = {}
+    judged = {}
+    for device in (torch.device("cpu"), THERE):
+        with OtherDevice():
+            torch.manual_seed(0)
+            plain = initial(settings, tiny_target, tmp_path)
+            drafter = (WithAcceptanceHead(plain) if plain.state_width else plain).to(device)
+            distiller = Distiller(drafter, TRAINING)
+            distiller.adapt_vocabulary(torch.arange(VOCABULARY))
+            given = [batch(1000 + n, drafter, next_token_logits, target).to(device) for n in range(3)]
+            losses[device.type] = [distiller.step(one).loss for one in given]
+            checkpoint.save(tmp_path / device.type, *distiller.state_dict())
+            resumed = Distiller(drafter, TRAINING)
+            resumed.load_state_dict(*(checkpoint.load(tmp_path / device.type) or ({}, {})))
+            losses[device.type].append(resumed.step(given[0]).loss)
+            judged[device.type] = evaluate(drafter, given, 3, "forward_kl")
+            assert drafter.device == device
+            assert judged[device.type].overlaps.device.type == "cpu"
+    assert losses["meta"] == pytest.approx(losses["cpu"], rel=1e-5)
+    assert judged["meta"].accepted == pytest.approx(judged["cpu"].accepted, rel=1e-5)

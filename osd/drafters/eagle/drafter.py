@@ -103,9 +103,10 @@ class Eagle(VocabularyDrafter):
         """
         ids = self.most_frequent(counts)
         with torch.no_grad():
-            rows = self.target_head[ids].to(self.head.weight.dtype)
-            kept = self.t2d[ids]
-            rows[kept] = self.head.weight[torch.searchsorted(self.draft_ids, ids[kept])]
+            rows = self.target_head[ids].to(self.head.weight)  # the target's stays on the host
+            here = ids.to(rows.device)
+            kept = self.t2d[here]
+            rows[kept] = self.head.weight[torch.searchsorted(self.draft_ids, here[kept])]
             self.head.weight.copy_(rows)
         self.set_vocabulary(ids)
 
@@ -127,7 +128,7 @@ class Eagle(VocabularyDrafter):
 
     def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
         """What attention reads of (token, feature) pairs: [..., 2 * hidden]."""
-        embedded = self.embedding_norm(F.embedding(tokens, self.embedding).to(features.dtype))
+        embedded = self.embedding_norm(F.embedding(tokens, self.embedding_on(tokens.device)).to(features.dtype))
         return torch.cat([embedded, self.feature_norm(features)], -1)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:

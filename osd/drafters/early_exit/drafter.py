@@ -63,6 +63,7 @@ class EarlyExit(TargetHeadDrafter):
         """
         super().__init__(target, vocabulary)
         self._load_target = load_target or (lambda: target)
+        self._heads: dict[torch.device, Tensor] = {}
         self._target: tuple[nn.Module, ...] = ()  # no part of this module: nothing of it is saved or trained
         self._layers = len(decoder_layers(target))
         if self._layers < 2:
@@ -157,7 +158,8 @@ class EarlyExit(TargetHeadDrafter):
         places = Places.of(batch)
         states = self._states(batch, places.sequence, places.place)
         with torch.no_grad():
-            told = self.final_norm(states[places.real, -1]).to(self.target_head.dtype) @ self.target_head.T
+            head = self._head_on(states.device)
+            told = self.final_norm(states[places.real, -1]).to(head.dtype) @ head.T
             taught = places.teach(batch, told.float())
         heads = self.said(self.final_norm(adapted(states[:, :-1], self.down, self.up)))  # [M, exits, vocabulary]
         losses = [objective.loss(taught, [head], self.draft_ids) for head in heads.unbind(1)]
@@ -169,6 +171,12 @@ class EarlyExit(TargetHeadDrafter):
         value = controller_loss(odds(states, self.controller), wanted, places.real)
         value = value + sum(one.value for one in losses)
         return Loss(value, losses[0].positions, losses[-1].kept)
+
+    def _head_on(self, device: torch.device) -> Tensor:
+        """The target's whole head on a device."""
+        if device not in self._heads:
+            self._heads[device] = self.target_head.to(device)
+        return self._heads[device]
 
     def _states(self, batch: Batch, sequence: Tensor, place: Tensor) -> Tensor:
         """[M, exits + 1, hidden] of the tokens before each ``place``, at every exit and behind the last layer."""

@@ -15,7 +15,7 @@ from osd.target.load import TargetError
 from osd.target.model import load_served
 
 
-def open_target(
+def load_target(
     settings: TargetSettings,
     directory: Path,
     *,
