@@ -36,7 +36,7 @@ from osd.runtime.decoder import Forward
 from osd.runtime.device import Mark, between, mark
 from osd.runtime.interface import Target
 from osd.runtime.resumption import Begun, resume
-from osd.runtime.top import Top, top
+from osd.runtime.top import ArrivingTop, Top, top
 from osd.speculation.tree import ROOT
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Verified:
     groups: Sequence[DraftGroup]
     packed: Packed
     forward: Forward
-    tops: Sequence[Top | None]
+    tops: Sequence[ArrivingTop | None]
     decisions: dict[Decoding, Decision]
     draft_seconds: dict[ActiveDrafter, float]
     upkeep: Upkeep
@@ -198,6 +198,8 @@ def verify(drafted: Drafted, target: Target, top_k: int) -> Verified:
         with upkeep.of([None if ranked else group.drafter]):
             tops.append(top(forward.logits, mine, top_k) if ranked or reads else None)
     asked = zip(drafted.groups, rows, tops, strict=True)
+    # Before anything waits: recall and traces read them when all that is kept has been asked for, too.
+    arriving = [None if found is None else found.arriving() for found in tops]
     read = read_together([group.unread(forward.logits, mine, found) for group, mine, found in asked])
     decisions: dict[Decoding, Decision] = {}
     for group, mine, numbers in zip(drafted.groups, rows, read, strict=True):
@@ -206,8 +208,9 @@ def verify(drafted: Drafted, target: Target, top_k: int) -> Verified:
     for drafter, before, after in drafted.marks:
         seconds[drafter] += between(before, after)
     return Verified(
-        drafted.scheduled, drafted.groups, packed, forward, tops, decisions, seconds, upkeep, between(begun, forwarded),
-        lossy.skipped(forward, len(target.layers)), leaving is not None or GraphRecorder.made > drafted.graphs,
+        drafted.scheduled, drafted.groups, packed, forward, arriving, decisions, seconds, upkeep,
+        between(begun, forwarded), lossy.skipped(forward, len(target.layers)),
+        leaving is not None or GraphRecorder.made > drafted.graphs,
     )  # fmt: skip
 
 
@@ -378,7 +381,7 @@ def _tops(verified: Verified) -> dict[Decoding, Top]:
     for group, found in zip(verified.groups, verified.tops, strict=True):
         if found is None:
             continue
-        host, at = found.on_host(), 0
+        host, at = found.here(), 0
         for s, tree in zip(group.sequences, group.trees, strict=True):
             parts[s] = host.part(at, at + 1 + len(tree.tokens))
             at += 1 + len(tree.tokens)

@@ -51,6 +51,28 @@ def sent(values: Sequence[int], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
+class Arriving:
+    """Copies of tensors on their way to the host; nobody waits for them before they are asked for."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Begin to copy ``tensors``, all of one device; on a CPU they are there."""
+        self._copies, self._arrived = [*tensors], None
+        device = tensors[0].device
+        if device.type == "cuda":
+            self._copies = [
+                torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
+                for one in tensors
+            ]
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(device))
+
+    def here(self) -> list[Tensor]:
+        """The tensors on the host. What the device was asked for since is not waited for."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copies
+
+
 @contextmanager
 def aside(device: torch.device) -> Generator[None]:
     """Run on a side stream of a GPU, beside what other threads do there, and synchronise on exit."""

@@ -82,3 +82,23 @@ def test_no_rows_give_nothing(way):
 def test_the_kernel_is_what_runs(monkeypatch):
     monkeypatch.setattr(module, "reference", None)
     top(random(2, 100), [1], 8)
+
+
+def test_what_is_on_its_way_to_the_host_is_what_was_sent():
+    found = top(random(4, 65), range(4), 7)
+    here = found.arriving().here()
+    assert all(torch.equal(getattr(here, name), getattr(found, name)) for name in ("ids", "logp", "tail"))
+    assert found.on_host().ids is found.ids  # on a CPU nothing is copied
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_nothing_waits_until_they_are_asked_for():
+    logits = random(4, 65).cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        arriving = top(logits, range(4), 7).arriving()
+        logits.zero_()  # what follows does not change what was sent
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(arriving.here().ids, top(random(4, 65), range(4), 7).ids)
