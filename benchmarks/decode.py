@@ -193,7 +193,7 @@ def decode(
                 for n, prompt in enumerate(asked)
             ]  # fmt: skip
             before = calls.made
-            speed, counts = _wave(engine, requests)
+            speed, counts = wave(engine, requests)
             if number:
                 yield Wave(way, speed, counts, calls.made - before)
 
@@ -215,7 +215,12 @@ def against_plain(
     return Spread.of(ratios), SpeculationCounts.sum(wave.counts for wave in drafted).mean_acceptance_length
 
 
-def _wave(engine: Engine, requests: Sequence[Request]) -> tuple[float, SpeculationCounts]:
+def wave(engine: Engine, requests: Sequence[Request]) -> tuple[float, SpeculationCounts]:
+    """Tokens a second of ``requests`` while all of them decode, and what they drafted.
+
+    Raises:
+        BenchError: one ended before all had begun.
+    """
     arrivals: Arrivals = defaultdict(list)
     counts = SpeculationCounts()
     for moment, update in updates_of(engine, requests):

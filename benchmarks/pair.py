@@ -24,8 +24,6 @@ from osd.runtime.model import SlotModel
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_model
 from osd.traffic.prompt import Prompt
-from serving.replica import make_engine
-from serving.rollout_follower import Start
 
 DRAFTS = ("skip_layers", *TRAINED_SETTINGS, "registry")
 """What may draft: the target without some middle layers, which is often right untrained (Zhang et al., "Draft &
@@ -109,6 +107,9 @@ def load_engine(settings: Settings, draft: str) -> tuple[Engine, str]:
 
 def engine_with(settings: Settings, directory: Path, drafter: Drafter) -> Engine:
     """An engine as a replica has it, not started, on the target in ``directory``."""
+    from serving.replica import make_engine  # the packages of the service, which nothing else here needs
+    from serving.rollout_follower import Start
+
     return make_engine(settings, directory, load_tokenizer(directory), Start(drafter, 1), None)
 
 
@@ -118,6 +119,8 @@ def plain_engine(settings: Settings) -> tuple[Engine, Path]:
     Raises:
         osd.target.load.TargetError: the target cannot be had.
     """
+    from serving.replica import make_engine
+
     directory = target_directory(settings)
     return make_engine(settings, directory, load_tokenizer(directory), None, None), directory
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.batch import following
-from osd.runtime.model import SlotModel
+from osd.runtime.interface import Target
 
 ROWS = (1, 4, 8)
 _CHUNK = 64  # rows of a forward while texts are read
@@ -34,7 +34,7 @@ class Quality:
 
 
 @torch.inference_mode()
-def quality(full: SlotModel, narrow: SlotModel, texts: Sequence[tuple[Sequence[int], int]]) -> Quality:
+def quality(full: Target, narrow: Target, texts: Sequence[tuple[Sequence[int], int]]) -> Quality:
     """Read texts with both models.
 
     Args:
@@ -63,7 +63,7 @@ def quality(full: SlotModel, narrow: SlotModel, texts: Sequence[tuple[Sequence[i
 
 
 @torch.inference_mode()
-def speedups(full: SlotModel, narrow: SlotModel) -> dict[int, tuple[float, float, float]]:
+def speedups(full: Target, narrow: Target) -> dict[int, tuple[float, float, float]]:
     """For forwards of ``ROWS`` tokens: median milliseconds by full and by int8 weights, and the median of ratios."""
     found = {}
     for count in ROWS:
@@ -81,7 +81,7 @@ def speedups(full: SlotModel, narrow: SlotModel) -> dict[int, tuple[float, float
     return found
 
 
-def _after(model: SlotModel, ids: Sequence[int], prompt: int) -> Tensor:
+def _after(model: Target, ids: Sequence[int], prompt: int) -> Tensor:
     """Logits [len(ids) - prompt, V] before each token that follows the prompt."""
     model.cache.length[0] = 0
     parts = []

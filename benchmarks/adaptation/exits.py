@@ -20,7 +20,7 @@ from osd.drafters.base import Needs
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Trainable
 from osd.engine.policy import Policy
-from osd.runtime.model import SlotModel
+from osd.runtime.interface import Target
 
 KIND = "kangaroo"
 
@@ -104,7 +104,7 @@ def _timed(
     return plains, steps, speedup, length
 
 
-def _seconds(target: SlotModel, session: AutoregressiveSession, needs: Needs, depth: int) -> tuple[Spread, Spread]:
+def _seconds(target: Target, session: AutoregressiveSession, needs: Needs, depth: int) -> tuple[Spread, Spread]:
     """Of a plain forward, and of a step of drafts of ``depth`` tokens, taking turns; the first turn warms up."""
     drafting = Drafting(session, needs, target, 1)
     pairs = [(forward_seconds(target, 1, 1), drafting.seconds(depth, 2) / depth) for _ in range(_TURNS + 1)][1:]

@@ -35,6 +35,7 @@ from osd.metrics import SpeculationCounts
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
+from tests.device import DEVICE
 from tests.tiny import tokenizer
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -147,14 +148,14 @@ def running(
     if drafter is not None and (bucketed or not int8):
         make, forced = drafter.session, {"bucketed": True} if bucketed else {"int8": False}
         drafter.session = lambda runtime: make(replace(runtime, **forced))  # type: ignore[method-assign]
-    model = load_model(directory, "float32", "cpu")
+    model = load_model(directory, "float32", DEVICE.type)
     target = SlotModel(
         model,
         slots=chosen.engine.slots,
         context=chosen.engine.context,
         scratch=chosen.engine.max_draft + 1 + (drafter.needs.riders if drafter else 0) + riders,
         taps=(taps_beside(drafter, len(decoder_layers(model))) if drafter else ()) or taps,
-        bucketed=bucketed,
+        bucketed=bucketed or None,  # a GPU's always are
         embeddings=chosen.engine.slots * max(drafter.needs.embeddings if drafter else 0, embeddings),
     )
     engine = Engine(target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append)

@@ -17,6 +17,7 @@ from osd.runtime.cuda_graph import BucketedForward, GraphCache, GraphRecorder
 from osd.runtime.decoder import Forward, recordable
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
+from tests.device import DEVICE
 from tests.unit.runtime.rows import rows_of
 from tests.unit.runtime.test_model import FAMILIES, NAME, build, everything, prompt, slotted
 
@@ -25,14 +26,14 @@ Part = tuple[int, int, list[int]]
 
 
 def bucketed(family: str, taps: tuple[int, ...] = (), **more: Any) -> SlotModel:
-    model = build(family)
+    model = build(family).to(DEVICE)
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     return SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH, taps=taps, bucketed=True, **more)
 
 
 def equal(got: Tensor, goal: Tensor) -> None:
     """As equal as float32 is when sums run in another order."""
-    torch.testing.assert_close(got, goal, rtol=1e-5, atol=1e-5 * max(1.0, float(goal.abs().max())))
+    torch.testing.assert_close(got.cpu(), goal.cpu(), rtol=1e-5, atol=1e-5 * max(1.0, float(goal.abs().max())))
 
 
 def mixed(rows: int, lengths: dict[int, int], chance: random.Random) -> tuple[list[Part], dict[int, list[int]]]:
@@ -207,7 +208,7 @@ def test_on_a_gpu_a_recorded_forward_waits_for_nothing_and_gives_what_the_cpu_gi
         finally:
             torch.cuda.set_sync_debug_mode("default")
         if got is not None:
-            torch.testing.assert_close(got.cpu(), plain.forward(rows, wanted).logits, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(got.cpu(), plain.forward(rows, wanted).logits.cpu(), rtol=1e-3, atol=1e-3)
     assert len(fast.bucketed) == 1
 
 

@@ -17,6 +17,7 @@ from osd.runtime.fused import FusedDecoder
 from osd.runtime.generic import NAME
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
+from tests.device import DEVICE
 from tests.unit.runtime.rows import rows_of
 
 SIZES: dict[str, Any] = {
@@ -54,7 +55,7 @@ def build(family: str, seed: int = 0) -> nn.Module:
 
 
 def slotted(family: str, taps: tuple[int, ...] = (), *, slots: int = 4, seed: int = 0) -> SlotModel:
-    model = build(family, seed)
+    model = build(family, seed).to(DEVICE)
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     return SlotModel(model, slots=slots, context=64, scratch=8, taps=taps)
 
@@ -73,7 +74,7 @@ def prompt(count: int, seed: int = 0) -> list[int]:
 
 
 def close(got: Tensor, goal: Tensor) -> None:
-    torch.testing.assert_close(got, goal, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(got.cpu(), goal, rtol=2e-4, atol=2e-4)
 
 
 @pytest.fixture(params=FAMILIES)

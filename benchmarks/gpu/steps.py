@@ -1,0 +1,324 @@
+"""The steps of the list, in their order: each gives figures as JSON."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import decode as decoding
+from benchmarks import forward as forwards
+from benchmarks.figures import Spread
+from benchmarks.gpu.beside_training import beside_training
+from benchmarks.gpu.random_targets import make_drafter, make_target, make_tokenizer
+from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, bandwidth, on_several_cores
+from benchmarks.lossless import compare, slots
+from benchmarks.streams import answers_of
+from benchmarks.synthetic import forced
+from osd.config import TRAINED_SETTINGS, ChainSettings, EngineSettings, RecallDrafterSettings, Settings
+from osd.drafters import initial, taps_beside
+from osd.drafters.autoregressive import autoregressive
+from osd.drafters.base import Drafter
+from osd.drafters.recall.drafter import Recall
+from osd.drafters.session import Runtime
+from osd.engine.engine import Engine
+from osd.engine.policy import Policy
+from osd.engine.request import Request, SamplingParams, Update
+from osd.runtime.causal_lm import decoder_layers
+from osd.runtime.model import SlotModel
+from osd.target.model import load_config, load_model
+
+DEPTH, CONTEXT = 4, 1024
+COUNTS, STREAMS = (1, 8, 64), (1, 8, 32, 64)
+TESTS = (
+    "tests/unit/runtime/test_graphs.py", "tests/unit/drafters/test_graph_chains.py",
+    "tests/unit/runtime/test_attention.py", "tests/unit/engine/test_bucketed.py", "tests/unit/runtime",
+    "tests/unit/drafters", "tests/unit/engine",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a step runs and what it leaves behind: ``small`` shapes on ``device``, files in ``folder``."""
+
+    device: torch.device
+    small: bool
+    folder: Path
+
+    def shape(self, shape: str) -> str:
+        """Which of the shapes stands for one."""
+        return "small" if self.small else shape
+
+    def target(self, shape: str, many: int) -> SlotModel:
+        """A random target with ``many`` slots."""
+        return self.over_slots(self.model(shape), many)
+
+    def model(self, shape: str) -> nn.Module:
+        """The random model of a shape; a CPU is quicker with small ones in float32."""
+        return make_target(self.shape(shape), torch.float32 if self.small else torch.bfloat16, self.device)
+
+    def over_slots(self, model: nn.Module, many: int, taps: tuple[int, ...] = ()) -> SlotModel:
+        """With ``many`` slots, as a GPU runs it."""
+        return SlotModel(model, slots=many, context=CONTEXT, scratch=COUNTS[-1] + 1, taps=taps, bucketed=True)
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def settings_of(streams: int) -> Settings:
+    """An engine of so many slots that drafts chains and governs nothing."""
+    return Settings(
+        engine=EngineSettings(slots=streams, context=CONTEXT, prefix_cache=False, prefill_chunk=512),
+        drafter=RecallDrafterSettings(),
+        growth=ChainSettings(depth=DEPTH, governed=False),
+    )
+
+
+def prompts(count: int, vocabulary: int, length: int = COMMITTED) -> list[tuple[int, ...]]:
+    """Random texts, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(vocabulary, (length,), generator=generator).tolist()) for _ in range(count)]
+
+
+@contextmanager
+def running(target: SlotModel, drafter: Drafter | None, settings: Settings) -> Generator[Engine]:
+    """An engine at work."""
+    engine = Engine(target, make_tokenizer(target.vocab_size), settings, drafter, 1)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def about(run: Run) -> dict[str, Any]:
+    """What every file of figures says of the machine."""
+    gpu = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else None
+    return {"device": str(run.device), "gpu": gpu, "torch": torch.__version__, "small": run.small}
+
+
+def tests(run: Run) -> dict[str, Any]:
+    """The unit tests of what a GPU runs, then those of its rooms, with their models on the device."""
+    chosen = TESTS[:4] if run.small else TESTS
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=40", "-rf", *chosen]
+    environ = os.environ | {"OSD_TEST_DEVICE": run.device.type}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    (run.folder / "tests.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
+    lines = done.stdout.splitlines()
+    return {
+        "code": done.returncode,
+        "said": lines[-1] if lines else done.stderr[-300:],
+        "failed": [line for line in lines if line.startswith("FAILED")],
+    }
+
+
+def equality(run: Run) -> dict[str, Any]:
+    """Greedy text in float32: the device's beside the CPU's; every drafter, growth and rule beside plain decoding."""
+    count, tokens = (1, 4) if run.small else (50, 32)
+    folder = run.folder / "equality-target"
+    make_target("small", torch.float32, torch.device("cpu"), sharpness=4.0).save_pretrained(folder)  # type: ignore[operator]
+    vocabulary = load_config(folder).vocab_size
+    make_tokenizer(vocabulary).save_pretrained(folder)
+    asked = prompts(count, vocabulary, 48)
+    with _engine(folder, torch.device("cpu"), None, 8) as engine:
+        expected = _said(engine, asked, tokens)
+    same: dict[str, int] = {}
+    different: dict[str, int] = {}
+    kinds: dict[str, Any] = {**TRAINED_SETTINGS, "recall": RecallDrafterSettings}
+    for kind, settings in kinds.items():
+        fields = {"vocabulary": 256} if "vocabulary" in settings.model_fields else {}
+        drafter = initial(settings(**fields), folder, run.folder)
+        ways = kind in ("eagle", "recall")  # these two in every way that there is, the others with chains
+        with _engine(folder, run.device, drafter, slots() if ways else 8) as engine:
+            plain = _said(engine, asked, tokens)
+            same[kind] = sum(a == b for a, b in zip(expected, plain, strict=True))
+            if ways:
+                tallies = compare(engine, asked, tokens)
+                different[kind] = sum(tally.total - tally.identical for tally in tallies)
+            else:
+                drafted = _said(engine, asked, tokens, speculate=True)
+                different[kind] = sum(a != b for a, b in zip(plain, drafted, strict=True))
+    return {"prompts": count, "tokens": tokens, "plain_same_as_cpu": same, "speculative_different": different}
+
+
+@contextmanager
+def _engine(folder: Path, device: torch.device, drafter: Drafter | None, many: int) -> Generator[Engine]:
+    """An engine in float32 on the target in a folder, as a replica would have it."""
+    model = load_model(folder, "float32", device.type)
+    target = SlotModel(
+        model,
+        slots=many,
+        context=CONTEXT,
+        scratch=65 + (drafter.needs.riders if drafter else 0),
+        taps=taps_beside(drafter, len(decoder_layers(model))) if drafter else (),
+        embeddings=many * (drafter.needs.embeddings if drafter else 0),
+    )
+    with running(target, drafter, settings_of(many)) as engine:
+        yield engine
+
+
+def _said(engine: Engine, asked: list[tuple[int, ...]], tokens: int, speculate: bool = False) -> list[list[int]]:
+    requests = [Request(f"{n:04}", text, tokens, GREEDY, speculate=speculate) for n, text in enumerate(asked)]
+    return [one.tokens for _, one in sorted(answers_of(engine, requests).items())]
+
+
+def forward(run: Run, shape: str) -> dict[str, Any]:
+    """A forward of 1, 8 and 64 tokens, and the drafter's steps: share of copy bandwidth and ratios."""
+    target, drafter = _pair(run, shape, 1)
+    runtime = Runtime.serving(1, DRAFT_CONTEXT, DEPTH + 1, run.device, target)
+    session = autoregressive(drafter.session(runtime))
+    found = on_several_cores(
+        lambda: forwards.measure(target, drafter, session, 1 if run.small else 15, counts=COUNTS), 0
+    )
+    return asdict(found) | {"copy_bandwidth": bandwidth(run.device)}
+
+
+def profile(run: Run, shape: str) -> dict[str, Any]:
+    """Where a round of one stream spends its time; the picture of some rounds is a file for a browser's tracer."""
+    target, drafter = _pair(run, shape, 1)
+    tokens = 24 if run.small else 64
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if run.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    policy = forced(Policy.of(ChainSettings(depth=DEPTH, governed=False), None), 0.8)
+    with running(target, drafter, settings_of(1)) as engine:
+        ask = partial(Request, prompt_ids=prompts(1, target.vocab_size)[0], max_tokens=tokens, sampling=GREEDY)
+        for name in ("cold", "warm"):
+            answers_of(engine, [ask(name, policy=policy, ignore_eos=True)])
+        profiler, seconds, over = torch.profiler.profile(activities=activities), [], threading.Event()
+        rounds: list[int] = []
+
+        def told(update: Update) -> None:  # on the engine's thread, which alone is recorded
+            seconds.append(time.perf_counter())
+            if len(seconds) == 1:
+                profiler.start()
+            elif update.finish_reason is not None:
+                profiler.stop()
+                rounds.append(len(seconds) - 1)
+                over.set()
+
+        engine.submit(ask("profiled", policy=policy, ignore_eos=True), told)
+        over.wait()
+    profiler.export_chrome_trace(str(run.folder / f"profile-{shape}.json.gz"))
+    averages, count = profiler.key_averages(), rounds[0]
+    (run.folder / f"profile-{shape}.txt").write_text(
+        averages.table(sort_by="self_cpu_time_total", row_limit=40), encoding="utf-8"
+    )
+    on_device = sum(one.self_device_time_total for one in averages) / 1e6
+    on_host = sum(one.self_cpu_time_total for one in averages) / 1e6
+    return {
+        "rounds": count,
+        "round_seconds": (seconds[-1] - seconds[0]) / count,
+        "device_seconds": on_device / count,
+        "operators_on_host_seconds": on_host / count,
+        "waits": {
+            one.key: one.count / count
+            for one in averages
+            if one.key in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item")
+        },
+    }
+
+
+def decode(run: Run, shape: str, acceptance: float) -> dict[str, Any]:
+    """Plain and speculative decoding of one stream with forced acceptance, and the engine's efficiency."""
+    return _waves(run, shape, acceptance, 1, 1 if run.small else 7)
+
+
+def streams(run: Run, shape: str) -> dict[str, Any]:
+    """The same with 1, 8, 32 and 64 streams."""
+    counts = STREAMS[:2] if run.small else STREAMS
+    return {str(count): _waves(run, shape, 0.6, count, 1 if run.small else 2) for count in counts}
+
+
+def recall(run: Run, shape: str) -> dict[str, Any]:
+    """Recall from a table on the host: prompts that come for the first time, and again, beside plain decoding."""
+    many, tokens = (2, 16) if run.small else (8, 128)
+    target = run.target(shape, many)
+    figures: dict[str, list[float]] = {"plain": [], "first time": [], "again": []}
+    lengths: list[float] = []
+    with running(target, Recall(), settings_of(many)) as engine:
+        for turn in range(2 if run.small else 4):
+            asked = prompts((turn + 1) * many, target.vocab_size)[-many:]
+            for way in figures:
+                requests = [
+                    Request(f"{way}{n}", text, tokens, GREEDY, ignore_eos=True, speculate=way != "plain", capture=True)
+                    for n, text in enumerate(asked)
+                ]
+                wave = decoding.wave(engine, requests)
+                if turn:
+                    figures[way].append(wave[0])
+                    lengths += [wave[1].mean_acceptance_length] if way == "again" else []
+        counted = engine.counters()
+    return {
+        "streams": many,
+        "tokens_per_second": {way: asdict(Spread.of(values)) for way, values in figures.items()},
+        "length_again": asdict(Spread.of(lengths)),
+        "swap_stall_seconds": counted.swap_stall_seconds_max,
+    }
+
+
+def training(run: Run, shape: str) -> dict[str, Any]:
+    """Gaps between tokens with a training process on the same device and without, in turns, and what it trained."""
+    target, drafter = _pair(run, shape, 8)
+    traces: list[Any] = []
+    engine = Engine(target, make_tokenizer(target.vocab_size), settings_of(8), drafter, 1, traces.append)
+    engine.start()
+    try:
+        return beside_training(engine, drafter, traces, prompts(8, target.vocab_size), run.device, run.small)
+    finally:
+        engine.stop()
+
+
+def _pair(run: Run, shape: str, many: int) -> tuple[SlotModel, Any]:
+    model = run.model(shape)
+    drafter = make_drafter(model)
+    return run.over_slots(model, many, tuple(drafter.needs.taps)), drafter
+
+
+def _waves(run: Run, shape: str, acceptance: float, many: int, waves: int) -> dict[str, Any]:
+    target, drafter = _pair(run, shape, many)
+    settings = settings_of(many)
+    policy = forced(Policy.of(settings.growth, None), acceptance)
+    calls = decoding.Calls.of(drafter)
+    tokens = 12 if run.small else 96
+    with running(target, drafter, settings) as engine:
+        asked = prompts(4 * many, target.vocab_size, 24 if run.small else COMMITTED)
+        found = list(decoding.decode(engine, asked, waves, many, tokens, GREEDY, policy, calls))
+    runtime = Runtime.serving(many, DRAFT_CONTEXT, DEPTH + 1, run.device, target)
+    session = autoregressive(drafter.session(runtime))
+    timed = on_several_cores(lambda: decoding.model(engine, session, many, found, 1 if run.small else 9), 0)
+    return decoding.figures(decoding.conclude(found, timed, many))
+
+
+Step = Callable[[Run], dict[str, Any]]
+
+STEPS: dict[str, Step] = {
+    "tests": tests,
+    "equality": equality,
+    "forward-1b": partial(forward, shape="1b"),
+    "forward-8b": partial(forward, shape="8b"),
+    "profile-1b": partial(profile, shape="1b"),
+    "profile-8b": partial(profile, shape="8b"),
+    "decode-1b-0.6": partial(decode, shape="1b", acceptance=0.6),
+    "decode-1b-0.8": partial(decode, shape="1b", acceptance=0.8),
+    "decode-8b-0.6": partial(decode, shape="8b", acceptance=0.6),
+    "decode-8b-0.8": partial(decode, shape="8b", acceptance=0.8),
+    "streams-1b": partial(streams, shape="1b"),
+    "streams-8b": partial(streams, shape="8b"),
+    "recall-1b": partial(recall, shape="1b"),
+    "recall-8b": partial(recall, shape="8b"),
+    "training-1b": partial(training, shape="1b"),
+    "training-8b": partial(training, shape="8b"),
+}
+"""By name, in the order of the list."""
