@@ -49,8 +49,10 @@ def beside_training(
     process.start()
     alone, beside, rates = [], [], []
     try:
-        if not ready.wait(_START_SECONDS) or not process.is_alive():
-            raise RuntimeError(f"the training process did not begin, its code is {process.exitcode}")
+        end = time.monotonic() + _START_SECONDS
+        while not ready.wait(1.0):
+            if not process.is_alive() or time.monotonic() > end:
+                raise RuntimeError(f"the training process did not begin, its code is {process.exitcode}")
         for _ in range(turns):
             alone.append(_gaps(engine, prompts, tokens))
             before, begun = trained.value, time.monotonic()

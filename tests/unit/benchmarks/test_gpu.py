@@ -67,6 +67,7 @@ def test_figures_are_written_whole_with_the_machine_that_they_are_of(
     assert [path.name for path in tmp_path.iterdir()] == ["forward-1b.json"]
 
 
+@pytest.mark.soak
 def test_recall_says_again_what_it_heard(tmp_path: Path) -> None:
     found = steps.STEPS["recall-1b"](Run(torch.device("cpu"), True, tmp_path))
     assert found["length_again"]["median"] > 1.5
