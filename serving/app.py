@@ -111,6 +111,7 @@ class Server:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The HTTP application, made when the replica is ready."""
+        from osd.runtime.memory import give_back
         from serving.routes import create_app
 
         app = create_app(self._replica, [self._tracing.observe] if self._tracing else [])
@@ -118,6 +119,7 @@ class Server:
         gc.collect()  # what is garbage already would stay too
         gc.freeze()
         gc.enable()
+        give_back()
         return app
 
     def check_health(self) -> None:

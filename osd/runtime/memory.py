@@ -1,7 +1,8 @@
-"""Memory for the large tensors of a round, used again in the next."""
+"""Memory for the large tensors of a round, used again in the next, and memory that nobody uses."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
 from collections import deque
@@ -30,6 +31,13 @@ def recycled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | 
     part = block[:size]  # an object of its own, which lives as long as the storage that is made of it
     weakref.finalize(part, free.append, block).atexit = False
     return torch.from_numpy(part).view(dtype).view(shape)
+
+
+def give_back() -> None:
+    """Let the system have what was freed and the allocator holds: loading a model leaves tens of megabytes of it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others do it by themselves
+    if trim is not None:
+        trim(0)
 
 
 def _take(size: int) -> np.ndarray:

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from osd.runtime import memory
-from osd.runtime.memory import recycled
+from osd.runtime.memory import give_back, recycled
 
 LARGE = (64, 8192)  # 2 MiB of float32
 
@@ -67,3 +69,13 @@ def test_threads_share_the_memory_and_no_tensor() -> None:
         tensors = list(pool.map(lambda i: recycled(LARGE, torch.float32).fill_(float(i)), range(8)))
     assert [float(tensor[0, 0]) for tensor in tensors] == list(range(8))
     assert len({tensor.data_ptr() for tensor in tensors}) == 8
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the allocator gives back what it likes")
+def test_what_was_freed_between_what_is_still_used_is_given_back() -> None:
+    parts = [bytearray(b"x" * 60_000) for _ in range(1000)]  # too small for a mapping of their own
+    full = psutil.Process().memory_info().rss
+    del parts[:-1]  # the last one holds the end of the heap
+    give_back()
+    assert full - psutil.Process().memory_info().rss > 40_000_000
+    assert parts[0] == b"x" * 60_000
