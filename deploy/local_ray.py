@@ -23,11 +23,14 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serving.front:middlewares",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str((1 << 31) - 1),
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 """The environment of Serve's proxy, which stands behind ``serving.front``, and of its replicas.
 
 Between the two each piece of an answer travels by gRPC: by calls of actors the proxy takes twice as long for it. An
-answer that is not streamed is one message, for which gRPC's own limit of 4 MiB is too low.
+answer that is not streamed is one message, for which gRPC's own limit of 4 MiB is too low. In both one event loop does
+what Ray does and what we do, so that no piece goes from one thread to another: nothing of ours blocks a loop.
 """
 
 _OBJECT_STORE_BYTES = 256 << 20  # weights travel as files, so Ray moves next to nothing

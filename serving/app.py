@@ -112,10 +112,12 @@ class Server:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The HTTP application, made when the replica is ready."""
         from osd.runtime.memory import give_back
+        from serving.carried_body import Carried
         from serving.routes import create_app
 
         app = create_app(self._replica, [self._tracing.observe] if self._tracing else [])
         app.add_middleware(self._work.guard)
+        app.add_middleware(Carried)
         gc.collect()  # what is garbage already would stay too
         gc.freeze()
         gc.enable()

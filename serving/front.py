@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving import affinity, http_protocol
 from serving.affinity import Affinity
+from serving.carried_body import Carrying
 from serving.errors import ApiError, of_status
 from serving.http_counts import COUNTS, Delivery
 from serving.paths import template_of
@@ -63,16 +64,19 @@ class Front:
             return await send({"type": "websocket.close", "code": 1000})
         reply = Reply(scope, receive, partial(_counted, template_of(scope["path"]), send))
         heard = _Heard(receive)
+        carrying = Carrying(heard)
         try:
             headers = list(filter(_passes, scope["headers"]))
             if _is_looked_at(scope) and (body := await heard.ahead()):
                 key = dict(headers).get(b"authorization", b"")
                 headers.append((affinity.HEADER, str(Affinity.of(body, key)).encode()))
-            await self.app({**scope, "headers": headers}, heard, partial(_reword, reply))
+            read = await carrying.look({**scope, "headers": headers})
+            await self.app(read, carrying.receive, partial(_reword, reply))
         except Exception:
             logger.exception("the proxy failed")
             return await reply.fail(of_status(500))
         finally:
+            carrying.close()
             heard.close()
         # Ray says nothing, or nothing more, where the replica has gone or the client has, who does not read this.
         broken = ApiError(503, _BROKEN, kind="server_error", headers={"Retry-After": "1"})

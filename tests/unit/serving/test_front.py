@@ -14,6 +14,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from serving import affinity, front
 from serving.affinity import Affinity
+from serving.carried_body import Carried
 from tests.unit.serving.answers import error_of
 
 
@@ -217,7 +218,7 @@ def passed_on(*parts, path="/v1/completions", headers=()):
         pass
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
-    asyncio.run(asyncio.wait_for(front.Front(app)(scope, Client(*parts), send), 10))
+    asyncio.run(asyncio.wait_for(front.Front(Carried(app))(scope, Client(*parts), send), 10))
     return got
 
 
