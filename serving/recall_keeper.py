@@ -50,7 +50,7 @@ class RecallKeeper:
         self._saved, self._changed, self._failing = 0, False, False
         self._save_at = time.monotonic() + _SAVE_SECONDS
         self._stop = threading.Event()
-        if settings.recall.shared and settings.serving.most_replicas > 1:
+        if settings.shares_recall:
             vocabulary = engine.target.vocab_size
             self._listener = RecallListener(settings, redis_url, name, target, vocabulary, self._stop)
         self._thread = threading.Thread(target=self._run, name="recall-keeper", daemon=True)

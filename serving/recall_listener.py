@@ -1,4 +1,4 @@
-"""Replicas that recall learn from each other's traces."""
+"""Replicas that recall learn what the others decoded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from osd.capture.retention import belongs, oldest_allowed
 from osd.capture.tail import TraceTail
 from osd.capture.trace import Trace, TraceError
-from osd.config import Settings, in_tenant, tenant_of
+from osd.config import Settings
 from osd.drafters.recall.rehearsal import rehearse
 from osd.learning.batch import check, length
 from osd.recall.backends import backend
@@ -34,7 +34,7 @@ class RecallListener:
     ) -> None:
         """Listen for the replica ``name``, whose ``target`` has ``vocabulary`` ids, until ``stop``."""
         self._settings, self._target, self._vocabulary, self._stop = settings, target, vocabulary, stop
-        self._tail = TraceTail(redis_url, settings.capture, name)
+        self._tail = TraceTail(redis_url, settings.recalled, name)
         self._text = backend().text(settings.engine.context)
 
     def listen(self, tables: Mapping[str, Memory], purged: Iterable[str]) -> bool:
@@ -43,11 +43,10 @@ class RecallListener:
         It takes about a second at most, and leaves the rest for the next call. ``purged`` requests are left out.
         """
         learnt, end = False, time.monotonic() + _TURN_SECONDS
-        for trace in self._tail.new():
-            table = tables.get(in_tenant(tenant_of(trace.domain), trace.drafter_domain))
-            if table is not None and self._usable(trace, purged):
+        for trace in self._tail.new(tables):
+            if trace.domain in tables and self._usable(trace, purged):
                 learnt = True
-                for _ in rehearse(table, self._text, trace):
+                for _ in rehearse(tables[trace.domain], self._text, trace):
                     if self._stop.wait(_PAUSE_SECONDS):
                         return learnt
             if time.monotonic() > end:

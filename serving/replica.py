@@ -17,11 +17,12 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from osd import drafters
-from osd.capture.writer import TraceWriter
+from osd.capture.writer import RecallWriter, TraceWriter
 from osd.config import Settings
 from osd.engine.engine import Engine
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
+from osd.recall.memory import KEPT
 from osd.registry.events import Events
 from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer
@@ -102,7 +103,8 @@ class Replica:
         self._writer: TraceWriter | None = None
         self._worth = RecordWorth(TrainingReports(redis_url), settings.trainer)
         if settings.capture.enabled:
-            self._writer = TraceWriter(redis_url, settings.capture, name, self._worth)
+            recalled = RecallWriter(redis_url, settings.recalled, name, KEPT) if settings.shares_recall else None
+            self._writer = TraceWriter(redis_url, settings.capture, name, self._worth, recalled)
         self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer, target.label)
         self._watchers: list[Watcher] = []
         if start is not None:

@@ -83,7 +83,7 @@ def _ask(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, 
     """Records removed from the streams, what each member removed, and those that do not answer."""
     client, purges, outcomes = connect(url, timeout=5.0), Purges(url), OutcomeStream(url)
     try:
-        streams = [Retention(client, kept) for kept in (settings.tapped, settings.capture)]
+        streams = [Retention(client, kept) for kept in (settings.tapped, settings.capture, settings.recalled)]
         purges.ask(request)  # first, so that nothing of it is taken in from here on
         streamed = sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
         deadline = time.monotonic() + _ANSWER_SECONDS

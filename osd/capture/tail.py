@@ -1,15 +1,15 @@
-"""Traces as they come, for replicas that learn from each other: nothing is taken from the trainer."""
+"""What other replicas decoded, as it comes, by the table that learns it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 from redis.exceptions import RedisError
 
-from osd.capture.streams import counter_key, domains_in, stream_of
+from osd.capture.streams import counter_key, stream_of
 from osd.capture.trace import FIELD, Trace, TraceError, decode
 from osd.config import CaptureSettings
 from osd.redis_client import Backoff, connect
@@ -30,7 +30,7 @@ _writer = msgspec.msgpack.Decoder(_Writer)
 
 
 class TraceTail:
-    """Reads what others put on the streams of all domains after the first look, for one thread.
+    """Reads what others put on streams after the first look at each, for one thread.
 
     With Redis gone there is nothing to read, and later what is still there.
     """
@@ -41,11 +41,13 @@ class TraceTail:
         self._client = connect(url, timeout=_READ_TIMEOUT)
         self._backoff = Backoff()
         self._seen: dict[str, str] = {}  # of each stream the id after which to go on
-        self._looked = False
 
-    def new(self) -> Iterator[Trace]:
-        """What came since the last one that was taken, a few dozen of each domain; what is no trace is left out."""
-        for stream in self._streams():
+    def new(self, domains: Iterable[str]) -> Iterator[Trace]:
+        """What came of these domains since the last one that was taken, a few dozen of each.
+
+        Of a domain that is asked for the first time that is nothing; what is no trace is left out.
+        """
+        for stream in [stream_of(self._prefix, domain) for domain in domains]:
             for _ in range(_BATCHES):
                 entries = self._read(stream)
                 for id, fields in entries:
@@ -60,28 +62,15 @@ class TraceTail:
         """Close the connection."""
         self._client.close()
 
-    def _streams(self) -> list[str]:
-        """All streams; of those that are there at the first look nothing is read that they hold then."""
-        if self._backoff.remaining:
-            return []
-        try:
-            streams = [stream_of(self._prefix, domain) for domain in domains_in(self._client, self._prefix)]
-            if not self._looked:
-                for stream in streams:
-                    newest: Any = self._client.get(counter_key(stream))
-                    self._seen[stream] = f"{int(newest or 0) + 1}-0"
-                self._looked = True
-        except (RedisError, ValueError) as error:
-            self._failed(error)
-            return []
-        return streams
-
     def _read(self, stream: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
         if self._backoff.remaining:
             return []
         try:
-            entries: Any = self._client.xrange(stream, min=f"({self._seen.get(stream, '0-0')}", count=_RECORDS)
-        except RedisError as error:
+            if stream not in self._seen:
+                newest: Any = self._client.get(counter_key(stream))
+                self._seen[stream] = f"{int(newest or 0) + 1}-0" if newest else "0-0"
+            entries: Any = self._client.xrange(stream, min=f"({self._seen[stream]}", count=_RECORDS)
+        except (RedisError, ValueError) as error:
             self._failed(error)
             return []
         self._backoff.worked()

@@ -182,6 +182,32 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         rounded = whole.reshape(rows, -1)[:, :width]
         return msgspec.structs.replace(self, hidden=Array.of(rounded), hidden_scale=Array.of(scale))
 
+    def for_recall(self, domain: str, kept: int) -> Trace:
+        """What a table of ``domain`` learns from it: its ids, and the ``kept`` most probable tokens of the target."""
+        places = self.completion_ids.shape[0]
+        nobody = Array.of(np.full(places, -1, np.int8))
+        logp, tail = (array.numpy().astype(np.float32) for array in (self.target_logp, self.target_tail))
+        rest = np.logaddexp(tail, np.logaddexp.reduce(logp[:, kept:], axis=1, initial=-np.inf))
+        return msgspec.structs.replace(
+            self,
+            domain=domain,
+            target_ids=Array.of(self.target_ids.numpy()[:, :kept]),
+            target_logp=Array.of(self.target_logp.numpy()[:, :kept]),
+            target_tail=Array.of(rest.astype(np.float16)),
+            draft_ids=Array.of(np.empty((places, 0), np.int32)),
+            draft_logp=Array.of(np.empty((places, 0), np.float16)),
+            draft_tail=Array.of(np.zeros(places, np.float16)),
+            drafted=nobody,
+            verdict=Array.of(np.full(places, NOT_DRAFTED, np.int8)),
+            sources=(),
+            source=nobody,
+            hidden=None,
+            hidden_scale=None,
+            after_ids=None,
+            after_logp=None,
+            after_tail=None,
+        )
+
     def with_drafts(self, source: str, drafted: np.ndarray, verdict: np.ndarray) -> Trace:
         """The same text as if ``source`` alone had drafted for it: ``drafted`` and ``verdict`` [C]."""
         who = np.where(verdict != NOT_DRAFTED, 0, -1).astype(np.int8)

@@ -19,7 +19,7 @@ from osd.capture.budget_share import BudgetShare
 from osd.capture.retention import Retention
 from osd.capture.streams import counter_key, index_key, stream_of
 from osd.capture.trace import Trace, encode, rounded_bytes
-from osd.config import CaptureSettings
+from osd.config import CaptureSettings, in_tenant, tenant_of
 from osd.redis_client import Backoff, connect
 
 logger = logging.getLogger(__name__)
@@ -199,6 +199,25 @@ class StreamWriter(Generic[Kind]):
             logger.warning("the streams of %s cannot be trimmed: %s", self._called, error)
 
 
+class RecallWriter(StreamWriter[Trace]):
+    """Puts what tables of recall learn from traces on the streams of these tables, for other replicas.
+
+    That is the ids and the most probable tokens of the target, a hundredth of a trace with hidden states: it is written
+    whatever the budget leaves of traces.
+    """
+
+    def __init__(self, url: str, settings: CaptureSettings, replica: str, kept: int) -> None:
+        """Write to the Redis at ``url``, in the name of ``replica``; a table keeps so many tokens of an entry."""
+        self._kept = kept
+        super().__init__(
+            url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "recalled texts"
+        )
+
+    def _drawn(self, record: Trace) -> Trace:
+        """See ``StreamWriter``."""
+        return record.for_recall(in_tenant(tenant_of(record.domain), record.drafter_domain), self._kept)
+
+
 class TraceWriter(StreamWriter[Trace]):
     """Puts traces on the streams: all of them, or a sample that keeps to ``capture.bytes_per_second``."""
 
@@ -208,20 +227,39 @@ class TraceWriter(StreamWriter[Trace]):
         settings: CaptureSettings,
         replica: str = "",
         score: Callable[[Trace], float] = lambda trace: 1.0,
+        recalled: RecallWriter | None = None,
     ) -> None:
         """Write to the Redis at ``url``, in the name of ``replica``.
 
         Where not all can be kept, ``score``, above 0 and at most 1, says how much a trace is wanted beside others. The
-        writer's thread asks it.
+        writer's thread asks it. ``recalled`` is offered every trace too, and closed with this.
         """
         own, all_writers = settings.bytes_per_second, settings.service_bytes_per_second
         rates = [rate for rate in (own, all_writers) if rate is not None]
         self._most = own or math.inf
         self._budget = Budget(min(rates), score) if rates else None
         self._share: BudgetShare | None = None
+        self._recalled = recalled
         super().__init__(url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "traces")
         if all_writers is not None:
             self._share = BudgetShare(self._client, settings.stream, replica, all_writers)
+
+    def offer(self, record: Trace) -> bool:
+        """See ``StreamWriter``."""
+        if self._recalled is not None:
+            self._recalled.offer(record)
+        return super().offer(record)
+
+    def losses(self) -> dict[str, int]:
+        """See ``StreamWriter``; those of what is recalled by the same reasons with ``recall_`` before them."""
+        recalled = {} if self._recalled is None else self._recalled.losses()
+        return super().losses() | {f"recall_{reason}": count for reason, count in recalled.items()}
+
+    def close(self, timeout: float = 5.0) -> None:
+        """See ``StreamWriter``."""
+        super().close(timeout)
+        if self._recalled is not None:
+            self._recalled.close(timeout)
 
     def _drawn(self, record: Trace) -> Trace | None:
         """See ``StreamWriter``."""

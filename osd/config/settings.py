@@ -370,6 +370,18 @@ class Settings(Section):
         return getattr(self.drafter, "recall", RecallSettings())
 
     @property
+    def recalled(self) -> CaptureSettings:
+        """How what replicas recall of each other's traces is kept: on streams of its own, an eighth as large in all."""
+        capture = self.capture
+        kept = {"stream": f"{capture.stream}:recalled", "keep_mb": capture.keep_mb and max(capture.keep_mb // 8, 1)}
+        return capture.model_copy(update={**kept, "max_records": 4 * capture.max_records})
+
+    @property
+    def shares_recall(self) -> bool:
+        """Whether replicas learn what the others decoded."""
+        return self.capture.enabled and self.recalls and self.recall.shared and self.serving.most_replicas > 1
+
+    @property
     def tapped(self) -> CaptureSettings:
         """How what a tap captures is kept: as traces are, on streams of its own."""
         tap = self.tap

@@ -11,9 +11,11 @@ import pytest
 
 from osd.capture.budget_share import BudgetShare, demand_key
 from osd.capture.reader import TraceReader
+from osd.capture.streams import domains_in, stream_of
+from osd.capture.tail import TraceTail
 from osd.capture.trace import Array, encode
-from osd.capture.writer import TraceWriter
-from osd.config import CaptureSettings
+from osd.capture.writer import RecallWriter, TraceWriter
+from osd.config import CaptureSettings, Settings
 from osd.learning.batch import collate, cut
 
 SETTINGS = CaptureSettings(max_records=100_000, max_queue=100_000)
@@ -130,3 +132,31 @@ def test_hidden_states_are_written_in_8_bits_where_the_settings_say_so(redis_url
     assert part.states is not None
     part.check()
     np.testing.assert_array_equal(part.states, batch.hidden[0, : len(part.states)].numpy())
+
+
+def test_what_tables_learn_is_written_of_every_trace_to_the_stream_of_its_table(redis_url, redis_client, make_trace):
+    recalled = Settings().recalled.model_copy(update={"max_queue": 1000})
+    tables = RecallWriter(redis_url, recalled, "a", 8)
+    small = SETTINGS.model_copy(update={"bytes_per_second": 1024})
+    writer = TraceWriter(redis_url, small, "a", recalled=tables)
+    trace = make_trace(padding=300)
+    for number in range(60):
+        domain = ("general", "code", "acme.sql")[number % 3]
+        named = msgspec.structs.replace(trace, request_id=f"r{number}", domain=domain, drafter_domain="general")
+        assert writer.offer(named)
+    writer.close()
+    assert writer.losses()["budget"] > 30
+    # "code" has no drafter of its own and is served by the general one, whose table learns it.
+    learnt = domains_in(redis_client, recalled.stream)
+    lengths = {name: redis_client.xlen(stream_of(recalled.stream, name)) for name in learnt}
+    assert lengths == {"general": 40, "acme.general": 20}
+    tail = TraceTail(redis_url, recalled, "b")
+    assert list(tail.new(["general"])) == []
+    tables = RecallWriter(redis_url, recalled, "a", 8)
+    tables.offer(msgspec.structs.replace(trace, request_id="general"))
+    tables.offer(msgspec.structs.replace(trace, request_id="acme", domain="acme.general"))
+    tables.close()
+    before = redis_client.info("stats")["total_net_output_bytes"]
+    assert [one.request_id for one in tail.new(["general"])] == ["general"]
+    assert redis_client.info("stats")["total_net_output_bytes"] - before < len(encode(trace)) / 2
+    tail.close()

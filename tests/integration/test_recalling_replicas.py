@@ -14,11 +14,13 @@ import torch
 from typer.testing import CliRunner
 
 from osd.capture.purge import Member, Purges
+from osd.capture.streams import stream_of
 from osd.capture.trace import Array
-from osd.capture.writer import TraceWriter
+from osd.capture.writer import RecallWriter
 from osd.cli.app import app
 from osd.config import Settings
 from osd.drafters.recall.snapshot import Snapshots
+from osd.recall.memory import KEPT
 from osd.target.identity import identify
 from tests.replicas import PROMPT, Replicas, decode
 from tests.traces import small_trace
@@ -58,7 +60,10 @@ def purge(settings, redis_url, request):
     return CliRunner().invoke(app, ["traces", "purge", "--request", request], env=environment)
 
 
-def test_a_purged_request_is_forgotten_by_every_replica_and_by_the_snapshot(replicas, settings, redis_url):
+def test_a_purged_request_is_forgotten_by_every_replica_and_by_the_snapshot(
+    replicas, settings, redis_url, redis_client, eventually
+):
+    told = stream_of(settings.recalled.stream, "general")
     one, other = replicas.start("one"), replicas.start("other")
     decode(one, "chatcmpl-1f-0")()
     decode(other, "chatcmpl-1f-1", PROMPT[::-1])()
@@ -68,8 +73,10 @@ def test_a_purged_request_is_forgotten_by_every_replica_and_by_the_snapshot(repl
     assert Snapshots(settings.registry_dir).about("general") is not None
     other = replicas.start("other again")
     assert used(other)
+    eventually(lambda: redis_client.xlen(told) == 2)
     result = purge(settings, redis_url, "chatcmpl-1f")
     assert result.exit_code == 0, result.output
+    assert redis_client.xlen(told) == 0
     assert re.search(r"[1-9]\d* entries that it may have touched dropped from what is recalled", result.output)
     assert used(one) == used(other) == 0
     assert used(replicas.start("new")) == 0, "it starts with the snapshot"
@@ -151,7 +158,7 @@ def test_what_may_not_be_learnt_of_others_is_not(replicas, settings, redis_url, 
     with Purges(redis_url) as purges:
         purges.ask("chatcmpl-1f")
         eventually(lambda: Member("replica", "one") in purges.answers("chatcmpl-1f"))
-    writer = TraceWriter(redis_url, settings.capture, "two")
+    writer = RecallWriter(redis_url, settings.recalled, "two", KEPT)
     refused = [
         written(settings, "chatcmpl-1f-0", [10, 11]),
         written(settings, "of yesterday", [12, 13], created=time.time() - 90_000),
@@ -176,7 +183,7 @@ def test_a_replica_that_is_alone_or_tells_clients_apart_listens_to_nobody(
     recall = settings.drafter.recall.model_copy(update={"shared": False})
     apart = replicas.start("apart", drafter=settings.drafter.model_copy(update={"recall": recall}))
     listens = replicas.start("listens")
-    writer = TraceWriter(redis_url, settings.capture, "two")
+    writer = RecallWriter(redis_url, settings.recalled, "two", KEPT)
     assert writer.offer(written(settings, "r", [24, 25]))
     eventually(lambda: knows(listens, [24, 25]))
     time.sleep(0.6)

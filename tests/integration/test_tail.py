@@ -40,7 +40,7 @@ def tail(redis_url):
 
 
 def names(tail):
-    return [(trace.replica, trace.request_id) for trace in tail.new()]
+    return [(trace.replica, trace.request_id) for trace in tail.new(["general"])]
 
 
 def test_each_trace_of_others_comes_once_and_none_from_before(put, tail):

@@ -273,3 +273,28 @@ def test_weights_and_scales_that_do_not_fit_are_refused(broken):
     rounded = states_trace(np.ones((6, 200))).with_rounded_states()
     with pytest.raises(TraceError, match=r"^(weight is|hidden_scale is)"):
         decode(encode(msgspec.structs.replace(rounded, **broken)))
+
+
+def test_what_a_table_learns_from_a_trace_is_a_hundredth_of_it_and_still_adds_up_to_one():
+    chance = np.random.default_rng(0)
+    logp = np.log(chance.dirichlet(np.ones(33), 128))
+    logp = np.take_along_axis(logp, np.argsort(-logp, axis=1), 1)
+    ids = np.tile(np.arange(32, dtype=np.int32), (128, 1))
+    trace = small_trace(
+        prompt_ids=Array.of(np.arange(128, dtype=np.int32)), completion_ids=Array.of(np.arange(128, dtype=np.int32)),
+        target_ids=Array.of(ids), target_logp=Array.of(logp[:, :32].astype(np.float16)),
+        target_tail=Array.of(logp[:, 32].astype(np.float16)), draft_ids=Array.of(ids),
+        draft_logp=Array.of(logp[:, :32].astype(np.float16)), draft_tail=Array.of(logp[:, 32].astype(np.float16)),
+        drafted=Array.of(np.full(128, 1, np.int32)), verdict=Array.of(np.full(128, REJECTED, np.int8)),
+        source=Array.of(np.zeros(128, np.int8)), hidden=Array.of(np.zeros((255, 1728), np.uint16), "bfloat16"),
+    )  # fmt: skip
+    told = decode(encode(trace.for_recall("acme.code", 8)))
+    assert len(encode(told)) < len(encode(trace)) / 80
+    assert (told.domain, told.request_id, told.temperature) == ("acme.code", trace.request_id, trace.temperature)
+    assert (told.prompt_ids, told.completion_ids) == (trace.prompt_ids, trace.completion_ids)
+    np.testing.assert_array_equal(told.target_ids.numpy(), ids[:, :8])
+    mass = np.exp(told.target_logp.numpy().astype(np.float64)).sum(1) + np.exp(told.target_tail.numpy().astype(float))
+    np.testing.assert_allclose(mass, 1, atol=2e-3)
+    narrow = decode(encode(small_trace().for_recall("general", 8)))
+    np.testing.assert_array_equal(narrow.target_logp.numpy(), small_trace().target_logp.numpy())
+    np.testing.assert_array_equal(narrow.target_tail.numpy(), small_trace().target_tail.numpy())
