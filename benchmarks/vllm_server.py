@@ -62,7 +62,8 @@ class Server:
             *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(models.target)),
             *("--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--served-model-name", "target"),
             *("--dtype", models.dtype, "--max-model-len", str(models.context), "--max-num-seqs", str(models.streams)),
-            *("--no-enable-prefix-caching",),  # the same prompt may come again
+            "--no-enable-prefix-caching",  # the same prompt may come again
+            "--enforce-eager",  # compiling takes minutes, and is done anew for each drafter
             *(() if speculative is None else ("--speculative-config", json.dumps(speculative))),
             *more,
         ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 EAGLE = {
@@ -31,9 +30,6 @@ EAGLE = {
 }
 """Our names and theirs."""
 
-TOKEN_MAP = "token_map"  # noqa: S105 - a tensor
-"""What vLLM calls the target ids that Medusa's heads may draft."""
-
 _Weights = dict[str, Tensor]
 
 
@@ -51,9 +47,8 @@ def eagle(config: dict[str, Any], weights: _Weights) -> _Weights:
 
 
 def medusa(config: dict[str, Any], weights: _Weights) -> _Weights:
-    """Medusa's residual blocks, and the draft vocabulary as we have it and as vLLM has it."""
-    d2t = weights["d2t"]
-    tensors = {"d2t": d2t, "t2d": weights["t2d"], TOKEN_MAP: d2t + torch.arange(len(d2t))}
+    """Medusa's residual blocks, and the draft vocabulary as we have it."""
+    tensors = {name: weights[name] for name in ("d2t", "t2d")}
     for head in range(config["heads"]):
         tensors |= {f"{head}.0.linear.{name}": weights[name][head] for name in ("weight", "bias")}
     return tensors

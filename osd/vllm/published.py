@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -71,14 +70,12 @@ class Published:
         """
         version = self._registry.load(self.domain, number)
         self._check(version)
-        known, fixed = self._exported()
+        known = self._exported()
         tensors = layouts.LAYOUTS[self._drafter["kind"]](version.config, version.weights)
         tensors = {name: weight for name, weight in tensors.items() if name in known}
         for name, weight in tensors.items():
             if list(weight.shape) != known[name]:
                 raise self._other(number, f"{name} has shape {list(weight.shape)}, not {known[name]}")
-        if fixed is not None and not torch.equal(tensors[layouts.TOKEN_MAP], fixed):
-            raise self._other(number, "its heads draft from another vocabulary")
         return Checkpoint(number, str(version.manifest["sha256"]), tensors)
 
     def _check(self, version: Version) -> None:
@@ -86,15 +83,13 @@ class Published:
             if version.config.get(name) != value:
                 raise self._other(version.number, f"its {name} is another one")
 
-    def _exported(self) -> tuple[dict[str, list[int]], Tensor | None]:
-        """The shapes of what vLLM was started with, and what must stay as it is there."""
+    def _exported(self) -> dict[str, list[int]]:
+        """The shapes of what vLLM was started with."""
         try:
             with safe_open(self._file, "pt") as file:
-                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no dict
-                fixed = file.get_tensor(layouts.TOKEN_MAP) if layouts.TOKEN_MAP in shapes else None
+                return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no dict
         except (SafetensorError, OSError) as error:
             raise VersionError(f"{self._file} cannot be read: {error}") from None
-        return shapes, fixed
 
     def _other(self, number: int, what: str) -> VersionError:
         return VersionError(

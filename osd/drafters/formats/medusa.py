@@ -1,9 +1,9 @@
 """Medusa's heads as FasterDecoding/Medusa names them: ``medusa_lm_head.safetensors`` beside its ``config.json``.
 
-``0.0.linear.weight`` is the residual block of the first head, and ``0.1.weight`` would be an output head of its own;
-ours are the target's, which that code takes where a file has none. The draft vocabulary, which the layout does not
-know, stands beside them as ``d2t`` and ``t2d``, and once more as vLLM has it: ``token_map`` and ``lm_heads.0.weight``,
-the target's head with these rows. Other readers leave them alone. Weights in a pickle are not read.
+``0.0.linear.weight`` is the residual block of the first head, and ``0.1.weight`` its output head. That is the target's,
+of all heads: it is written once, because vLLM takes none from the target, and other readers take the target's for the
+rest. The draft vocabulary, which the layout does not know, stands beside them as ``d2t`` and ``t2d``: other readers
+leave it alone, and draft any id. Weights in a pickle are not read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from osd.config import MedusaSettings
-from osd.drafters.draft_vocabulary import draft_ids
 from osd.drafters.formats.base import CONFIG, FormatError, Origin
 from osd.drafters.medusa.drafter import Medusa
 from osd.drafters.trainable import Trainable
@@ -26,7 +25,7 @@ from osd.registry import layouts
 from osd.target.model import load_weights
 
 _MAPS = ("d2t", "t2d")
-_HEAD = "lm_heads.0.weight"
+_HEAD = "0.1.weight"
 
 
 class MedusaHeads:
@@ -37,7 +36,7 @@ class MedusaHeads:
     def write(self, drafter: Trainable, origin: Origin, folder: Path) -> None:
         """See ``Format.write``."""
         assert isinstance(drafter, Medusa)  # noqa: S101  nobody else calls this
-        ids, head = drafter.draft_ids, drafter.target_head
+        head = drafter.target_head
         config = {
             "medusa_num_heads": drafter.levels,
             "medusa_num_layers": 1,
@@ -47,12 +46,11 @@ class MedusaHeads:
             "architectures": ["MedusaModel"],
             "hidden_size": head.shape[1],
             "vocab_size": head.shape[0],
-            "truncated_vocab_size": len(ids),
             "medusa_fc_bias": True,
             "original_lm_head": True,
         }
         written = layouts.medusa(drafter.config(), drafter.weights())
-        tensors = {name: weight.clone() for name, weight in written.items()} | {_HEAD: head[ids].clone()}
+        tensors = {name: weight.clone() for name, weight in written.items()} | {_HEAD: head.clone()}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # Not save_file: it lets nobody else read the file.
         (folder / self.weights).write_bytes(safetensors.torch.save(tensors, {"format": "pt"}))
@@ -79,22 +77,9 @@ class MedusaHeads:
             raise FormatError(f"{folder / self.weights} cannot be read: {error}") from None
         vocabulary = len(tensors["d2t"]) if "d2t" in tensors else MedusaSettings().vocabulary
         drafter = Medusa(load_weights(target, "auto", "cpu"), heads, vocabulary)
-        _check_rows(tensors, drafter.target_head, folder / self.weights)
         maps = {name: value for name, value in drafter.weights().items() if name in _MAPS}
         drafter.load_weights(maps | _ours(tensors, heads, drafter.target_head, folder / self.weights))
         return drafter
-
-
-def _check_rows(tensors: dict[str, Tensor], target_head: Tensor, file: Path) -> None:
-    """Check, and leave out, what a file says to vLLM of the draft vocabulary and of the target's head."""
-    ids, rows = tensors.pop(layouts.TOKEN_MAP, None), tensors.pop(_HEAD, None)
-    if ids is None and rows is None:
-        return
-    told = draft_ids(tensors["d2t"]) if "d2t" in tensors else torch.empty(0)
-    if ids is None or not torch.equal(ids, told) or not ids.min() >= 0 or not ids.max() < len(target_head):
-        raise FormatError(f"{file}: {layouts.TOKEN_MAP} is not the vocabulary that d2t describes")
-    if rows is None or not torch.equal(rows.to(target_head.dtype), target_head[ids]):
-        raise FormatError(f"{file}: {_HEAD} is not the target's head, under which our heads stay")
 
 
 def _ours(tensors: dict[str, Tensor], heads: int, target_head: Tensor, file: Path) -> dict[str, Tensor]:

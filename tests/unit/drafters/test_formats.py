@@ -263,42 +263,15 @@ def test_heads_are_written_as_medusas_own_code_names_them_and_come_back_the_same
         assert torch.equal(tensor, drafter.weights()[name])
 
 
-def test_heads_hold_what_vllm_reads_in_their_place(target, target_dir, tmp_path):
+def test_heads_hold_what_vllm_reads(target, target_dir, tmp_path):
     drafter, out = some_heads(target), tmp_path / "out"
     write(drafter, "medusa", origin(target_dir), out)
     config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "medusa_lm_head.safetensors")
-    assert (config["model_type"], config["vocab_size"], config["truncated_vocab_size"]) == ("medusa", VOCABULARY, 100)
-    ids = tensors["token_map"]
-    x = torch.randn(5, 64)  # as its model computes: x + SiLU(block), the rows of the head, and where they stand
-    for head in range(3):
-        block = x + F.silu(F.linear(x, tensors[f"{head}.0.linear.weight"], tensors[f"{head}.0.linear.bias"]))
-        logits = F.linear(block, tensors["lm_heads.0.weight"].float())
-        ours = x + F.silu(F.linear(x, drafter.weight[head], drafter.bias[head]))
-        full = F.linear(ours, drafter.target_head.float())
-        assert torch.equal(ids, drafter.draft_ids)
-        assert torch.equal(logits, full[:, ids])
+    assert (config["model_type"], config["vocab_size"], config["hidden_size"]) == ("medusa", VOCABULARY, 64)
+    assert config["original_lm_head"], "one output head is all"
+    assert config["medusa_fc_bias"]
+    assert torch.equal(tensors["0.1.weight"], drafter.target_head)
     assert FORMATS["medusa"].in_vllm(drafter, 7) == {"method": "medusa", "num_speculative_tokens": 3}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t["token_map"].add_(1), "token_map is not the vocabulary that d2t describes"),
-        (lambda t: (t["token_map"].sub_(999), t["d2t"].sub_(999)), "token_map is not the vocabulary that d2t"),
-        (lambda t: t["lm_heads.0.weight"].add_(1), "lm_heads.0.weight is not the target's head"),
-        (lambda t: t.pop("lm_heads.0.weight"), "lm_heads.0.weight is not the target's head"),
-        (lambda t: t.pop("token_map"), "token_map is not the vocabulary that d2t describes"),
-    ],
-)
-def test_what_vllm_would_read_must_be_what_we_read(target, target_dir, tmp_path, change, message):
-    out = tmp_path / "out"
-    write(some_heads(target), "medusa", origin(target_dir), out)
-    (out / "osd.json").unlink()
-    tensors = load_file(out / "medusa_lm_head.safetensors")
-    change(tensors)
-    save_file(tensors, out / "medusa_lm_head.safetensors")
-    with pytest.raises(FormatError, match=message):
-        read(out, target_dir)
 
 
 def trained_elsewhere(target, folder, change=lambda tensors: None, **config):

@@ -231,14 +231,6 @@ def test_what_has_another_shape_needs_a_new_start_and_says_so(world):
         published.checkpoint(world.publish(Medusa(world.target, 2, 100), 1))
 
 
-def test_heads_under_other_rows_of_the_targets_head_need_a_new_start(world):
-    drafter = Medusa(world.target, 2, 100)
-    world.start(drafter, "medusa")
-    drafter.set_vocabulary(torch.arange(100, 200))
-    with pytest.raises(VersionError, match="its heads draft from another vocabulary"):
-        Published(world.settings, str(world.folder)).checkpoint(world.publish(drafter, 1))
-
-
 def test_a_layer_holds_its_weights_again_when_loading_fails(world):
     drafter = Eagle.from_target(world.target, 100)
     world.start(drafter, "speculators")
