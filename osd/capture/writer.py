@@ -137,16 +137,17 @@ class StreamWriter(Generic[Kind]):
                 self._lost[reason] += count
 
     def _drawn(self, record: Kind) -> Kind | None:
-        """What is written of a record, None for nothing; on the writer's thread."""
+        """What is written of a record, None for nothing; on the writer's thread. It may raise what ``encode`` may."""
         return record
 
     def _write(self, offered: Kind) -> None:
         if self._backoff.remaining:
             return self._lose("redis", 1)
-        record, prefix = self._drawn(offered), self._settings.stream
-        if record is None:
-            return self._lose("budget", 1)
+        prefix = self._settings.stream
         try:
+            record = self._drawn(offered)
+            if record is None:
+                return self._lose("budget", 1)
             data, stream = self._encode(record), stream_of(prefix, record.domain)
             made = min(max(int(1000 * record.created), 0), _LATEST)
         except (TypeError, ValueError, OverflowError) as error:

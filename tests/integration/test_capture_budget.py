@@ -160,3 +160,14 @@ def test_what_tables_learn_is_written_of_every_trace_to_the_stream_of_its_table(
     assert [one.request_id for one in tail.new(["general"])] == ["general"]
     assert redis_client.info("stats")["total_net_output_bytes"] - before < len(encode(trace)) / 2
     tail.close()
+
+
+def test_a_record_of_which_nothing_can_be_made_is_a_counted_loss_and_the_next_one_is_written(
+    redis_url, make_trace, eventually
+):
+    tables = RecallWriter(redis_url, Settings().recalled, "a", 8)
+    tables.offer(msgspec.structs.replace(make_trace(), target_logp=Array("float16", (3, 2), b"")))
+    eventually(lambda: tables.losses() == {"encoding": 1})
+    tables.offer(make_trace())
+    tables.close()
+    assert tables.counters() == {"written": 1, "dropped": 1}
