@@ -90,18 +90,12 @@ class DecodeLoop:
             self.health.resting()  # what came before is no round
             while self._wait():
                 self._step()
-        except TargetLostError as error:
-            self.health.ended(str(error))
-            self._end(error)
-        except Exception as error:
-            self._end(error)
-
-    def _end(self, error: Exception) -> None:
-        """Nothing decodes any more, and nobody is to wait for it."""
-        log.error("the engine's thread ends", exc_info=error)
-        with self.changed:
-            self.stopping = True
-            self._fail(self.scheduler.everything(), error)
+        except Exception as error:  # nothing decodes any more, and nobody is to wait for it
+            log.exception("the engine's thread ends")
+            self.health.ended(str(error) if isinstance(error, TargetLostError) else type(error).__name__)
+            with self.changed:
+                self.stopping = True
+                self._fail(self.scheduler.everything(), error)
 
     def drafted_by(self, s: Sequence) -> tuple[str, int]:
         """Domain and version of a sequence's drafter."""
@@ -193,8 +187,7 @@ class DecodeLoop:
 
     def _round(self) -> None:
         began, start = time.monotonic(), time.perf_counter()
-        running = len(self.scheduler.running)
-        there = running + len(self.scheduler.waiting)
+        running, there = len(self.scheduler.running), len(self.scheduler.everything())
         scheduled = self.scheduler.plan(self.speculate)
         drafted = draft(scheduled, self._target.device)
         verified = verify(drafted, self._target, self._keeping.top_k)
