@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from benchmarks.adaptation.turn import Turn
-
-
-@dataclass(frozen=True)
-class Account:
-    """What training cost so far and what it saved, in seconds of a core, ``seconds`` after the first look."""
-
-    seconds: float
-    cost: float
-    saved: float
+from osd.simulation.bill import Account
 
 
 def accounts(trained: Turn, untrained: Turn) -> list[Account]:
@@ -36,10 +26,3 @@ def _busy(turn: Turn, requests: float) -> float:
         if requests <= two.requests:
             return one.busy + (two.busy - one.busy) * (requests - one.requests) / (two.requests - one.requests)
     return turn.end.busy
-
-
-def payback(found: Sequence[Account]) -> float | None:
-    """Seconds after which the savings stay above the costs until the end, None where they do not."""
-    last_short = max((index for index, one in enumerate(found) if one.saved < one.cost), default=0)
-    later = found[last_short + 1 :]
-    return later[0].seconds if later else None

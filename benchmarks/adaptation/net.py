@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import ray
@@ -22,11 +22,14 @@ from benchmarks.adaptation.turn import Turn, turn_of
 from benchmarks.pair import BenchError
 from deploy.embedded import Embedded
 from osd import files
+from osd.capture.trace import FIELD
 from osd.config import DrafterSettings, MixedSettings, NoDrafterSettings, RecallDrafterSettings, Settings
 from osd.drafters.trainable import Trainable
+from osd.redis_client import connect
 from osd.registry.place import storage_of
 from osd.registry.versions import Registry
 from osd.runtime.machine import Machine
+from osd.simulation.round_costs import Measured
 from osd.traffic.arrivals import Arrival, paced, with_valley
 from osd.traffic.open_loop import Load
 from osd.traffic.prompt import Prompt, TrafficError
@@ -39,6 +42,7 @@ FIRST_VERSION = 1
 """The number of the drafter that a service starts with."""
 
 _START_SECONDS = 120.0
+_REDIS_SECONDS, _AT_ONCE = 5.0, 8  # records of one answer: with hidden states each may take a megabyte
 
 Report = Callable[[str], None]
 _T = TypeVar("_T")
@@ -103,12 +107,33 @@ class Capacity:
 
 
 @dataclass(frozen=True)
+class Passes:
+    """What the passes of a folder have in common, to be simulated: the service and its traffic.
+
+    ``settings`` as JSON; ``arrivals`` as they are stretched, with the tokens of each prompt; ``costs`` of the drafters
+    by their kind.
+    """
+
+    settings: dict[str, Any]
+    arrivals: list[Arrival]
+    valley: bool
+    costs: dict[str, Measured]
+
+
+@dataclass(frozen=True)
 class Found:
     """What the service could take, its rate of requests, and the turns, each of them one turn of every way."""
 
     capacity: Capacity
     rate: float
     turns: list[dict[str, Turn]]
+
+    @property
+    def trained_per_second(self) -> float:
+        """Tokens that a CPU second of training trains, gates included."""
+        trained = [turn[way] for turn in self.turns for way in (TRAINED, RECALL_TRAINED)]
+        tokens, seconds = sum(one.trainer["tokens"] for one in trained), sum(one.end.training for one in trained)
+        return tokens / seconds if seconds else 0.0
 
 
 class Results:
@@ -121,6 +146,7 @@ class Results:
         """Those of a service with these settings under this traffic; ``knows`` tells what its first drafter learnt."""
         facts = [
             settings.model_dump(mode="json", exclude={"home", "redis_url", "redis_prefix", "serving"}),
+            settings.serving.replicas,
             *(list(knows), [asdict(prompt) for prompt in traffic.prompts], [asdict(one) for one in traffic.arrivals]),
             *(traffic.valley, asdict(Machine.here())),
         ]
@@ -230,15 +256,31 @@ def _served(settings: Settings, first: First, traffic: Traffic, way: str, report
             if service.trainer is not None:
                 _answer(service.trainer.pause.remote())  # what the last counters say is what the traffic cost
                 said = _answer(service.trainer.status.remote())
+        size = record_bytes(service.redis_url, settings.capture.stream)
     if clients.tally.failed:
         reason, _ = clients.tally.errors.most_common(1)[0]
         raise BenchError(f"{clients.tally.failed} of {clients.tally.sent} requests failed: {reason}")
     if said.get("failure"):
         raise BenchError(f"the trainer failed: {said['failure']}")
-    turn = turn_of(way, clients.figures(), sampler, settings, said)
+    turn = turn_of(way, clients.figures(), sampler, settings, said, size)
     if trainable and (not turn.versions or turn.versions[0].number != FIRST_VERSION):
         raise BenchError("the service did not begin with the first drafter: it does not fit the drafter's settings")
     return turn
+
+
+def record_bytes(redis_url: str, prefix: str) -> float:
+    """What a record on the streams whose keys begin with ``prefix`` takes on average, 0 where there is none."""
+    sizes: list[int] = []
+    client = connect(redis_url, timeout=_REDIS_SECONDS)
+    try:
+        for key in client.scan_iter(f"{prefix}*", _type="stream"):
+            last = "-"
+            while entries := cast(list[Any], client.xrange(key, min=last, count=_AT_ONCE)):
+                sizes += [len(fields[FIELD]) for _, fields in entries]
+                last = f"({entries[-1][0].decode()}"
+    finally:
+        client.close()
+    return sum(sizes) / len(sizes) if sizes else 0.0
 
 
 def _answer(reference: Any) -> Any:

@@ -6,11 +6,12 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 
-from benchmarks.adaptation.accounts import accounts, payback
+from benchmarks.adaptation.accounts import accounts
 from benchmarks.adaptation.net import FROZEN, PLAIN, RECALL, RECALL_FROZEN, RECALL_TRAINED, TRAINED, WAYS, Found
 from benchmarks.adaptation.report import Plot, Table
 from benchmarks.adaptation.turn import Turn
 from osd.metrics import acceptance_rate
+from osd.simulation.bill import payback
 
 Figure = Callable[[Turn], float | None]
 

@@ -17,6 +17,7 @@ from osd.metrics import acceptance_rate
 _REQUESTS = "osd_requests"
 _DRAFTED, _ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 _TOKENS, _BUSY, _TRAINING = "osd_completion_tokens", "osd_busy_seconds", "osd_training_cpu_seconds"
+_PROMPTS, _CACHED, _WRITTEN = "osd_prompt_tokens", "vllm:prefix_cache_hits", "osd_traces_written"
 _POINTS = 20  # of a curve
 
 
@@ -61,6 +62,9 @@ class Turn:
         versions: of trained drafters, in the order in which they came into service.
         curve: from nothing to the end, at each twentieth of the requests as far as looks can tell them apart.
         trainer: what it said of itself in the end.
+        written: bytes of the records on the stream.
+        prompt_tokens: of all requests.
+        cached_tokens: those of them that did not have to be read.
     """
 
     way: str
@@ -71,6 +75,9 @@ class Turn:
     versions: list[Version]
     curve: list[Point]
     trainer: dict[str, Any]
+    written: float = 0.0
+    prompt_tokens: float = 0.0
+    cached_tokens: float = 0.0
 
     @property
     def end(self) -> Point:
@@ -128,9 +135,17 @@ class Turn:
 
 
 def turn_of(
-    way: str, clients: dict[str, Any], looked: ServiceSampler, settings: Settings, said: dict[str, Any]
+    way: str,
+    clients: dict[str, Any],
+    looked: ServiceSampler,
+    settings: Settings,
+    said: dict[str, Any],
+    record_bytes: float = 0.0,
 ) -> Turn:
-    """What a pass did, by what its clients saw, the looks at its service and what its trainer ``said``."""
+    """What a pass did, by what its clients saw, the looks at its service and what its trainer ``said``.
+
+    ``record_bytes`` is what a record on the stream takes on average.
+    """
     begin, end = looked.samples[0], looked.samples[-1]
     cores = settings.engine.threads or os.cpu_count() or 1
     return Turn(
@@ -142,6 +157,9 @@ def turn_of(
         versions=versions(looked.samples, looked.dashboard, settings.domain, cores),
         curve=curve(looked.samples),
         trainer=said,
+        written=record_bytes * (end.count(_WRITTEN) - begin.count(_WRITTEN)),
+        prompt_tokens=end.count(_PROMPTS) - begin.count(_PROMPTS),
+        cached_tokens=end.count(_CACHED) - begin.count(_CACHED),
     )
 
 

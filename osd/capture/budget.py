@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Generic
+from typing import Generic, TypeVar
 
-from osd.capture.backlog import Kind
 from osd.hashing import unit_hash
 
 SECONDS = 10.0
@@ -23,7 +22,10 @@ _STEEP = 3.0
 _RAREST = 1e-4
 
 
-class Budget(Generic[Kind]):
+_Record = TypeVar("_Record")
+
+
+class Budget(Generic[_Record]):
     """Draws which records are kept, for one thread; those offered should take ``rate`` bytes a second.
 
     A record's chance is its score times what makes the expected bytes those allowed, by the scores and sizes of the
@@ -32,7 +34,7 @@ class Budget(Generic[Kind]):
     """
 
     def __init__(
-        self, rate: float, score: Callable[[Kind], float], clock: Callable[[], float] = time.monotonic
+        self, rate: float, score: Callable[[_Record], float], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """``score`` is above 0 and at most 1, and says how much a record is wanted beside others."""
         self.rate = rate
@@ -48,7 +50,7 @@ class Budget(Generic[Kind]):
         elapsed = max(self._at - self._began, _FIRST)
         return self._wanted / (SECONDS * -math.expm1(-elapsed / SECONDS))
 
-    def weight(self, record: Kind, key: str, size: int) -> float | None:
+    def weight(self, record: _Record, key: str, size: int) -> float | None:
         """One over the chance with which a record is kept, None for one that is not.
 
         ``key`` names it for the draw, and ``size`` bytes are written of it.

@@ -12,6 +12,7 @@ from osd.cli.demo import demo
 from osd.cli.doctor import doctor
 from osd.cli.learn import learn
 from osd.cli.replay import replay
+from osd.cli.simulate import simulate
 from osd.cli.tap import tap
 from osd.cli.top import top
 from osd.cli.up import up
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (up, demo, replay, chat, tap, learn, top, audit, doctor):
+for command in (up, demo, replay, chat, tap, learn, top, audit, doctor, simulate):
     app.command()(command)
 app.add_typer(drafters.app, name="drafters")
 app.add_typer(traces.app, name="traces")

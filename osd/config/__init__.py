@@ -36,6 +36,19 @@ from osd.config.growth import (
     StaticTreeSettings,
     TopKTreeSettings,
 )
+from osd.config.scenario import (
+    ARRIVALS_SETTINGS,
+    COSTS_SETTINGS,
+    DiurnalArrivals,
+    DomainsAssumed,
+    MeasuredCosts,
+    Prices,
+    PublishedCosts,
+    Scenario,
+    TraceArrivals,
+    TrainersAssumed,
+    VersionsAssumed,
+)
 from osd.config.selection import AttentionSettings, FullAttentionSettings, SelectedAttentionSettings
 from osd.config.settings import (
     CaptureSettings,
@@ -48,11 +61,13 @@ from osd.config.settings import (
     TargetSettings,
     Verification,
 )
-from osd.config.sources import load_settings
+from osd.config.sources import load_scenario, load_settings
 from osd.config.tap import TapSettings
 from osd.config.trainer import TrainerSettings
 
 __all__ = [
+    "ARRIVALS_SETTINGS",
+    "COSTS_SETTINGS",
     "DOMAIN",
     "DRAFTER_SETTINGS",
     "FULL_DOMAIN",
@@ -65,6 +80,8 @@ __all__ = [
     "ChainSettings",
     "ConfidenceSettings",
     "ConfigError",
+    "DiurnalArrivals",
+    "DomainsAssumed",
     "DrafterSettings",
     "DynamicTreeSettings",
     "EagleSettings",
@@ -77,14 +94,18 @@ __all__ = [
     "KangarooSettings",
     "LanguageModelSettings",
     "LogSettings",
+    "MeasuredCosts",
     "MedusaSettings",
     "MixedSettings",
     "NoDrafterSettings",
+    "Prices",
     "PromptTokensSettings",
+    "PublishedCosts",
     "RecallDrafterSettings",
     "RecallSettings",
     "RedisSettings",
     "RegistrySettings",
+    "Scenario",
     "Section",
     "SelectedAttentionSettings",
     "ServingSettings",
@@ -95,11 +116,15 @@ __all__ = [
     "TargetSettings",
     "TokenSelectSettings",
     "TopKTreeSettings",
+    "TraceArrivals",
     "TrainerSettings",
+    "TrainersAssumed",
     "Verification",
+    "VersionsAssumed",
     "check_domain",
     "drafter_of",
     "in_tenant",
+    "load_scenario",
     "load_settings",
     "tenant_of",
 ]

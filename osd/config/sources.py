@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from osd.config.base import ConfigError, Section
 from osd.config.redis_address import with_redis_address
+from osd.config.scenario import Scenario
 from osd.config.secrets import with_keys
 from osd.config.settings import Settings
 
 RENAMED = {"capture.piece": "capture.segment", "trainer.lines": "trainer.extra_domains"}
 """What settings are called today, by the names that they had."""
 _OTHERS = "OSD_VLLM_"  # read by ``osd.vllm`` in other processes
+_EXAMPLES = {"--set": "engine.slots=8", "--assume": "domains.count=20"}
 _STANDARD = {"OTEL_EXPORTER_OTLP_ENDPOINT": ("serving", "otlp_endpoint")}
 """Variables with names of their own, which OSD_... comes before."""
 
@@ -31,9 +33,27 @@ def load_settings(
     Raises:
         ConfigError: a source or a file with a secret cannot be read, or a key or value is refused.
     """
+    given = (*_from_file(file), *_from_environment(environ), *_from_overrides(overrides, "--set"))
+    return with_redis_address(with_keys(_read(Settings, given)))
+
+
+def load_scenario(file: Path | None = None, overrides: Sequence[str] = ()) -> Scenario:
+    """Read what a deployment is simulated on; ``overrides`` are ``key=value``, as given to ``--assume``.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value is refused.
+    """
+    return _read(Scenario, (*_from_file(file), *_from_overrides(overrides, "--assume")))
+
+
+_Given = tuple[tuple[str, ...], Any, str]  # path of the key, its value, and where it was given
+_Tree = TypeVar("_Tree", bound=Section)
+
+
+def _read(tree: type[_Tree], given: Iterable[_Given]) -> _Tree:
     values: dict[str, Any] = {}
     origin: dict[tuple[str, ...], str] = {}
-    for path, value, source in (*_from_file(file), *_from_environment(environ), *_from_overrides(overrides)):
+    for path, value, source in given:
         branch = values
         for key in path[:-1]:
             if not isinstance(branch.get(key), dict):
@@ -42,13 +62,9 @@ def load_settings(
         branch[path[-1]] = value
         origin[path] = source
     try:
-        settings = Settings.model_validate(values)
+        return tree.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_explain(error, origin)) from None
-    return with_redis_address(with_keys(settings))
-
-
-_Given = tuple[tuple[str, ...], Any, str]  # path of the key, its value, and where it was given
+        raise ConfigError(_explain(error, origin, tree)) from None
 
 
 def _from_file(file: Path | None) -> Iterator[_Given]:
@@ -83,12 +99,12 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
             yield path, _scalar(environ[name]), f"the environment variable {name}"
 
 
-def _from_overrides(overrides: Sequence[str]) -> Iterator[_Given]:
+def _from_overrides(overrides: Sequence[str], option: str) -> Iterator[_Given]:
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
-            raise ConfigError(f"--set needs key=value, as in engine.slots=8, and got {override!r}")
-        yield tuple(key.strip().split(".")), _scalar(value.strip()), "--set"
+            raise ConfigError(f"{option} needs key=value, as in {_EXAMPLES[option]}, and got {override!r}")
+        yield tuple(key.strip().split(".")), _scalar(value.strip()), option
 
 
 def _scalar(text: str) -> str | None:
@@ -96,7 +112,7 @@ def _scalar(text: str) -> str | None:
     return None if text == "null" else text
 
 
-def _explain(error: ValidationError, origin: dict[tuple[str, ...], str]) -> str:
+def _explain(error: ValidationError, origin: dict[tuple[str, ...], str], tree: type[Section]) -> str:
     """One line for the first refused key: what it is, which limit it breaks, and where it was given."""
     first = error.errors()[0]
     path = tuple(str(part) for part in first["loc"])
@@ -105,10 +121,10 @@ def _explain(error: ValidationError, origin: dict[tuple[str, ...], str]) -> str:
     if first["type"] == "extra_forbidden":
         if key in RENAMED:
             return f"{key} ({source}) is now called {RENAMED[key]}"
-        near = difflib.get_close_matches(key, _keys(Settings), n=1)
+        near = difflib.get_close_matches(key, _keys(tree), n=1)
         return f"{key} ({source}) is not a setting" + (f"; did you mean {near[0]}?" if near else "")
     if first["type"] == "model_type":
-        return f"{key} ({source}) is a section: set one of its keys, as in {key}.{_keys_of(path)}"
+        return f"{key} ({source}) is a section: set one of its keys, as in {key}.{_keys_of(path, tree)}"
     limits = first.get("ctx", {})
     reason = {
         "greater_than_equal": "must be at least {ge}",
@@ -141,7 +157,7 @@ def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return list(dict.fromkeys(keys))
 
 
-def _keys_of(path: tuple[str, ...]) -> str:
+def _keys_of(path: tuple[str, ...], tree: type[Section]) -> str:
     """The first key of a section."""
     prefix = ".".join(path) + "."
-    return next(key.removeprefix(prefix) for key in _keys(Settings) if key.startswith(prefix))
+    return next(key.removeprefix(prefix) for key in _keys(tree) if key.startswith(prefix))

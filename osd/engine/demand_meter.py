@@ -132,7 +132,7 @@ class DemandMeter:
             domain: Workload(
                 min(spent / passed, 1.0),
                 demand,
-                tuple(_chains(costs, self._drafters[domain], streams, depth) for streams in range(1, self._slots + 1)),
+                tuple(costs.chains(self._drafters[domain], streams, depth) for streams in range(1, self._slots + 1)),
             )
             for domain, spent in sorted(self._seen.by_domain.items())
         }
@@ -188,11 +188,3 @@ def _fade(counts: dict[Any, float], kept: float) -> None:
 def _lately(seconds: float) -> float:
     """What so many ``seconds`` that end now count for."""
     return WINDOW_SECONDS * -math.expm1(-max(seconds, 0.0) / WINDOW_SECONDS)
-
-
-def _chains(costs: CostModel, drafter: str, streams: int, depth: int) -> tuple[float, ...]:
-    """Seconds of a round in which each stream drafts 0, 1, 2, ... tokens."""
-    drafting = (
-        costs.round(streams * (1 + nodes)) + costs.proposal(drafter, streams, nodes) for nodes in range(1, depth + 1)
-    )
-    return costs.plain_round(streams), *drafting

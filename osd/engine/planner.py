@@ -24,8 +24,14 @@ _SLOWER = 2.0
 _LEAST = 4
 """Tokens of prompts that any round reads."""
 
-_MOST = 64
+MOST_NODES = 64
 """Nodes of all drafts of a round together, where these are as large as pays."""
+
+
+def prompt_chunk(rounds: np.ndarray, decoding: int, reading: int, most: int) -> int:
+    """See ``Planner.chunk``: beside some that decode; ``rounds`` [decoding + most + 1] are seconds by rows."""
+    longest = max(_SLOWER, 1 + reading / decoding) * rounds[decoding]
+    return min(max(int(np.searchsorted(rounds, longest, "right")) - 1 - decoding, _LEAST), most)
 
 
 class Planner:
@@ -83,17 +89,13 @@ class Planner:
         Beside sequences that are ``decoding`` as many as make it take twice as long as theirs; and longer, the more
         others are ``reading``, who wait for their first token.
         """
-        if not decoding:
-            return most
-        rounds = self.costs.rounds(decoding + most)
-        longest = max(_SLOWER, 1 + reading / decoding) * rounds[decoding]
-        return min(max(int(np.searchsorted(rounds, longest, "right")) - 1 - decoding, _LEAST), most)
+        return prompt_chunk(self.costs.rounds(decoding + most), decoding, reading, most) if decoding else most
 
     def _worth(self, scheduled: Sequence[ScheduledSequence], limits: dict[Decoding, int], running: int) -> Worth:
         """What the round gives and takes without the drafts of the own policy."""
         ends, rows = sum(one.ends for one in scheduled), sum(one.rows for one in scheduled)
         rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
-        most = max(rows + min(sum(limits.values()), _MOST), running)
+        most = max(rows + min(sum(limits.values()), MOST_NODES), running)
         usual = running if rows > ends else None
         return Worth(float(ends), rows, self.costs.rounds(most)[: most + 1], usual, self.costs)
 

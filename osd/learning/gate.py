@@ -14,7 +14,7 @@ from osd.learning.evaluation import Evaluation, GateFigures, evaluate, weighted_
 from osd.learning.scores import Scorer
 from osd.learning.sequential import PairedTest
 
-_TOLERANCE = 0.005
+TOLERANCE = 0.005
 """Largest drop of acceptance that is taken for noise, however large the standard error."""
 
 
@@ -97,7 +97,7 @@ class Gate:
     def decide(self, candidate: GateFigures, baseline: GateFigures) -> GateDecision:
         """Compare figures of the same positions."""
         error = _standard_error(candidate, baseline)
-        tolerance = min(error, _TOLERANCE)
+        tolerance = min(error, TOLERANCE)
         difference = weighted_mean(candidate.overlaps - baseline.overlaps, candidate.stands_for)
         # Written so that a comparison with NaN fails.
         if not difference >= -tolerance:

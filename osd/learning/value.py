@@ -248,10 +248,14 @@ class Value:
         candidate, baseline = (side.length_beside_recall for side in (decision.candidate, decision.baseline))
         if not (math.isfinite(candidate) and math.isfinite(baseline)):
             return
-        gained, error = self._level + candidate - baseline, self._depth * decision.error
+        self.compared(candidate, baseline, self._depth * decision.error, decision.passed)
+
+    def compared(self, candidate: float, baseline: float, error: float, passed: bool) -> None:
+        """Take in both's tokens per round, known up to ``error``; the candidate is in service if it ``passed``."""
+        gained = self._level + candidate - baseline
         self.curve.add(Point(self.seconds, gained, error))
         self.length, self._unseen = baseline, 0.0
-        if decision.passed:
+        if passed:
             self.length, self._level = candidate, gained
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -43,6 +44,11 @@ class Curve:
         else:
             self._counts.insert(place, float(count))
             self._seconds.insert(place, seconds)
+
+    @property
+    def points(self) -> dict[int, float]:
+        """What is known, by the mean count of each bucket."""
+        return {round(count): seconds for count, seconds in zip(self._counts, self._seconds, strict=True)}
 
     def at(self, count: int) -> float:
         """The seconds expected, 0 when nothing was seen; below the smallest count that was seen, those of that one.
@@ -136,6 +142,16 @@ def _near(count: int) -> list[tuple[int, float]]:
     return [(place - 1, 1 - share), (place, share)]
 
 
+@dataclass(frozen=True)
+class CostTable:
+    """What a cost model knows, to be kept: seconds by rows, and of proposals seconds a node by sequences and nodes."""
+
+    forwards: dict[int, float]
+    hosts: dict[int, float] = field(default_factory=dict)
+    plain_hosts: dict[int, float] = field(default_factory=dict)
+    proposals: dict[str, dict[int, dict[int, float]]] = field(default_factory=dict)
+
+
 class CostModel:
     """Seconds of the target's forwards, of the host's work beside them, of proposals, and of what drafters first read.
 
@@ -149,6 +165,27 @@ class CostModel:
         self._proposals: dict[str, dict[int, Curve]] = {}  # seconds a node, by the bucket of sequences
         self._readings: dict[str, Curve] = {}
         self.measure(forwards or {})
+
+    @classmethod
+    def of(cls, table: CostTable) -> CostModel:
+        """One that knows what ``table`` says."""
+        model = cls(table.forwards)
+        model._host, model._plain_host = Curve(table.hosts), Curve(table.plain_hosts)
+        for kind, curves in table.proposals.items():
+            model._proposals[kind] = {bucket(sequences): Curve(nodes) for sequences, nodes in curves.items()}
+        return model
+
+    def table(self) -> CostTable:
+        """What is known at present; what reading costs is left out."""
+        return CostTable(
+            {rows: self.forward(rows) for rows in self._measured},
+            self._host.points,
+            self._plain_host.points,
+            {
+                kind: {sequences: curve.points for sequences, curve in curves.items()}
+                for kind, curves in self._proposals.items()
+            },
+        )
 
     def measure(self, forwards: Mapping[int, float]) -> None:
         """Take measured seconds of forwards by their rows, of a machine at rest, for what they cost from now on."""
@@ -190,6 +227,13 @@ class CostModel:
             return 0.0
         nearest = min(seen, key=lambda count: abs(count - bucket(sequences)))
         return seen[nearest].at(nodes) * nodes
+
+    def chains(self, kind: str, streams: int, depth: int) -> tuple[float, ...]:
+        """Rounds in which each stream drafts a chain of 0, 1, 2, ... ``depth`` tokens."""
+        drafting = (
+            self.round(streams * (1 + nodes)) + self.proposal(kind, streams, nodes) for nodes in range(1, depth + 1)
+        )
+        return self.plain_round(streams), *drafting
 
     def reading(self, kind: str, tokens: int) -> float:
         """What a drafter does more where it first reads so many tokens that it has missed."""

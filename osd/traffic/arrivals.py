@@ -5,21 +5,25 @@ from __future__ import annotations
 import csv
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from osd.traffic.prompt import TrafficError
 
-_TIME, _LENGTH = "TIMESTAMP", "GeneratedTokens"
+_TIME, _PROMPT, _LENGTH = "TIMESTAMP", "ContextTokens", "GeneratedTokens"
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: ``due`` seconds after the start, answered with ``tokens`` tokens at most."""
+    """A request: ``due`` seconds after the start, answered with ``tokens`` tokens at most.
+
+    ``prompt`` is how many tokens it asks with, 0 where nobody says.
+    """
 
     due: float
     tokens: int
+    prompt: int = 0
 
 
 def poisson(rate: float, tokens: int, seed: int) -> Iterator[Arrival]:
@@ -34,8 +38,8 @@ def poisson(rate: float, tokens: int, seed: int) -> Iterator[Arrival]:
 def read(path: Path) -> list[Arrival]:
     """Read a trace with the columns ``TIMESTAMP`` and ``GeneratedTokens``, as Azure publishes them.
 
-    The first request arrives at 0. Patel et al., "Splitwise: Efficient Generative LLM Inference Using Phase
-    Splitting", ISCA 2024.
+    With the column ``ContextTokens`` it says how long prompts are, too. The first request arrives at 0. Patel et al.,
+    "Splitwise: Efficient Generative LLM Inference Using Phase Splitting", ISCA 2024.
 
     Raises:
         TrafficError: the file cannot be read, has no such column or no row, or a row is wrong; names line and field.
@@ -46,7 +50,8 @@ def read(path: Path) -> list[Arrival]:
             for column in (_TIME, _LENGTH):
                 if column not in (reader.fieldnames or ()):
                     raise TrafficError(f"{path} has no column {column}")
-            rows = [_row(row, f"{path}, line {reader.line_num}") for row in reader]
+            asked = _PROMPT in (reader.fieldnames or ())
+            rows = [_row(row, asked, f"{path}, line {reader.line_num}") for row in reader]
     except OSError as error:
         raise TrafficError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -55,26 +60,30 @@ def read(path: Path) -> list[Arrival]:
         raise TrafficError(f"{path} holds no arrival")
     rows.sort(key=lambda row: row[0])
     start = rows[0][0]
-    return [Arrival((moment - start).total_seconds(), tokens) for moment, tokens in rows]
+    return [Arrival((moment - start).total_seconds(), tokens, prompt) for moment, tokens, prompt in rows]
 
 
-def _row(row: dict[str, str], where: str) -> tuple[datetime, int]:
+def _row(row: dict[str, str], asked: bool, where: str) -> tuple[datetime, int, int]:
     try:
         # Seven digits of a second are more than a datetime holds.
         moment = datetime.fromisoformat((row[_TIME] or "")[:26])
     except ValueError:
         raise TrafficError(f"{where}, field {_TIME}: must be a date and time, not {row[_TIME]!r}") from None
-    text = (row[_LENGTH] or "").strip()
+    return moment, _tokens(row, _LENGTH, where), _tokens(row, _PROMPT, where) if asked else 0
+
+
+def _tokens(row: dict[str, str], field: str, where: str) -> int:
+    text = (row[field] or "").strip()
     if not text.isdecimal() or int(text) < 1:
-        raise TrafficError(f"{where}, field {_LENGTH}: must be a whole number of at least 1, not {text!r}")
-    return moment, int(text)
+        raise TrafficError(f"{where}, field {field}: must be a whole number of at least 1, not {text!r}")
+    return int(text)
 
 
 def paced(arrivals: Sequence[Arrival], rate: float | None, longest: int) -> list[Arrival]:
     """The same arrivals, ``rate`` a second on average if that is given, and no answer longer than ``longest``."""
     span = arrivals[-1].due
     stretch = 1.0 if rate is None or not span else (len(arrivals) - 1) / rate / span
-    return [Arrival(arrival.due * stretch, min(arrival.tokens, longest)) for arrival in arrivals]
+    return [replace(one, due=one.due * stretch, tokens=min(one.tokens, longest)) for one in arrivals]
 
 
 def with_valley(arrivals: Sequence[Arrival]) -> list[Arrival]:
@@ -82,4 +91,4 @@ def with_valley(arrivals: Sequence[Arrival]) -> list[Arrival]:
     span = arrivals[-1].due
     width = span / 41  # ten times that is a fifth of span + 9 width
     begin = (span - width) / 2
-    return [Arrival(one.due + 9 * min(max(one.due - begin, 0.0), width), one.tokens) for one in arrivals]
+    return [replace(one, due=one.due + 9 * min(max(one.due - begin, 0.0), width)) for one in arrivals]

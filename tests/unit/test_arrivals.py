@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from osd.traffic.arrivals import Arrival, paced, poisson, read
+from osd.traffic.arrivals import Arrival, paced, poisson, read, with_valley
 from osd.traffic.open_loop import Load, Tally, percentile
 from osd.traffic.prompt import TrafficError
 
@@ -21,8 +21,8 @@ def trace(tmp_path: Path, text: str) -> Path:
 def test_a_trace_starts_at_its_first_request_whatever_the_order_of_its_lines(tmp_path):
     file = trace(tmp_path, HEAD + "2023-11-16 18:15:50.9951690,396,109\r\n2023-11-16 18:15:46.6805900,374,44\r\n")
     first, second = read(file)
-    assert first == Arrival(0.0, 44)
-    assert second.tokens == 109
+    assert first == Arrival(0.0, 44, prompt=374)
+    assert (second.tokens, second.prompt) == (109, 396)
     assert second.due == pytest.approx(4.314579)
 
 
@@ -32,6 +32,7 @@ def test_a_trace_starts_at_its_first_request_whatever_the_order_of_its_lines(tmp
         (HEAD + "2023-11-16 18:15:46.68,374,44\nyesterday,1,1\n", "line 3, field TIMESTAMP"),
         (HEAD + "2023-11-16 18:15:46.68,374,0\n", "line 2, field GeneratedTokens"),
         (HEAD + "2023-11-16 18:15:46.68,374\n", "line 2, field GeneratedTokens"),
+        (HEAD + "2023-11-16 18:15:46.68,-1,44\n", "line 2, field ContextTokens"),
         (HEAD, "no arrival"),
         ("time,tokens\n1,2\n", "no column TIMESTAMP"),
     ],
@@ -40,6 +41,16 @@ def test_a_wrong_trace_is_one_sentence_that_names_line_and_field(tmp_path, text,
     with pytest.raises(TrafficError, match=words) as caught:
         read(trace(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+def test_a_trace_need_not_say_how_long_prompts_are(tmp_path):
+    file = trace(tmp_path, "TIMESTAMP,GeneratedTokens\n2023-11-16 18:15:46.68,44\n")
+    assert read(file) == [Arrival(0.0, 44, prompt=0)]
+
+
+def test_pacing_and_a_valley_leave_prompts_as_they_are():
+    recorded = [Arrival(0.0, 9, 7), Arrival(1.0, 9, 8), Arrival(4.0, 9, 6)]
+    assert [one.prompt for one in with_valley(paced(recorded, 0.5, 4))] == [7, 8, 6]
 
 
 def test_a_trace_that_is_no_file_is_refused(tmp_path):

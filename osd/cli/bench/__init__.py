@@ -23,6 +23,7 @@ from osd.cli.bench.rules import growth, rules
 from osd.cli.bench.scaling import scaling
 from osd.cli.bench.scheduling import scheduling
 from osd.cli.bench.serve import replicas, serve, start
+from osd.cli.bench.simulated import simulated
 from osd.cli.bench.stopping import stopping
 from osd.cli.bench.structured import structured
 from osd.cli.bench.tap import tap
@@ -57,6 +58,7 @@ for command in (
         scaling,
         poison,
         net,
+        simulated,
         ledger,
         scheduling,
         http,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -71,6 +71,7 @@ def net(
         fail("redis_url must not be set: each pass starts a Redis of its own")
     settings = settings.model_copy(update={"drafter": drafter_of(drafter, settings.drafter)})
     from benchmarks.adaptation import net as bench
+    from benchmarks.adaptation.engine_costs import costs_of_ways, prompted
     from benchmarks.adaptation.learner import distill
     from benchmarks.adaptation.net_tables import capacity_note, net_plots, net_tables
     from benchmarks.adaptation.served import Captured, captured
@@ -79,14 +80,14 @@ def net(
     from deploy.assembly import START_ERRORS
     from deploy.embedded import check_port
     from osd.runtime.device import one_core, several_cores
-    from osd.traffic.arrivals import Arrival, paced, read
+    from osd.traffic.arrivals import paced, read
     from osd.traffic.file import read as prompts_of
     from osd.traffic.prompt import TrafficError
 
     try:
         arriving = read(arrivals)
         if full:
-            arriving = [Arrival(one.due, tokens) for one in arriving]
+            arriving = [replace(one, tokens=tokens) for one in arriving]
         traffic = bench.Traffic.of(prompts_of(stream), paced(arriving, None, tokens), requests, valley)
         check_port(settings.serving.host, settings.serving.port)
     except (TrafficError, *START_ERRORS) as error:
@@ -104,6 +105,11 @@ def net(
         def capturing() -> Captured:
             return captured(experiment, fresh, known.unseen, _CAPTURE_TURNS, say)
 
+        def common() -> bench.Passes:
+            costs = costs_of_ways(settings, experiment, fresh, known.arriving, found.trained_per_second, say)
+            asked = prompted(traffic.arrivals, traffic.prompts, experiment.setup.tokenizer)
+            return bench.Passes(settings.model_dump(mode="json"), asked, valley, costs)
+
         try:
             first = results.first(settings.domain, fresh, learn)
             one_core()  # the replica and the trainer compute, not this process
@@ -111,6 +117,7 @@ def net(
             service = settings.model_copy(update={"target": target})
             found = bench.net(service, results, first, traffic, load, turns, say)
             several_cores(settings.engine.threads)
+            results.once("service", bench.Passes, common)
             capture = results.once("capture", Captured, capturing)
         except (BenchError, *START_ERRORS) as error:
             fail(error)

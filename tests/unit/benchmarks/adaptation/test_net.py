@@ -12,7 +12,7 @@ import torch
 from pydantic import SecretStr
 
 from benchmarks.adaptation import net
-from benchmarks.adaptation.accounts import accounts, payback
+from benchmarks.adaptation.accounts import accounts
 from benchmarks.adaptation.net import (
     FROZEN,
     PLAIN,
@@ -32,6 +32,7 @@ from benchmarks.pair import BenchError
 from benchmarks.serve import Found
 from osd.config import EngineSettings, ServingSettings, Settings
 from osd.registry.versions import Registry
+from osd.simulation.bill import payback
 from osd.traffic.arrivals import Arrival, with_valley
 from osd.traffic.open_loop import Tally
 from osd.traffic.prompt import TrafficError
@@ -176,6 +177,7 @@ class Service:
         monkeypatch.setattr(net, "ServiceSampler", self.sampler)
         monkeypatch.setattr(net.serve, "measure", self.measure)
         monkeypatch.setattr(net.ray, "get", lambda answer, timeout: answer)
+        monkeypatch.setattr(net, "record_bytes", lambda redis_url, prefix: 1000.0)
 
     @contextmanager
     def embedded(self, settings):

@@ -1,0 +1,69 @@
+"""``osd simulate``: what a deployment would write, read, train, save and pay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from osd.cli.bench.options import Json, Plot, say
+from osd.cli.bench.recorded import Markdown, check_files, conclude
+from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signals
+from osd.config import ConfigError, load_scenario
+
+
+def simulate(
+    scenario_file: Annotated[
+        Path | None, typer.Option("--scenario", help="YAML file with what is assumed: docs/scale.md.", metavar="FILE")
+    ] = None,
+    assumed: Annotated[
+        list[str] | None,
+        typer.Option("--assume", help="One of these, as in domains.count=20; may be given again.", metavar="KEY=VALUE"),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the trainers and the capture budget that leave most.")
+    ] = False,
+    json_file: Json = None,
+    plot: Plot = None,
+    markdown: Markdown = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Simulate serving.replicas replicas under traffic: without drafts, with recall, and with training.
+
+    Settings are those of the service. What they do not say (machines, traffic, domains, prices, and limits that the
+    product does not have yet) is the scenario.
+    """
+    settings = settings_of(config, overrides)
+    check_files(json_file, plot, markdown)
+    try:
+        scenario = load_scenario(scenario_file, assumed or ())
+    except ConfigError as error:
+        fail(error)
+    if not settings.trains or not settings.capture.enabled:
+        fail("nothing would be trained: trainer.enabled, capture.enabled and a drafter.kind that is trained are needed")
+    if settings.engine.slots > settings.serving.max_queue:
+        fail("serving.max_queue must be at least engine.slots: replicas would refuse what they have slots for")
+    try:
+        from benchmarks import simulated_deployment as report
+        from osd.simulation.round_costs import CostsError
+        from osd.simulation.simulation import Simulation
+        from osd.traffic.prompt import TrafficError
+    except ModuleNotFoundError as error:
+        fail(f"osd simulate needs {error.name}: pip install 'osd[simulate]'")
+    with stop_signals():
+        try:
+            simulation = Simulation(settings, scenario, say)
+            best = simulation.search() if search else None
+            if best is not None:
+                simulation = simulation.choose(*best.choice)
+            runs = simulation.runs()
+            bill = simulation.bill()
+        except (CostsError, TrafficError) as error:
+            fail(error)
+    tables = [report.work_table(runs), report.training_table(runs["trained"]), report.bill_table(bill)]
+    tables += [] if best is None else [report.search_table(best)]
+    figures = report.deployment_figures(simulation.settings, simulation.scenario, runs, bill, best)
+    notes = report.deployment_notes(settings, scenario)
+    conclude(tables, report.deployment_plots(runs, bill), notes, figures, (json_file, plot, markdown))

@@ -1,0 +1,37 @@
+"""Nodes that pull a version from the store, so many at once."""
+
+from __future__ import annotations
+
+from heapq import heapify, heapreplace
+
+import numpy as np
+
+from osd.config import VersionsAssumed
+
+
+class Pulls:
+    """The store, and ``nodes`` that each pull every version once: replicas of a node share the copy.
+
+    As many are served at once as ``concurrent_pulls`` says, in the order in which they ask, each at the speed of a
+    node or its part of the store's. With a limit of k and all asking at once, n nodes have it after ceil(n / k) pulls.
+    """
+
+    def __init__(self, assumed: VersionsAssumed, nodes: int, version_bytes: float) -> None:
+        at_once = min(assumed.concurrent_pulls or nodes, nodes)
+        speed = 1e6 * min(assumed.node_mb_per_second, assumed.store_mb_per_second / at_once)
+        self._size = assumed.mb * 1e6 if assumed.mb else version_bytes
+        self._seconds, self._nodes, self._poll = self._size / speed, nodes, assumed.poll_seconds
+        self._free = [0.0] * at_once  # when each place at the store is free again
+        heapify(self._free)
+        self.bytes = 0.0
+
+    def pull(self, now: float, chance: np.random.Generator) -> np.ndarray:
+        """When each node has a version that was published ``now``."""
+        heard = now + self._poll * chance.random(self._nodes)
+        have = np.empty(self._nodes)
+        for node in np.argsort(heard).tolist():
+            end = max(self._free[0], float(heard[node])) + self._seconds
+            heapreplace(self._free, end)
+            have[node] = end
+        self.bytes += self._size * self._nodes
+        return have

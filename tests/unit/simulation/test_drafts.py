@@ -1,0 +1,66 @@
+"""What drafts give, and what is known of a domain."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from osd.config import DomainsAssumed
+from osd.learning.value import chain_length
+from osd.simulation.draft_curve import THRESHOLDS, draft_curve
+from osd.simulation.knowledge import Knowledge
+
+
+@pytest.mark.parametrize("certainty", [0.3, 1.0, 5.0, 100.0])
+@pytest.mark.parametrize("hundredths", [5, 30, 60, 90])
+def test_drafts_of_everything_are_as_long_as_the_trainer_reckons(hundredths, certainty):
+    curve = draft_curve(hundredths, 6, certainty)
+    assert curve.lengths[-1] == pytest.approx(chain_length(hundredths / 100, 6), rel=0.03)
+    assert curve.nodes[-1] == 6
+    assert (curve.nodes[0], curve.lengths[0], curve.surplus[0]) == (0, 1, 0)
+
+
+def test_the_surer_a_token_has_to_be_the_fewer_are_drafted_and_the_more_of_them_accepted():
+    curve = draft_curve(60, 6, 1.0)
+    assert (np.diff(curve.nodes) > 0).all()
+    rate = (curve.lengths[1:] - 1) / curve.nodes[1:]
+    assert (np.diff(rate) < 0).all()
+    assert (rate >= THRESHOLDS[1:]).all()
+
+
+def test_a_better_drafter_gives_more_at_every_threshold():
+    curves = [draft_curve(hundredths, 6, 1.0) for hundredths in range(5, 100, 5)]
+    for worse, better in itertools.pairwise(curves):
+        assert (better.lengths >= worse.lengths).all()
+
+
+def test_what_the_last_round_gives_too_much_is_what_renewal_theory_says():
+    curve, chance = draft_curve(70, 4, 100.0), np.random.default_rng(1)
+    # Nearly every token is accepted with a chance of .7: tokens of a round, drawn.
+    draws = chance.random((20_000, 4)) < 0.7
+    tokens = 1 + np.cumprod(draws, 1).sum(1)
+    ends = tokens.cumsum()
+    goals = np.arange(100, ends[-1] - 10, 37)
+    over = ends[np.searchsorted(ends, goals)] - goals
+    print(f"beyond the end {over.mean():.3f}, by renewal theory {curve.surplus[-1]:.3f}")
+    assert curve.surplus[-1] == pytest.approx(over.mean(), abs=0.05)
+
+
+def test_knowledge_saturates_and_a_change_takes_its_share_of_drafter_versions_and_recall():
+    assumed = DomainsAssumed(gain=0.8, tokens=1000, recall_gain=1.0, recall_tokens=500, length=1.5, drift_loss=0.25)
+    one = Knowledge(assumed, 0)
+    first = one.version(1)
+    one.trained, one.remembered = 1000.0, 1e9
+    assert one.gained == pytest.approx(0.8 * (1 - np.exp(-1)))
+    second = one.version(2)
+    assert one.length(first) == pytest.approx(2.5)
+    assert one.length(second) == pytest.approx(2.5 + one.gained)
+    before, adds = one.gained, one.adds(second)
+    one.change()
+    assert one.gained == pytest.approx(0.75 * before)
+    assert one.adds(second) == pytest.approx(0.75 * adds)
+    assert one.recalled == pytest.approx(0.75, abs=1e-6)
+    one.trained += 1e7
+    assert one.gained == pytest.approx(0.8)  # all of it can be learnt again

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from osd.simulation.search import search
+
+
+def summit(trainers, budget):
+    """Nets with one summit, and what both cost depends on each other; without trainers nothing is left or lost."""
+
+    def net(count: int, bytes_: int | None) -> float:
+        if not count:
+            return 0.0
+        rate = 64.0 if bytes_ is None else bytes_
+        return 10.0 - (count - trainers) ** 2 - 0.1 * (rate - budget) ** 2 + 0.01 * (count - trainers) * (rate - budget)
+
+    return net
+
+
+@pytest.mark.parametrize("trainers", [1, 4, 16])
+@pytest.mark.parametrize("budget", [64, 16, 1])
+def test_the_search_finds_a_summit_that_is_known_without_trying_everything(trainers, budget):
+    counts, budgets = [1, 2, 4, 8, 16], [None, 32, 16, 8, 4, 2, 1]
+    best = search(summit(trainers, budget), counts, budgets)
+    assert best.choice == (trainers, None if budget == 64 else budget)
+    assert best.net == max(best.tried.values()) == 10.0
+    assert len(best.tried) < len(counts) * len(budgets)
+
+
+def test_trainers_that_pay_only_within_a_budget_are_found_where_everything_costs_more_than_none():
+    best = search(
+        lambda count, budget: 0.0 if not count else 3.0 - count - (9.0 if budget is None else budget),
+        [1, 2],
+        [None, 1],
+    )
+    assert (best.choice, best.net) == ((1, 1), 1.0)
+
+
+def test_where_nothing_pays_nothing_is_trained():
+    best = search(lambda count, budget: -float(count), [1, 2, 4], [None, 1])
+    assert (best.choice, best.net) == ((0, None), 0.0)
+
+
+def test_nothing_is_asked_for_twice():
+    asked = []
+
+    def net(count, budget):
+        asked.append((count, budget))
+        return -count
+
+    search(net, [1, 2, 3], [None, 1])
+    assert len(asked) == len(set(asked))

@@ -1,0 +1,110 @@
+"""A drafter in training keeps to the learner's rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from osd.config import DomainsAssumed, TrainerSettings
+from osd.learning.online import PASSES
+from osd.learning.value import SLICE
+from osd.simulation.knowledge import Knowledge
+from osd.simulation.trainee import Trainee
+
+ASSUMED = DomainsAssumed(gain=0.8, tokens=10_000, gate_error=0.0)
+
+
+def trainee(**changed) -> Trainee:
+    settings = TrainerSettings(**{"steps_per_candidate": 100, "micro_batch_tokens": 100, "min_records": 3} | changed)
+    return Trainee(settings, ASSUMED, Knowledge(ASSUMED, 0), np.random.default_rng(0))
+
+
+def fed(one: Trainee, records: int, acceptance: float = 0.5) -> Trainee:
+    for _ in range(records):
+        one.arrive(100, 1.0, 1.0, acceptance)
+    return one
+
+
+def test_nothing_is_trained_before_there_are_enough_records():
+    one = trainee()
+    assert not one.ready
+    assert not fed(one, 2).ready
+    assert fed(one, 1).ready
+
+
+def test_the_first_candidate_comes_after_a_slice_and_further_ones_after_as_many_steps():
+    one = fed(trainee(), 40)
+    one.learn(2000, SLICE - 1)
+    assert not one.due
+    one.learn(100, 1)
+    assert one.due
+    assert one.judge(3.0) is not None
+    one.learn(9999, 50)
+    assert not one.due
+    one.learn(1, 0.01)
+    assert one.due
+
+
+def test_a_gate_waits_for_enough_to_judge_by_and_is_tried_again_soon():
+    one = fed(trainee(), 3)  # a third of 300 tokens is held out, and 256 are needed
+    one.learn(10_000, 60)
+    assert one.due
+    assert one.judge(3.0) is None
+    assert (one.gates, one.published.number) == (0, 1)
+    assert one.candidate_due == one.trained + 100 * 100 / 5
+
+
+def test_a_version_has_what_was_learnt_and_a_candidate_that_is_worse_is_none():
+    one = fed(trainee(), 40)
+    one.learn(10_000, 60)
+    version = one.judge(3.0)
+    assert version.level == pytest.approx(0.8 * (1 - np.exp(-1)))
+    assert one.value.length == pytest.approx(ASSUMED.length + version.level)
+    one.knowledge.trained = 0.0  # what is in training is worth nothing any more
+    one.learn(10, 1)
+    assert one.judge(3.0) is None
+    assert one.published == version
+
+
+def test_each_new_token_is_trained_on_eight_times_and_then_only_while_that_gains_something():
+    one = fed(trainee(), 40)
+    one.knowledge.trained = 1e9  # there is nothing more to gain
+    one.learn(1, 60)
+    one.judge(3.0)
+    one.learn(1, 60)
+    one.judge(3.0)
+    # A third was held out until 512 tokens were, a tenth after that.
+    trained_on = 16 * 100 * 2 / 3 + 24 * 100 * 0.9
+    one.learn(PASSES * trained_on - 3, 60)
+    assert one.ready
+    one.learn(2, 1)
+    assert not one.ready
+
+
+def test_a_fall_of_acceptance_begins_the_curve_anew_after_some_records():
+    one = fed(trainee(), 40)
+    one.learn(10_000, 60)
+    one.judge(3.0)
+    fed(one, 60)
+    assert one.value.seconds == 60
+    alarms = one.value.horizon.alarms
+    fed(one, 40, acceptance=0.2)
+    assert one.value.horizon.alarms == alarms + 1
+    assert one.value.seconds == 0
+
+
+def test_parts_of_records_are_counted_when_they_make_a_whole_one():
+    one = trainee()
+    for _ in range(10):
+        one.arrive(100, 0.25, 1.0, 0.5)
+    assert one.records == 2
+
+
+def test_records_of_a_sample_make_the_curve_stale_by_what_they_stand_for():
+    one = fed(trainee(drift_records=1000), 20)
+    one.learn(10_000, 60)
+    for _ in range(9):
+        one.arrive(100, 1.0, 100.0, 0.5)
+    assert one.value.seconds == 60
+    one.arrive(100, 1.0, 100.0, 0.5)
+    assert one.value.seconds == 0
