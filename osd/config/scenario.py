@@ -134,7 +134,9 @@ class Prices(Assumed):
 
     replica_hour: float = Field(default=1.0, ge=0, description="what one that is not needed saves")
     trainer_hour: float = Field(default=1.0, ge=0, description="of a trainer on a machine of its own")
-    store_hour: float = Field(default=0.1, ge=0, description="of a Redis; as many as the busiest minute needs")
+    store_hour: float = Field(
+        default=0.1, ge=0, description="of a Redis; as many as the busiest sixth of the time needs"
+    )
     gigabyte: float = Field(default=0.0, ge=0, description="written to a stream, read from it, or pulled by a node")
 
 

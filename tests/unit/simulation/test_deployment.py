@@ -174,3 +174,10 @@ def test_training_has_paid_where_savings_stay_above_costs():
     accounts = [Account(float(n), cost, saved) for n, (cost, saved) in enumerate([(0, 0), (1, 2), (3, 2), (4, 5)])]
     assert payback(accounts) == 3.0
     assert payback([replace(one, saved=0.0) for one in accounts]) is None
+
+
+def test_as_many_redis_servers_are_paid_as_what_is_written_needs():
+    mean = run().captured.written / run().seconds
+    found = bill(capture={"store_mb_per_second": 0.4 * mean / 1e6})
+    assert 3 <= found.redis_servers <= 5
+    assert found.stores == pytest.approx(found.redis_servers * found.hours * 0.1)
