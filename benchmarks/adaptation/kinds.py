@@ -105,11 +105,13 @@ class ResultStore:
     def __init__(self, experiment: Experiment, stream: Stream, kind: str, recipe: Recipe, most: float) -> None:
         """The store of ``kind``, after training with these arguments."""
         chosen = drafter_of(kind, experiment.settings.drafter)
+        said = {**asdict(recipe), "settings": recipe.settings.model_dump(mode="json")}
+        del said["kept"]  # all of it, here
         facts = [
             *(experiment.setup.take.target, experiment.setup.take.dtype, experiment.size.tokens, stream.name),
             *([trace.request_id for trace in traces] for traces in (stream.arriving, stream.unseen)),
             *(chosen.model_dump(mode="json"), experiment.settings.growth.model_dump(mode="json"), most),
-            {**asdict(recipe), "settings": recipe.settings.model_dump(mode="json")},
+            said,
         ]
         key = hashlib.blake2b(json.dumps(facts).encode(), digest_size=6).hexdigest()
         self._registry = Registry(experiment.settings.home_dir / "learnt" / f"{stream.name}-{kind}-{key}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rich.table import Table as Grid
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.pair import BenchError
 from benchmarks.report import columns
@@ -44,6 +44,7 @@ class Drafting:
 
 def measure(
     engine: Engine,
+    model: nn.Module,
     text: Sequence[int],
     lengths: Sequence[int],
     thresholds: Sequence[float],
@@ -51,6 +52,8 @@ def measure(
     report: Callable[[str], None],
 ) -> Iterator[Drafting]:
     """Answer behind each of the ascending ``lengths`` of ``text``; what was read before is not read again.
+
+    ``model`` is the engine's target as transformers runs it.
 
     Raises:
         BenchError: the engine drafts otherwise.
@@ -66,7 +69,7 @@ def measure(
         plain, goal, _ = _answer(engine, "plain", prompt, tokens, speculate=False)
         session.selection = selection.resized(replace(sizes, top=engine.settings.engine.context))
         _, everything, full = _answer(engine, "everything", prompt, tokens, speculate=True)
-        mass = _mass(engine, selection.resized(sizes), prompt)
+        mass = _mass(engine, model, selection.resized(sizes), prompt)
         for threshold in thresholds:
             session.selection = selection.resized(replace(sizes, threshold=threshold))
             drafted, found, acceptance = _answer(engine, "drafted", prompt, tokens, speculate=True)
@@ -113,10 +116,9 @@ class _Weighing(ReferenceAttention):
 
 
 @torch.inference_mode()
-def _mass(engine: Engine, selection: TokenSelection, prompt: Sequence[int]) -> float:
+def _mass(engine: Engine, model: nn.Module, selection: TokenSelection, prompt: Sequence[int]) -> float:
     """The mean over heads and layers of the share of attention's mass on what is read, behind the prompt."""
     target, place = engine.target, len(prompt) - 1
-    model: Any = target.model
     rows = following(0, place, prompt[-1:])
     backend = _Weighing(rows, target.cache)
     backend.shares, backend.weighed = [], selection

@@ -8,13 +8,13 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from osd.target.model import load_config
+from transformers import AutoConfig
 
 
 @contextmanager
 def reaching(directory: Path, longest: int) -> Generator[Path]:
     """The target in ``directory``, with YaRN (Peng et al., ICLR 2024) where it was trained on less than ``longest``."""
-    config = load_config(directory)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
     trained = int(config.max_position_embeddings)
     if longest <= trained:
         yield directory

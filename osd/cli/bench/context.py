@@ -102,6 +102,7 @@ def _drafting(
     from osd import drafters
     from osd.config import ChainSettings
     from osd.target.load import target_directory
+    from osd.target.model import load_model
 
     engine_settings = settings.engine.model_copy(
         update={"slots": 1, "context": lengths[-1] + tokens, "prefill_chunk": 512, "prefix_cache": True}
@@ -114,9 +115,10 @@ def _drafting(
         except drafters.DrafterError as error:
             fail(error)
         engine = engine_with(settings, directory, drafter)
+        model = load_model(directory, settings.target.dtype, settings.target.device)
     ids = _ids(engine.tokenizer, text, lengths[-1])
     with running(engine):
-        found = list(drafting.measure(engine, ids, lengths, thresholds, tokens, say))
+        found = list(drafting.measure(engine, model, ids, lengths, thresholds, tokens, say))
     show(drafting.table(found))
     say(drafting.pays(found))
     return [asdict(one) for one in found]

@@ -44,7 +44,11 @@ def test_drafts_over_few_tokens_and_over_all_give_one_text_and_their_own_accepta
     (text,) = prompts([60], seed=2)
     drafter = initial(TokenSelectSettings(initial=2, top=8, local=4), tiny, tiny)
     with running(tiny, drafter=drafter, growth=ChainSettings(depth=3, governed=False), slots=1) as client:
-        found = list(drafting.measure(client.engine, text, [8, 50], [0.9, 0.0], 24, lambda step: None))
+        found = list(
+            drafting.measure(
+                client.engine, client.engine.target.model, text, [8, 50], [0.9, 0.0], 24, lambda step: None
+            )
+        )
     assert [(one.length, one.threshold) for one in found] == [(8, 0.9), (8, 0.0), (50, 0.9), (50, 0.0)]
     assert all(one.same and one.plain > 0 and one.drafted > 0 for one in found)
     assert all(one.full_acceptance > 0.8 for one in found)
