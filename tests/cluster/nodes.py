@@ -54,7 +54,7 @@ class Node:
         found = []
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE and re.match(rf"ray::\w*{kind}\b", process.cmdline()[0]):
+                if re.match(rf"ray::\w*{kind}\b", " ".join(process.cmdline())):  # of one that has ended it is empty
                     found.append(process)
         return found
 
