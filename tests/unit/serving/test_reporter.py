@@ -104,7 +104,11 @@ def test_counters_are_pushed_as_often_as_they_are_asked_for():
 
     reporter = Reporter("r1", Engine(), None, [], Loads(), Control(), push)  # type: ignore[arg-type]
     reporter.start()
-    time.sleep(1.5)
+    deadline = time.monotonic() + 20
+    while len(pushed) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(1.2)
     assert len(pushed) == 4
     reporter.close()
     assert len(pushed) == 5
