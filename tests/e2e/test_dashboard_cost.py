@@ -21,7 +21,6 @@ from serving.metrics_history import HISTORY_SECONDS, Bins
 from serving.replica_metrics import ReplicaMetrics, Report
 from serving.routes import create_app
 from tests.e2e.conftest import Service, free_port
-from tests.e2e.test_dashboard import browser  # noqa: F401  a fixture
 from tests.unit.serving.scripted import ScriptedService
 
 SECONDS, VIEWERS = 20.0, 5
@@ -135,7 +134,7 @@ def served(service: ScriptedService) -> Iterator[str]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [900, 3600])
-def test_the_first_picture_comes_within_a_second_with_an_hour_of_history(browser, seconds: int) -> None:  # noqa: F811
+def test_the_first_picture_comes_within_a_second_with_an_hour_of_history(browser, seconds: int) -> None:
     with served(Past()) as url:
         page = browser.new_page()
         page.goto(f"{url}/dashboard")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.test_dashboard import browser, opened, window  # noqa: F401  fixtures
+from tests.e2e.test_dashboard import opened, window  # noqa: F401  fixtures
 
 ANSWERS = 100
 GROUPS = {"recall": "recall", "request": "recall", "copy": "recall", "grammar": "grammar"}
