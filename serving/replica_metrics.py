@@ -25,7 +25,7 @@ ACTOR = "replica_metrics"
 ALIVE_SECONDS = 5.0
 """A replica that has not reported for so long is gone; for so many of their pauses, where they pause for longer."""
 
-_REPORT_SECONDS, _REPORTS_A_SECOND = 1.0, 100.0
+_REPORT_SECONDS, _REPORTS_A_SECOND = 1.0, 50.0
 _KNOWN = 4096  # replicas, and proxies
 
 
@@ -95,7 +95,7 @@ class ReplicaMetrics:
     def push(self, report: Report) -> float:
         """Take one report; reports of one replica come in order. Returns in how many seconds it is to send the next.
 
-        However many replicas there are, about a hundred reports come in each second.
+        However many replicas there are, about fifty reports come in each second.
         """
         before = self._last.get(report.replica)
         if before is not None and report.time < before.time:

@@ -121,10 +121,10 @@ def test_the_more_replicas_there_are_the_longer_each_pauses_and_all_of_them_coun
     assert metrics.push(report(99.0, "r0", requests=1)) == 1.0
     for number in range(1000):
         metrics.push(report(100.0 + number / 500, f"r{number}", requests=1))
-    assert metrics.push(report(102.5, "r0", requests=2)) == pytest.approx(10.0, rel=0.01)
-    totals = metrics.totals(140.0)
+    assert metrics.push(report(102.5, "r0", requests=2)) == pytest.approx(20.0, rel=0.01)
+    totals = metrics.totals(180.0)
     assert (len(totals.replicas), totals.counters["requests"]) == (1000, 1001)
-    assert metrics.totals(160.0).replicas == []
+    assert metrics.totals(210.0).replicas == []
 
 
 def test_history_gives_rates_and_ratios_for_each_bin():
