@@ -51,11 +51,14 @@ class FileCache:
             # Where whoever has the lock hangs, or the disk is full, the file is read all the same.
             with contextlib.suppress(OSError):
                 held.enter_context(files.locked(lock, _WAIT_SECONDS))
-            data = self.get(name, sha256)
-            if data is None:
-                data = source()
-                self.put(name, data)
-                lock.unlink(missing_ok=True)  # those who wait find the file, and others no longer lock it
+            try:
+                data = self.get(name, sha256)
+                if data is None:
+                    data = source()
+                    self.put(name, data)
+            finally:
+                with contextlib.suppress(OSError):  # those who wait find the file, and others no longer lock it
+                    lock.unlink()
         return data
 
     def put(self, name: str, data: bytes) -> None:

@@ -153,7 +153,11 @@ class ObjectStorage(Storage):
         for name, data in content.items():
             if name != MANIFEST:
                 self._put(f"{folder}/{name}", data)
-        self._put_delta(domain, folder, content[WEIGHTS])
+        if (sha256 := _weights_hash(manifest)) is not None:
+            self._cache.put(
+                sha256, content[WEIGHTS]
+            )  # the next one's base, and what a replica beside the trainer reads
+            self._put_delta(domain, folder, content[WEIGHTS])
         with guard:
             number = max(self.numbers(domain), default=0) + 1
             while self._put(_manifest(domain, number), manifest, IfNoneMatch="*") is None:
@@ -187,14 +191,14 @@ class ObjectStorage(Storage):
 
     def _put_delta(self, domain: str, folder: str, data: bytes) -> None:
         """Put what is new in weights since the newest version, where that is less than all of them."""
-        sha256 = hashlib.sha256(data).hexdigest()
-        self._cache.put(sha256, data)  # the next one's base, and what a replica beside the trainer reads
-        newest = max(self.numbers(domain), default=0)
+        newest = max(self.numbers(domain), default=None)
+        if newest is None:
+            return
         try:
             before = _weights_hash(self.read_version(domain, newest, MANIFEST))
             base = self.read_version(domain, newest, WEIGHTS, before)
             made = delta.encode(data, base)
-        except (OSError, ValueError):  # there is none, it was removed just now, or has other tensors
+        except (OSError, ValueError):  # it was removed just now, or has other tensors
             return
         if len(made) < _WORTHWHILE * len(data):
             self._put(f"{folder}/{_DELTA}{before}", made)
