@@ -1,10 +1,10 @@
 """Training in what serving leaves over: lowest priority, and pauses while serving needs the machine.
 
 Serving needs it while a request waits in a replica of this machine, and while the time between two tokens there is
-above ``trainer.latency_objective_ms``. A replica tells of waiting requests within 0.02 s and of its latency every 0.1 s,
-from a second after the first look on and as long as somebody looks. Training looks every 0.04 s, between two operations
-of a micro-step too: it yields within 200 ms of the first waiting request, and within 300 ms of a latency that is too
-long.
+above ``trainer.latency_objective_ms``. A replica tells of waiting requests within 0.02 s, and of its latency every
+0.1 s, from a second after the first look on and as long as somebody looks. Training looks every 0.04 s, between two
+operations of a micro-step too: it yields within 200 ms of the first waiting request, and within 300 ms of a latency
+that is too long.
 
 Beside requests that run, training takes at most ``trainer.duty`` of its cores' time: even at the lowest priority a core
 that is shared makes the forwards of all cores wait. While nothing runs, training goes on without rests. Whether it pays
