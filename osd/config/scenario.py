@@ -125,7 +125,6 @@ class VersionsAssumed(Assumed):
     replicas_per_node: int = Field(default=1, ge=1, description="that share a copy")
     node_mb_per_second: float = Field(default=1000.0, gt=0, description="that a node reads")
     store_mb_per_second: float = Field(default=5000.0, gt=0, description="that the store gives to all together")
-    concurrent_pulls: int | None = Field(default=None, ge=1, description="that the store serves at once, none: all")
     poll_seconds: float = Field(default=0.5, ge=0, description="within which a node hears of a version")
 
 

@@ -18,12 +18,12 @@ from osd.demand import Demand, Workload
 from osd.simulation.arriving import Asked, arriving, domain_shares
 from osd.simulation.decoding import DecodingReplica, Work
 from osd.simulation.knowledge import PLAIN, TRAINED, Knowledge, SimulatedVersion, curve_of
-from osd.simulation.pulls import Pulls
 from osd.simulation.record_size import record_bytes
 from osd.simulation.round_costs import RoundCosts
 from osd.simulation.token_bucket import TokenBucket
 from osd.simulation.trainee import Trainee
 from osd.simulation.training_process import TrainingProcess, spread
+from osd.simulation.version_pulls import VersionPulls
 from osd.traffic.arrivals import Arrival
 
 LOOKS = 60
@@ -146,7 +146,7 @@ class Deployment:
         self._seen = (0.0, np.zeros(4 + assumed.count))
         self._recent = np.zeros(4 + assumed.count)
         nodes = math.ceil(replicas / scenario.versions.replicas_per_node)
-        self._pulls = Pulls(scenario.versions, nodes, costs.version_bytes)
+        self._pulls = VersionPulls(scenario.versions, settings.registry.pulls, nodes, costs.version_bytes)
         self._trainees = self._make_trainees()
         self._trainers = self._make_trainers()
         self._budgets, self._offered = self._make_budgets(), 0
@@ -184,19 +184,21 @@ class Deployment:
         rounds = tuple(self._costs.chains(streams, depth) for streams in range(1, slots + 1))
         return Workload(min(busy[domain] / passed, 1.0), demand, rounds)
 
-    @property
-    def beside_requests(self) -> bool:
+    def beside_requests(self, trainer: int) -> bool:
         """See ``Service``."""
-        return not self._scenario.trainers.dedicated and any(one.running for one in self.replicas)
+        return not self._scenario.trainers.dedicated and self._beside(trainer).running > 0
 
-    @property
-    def spare(self) -> float:
+    def spare(self, trainer: int) -> float:
         """See ``Service``: what ``trainer.capacity`` allows, or all of a machine of its own."""
         if self._scenario.trainers.dedicated:
             return 1.0
-        if any(one.waiting for one in self.replicas):
+        if self._beside(trainer).waiting:
             return 0.0
-        return self._settings.trainer.duty if self.beside_requests else 1.0
+        return self._settings.trainer.duty if self.beside_requests(trainer) else 1.0
+
+    def _beside(self, trainer: int) -> DecodingReplica:
+        """The replica on a trainer's machine."""
+        return self.replicas[trainer % len(self.replicas)]
 
     def _make_trainees(self) -> list[Trainee]:
         if self._way != TRAINED or not self._scenario.trainers.count:
@@ -215,6 +217,7 @@ class Deployment:
         self._trainer_of = {domain: number for number, domains in enumerate(mine) for domain in domains}
         return [
             TrainingProcess(
+                number,
                 self.env,
                 self._settings,
                 assumed,
@@ -224,7 +227,7 @@ class Deployment:
                 cores,
                 self._publish,
             )
-            for domains in mine
+            for number, domains in enumerate(mine)
         ]
 
     def _make_budgets(self) -> list[Budget[Asked]]:
@@ -253,7 +256,7 @@ class Deployment:
         self._end_when_done()
 
     def _route(self) -> DecodingReplica:
-        """Of two replicas by chance the one that has less to do, as Ray Serve routes."""
+        """Of two replicas by chance the one that has less to do, as with ``serving.routing=load``."""
         if len(self.replicas) == 1:
             return self.replicas[0]
         count = len(self.replicas)

@@ -35,14 +35,12 @@ class Trained:
 class Service(Protocol):
     """What a trainer sees of the replicas."""
 
-    @property
-    def spare(self) -> float:
+    def spare(self, trainer: int) -> float:
         """The share of its time that it may train now."""
         ...
 
-    @property
-    def beside_requests(self) -> bool:
-        """Whether any request runs where it would take time from it."""
+    def beside_requests(self, trainer: int) -> bool:
+        """Whether any request runs on its machine, which it would take time from."""
         ...
 
     def workload(self, domain: int) -> Workload | None:
@@ -58,6 +56,7 @@ class TrainingProcess:
 
     def __init__(
         self,
+        number: int,
         env: simpy.Environment,
         settings: Settings,
         assumed: TrainersAssumed,
@@ -68,6 +67,7 @@ class TrainingProcess:
         publish: Callable[[SimulatedVersion], None],
     ) -> None:
         """Train at ``speed`` tokens a second of a core; all replicas together have so many ``cores``."""
+        self._number = number
         self._env, self._settings, self._assumed = env, settings, assumed
         self._trainees, self._service, self._publish = trainees, service, publish
         self._speed, self._cores = speed, cores
@@ -85,7 +85,7 @@ class TrainingProcess:
             yield self._env.timeout(tick)
             for trainee in self._trainees.values():
                 trainee.value.horizon.passed(tick)
-            room = tick * threads * self._service.spare
+            room = tick * threads * self._service.spare(self._number)
             self.using = self._work(room) / tick if room else 0.0
 
     def _work(self, room: float) -> float:
@@ -129,7 +129,7 @@ class TrainingProcess:
         return None if best is None else best[2]
 
     def _decide(self, domain: int, trainee: Trainee) -> Investment | None:
-        beside, now = self._service.beside_requests, self._env.now
+        beside, now = self._service.beside_requests(self._number), self._env.now
         at, was_beside, known = self._decided.get(domain, (now - _LOOK_SECONDS, beside, None))
         if now - at < _LOOK_SECONDS and was_beside == beside:
             return known

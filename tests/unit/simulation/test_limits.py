@@ -13,9 +13,9 @@ from osd.config import CaptureSettings, VersionsAssumed
 from osd.engine.request import Request
 from osd.engine.trace_builder import TraceBuilder
 from osd.runtime.top import Top
-from osd.simulation.pulls import Pulls
 from osd.simulation.record_size import record_bytes
 from osd.simulation.token_bucket import TokenBucket
+from osd.simulation.version_pulls import VersionPulls
 
 CHANCE = np.random.default_rng(0)
 
@@ -37,13 +37,11 @@ def test_a_bucket_gives_the_part_that_it_holds_and_never_holds_more_than_its_bur
     assert bucket.part(1e6, 80.0) == 0.5
 
 
-@pytest.mark.parametrize(("nodes", "at_once"), [(10, 3), (10, 10), (1000, 64), (7, None), (3, 8)])
+@pytest.mark.parametrize(("nodes", "at_once"), [(10, 3), (10, 10), (1000, 64), (3, 8)])
 def test_nodes_that_ask_at_once_have_a_version_after_as_many_pulls_as_it_takes_in_turns(nodes, at_once):
-    assumed = VersionsAssumed(
-        mb=100, node_mb_per_second=50, store_mb_per_second=200, concurrent_pulls=at_once, poll_seconds=0
-    )
-    pulls = Pulls(assumed, nodes, 0.0)
-    together = min(at_once or nodes, nodes)
+    assumed = VersionsAssumed(mb=100, node_mb_per_second=50, store_mb_per_second=200, poll_seconds=0)
+    pulls = VersionPulls(assumed, at_once, nodes, 0.0)
+    together = min(at_once, nodes)
     seconds = 100 / min(50, 200 / together)
     have = pulls.pull(10.0, CHANCE)
     assert have.max() == pytest.approx(10 + math.ceil(nodes / together) * seconds)
@@ -52,11 +50,11 @@ def test_nodes_that_ask_at_once_have_a_version_after_as_many_pulls_as_it_takes_i
 
 
 def test_a_second_version_waits_for_the_pulls_of_the_first_and_nodes_hear_within_a_poll():
-    assumed = VersionsAssumed(mb=10, node_mb_per_second=10, store_mb_per_second=1e6, concurrent_pulls=1, poll_seconds=0)
-    pulls = Pulls(assumed, 4, 0.0)
+    assumed = VersionsAssumed(mb=10, node_mb_per_second=10, store_mb_per_second=1e6, poll_seconds=0)
+    pulls = VersionPulls(assumed, 1, 4, 0.0)
     pulls.pull(0.0, CHANCE)
     assert pulls.pull(0.0, CHANCE).max() == pytest.approx(8.0)
-    free = Pulls(assumed.model_copy(update={"concurrent_pulls": None, "poll_seconds": 2.0}), 500, 0.0)
+    free = VersionPulls(assumed.model_copy(update={"poll_seconds": 2.0}), 500, 500, 0.0)
     have = free.pull(5.0, CHANCE)
     assert 6.0 <= have.min() < 6.1
     assert 7.9 < have.max() <= 8.0

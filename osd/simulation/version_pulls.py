@@ -9,15 +9,15 @@ import numpy as np
 from osd.config import VersionsAssumed
 
 
-class Pulls:
+class VersionPulls:
     """The store, and ``nodes`` that each pull every version once: replicas of a node share the copy.
 
-    As many are served at once as ``concurrent_pulls`` says, in the order in which they ask, each at the speed of a
-    node or its part of the store's. With a limit of k and all asking at once, n nodes have it after ceil(n / k) pulls.
+    ``most`` are served at once, in the order in which they ask, each at the speed of a node or its part of the store's.
+    With a limit of k and all asking at once, n nodes have it after ceil(n / k) pulls.
     """
 
-    def __init__(self, assumed: VersionsAssumed, nodes: int, version_bytes: float) -> None:
-        at_once = min(assumed.concurrent_pulls or nodes, nodes)
+    def __init__(self, assumed: VersionsAssumed, most: int, nodes: int, version_bytes: float) -> None:
+        at_once = min(most, nodes)
         speed = 1e6 * min(assumed.node_mb_per_second, assumed.store_mb_per_second / at_once)
         self._size = assumed.mb * 1e6 if assumed.mb else version_bytes
         self._seconds, self._nodes, self._poll = self._size / speed, nodes, assumed.poll_seconds
