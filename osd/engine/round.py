@@ -33,7 +33,7 @@ from osd.engine.slots import SlotManager
 from osd.engine.tracing import Traced, trace_group
 from osd.runtime.cuda_graph import GraphRecorder
 from osd.runtime.decoder import Forward
-from osd.runtime.device import Mark, between, mark
+from osd.runtime.device import Mark, between, mark, sent
 from osd.runtime.interface import Target
 from osd.runtime.resumption import Begun, resume
 from osd.runtime.top import ArrivingTop, Top, top
@@ -282,7 +282,7 @@ def _begun(drafted: Drafted, packed: Packed, target: Target) -> list[Begun]:
 
 
 def read_together(parts: Sequence[Tensor | None]) -> list[list[int]]:
-    """Integers of several tensors, with one copy from the device: the only moment of a greedy round that waits."""
+    """Integers of several tensors, with one copy from the device: no other moment waits where drafts are chains."""
     present = [part for part in parts if part is not None]
     whole = iter((present[0] if len(present) == 1 else torch.cat(present)).tolist() if present else [])
     return [[] if part is None else list(islice(whole, len(part))) for part in parts]
@@ -395,4 +395,8 @@ def _offsets(one: ScheduledSequence, decision: Decision | None) -> list[int]:
 
 def _rows(hidden: Tensor, first: int, offsets: Sequence[int]) -> Tensor:
     straight = not offsets or offsets[-1] == len(offsets) - 1
-    return hidden[first : first + len(offsets)] if straight else hidden[[first + offset for offset in offsets]]
+    return (
+        hidden[first : first + len(offsets)]
+        if straight
+        else hidden[sent([first + offset for offset in offsets], hidden.device)]
+    )

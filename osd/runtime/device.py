@@ -45,9 +45,9 @@ def between(first: Mark, last: Mark) -> float:
     return last - first
 
 
-def sent(values: Sequence[int], device: torch.device) -> Tensor:
-    """``values`` [n] as int64 on ``device``; the host does not wait for the copy."""
-    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+def sent(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """``values`` [n] on ``device``; the host does not wait for the copy."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 

@@ -103,6 +103,26 @@ class DraftBatch:
             sources=("drafter",),
         )
 
+    @classmethod
+    def drawn_chains(
+        cls, tokens: Tensor, columns: Tensor, sizes: Tensor, q: Tensor, support: Tensor | None, source: str
+    ) -> DraftBatch:
+        """Chains whose ``tokens`` [B, N] were drawn as ``columns`` [B, N] of ``q`` [B, N, K], by ``source``."""
+        batch, count = tokens.shape
+        levels = torch.arange(count, device=tokens.device)
+        return cls(
+            tokens=tokens,
+            columns=columns,
+            parents=(levels - 1).expand(batch, -1),
+            sizes=sizes,
+            q=q.flatten(0, 1),
+            q_row=torch.arange(batch * count, device=tokens.device).view(batch, count),
+            support=support,
+            draw=torch.full_like(tokens, Draw.IID.code, dtype=torch.int8),
+            source=torch.zeros_like(tokens, dtype=torch.int8),
+            sources=(source,),
+        )
+
     @property
     def valid(self) -> Tensor:
         """[B, N] bool, which entries are nodes."""

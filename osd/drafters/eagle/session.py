@@ -13,7 +13,7 @@ from osd.drafters.base import check
 from osd.drafters.draft_vocabulary import check_maps, draft_ids
 from osd.drafters.eagle.native import NativeEagle
 from osd.drafters.eagle.shape import EagleShape
-from osd.drafters.graph_chains import GraphChains, NewTokens
+from osd.drafters.graph_chains import Drawing, GraphChains, NewTokens
 from osd.drafters.rotary import rotate
 from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
@@ -22,6 +22,8 @@ from osd.runtime.batch import PackedRows, laid_out, padded
 from osd.runtime.device import aside, copied
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, make_linear
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
 
 
@@ -30,7 +32,7 @@ class EagleSession(AutoregressiveSession):
 
     Pair i of a slot joins the target's hidden state of token i with token i + 1. Pairs that were
     committed since the last draft run together with the first step of the next one. On a GPU, or where
-    ``Runtime.bucketed`` says so, greedy chains are CUDA graphs over weights and buffers whose addresses stay.
+    ``Runtime.bucketed`` says so, chains are CUDA graphs over weights and buffers whose addresses stay.
     """
 
     source = "eagle"
@@ -129,8 +131,23 @@ class EagleSession(AutoregressiveSession):
     @torch.inference_mode()
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""
-        if self._native is None and self._graphs is None:
+        if self._native is not None:
+            new = self._taken(slots, limits)
+            assert new.states is not None  # noqa: S101  the layers that it taps
+            return self._native.chains(new.places, limits, new.tokens, new.states, floor)
+        return None if self._graphs is None else self._graphs.chains(self._taken(slots, limits), limits, floor)
+
+    @torch.inference_mode()
+    def drawn_chains(
+        self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
+    ) -> Chains | None:
+        """See ``AutoregressiveSession.drawn_chains``."""
+        if self._graphs is None:
             return None
+        return self._graphs.chains(self._taken(slots, limits), limits, floor, Drawing.of(sampling, noise, max(limits)))
+
+    def _taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
+        """What was committed to the slots since their last draft, which is theirs no more."""
         places: list[tuple[int, int, int]] = []
         tokens: list[int] = []
         hidden: list[Tensor] = []
@@ -142,10 +159,7 @@ class EagleSession(AutoregressiveSession):
                 hidden += states
                 self.cache.length[slot] += len(new)
                 self.pending[slot] = ([], [])
-        if self._native is not None:
-            return self._native.chains(places, limits, tokens, torch.cat(hidden), floor)
-        assert self._graphs is not None  # noqa: S101
-        return self._graphs.chains(NewTokens(places, tokens, torch.cat(hidden)), limits, floor)
+        return NewTokens(places, tokens, torch.cat(hidden))
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
