@@ -32,7 +32,7 @@ class TargetSettings(Section):
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of its weights and its cache")
     weights: Literal["full", "int8", "fp8"] = Field(
         default="full",
-        description="full: of dtype; int8, on a GPU or a CPU with AVX2, and fp8, on a GPU: linear layers rounded to 8 bits",
+        description="full: of dtype; int8 (GPU, CPU with AVX2) and fp8 (GPU): linear layers rounded to 8 bits",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
     attention: AttentionSettings = FullAttentionSettings()

@@ -5,8 +5,10 @@ Only weights are rounded, each output channel by a scale of its own; what they a
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +36,11 @@ def check(weights: str, device: torch.device) -> None:
 
 def narrowed(weight: Tensor, kind: str) -> Tensor:
     """A weight [out, in] in 8 bits, one of ``KINDS``: ``F.linear`` takes it in the place of the other."""
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-
-    config = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[kind](set_inductor_config=False)
+    torchao: Any = importlib.import_module("torchao.quantization")  # not there where there is no GPU
+    config = {"int8": torchao.Int8WeightOnlyConfig, "fp8": torchao.Float8WeightOnlyConfig}[kind]
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    quantize_(layer, config)
+    torchao.quantize_(layer, config(set_inductor_config=False))
     return layer.weight
 
 

@@ -33,8 +33,8 @@ class SlotModel:
     ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last. ``weights`` are
     those of the linear layers: "full" as they come, "int8", or on a GPU "fp8". With a ``selection`` all rows read
     selected tokens of long contexts, which changes what the model says. A forward may bring up to ``embeddings`` rows
-    that are no tokens, see ``PackedRows.embedded``. ``label`` tells it from other targets, where somebody learns from it. ``cache`` makes
-    its ``KVCache``.
+    that are no tokens, see ``PackedRows.embedded``. ``label`` tells it from other targets, where somebody learns from
+    it. ``cache`` makes its ``KVCache``.
 
     On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
     ``BucketedForward``. A CPU can do the same without graphs, more slowly than it does otherwise.
