@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.recall.memories import Memories
+from osd.runtime.device import lists
 from osd.runtime.interface import Target
 from osd.runtime.native import kernels
 from osd.runtime.top import Top
@@ -241,7 +242,7 @@ class Proposal:
     def of(cls, draft: DraftBatch, source: str, logits: Tensor | None = None) -> Proposal:
         """The trees that a growth policy grew; the first of their sources is called ``source``."""
         names = (source, *draft.sources[1:])
-        parts = (draft.tokens.tolist(), draft.parents.tolist(), draft.source.tolist(), draft.sizes.tolist())
+        parts = lists([draft.tokens, draft.parents, draft.source, draft.sizes])
         estimates = [()] * len(draft.sizes) if draft.estimates is None else draft.estimates.tolist()
         trees = [
             Tree(tokens[:size], parents[:size], [names[number] for number in numbers[:size]], estimates=mine[:size])

@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from osd.engine.slots import SlotManager
 from osd.engine.tracing import Traced, trace_group
 from osd.runtime.cuda_graph import GraphRecorder
 from osd.runtime.decoder import Forward
-from osd.runtime.device import Mark, between, mark, sent
+from osd.runtime.device import Mark, between, lists, mark, sent
 from osd.runtime.interface import Target
 from osd.runtime.resumption import Begun, resume
 from osd.runtime.top import ArrivingTop, Top, top
@@ -283,9 +282,8 @@ def _begun(drafted: Drafted, packed: Packed, target: Target) -> list[Begun]:
 
 def read_together(parts: Sequence[Tensor | None]) -> list[list[int]]:
     """Integers of several tensors, with one copy from the device: no other moment waits where drafts are chains."""
-    present = [part for part in parts if part is not None]
-    whole = iter((present[0] if len(present) == 1 else torch.cat(present)).tolist() if present else [])
-    return [[] if part is None else list(islice(whole, len(part))) for part in parts]
+    read = iter(lists([part for part in parts if part is not None]))
+    return [[] if part is None else next(read) for part in parts]
 
 
 @torch.inference_mode()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from osd.runtime.causal_lm import decoder_layers
+from osd.runtime.causal_lm import decoder_layers, layers_name
 
 
 def fill(model: nn.Module, directory: Path, dtype: torch.dtype | None, layers: Collection[int] | None = None) -> bool:
@@ -28,20 +30,52 @@ def fill(model: nn.Module, directory: Path, dtype: torch.dtype | None, layers: C
         if layers is not None and number not in layers
         for value in layer.state_dict(keep_vars=True).values()
     }
-    shapes: dict[str, list[int]] = {}
-    read: dict[str, Tensor] = {}
-    for file in _files(directory):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
-                shapes[name] = tensors.get_slice(name).get_shape()
-                if name in wanted and id(wanted[name]) not in left_out:
-                    read[name] = tensors.get_tensor(name).to(dtype)
+    chosen = {name for name, value in wanted.items() if id(value) not in left_out}
+    shapes, read = _read(directory, chosen, dtype)
     if shapes != {name: list(value.shape) for name, value in wanted.items()}:
         return False
     model.load_state_dict(read, strict=False, assign=True)
     owner: Any = model
     owner.tie_weights()
     return True
+
+
+@contextmanager
+def layer_by_layer(model: nn.Module, directory: Path, dtype: torch.dtype) -> Generator[None]:
+    """Whenever a decoder layer of ``model`` runs inside, have it read its weights before, and let go of them after it.
+
+    They are on the meta device at other times, and the directory's files name them as the model does.
+    """
+    name = layers_name(model)
+
+    def arrive(prefix: str, layer: nn.Module, _inputs: object) -> None:
+        names = {prefix + part for part in layer.state_dict()}
+        read = _read(directory, names, dtype)[1]
+        layer.load_state_dict({part.removeprefix(prefix): value for part, value in read.items()}, assign=True)
+
+    def leave(layer: nn.Module, _inputs: object, _output: object) -> None:
+        layer.to("meta")
+
+    with ExitStack() as stack:
+        for number, layer in enumerate(decoder_layers(model)):
+            stack.enter_context(layer.register_forward_pre_hook(partial(arrive, f"{name}.{number}.")))
+            stack.enter_context(layer.register_forward_hook(leave))
+        yield
+
+
+def _read(
+    directory: Path, names: Collection[str], dtype: torch.dtype | None
+) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
+    """The shapes of all tensors in a directory's files, and those called ``names``."""
+    shapes: dict[str, list[int]] = {}
+    read: dict[str, Tensor] = {}
+    for file in _files(directory):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+                shapes[name] = tensors.get_slice(name).get_shape()
+                if name in names:
+                    read[name] = tensors.get_tensor(name).to(dtype)
+    return shapes, read
 
 
 def _once(model: nn.Module) -> dict[str, Tensor]:

@@ -13,10 +13,10 @@ import transformers  # what it runs models with is imported where its classes ar
 from torch import nn
 from transformers.utils import logging
 
-from osd.runtime.causal_lm import decoder_layers, inverse_frequencies, layers_name
+from osd.runtime.causal_lm import decoder_layers, inverse_frequencies
 from osd.runtime.device import pick_device
 from osd.runtime.model import runs_own_code
-from osd.target.filling import fill
+from osd.target import filling
 from osd.target.llama import empty_weights, read_config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -34,10 +34,24 @@ def load_model(directory: Path, dtype: str, device: str, layers: int | None = No
         return _pretrained(directory, dtype, config=config).to(pick_device(device))
 
 
-def load_layer_by_layer(directory: Path) -> nn.Module:
-    """A causal language model in float32 on the CPU, of whose decoder layers each is in memory while it runs."""
-    layers = layers_name(_on_meta(_auto_config(directory)))
-    return _pretrained(directory, "float32", device_map={"": "cpu", layers: "disk"})
+@contextmanager
+def layer_by_layer(directory: Path) -> Generator[nn.Module]:
+    """A causal language model in float32 on the CPU to run inside, of whose decoder layers each is read when it runs.
+
+    None is in memory longer than that. A model whose files name its weights otherwise than it does is read whole.
+    """
+    model = _on_meta(_auto_config(directory))
+    if not filling.fill(model, directory, torch.float32, ()):
+        yield load_model(directory, "float32", "cpu")
+        return
+    # No file has the tables of rotary angles and their like, which a model makes for itself, for each kind of layer.
+    kinds = getattr(load_config(directory), "layer_types", None) or [""]
+    every = 1 + max(kinds.index(kind) for kind in kinds)
+    for name, made in load_model(directory, "float32", "cpu", every).named_buffers():
+        path, _, own = name.rpartition(".")
+        setattr(model.get_submodule(path), own, made)
+    with filling.layer_by_layer(model, directory, torch.float32):
+        yield model.eval()
 
 
 def load_weights(directory: Path, dtype: str, device: str) -> nn.Module:
@@ -47,7 +61,7 @@ def load_weights(directory: Path, dtype: str, device: str) -> nn.Module:
     """
     if (config := read_config(directory)) is not None:
         model = empty_weights(directory, config)
-        if fill(model, directory, DTYPES.get(dtype)):
+        if filling.fill(model, directory, DTYPES.get(dtype)):
             return model.to(pick_device(device))
     return load_model(directory, dtype, device)
 
@@ -59,7 +73,8 @@ def load_part(directory: Path, dtype: str = "auto", layers: Collection[int] = ()
     """
     config = read_config(directory)
     model = _on_meta(load_config(directory)) if config is None else empty_weights(directory, config)
-    return model if fill(model, directory, DTYPES.get(dtype), layers) else load_model(directory, dtype, "cpu")
+    filled = filling.fill(model, directory, DTYPES.get(dtype), layers)
+    return model if filled else load_model(directory, dtype, "cpu")
 
 
 def load_served(directory: Path, dtype: str, device: str, weights: str) -> nn.Module:

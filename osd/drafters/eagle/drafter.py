@@ -8,7 +8,6 @@ logits and the feature of the next step. Only the most frequent target ids can b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -27,7 +26,7 @@ from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch
 from osd.runtime.causal_lm import end_weights, text_config
-from osd.target.model import load_config, load_layer_by_layer, load_part
+from osd.target.model import layer_by_layer, load_config, load_part
 
 _VARIANT = ("tap_norm", "residual_norm", "output_norm")
 
@@ -65,8 +64,8 @@ class Eagle(VocabularyDrafter):
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         """See ``Kind.initial``; ``settings.vocabulary`` is how many target ids it may draft."""
         last = load_config(target_dir).num_hidden_layers - 1
-        part = load_part(target_dir, layers=(last,))
-        return cls._starting(part, settings.vocabulary, lambda: load_layer_by_layer(target_dir))
+        with layer_by_layer(target_dir) as whole:
+            return cls._starting(load_part(target_dir, layers=(last,)), settings.vocabulary, whole)
 
     @classmethod
     def from_target(cls, target: nn.Module, vocabulary: int) -> Self:
@@ -75,15 +74,15 @@ class Eagle(VocabularyDrafter):
         Raises:
             DrafterError: the target is too small for three taps.
         """
-        return cls._starting(target, vocabulary, lambda: target)
+        return cls._starting(target, vocabulary, target)
 
     @classmethod
-    def _starting(cls, part: nn.Module, vocabulary: int, whole: Callable[[], nn.Module]) -> Self:
+    def _starting(cls, part: nn.Module, vocabulary: int, whole: nn.Module) -> Self:
         """See ``from_target``: ``part`` has the last layer at least, and the ``whole`` target is run once."""
         shape = initial.shape_for(part, vocabulary, cls.usual_taps(text_config(part).num_hidden_layers))
         drafter = cls(shape, *end_weights(part))
         drafter.set_vocabulary(torch.arange(shape.vocabulary))
-        size = initial.size_of_hidden(whole(), shape.taps[-1])
+        size = initial.size_of_hidden(whole, shape.taps[-1])
         initial.fill(dict(drafter.named_parameters()), shape, part, size)
         return drafter
 

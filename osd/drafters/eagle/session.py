@@ -19,7 +19,7 @@ from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, laid_out, padded
-from osd.runtime.device import aside, copied
+from osd.runtime.device import aside, copied, lists
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, make_linear
 from osd.speculation.noise import Noise
@@ -98,12 +98,13 @@ class EagleSession(AutoregressiveSession):
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``AutoregressiveSession.expand``."""
-        asked = [slots[row] for row in rows.tolist()]
+        numbers, parents = lists([rows, nodes])
+        asked = [slots[row] for row in numbers]
         packed = TreeRows(builder, self.cache)
         hidden: list[Tensor] = []
         fresh: list[int] = []  # rows that the target's hidden states feed
         grown: list[tuple[int, int, int]] = []  # rows that a node's parent feeds: the row, its slot and the parent
-        for slot, row, node in zip(asked, rows.tolist(), nodes.tolist(), strict=True):
+        for slot, row, node in zip(asked, numbers, parents, strict=True):
             if node < 0:
                 new, states = self.pending[slot]
                 fresh += range(len(packed), len(packed) + len(new))

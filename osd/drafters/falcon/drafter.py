@@ -32,7 +32,7 @@ from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.target_head import TargetHeadDrafter
 from osd.drafters.trainable import Batch, Loss, Objective
-from osd.target.model import load_config, load_layer_by_layer, load_part
+from osd.target.model import layer_by_layer, load_config, load_part
 
 _DISTILLED, _SOFT = 0.1, 0.9
 """Weight of what is said about tokens, beside features; and in it of the target's distribution, beside its choice."""
@@ -91,7 +91,8 @@ class Falcon(TargetHeadDrafter):
         """See ``Kind.initial``: ``settings.block`` tokens of a call, of ``settings.vocabulary`` target ids."""
         part = load_part(target_dir, layers=(load_config(target_dir).num_hidden_layers - 1,))
         drafter = cls(part, settings.block, settings.vocabulary)
-        drafter._start_from(part, load_layer_by_layer(target_dir))
+        with layer_by_layer(target_dir) as whole:
+            drafter._start_from(part, whole)
         return drafter
 
     @classmethod
