@@ -217,7 +217,7 @@ def _top_k(scores: Tensor, top_k: Tensor) -> Tensor:
 
 def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     if scores.device.type != "cpu":
-        order = scores.sort(-1, descending=True, stable=True).indices
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
         kept = _kept(scores.softmax(-1).gather(-1, order).double(), top_p.double()[:, None])[:, None]
         place = torch.arange(scores.shape[-1], device=scores.device)
         inside = torch.empty_like(scores, dtype=torch.bool).scatter_(-1, order, place < kept)

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from osd.runtime.causal_lm import decoder_layers, layers_name
+from osd.runtime.memory import give_back
 
 
 def fill(model: nn.Module, directory: Path, dtype: torch.dtype | None, layers: Collection[int] | None = None) -> bool:
@@ -55,6 +56,7 @@ def layer_by_layer(model: nn.Module, directory: Path, dtype: torch.dtype) -> Gen
 
     def leave(layer: nn.Module, _inputs: object, _output: object) -> None:
         layer.to("meta")
+        give_back()
 
     with ExitStack() as stack:
         for number, layer in enumerate(decoder_layers(model)):
