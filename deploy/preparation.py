@@ -51,7 +51,7 @@ def check_rules(settings: Settings) -> None:
     """
     try:
         if settings.target.weights != "full":
-            eight_bits.check(settings.target.weights, pick_device(settings.target.device))
+            eight_bits.check(settings.target.weights, pick_device(settings.target.device).type == "cuda")
         policy = Policy.of(settings.growth, settings.verification)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -10,7 +10,6 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from osd.runtime.native import kernels
@@ -18,13 +17,13 @@ from osd.runtime.native import kernels
 KINDS = ("int8", "fp8")
 
 
-def check(weights: str, device: torch.device) -> None:
-    """Check that a model on ``device`` can have its linear layers' ``weights`` in this one of ``KINDS``.
+def check(weights: str, gpu: bool) -> None:
+    """Check that a model can have its linear layers' ``weights`` in this one of ``KINDS``, on a ``gpu`` or on a CPU.
 
     Raises:
         ValueError: it cannot; one sentence says what is missing.
     """
-    if device.type == "cuda":
+    if gpu:
         if importlib.util.find_spec("torchao") is None:
             missing = "needs a package that is not installed: pip install 'osd[gpu]'"
             raise ValueError(f"target.weights {weights} on a GPU {missing}")

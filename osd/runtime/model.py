@@ -31,10 +31,10 @@ class SlotModel:
 
     ``context`` tokens fit a sequence; ``scratch`` more places hold a draft that is being verified.
     ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last. ``weights`` are
-    those of the linear layers: "full" as they come, "int8", or on a GPU "fp8". With a ``selection`` all rows read
-    selected tokens of long contexts, which changes what the model says. A forward may bring up to ``embeddings`` rows
-    that are no tokens, see ``PackedRows.embedded``. ``label`` tells it from other targets, where somebody learns from
-    it. ``cache`` makes its ``KVCache``.
+    those of the linear layers: "full" as they come, "int8", or where it is bucketed "fp8". With a ``selection`` all
+    rows read selected tokens of long contexts, which changes what the model says. A forward may bring up to
+    ``embeddings`` rows that are no tokens, see ``PackedRows.embedded``. ``label`` tells it from other targets, where
+    somebody learns from it. ``cache`` makes its ``KVCache``.
 
     On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
     ``BucketedForward``. A CPU can do the same without graphs, more slowly than it does otherwise.
@@ -81,10 +81,10 @@ class SlotModel:
         if selection is not None:
             asked = self.config.num_attention_heads
             self._selection = TokenSelection(selection, inverse_frequencies(model), asked, self.cache)
-        fused, lean = _fused(model, bucketed), _lean(model, bucketed, weights)
+        fused, lean = _fused(model, bucketed), _lean(model, bucketed)
         if weights != "full":
-            eight_bits.check(weights, self.device)
-        if weights != "full" and self.device.type == "cpu":
+            eight_bits.check(weights, bucketed)
+        if weights != "full" and not bucketed:
             quantise(model)
         elif weights != "full" and not lean:
             eight_bits.narrow(list(model.modules()), weights)
@@ -220,19 +220,18 @@ class SlotModel:
         copied(places.values(), [staged[name] for name in places])
 
 
-def runs_own_code(model: nn.Module, weights: str) -> bool:
-    """Whether a ``SlotModel`` with such ``weights`` runs the code of ``model``, and not only a decoder of ours."""
+def runs_own_code(model: nn.Module) -> bool:
+    """Whether a ``SlotModel`` runs the code of ``model``, and not only a decoder of ours."""
     bucketed = next(model.parameters()).device.type == "cuda"
-    return not _fused(model, bucketed) and not _lean(model, bucketed, weights)
+    return not _fused(model, bucketed) and not _lean(model, bucketed)
 
 
 def _fused(model: nn.Module, bucketed: bool) -> bool:
     return fusable(model) and not bucketed
 
 
-def _lean(model: nn.Module, bucketed: bool, weights: str) -> bool:
-    in_place = weights == "full" or next(model.parameters()).device.type == "cuda"  # where layers stay, else ours come
-    return bucketed and llama_shaped(model) and in_place
+def _lean(model: nn.Module, bucketed: bool) -> bool:
+    return bucketed and llama_shaped(model)
 
 
 def _lengthen_table(model: nn.Module, further: int) -> None:

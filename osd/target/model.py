@@ -77,10 +77,10 @@ def load_part(directory: Path, dtype: str = "auto", layers: Collection[int] = ()
     return model if filled else load_model(directory, dtype, "cpu")
 
 
-def load_served(directory: Path, dtype: str, device: str, weights: str) -> nn.Module:
-    """``load_weights`` for a ``SlotModel`` with such ``weights``, and ``load_model`` where it runs the model's code."""
+def load_served(directory: Path, dtype: str, device: str) -> nn.Module:
+    """``load_weights`` for a ``SlotModel``, and ``load_model`` where that runs the model's own code."""
     model = load_weights(directory, dtype, device)
-    return load_model(directory, dtype, device) if runs_own_code(model, weights) else model
+    return load_model(directory, dtype, device) if runs_own_code(model) else model
 
 
 def check_rotary(directory: Path) -> int:
