@@ -373,7 +373,7 @@ class TreeBuilder:
 
     def finish(self, draw: Draw) -> DraftBatch:
         """The trees as they are now, as wide as the largest of them; ``draw`` is how most nodes were chosen."""
-        count = int(self.sizes.max()) if len(self.sizes) else 0
+        count = int(self.sizes.max()) if self.tokens.numel() else 0
         codes = torch.full((len(self.sizes), count), draw.code, dtype=torch.int8, device=self.tokens.device)
         if self._draw is not None:
             codes = torch.where(self._draw[:, :count] < 0, codes, self._draw[:, :count])

@@ -19,7 +19,7 @@ from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, laid_out, padded
-from osd.runtime.device import aside, copied, lists
+from osd.runtime.device import aside, copied, lists, sent
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, make_linear
 from osd.speculation.noise import Noise
@@ -116,16 +116,16 @@ class EagleSession(AutoregressiveSession):
                 packed.node(slot, row, node)
         features = torch.empty(len(packed), self.shape.hidden, device=self.device)
         if fresh:
-            features[fresh] = self._fuse(torch.cat(hidden).float())
+            features[sent(fresh, self.device)] = self._fuse(torch.cat(hidden).float())
         if grown:
-            at, slot_ids, above = torch.tensor(grown, device=self.device).T
+            at, slot_ids, above = sent([number for row in grown for number in row], self.device).view(-1, 3).T
             features[at] = self.features[slot_ids, above]
         step = self._step if self._native is None else self._native.step
         fed, last = packed.rows(), packed.last
         if self._graphs is not None:
             fed, last = laid_out(fed, last, self.cache)
         output, logits = step(fed.token_ids, features, fed, last)
-        self.features[torch.tensor(asked, device=self.device), 1 + nodes] = self._following(output)
+        self.features[sent(asked, self.device), 1 + nodes] = self._following(output)
         self._states = output
         return logits
 
