@@ -11,7 +11,7 @@ from torch import Tensor
 
 from osd.drafters.base import DrafterError
 from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, Kept, Origin, Proposal, Session
-from osd.runtime.device import between, mark
+from osd.runtime.device import between, mark, sent
 from osd.runtime.memory import recycled
 from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Noise
@@ -59,7 +59,7 @@ class AutoregressiveSession(Session, ABC):
                 chains = self.drawn_chains(asked.slots, limits, floor, asked.sampling, noise)
             if chains is not None:
                 return Proposal.of_chains(chains, limits, self.source, self.support)
-        expansion, limits = _Expansion(self, asked), torch.tensor(asked.limits, device=asked.device)
+        expansion, limits = _Expansion(self, asked), sent(asked.limits, asked.device)
         if asked.worth is None:
             draft = growth.grow(expansion, asked.sampling, noise, limits)
         else:

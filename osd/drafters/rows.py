@@ -21,10 +21,19 @@ class TreeRows:
     and sees the committed places, its ancestors and itself. ``parents`` are those of each tree's nodes.
     """
 
-    def __init__(self, builder: TreeBuilder, cache: KVCache, own_ids: np.ndarray | None = None) -> None:
-        """Rows of a model for whose tokens the target's are ``own_ids`` [target vocabulary], None for the same."""
+    def __init__(
+        self,
+        builder: TreeBuilder,
+        cache: KVCache,
+        own_ids: np.ndarray | None = None,
+        asked: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Rows of a model for whose tokens the target's are ``own_ids`` [target vocabulary], None for the same.
+
+        With ``asked``, rows [M] and nodes [M], the attribute of that name has them as lists.
+        """
         self.parents: list[list[int]]
-        self.parents, self._tokens = lists([builder.parents, builder.tokens])
+        self.parents, self._tokens, *self.asked = lists([builder.parents, builder.tokens, *(asked or ())])
         self._cache, self._own_ids = cache, own_ids
         self._rows = RowBuilder()
         self._paths: list[list[int]] = [[] for _ in self.parents]

@@ -126,6 +126,8 @@ class SamplingBatch:
         """
         if not self.any_greedy:
             return self
+        if self.all_greedy:
+            return _collected(((1.0, 0, 1.0, 0.0),) * len(self.temperature), self.temperature.device)
         greedy = self.temperature == 0
         return SamplingBatch(
             self.temperature.masked_fill(greedy, 1.0),

@@ -19,7 +19,7 @@ from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, laid_out, padded
-from osd.runtime.device import aside, copied, lists, sent
+from osd.runtime.device import aside, copied, sent
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, make_linear
 from osd.speculation.noise import Noise
@@ -98,9 +98,9 @@ class EagleSession(AutoregressiveSession):
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``AutoregressiveSession.expand``."""
-        numbers, parents = lists([rows, nodes])
+        packed = TreeRows(builder, self.cache, asked=(rows, nodes))
+        numbers, parents = packed.asked
         asked = [slots[row] for row in numbers]
-        packed = TreeRows(builder, self.cache)
         hidden: list[Tensor] = []
         fresh: list[int] = []  # rows that the target's hidden states feed
         grown: list[tuple[int, int, int]] = []  # rows that a node's parent feeds: the row, its slot and the parent

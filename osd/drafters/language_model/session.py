@@ -19,7 +19,7 @@ from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
 from osd.runtime.batch import PackedRows
 from osd.runtime.causal_lm import text_config
 from osd.runtime.decoder import recordable
-from osd.runtime.device import aside, lists
+from osd.runtime.device import aside
 from osd.runtime.model import SlotModel
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -109,8 +109,8 @@ class LanguageModelSession(AutoregressiveSession):
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``AutoregressiveSession.expand``."""
         reader = self._reader
-        packed = TreeRows(builder, self.model.cache, None if reader is None else reader.host_ids)
-        for row, node in zip(*lists([rows, nodes]), strict=True):
+        packed = TreeRows(builder, self.model.cache, None if reader is None else reader.host_ids, (rows, nodes))
+        for row, node in zip(*packed.asked, strict=True):
             slot = slots[row]
             if node < 0:
                 packed.commit(slot, self._unread(slot))
