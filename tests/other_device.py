@@ -100,10 +100,10 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         or leaves
         or (name == "aten::copy_" and isinstance(args[1], Away) and not isinstance(args[0], Away))
     ):
-        WAITS[name] += bool(there)
+        _waited(name, bool(there))
     if name in _COPIES and given and not isinstance(given[-1], Away) and given[-1].dim() and (away or there):
         named = {said.name: one for said, one in zip(func._schema.arguments, args, strict=False)} | kwargs
-        WAITS[f"{name} from here"] += not named.get("non_blocking")
+        _waited(f"{name} from here", not named.get("non_blocking"))
     if name in _INDEXED and there and any(isinstance(one, Tensor) and one.dtype == torch.bool for one in args[1] or ()):
         WAITS["aten::nonzero"] += 1
     if away:
@@ -123,10 +123,15 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return out
 
 
+def _waited(name: str, happened: bool) -> None:
+    if happened:
+        WAITS[name] += 1
+
+
 def _made(make: Any, *values: Any, device: Any = None, **more: Any) -> Tensor:
     """What is made of values of the host, which no operation is called for: a copy that is waited for."""
     if device is not None and torch.device(device) == THERE:
-        WAITS["tensor"] += not (values and isinstance(values[0], Tensor))
+        _waited("tensor", not (values and isinstance(values[0], Tensor)))
     made = (
         make(*values, **more)
         if device is None or torch.device(device) == THERE

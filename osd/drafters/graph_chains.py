@@ -70,25 +70,24 @@ class NewTokens:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class ChainDraws:
     """What tokens of B sequences are drawn by: their settings, and numbers [B, levels] between 0 and 1, one a level."""
 
     sampling: SamplingBatch
     numbers: Tensor
 
     @classmethod
-    def of(cls, sampling: SamplingBatch, noise: Noise, levels: int) -> Drawing:
+    def of(cls, sampling: SamplingBatch, noise: Noise, levels: int) -> ChainDraws:
         """The numbers by which growth ``chain`` draws so many levels."""
-        return cls(
-            sampling, noise.uniform(Purpose.DRAFT, torch.arange(levels, device=sampling.temperature.device)[None])
-        )
+        index = torch.arange(levels, device=sampling.temperature.device)
+        return cls(sampling, noise.uniform(Purpose.DRAFT, index[None]))
 
-    def room(self, count: int) -> Drawing:
+    def room(self, count: int) -> ChainDraws:
         """Room for what ``fill`` takes in of up to ``count`` sequences, with as many levels and the same steps."""
         sampling = self.sampling.moved(lambda part: part.new_ones(count))
-        return Drawing(sampling, self.numbers.new_full((count, self.numbers.shape[1]), 0.5))
+        return ChainDraws(sampling, self.numbers.new_full((count, self.numbers.shape[1]), 0.5))
 
-    def fill(self, other: Drawing) -> None:
+    def fill(self, other: ChainDraws) -> None:
         """Take in what ``other`` draws by; the addresses stay."""
         ours, theirs = self.sampling, other.sampling
         pairs = [
@@ -104,7 +103,7 @@ class Drawing:
         return draw(q, self.numbers[:, level]), q
 
 
-class Draft(NamedTuple):
+class ChainDraft(NamedTuple):
     """What a graph computed: tokens [B, levels], sizes [B] and logits [B, levels, draft vocabulary].
 
     Where tokens were drawn, the columns that they are [B, levels] and what they were drawn from [B, levels, Vd].
@@ -129,9 +128,9 @@ class GraphChains:
         """
         self._step, self._cache, self._scratch, self._support = step, cache, scratch, support
         self._recorder, self._recordable = GraphRecorder(cache.keys.device), recordable
-        self._graphs: GraphCache[tuple[Any, ...], tuple[ChainGraph, Callable[[], Draft]]] = GraphCache()
+        self._graphs: GraphCache[tuple[Any, ...], tuple[ChainGraph, Callable[[], ChainDraft]]] = GraphCache()
 
-    def chains(self, new: NewTokens, limits: Sequence[int], floor: float, drawing: Drawing | None = None) -> Chains:
+    def chains(self, new: NewTokens, limits: Sequence[int], floor: float, drawing: ChainDraws | None = None) -> Chains:
         """See ``osd.drafters.autoregressive.AutoregressiveSession.chains``; the host has not read the tokens.
 
         They are the most probable ones, or drawn by a ``drawing`` of as many sequences and ``max(limits)`` levels.
@@ -145,7 +144,7 @@ class GraphChains:
         assert shape is not None  # noqa: S101  one token of each sequence always fits
         padded = power_of_two(count)
 
-        def made() -> tuple[ChainGraph, Callable[[], Draft]]:
+        def made() -> tuple[ChainGraph, Callable[[], ChainDraft]]:
             room = None if drawing is None else drawing.room(padded)
             graph = ChainGraph(self._step, self._cache, self._support, shape, padded, levels, room)
             graph.fill(new, limits, floor, drawing)  # before it is recorded: recording runs it
@@ -155,9 +154,9 @@ class GraphChains:
         graph, play = self._graphs.get(key, made)
         graph.fill(new, limits, floor, drawing)
         # Copies: the next draft writes where this one wrote.
-        draft = [None if part is None else part[:count].clone() for part in play()]
-        tokens, sizes, logits, columns, q = draft
-        assert tokens is not None and sizes is not None and logits is not None  # noqa: S101, PT018  as ``Draft`` says
+        draft = play()
+        tokens, sizes, logits = (part[:count].clone() for part in (draft.tokens, draft.sizes, draft.logits))
+        columns, q = (None if part is None else part[:count].clone() for part in (draft.columns, draft.q))
         return Chains(tokens, sizes, logits, settled=False, columns=columns, q=q)
 
     def _shape(self, new: NewTokens, levels: int) -> GridShape | None:
@@ -180,7 +179,7 @@ class ChainGraph:
         shape: GridShape,
         count: int,
         levels: int,
-        drawing: Drawing | None = None,
+        drawing: ChainDraws | None = None,
     ) -> None:
         """Have buffers for ``count`` sequences, those in ``drawing`` among them where tokens are drawn."""
         self._drawing = drawing
@@ -190,7 +189,7 @@ class ChainGraph:
         self._floor = torch.zeros((), device=cache.keys.device)
         self._states: Tensor | None = None
 
-    def fill(self, new: NewTokens, limits: Sequence[int], floor: float, drawing: Drawing | None = None) -> None:
+    def fill(self, new: NewTokens, limits: Sequence[int], floor: float, drawing: ChainDraws | None = None) -> None:
         """Take in what ``run`` reads."""
         if self._drawing is not None and drawing is not None:
             self._drawing.fill(drawing)
@@ -203,7 +202,7 @@ class ChainGraph:
                 self._states = new.states.new_zeros(self._shape.rows, new.states.shape[-1])
             self._states[: len(new.states)].copy_(new.states)
 
-    def run(self) -> Draft:
+    def run(self) -> ChainDraft:
         """Draft with what is in the buffers."""
         parts = self._buffer.integers
         limits, base = parts["limits"], parts["base"]
@@ -228,7 +227,7 @@ class ChainGraph:
             sizes = sizes + going
             sure = (logits.gather(-1, best[:, None]).squeeze(-1) - logits.logsumexp(-1)).exp() >= self._floor
             going = going & sure & (limits > level + 1)
-        draft = Draft(torch.stack(tokens, 1), sizes, torch.stack(said, 1))
+        draft = ChainDraft(torch.stack(tokens, 1), sizes, torch.stack(said, 1))
         if self._drawing is None:
             return draft
         return draft._replace(columns=torch.stack(columns, 1), q=torch.stack(distributions, 1))

@@ -392,9 +392,6 @@ def _offsets(one: ScheduledSequence, decision: Decision | None) -> list[int]:
 
 
 def _rows(hidden: Tensor, first: int, offsets: Sequence[int]) -> Tensor:
-    straight = not offsets or offsets[-1] == len(offsets) - 1
-    return (
-        hidden[first : first + len(offsets)]
-        if straight
-        else hidden[sent([first + offset for offset in offsets], hidden.device)]
-    )
+    if not offsets or offsets[-1] == len(offsets) - 1:
+        return hidden[first : first + len(offsets)]
+    return hidden[sent([first + offset for offset in offsets], hidden.device)]

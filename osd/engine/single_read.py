@@ -48,7 +48,7 @@ class SingleRead:
 
     @cached_property
     def _judged(self) -> list[int]:
-        return [b for b in range(len(self.sequences)) if b not in set(self._looked_up)]
+        return sorted(set(range(len(self.sequences))) - set(self._looked_up))
 
     def drawn(self, p: Tensor, draft: Callable[[], DraftBatch], noise: Noise) -> Tensor:
         """[n] int64 what ``with_draft`` takes where tokens are drawn.

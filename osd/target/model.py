@@ -29,7 +29,7 @@ def load_model(directory: Path, dtype: str, device: str, layers: int | None = No
     """
     if layers is None:
         return _pretrained(directory, dtype).to(pick_device(device))
-    config = first_layers(_auto_config(directory), layers)
+    config = shortened(_auto_config(directory), layers)
     with _silent():  # about the other layers, for which such a model has no place
         return _pretrained(directory, dtype, config=config).to(pick_device(device))
 
@@ -102,7 +102,7 @@ def load_config(directory: Path) -> Any:
     return own or _auto_config(directory).get_text_config()
 
 
-def first_layers(config: Any, layers: int) -> Any:
+def shortened(config: Any, layers: int) -> Any:
     """The configuration of a model that is the first ``layers`` decoder layers of the one that ``config`` describes."""
     config = deepcopy(config)
     text = config.get_text_config()

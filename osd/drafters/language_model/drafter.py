@@ -31,7 +31,7 @@ from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.runtime.causal_lm import decoder_layers, decoder_of, ends_of, text_config
 from osd.runtime.taps import tapped
 from osd.target.load import resolve
-from osd.target.model import first_layers, load_config, load_model, load_part
+from osd.target.model import load_config, load_model, load_part, shortened
 
 _FIELDS = {"kind", "shared", "model", "translation", "prompt_tokens"}
 """Of ``config.json``."""
@@ -97,7 +97,7 @@ class LanguageModel(Trainable):
     def first_layers(cls, target: nn.Module, layers: int, prompt_tokens: int = 0) -> Self:
         """The first ``layers`` layers of ``target``."""
         _check_layers(layers, text_config(target).num_hidden_layers)
-        config = first_layers(target.config, layers)
+        config = shortened(target.config, layers)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         model.load_state_dict({k: v.float() for k, v in target.state_dict().items()}, strict=False)
         drafter = cls(model, shared=True, prompt_tokens=prompt_tokens)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import DrafterError, check
-from osd.drafters.graph_chains import Drawing, GraphChains, NewTokens
+from osd.drafters.graph_chains import ChainDraws, GraphChains, NewTokens
 from osd.drafters.language_model.reader import Reader
 from osd.drafters.language_model.translation import Translation, check_translation, named, split
 from osd.drafters.rows import TreeRows
@@ -132,7 +132,8 @@ class LanguageModelSession(AutoregressiveSession):
         """See ``AutoregressiveSession.drawn_chains``."""
         if self._graphs is None:
             return None
-        return self._graphs.chains(self._taken(slots, limits), limits, floor, Drawing.of(sampling, noise, max(limits)))
+        draws = ChainDraws.of(sampling, noise, max(limits))
+        return self._graphs.chains(self._taken(slots, limits), limits, floor, draws)
 
     def _taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
         """What the model is to read of the slots that draft, as if it had."""

@@ -13,7 +13,7 @@ from osd.config import EagleSettings, LanguageModelSettings
 from osd.drafters import from_config, initial
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.session import EagleSession
-from osd.drafters.graph_chains import ChainGraph, Drawing, NewTokens
+from osd.drafters.graph_chains import ChainDraws, ChainGraph, NewTokens
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.language_model.session import LanguageModelSession
 from osd.drafters.session import Asked, Chains, Kept, Runtime
@@ -212,7 +212,7 @@ def test_drawing_in_a_recording_never_asks_its_device_for_a_value(
     session = opened(drafter, meta)
     cache = session.cache if isinstance(session, EagleSession) else session.model.cache
     sampling = SamplingBatch.of(chosen, meta)
-    drawing = Drawing(sampling, torch.empty(count, 3, dtype=torch.float64, device=meta))
+    drawing = ChainDraws(sampling, torch.empty(count, 3, dtype=torch.float64, device=meta))
     shape = GridShape(8, 8, 4, 4, 47, 0)
     draft = ChainGraph(session.graph_step, cache, session.support, shape, 4, 3, drawing.room(4))
     states = torch.zeros(4, 3 * HIDDEN, device=meta) if drafter.needs.taps else None

@@ -78,7 +78,7 @@ def waits(
             drafted = engine.counters().speculation().drafted
             WAITS.clear()
             engine.loop._step()
-            found.append(Counter({name: count for name, count in WAITS.items() if count}))
+            found.append(WAITS.copy())
             moved = engine.counters().speculation().drafted - drafted
             assert len(found) < 4 or moved or kind == "none"
     assert engine.counters().failed == 0

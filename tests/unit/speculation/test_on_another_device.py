@@ -78,8 +78,9 @@ def test_a_chain_is_verified_as_on_a_cpu_and_nothing_waits(name: str) -> None:
         draft, p = drafted(seed)
         goal = rule.verify(draft, p, noise(seed, HERE))
         with OtherDevice():
+            given = moved(draft), p.to(THERE), noise(seed, THERE)
             WAITS.clear()
-            mine = rule.verify(moved(draft), p.to(THERE), noise(seed, THERE))
+            mine = rule.verify(*given)
             assert not WAITS
         same(mine, goal)
         kept.update(goal.accepted.tolist())
@@ -89,7 +90,9 @@ def test_a_chain_is_verified_as_on_a_cpu_and_nothing_waits(name: str) -> None:
 @pytest.mark.usefixtures("there")
 def test_a_rule_that_asks_the_device_is_found_out() -> None:
     draft, p = drafted(0)
-    VERIFICATIONS["siblings"].verify(moved(draft), p.to(THERE), noise(0, THERE))
+    given = moved(draft), p.to(THERE), noise(0, THERE)
+    WAITS.clear()
+    VERIFICATIONS["siblings"].verify(*given)
     assert WAITS
 
 
@@ -98,9 +101,9 @@ def test_without_a_draft_a_token_is_drawn_from_p_and_nothing_waits(name: str) ->
     draft, p = DraftBatch.empty(BATCH), drafted(0)[1][:, :1]
     goal = VERIFICATIONS[name].verify(draft, p, noise(0, HERE))
     with OtherDevice():
-        draft = moved(draft)
+        given = moved(draft), p.to(THERE), noise(0, THERE)
         WAITS.clear()
-        mine = VERIFICATIONS[name].verify(draft, p.to(THERE), noise(0, THERE))
+        mine = VERIFICATIONS[name].verify(*given)
         assert not WAITS
     same(mine, goal)
 
