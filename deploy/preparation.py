@@ -17,8 +17,8 @@ from osd.engine.policy import Policy
 from osd.registry.place import storage_of
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, VersionError
+from osd.runtime import eight_bits
 from osd.runtime.device import pick_device
-from osd.runtime.native import kernels
 
 if TYPE_CHECKING:
     from deploy.warm_store import WarmStore
@@ -47,11 +47,11 @@ def check_rules(settings: Settings) -> None:
 
     Raises:
         ConfigError: verification would bias the drafts of growth, the draft is larger than a slot has room for, or this
-            machine cannot compute with int8 weights.
+            machine cannot compute with such weights.
     """
-    if settings.target.weights == "int8" and (kernels() is None or pick_device(settings.target.device).type != "cpu"):
-        raise ConfigError("target.weights int8 needs a CPU with AVX2 and the kernels built for it: use full")
     try:
+        if settings.target.weights != "full":
+            eight_bits.check(settings.target.weights, pick_device(settings.target.device).type == "cuda")
         policy = Policy.of(settings.growth, settings.verification)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -1,7 +1,8 @@
 """A device that this machine does not have: tensors "there" compute here, and whatever a GPU would refuse fails.
 
 What is there says that it is on the meta device, and keeps its numbers beside. An operation that is given tensors of
-both sides fails, as it does with a GPU; one that brings numbers back is counted as a wait for the device.
+both sides fails, as it does with a GPU; one that brings numbers back is counted as a wait for the device, and so is a
+copy of numbers from here that is not asked to go on by itself: a GPU's queue would have to come to it first.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 THERE = torch.device("meta")
 _HERE = torch.device("cpu")
-_INDEXED = ("aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
-_COPIES = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_")
+_INDEXED = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
+_COPIES = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::_foreach_copy_")
 _WAITS = (
     "aten::_local_scalar_dense",
     "aten::nonzero",
     "aten::masked_select",
     "aten::item",
+    "aten::is_nonzero",
+    "aten::argwhere",
     "aten::unique",
     "aten::_unique2",
 )
@@ -81,7 +84,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
     given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
     there = [one for one in given if isinstance(one, Away)]
-    asked = kwargs.get("device")
+    asked = kwargs.get("device", next((one for one in args if isinstance(one, torch.device)), None))
+    if there and name == "aten::_has_compatible_shallow_copy_type":
+        return len(there) == len(given)  # one here does not become one there
     if there and name not in _COPIES:
         here = [one for one in given if not isinstance(one, Away) and one.dim() > 0]
         if name in _INDEXED:
@@ -95,11 +100,15 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         or leaves
         or (name == "aten::copy_" and isinstance(args[1], Away) and not isinstance(args[0], Away))
     ):
-        WAITS[name] += bool(there)
+        _waited(name, bool(there))
+    if name in _COPIES and given and not isinstance(given[-1], Away) and given[-1].dim() and (away or there):
+        named = {said.name: one for said, one in zip(func._schema.arguments, args, strict=False)} | kwargs
+        _waited(f"{name} from here", not named.get("non_blocking"))
     if name in _INDEXED and there and any(isinstance(one, Tensor) and one.dtype == torch.bool for one in args[1] or ()):
         WAITS["aten::nonzero"] += 1
     if away:
-        kwargs = {**kwargs, "device": _HERE}
+        kwargs = {name: _HERE if name == "device" else one for name, one in kwargs.items()}
+        args = tuple(_HERE if isinstance(one, torch.device) else one for one in args)
     out = func(*tree_map(_numbers, args), **tree_map(_numbers, kwargs))
     if func._schema.is_mutable and name != "aten::_foreach_copy_":
         changed = [
@@ -114,8 +123,15 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return out
 
 
+def _waited(name: str, happened: bool) -> None:
+    if happened:
+        WAITS[name] += 1
+
+
 def _made(make: Any, *values: Any, device: Any = None, **more: Any) -> Tensor:
-    """What is made of values of the host, which no operation is called for."""
+    """What is made of values of the host, which no operation is called for: a copy that is waited for."""
+    if device is not None and torch.device(device) == THERE:
+        _waited("tensor", not (values and isinstance(values[0], Tensor)))
     made = (
         make(*values, **more)
         if device is None or torch.device(device) == THERE

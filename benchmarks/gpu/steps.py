@@ -22,7 +22,7 @@ from benchmarks import forward as forwards
 from benchmarks.figures import Spread
 from benchmarks.gpu.beside_training import beside_training
 from benchmarks.gpu.random_targets import make_drafter, make_target, make_tokenizer
-from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, bandwidth, on_several_cores
+from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, bandwidth, forward_seconds, on_several_cores, packed
 from benchmarks.lossless import compare, slots
 from benchmarks.streams import answers_of
 from benchmarks.synthetic import forced
@@ -35,6 +35,7 @@ from osd.drafters.session import Runtime
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
 from osd.engine.request import Request, SamplingParams, Update
+from osd.runtime import eight_bits
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.model import SlotModel
 from osd.target.model import load_config, load_model
@@ -68,9 +69,11 @@ class Run:
         """The random model of a shape; a CPU is quicker with small ones in float32."""
         return make_target(self.shape(shape), torch.float32 if self.small else torch.bfloat16, self.device)
 
-    def over_slots(self, model: nn.Module, many: int, taps: tuple[int, ...] = ()) -> SlotModel:
+    def over_slots(self, model: nn.Module, many: int, taps: tuple[int, ...] = (), weights: str = "full") -> SlotModel:
         """With ``many`` slots, as a GPU runs it."""
-        return SlotModel(model, slots=many, context=CONTEXT, scratch=COUNTS[-1] + 1, taps=taps, bucketed=True)
+        return SlotModel(
+            model, slots=many, context=CONTEXT, scratch=COUNTS[-1] + 1, taps=taps, weights=weights, bucketed=True
+        )
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -111,11 +114,16 @@ def about(run: Run) -> dict[str, Any]:
 def tests(run: Run) -> dict[str, Any]:
     """The unit tests of what a GPU runs, then those of its rooms, with their models on the device."""
     chosen = TESTS[:4] if run.small else TESTS
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=40", "-rf", *chosen]
+    # What pyproject.toml asks of pytest, but for limits of time and other plugins, which need not be there.
+    options = ["-o", "addopts=--import-mode=importlib", "-W", "ignore::pytest.PytestConfigWarning"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=40", "-rf", *options]
+    command += ["-m", "not soak and not cluster", *chosen]
     environ = os.environ | {"OSD_TEST_DEVICE": run.device.type}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     (run.folder / "tests.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
     lines = done.stdout.splitlines()
+    if done.returncode not in (0, 1):  # no test has been run to its end, or pytest itself failed
+        raise RuntimeError(f"pytest ended with {done.returncode}: {done.stderr[-2000:] or done.stdout[-2000:]}")
     return {
         "code": done.returncode,
         "said": lines[-1] if lines else done.stderr[-300:],
@@ -184,18 +192,43 @@ def forward(run: Run, shape: str) -> dict[str, Any]:
     return asdict(found) | {"copy_bandwidth": bandwidth(run.device)}
 
 
-def profile(run: Run, shape: str) -> dict[str, Any]:
-    """Where a round of one stream spends its time; the picture of some rounds is a file for a browser's tracer."""
+def weights(run: Run, shape: str) -> dict[str, Any]:
+    """Forwards of 1, 8 and 64 tokens with weights in 8 bits beside full ones, and how far apart what they say is."""
+    full = run.target(shape, 1)
+    found: dict[str, Any] = {}
+    for kind in eight_bits.KINDS:
+        narrow = run.over_slots(run.model(shape), 1, weights=kind)
+        ratios: dict[str, Any] = {}
+        for count in COUNTS:
+            turns = [
+                [forward_seconds(target, 1, count) for target in ((full, narrow) if turn % 2 else (narrow, full))]
+                for turn in range(3 if run.small else 31)
+            ]
+            pairs = [pair if turn % 2 else pair[::-1] for turn, pair in enumerate(turns)][2:]  # graphs are made before
+            ratios[str(count)] = asdict(Spread.of([before / after for before, after in pairs]))
+        rows, wanted = packed(full, 1, COUNTS[-1]), torch.arange(COUNTS[-1])
+        p, q = (target.forward(rows, wanted).logits.log_softmax(-1) for target in (full, narrow))
+        found[kind] = {"times_faster": ratios, "divergence_nats": float((p.exp() * (p - q)).sum(-1).mean())}
+    return found
+
+
+def profile(run: Run, shape: str, sampled: bool = False) -> dict[str, Any]:
+    """Where a round of one stream spends its time; the picture of some rounds is a file for a browser's tracer.
+
+    The stream is greedy, with forced acceptance, or ``sampled`` with what acceptance an untrained drafter has.
+    """
     target, drafter = _pair(run, shape, 1)
     tokens = 24 if run.small else 64
     activities = [torch.profiler.ProfilerActivity.CPU]
     if run.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    policy = forced(Policy.of(ChainSettings(depth=DEPTH, governed=False), None), 0.8)
+    policy = Policy.of(ChainSettings(depth=DEPTH, governed=False), None)
+    policy = policy if sampled else forced(policy, 0.8)
+    sampling, name = (SamplingParams(1.0), f"sampled-{shape}") if sampled else (GREEDY, shape)
     with running(target, drafter, settings_of(1)) as engine:
-        ask = partial(Request, prompt_ids=prompts(1, target.vocab_size)[0], max_tokens=tokens, sampling=GREEDY)
-        for name in ("cold", "warm"):
-            answers_of(engine, [ask(name, policy=policy, ignore_eos=True)])
+        ask = partial(Request, prompt_ids=prompts(1, target.vocab_size)[0], max_tokens=tokens, sampling=sampling)
+        for number in ("cold", "warm"):
+            answers_of(engine, [ask(number, policy=policy, ignore_eos=True)])
         profiler, seconds, over = torch.profiler.profile(activities=activities), [], threading.Event()
         rounds: list[int] = []
 
@@ -210,9 +243,9 @@ def profile(run: Run, shape: str) -> dict[str, Any]:
 
         engine.submit(ask("profiled", policy=policy, ignore_eos=True), told)
         over.wait()
-    profiler.export_chrome_trace(str(run.folder / f"profile-{shape}.json.gz"))
+    profiler.export_chrome_trace(str(run.folder / f"profile-{name}.json.gz"))
     averages, count = profiler.key_averages(), rounds[0]
-    (run.folder / f"profile-{shape}.txt").write_text(
+    (run.folder / f"profile-{name}.txt").write_text(
         averages.table(sort_by="self_cpu_time_total", row_limit=40), encoding="utf-8"
     )
     on_device = sum(one.self_device_time_total for one in averages) / 1e6
@@ -310,6 +343,8 @@ STEPS: dict[str, Step] = {
     "forward-8b": partial(forward, shape="8b"),
     "profile-1b": partial(profile, shape="1b"),
     "profile-8b": partial(profile, shape="8b"),
+    "profile-sampled-1b": partial(profile, shape="1b", sampled=True),
+    "profile-sampled-8b": partial(profile, shape="8b", sampled=True),
     "decode-1b-0.6": partial(decode, shape="1b", acceptance=0.6),
     "decode-1b-0.8": partial(decode, shape="1b", acceptance=0.8),
     "decode-8b-0.6": partial(decode, shape="8b", acceptance=0.6),
@@ -320,5 +355,7 @@ STEPS: dict[str, Step] = {
     "recall-8b": partial(recall, shape="8b"),
     "training-1b": partial(training, shape="1b"),
     "training-8b": partial(training, shape="8b"),
+    "weights-1b": partial(weights, shape="1b"),
+    "weights-8b": partial(weights, shape="8b"),
 }
 """By name, in the order of the list."""

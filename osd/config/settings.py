@@ -30,8 +30,9 @@ class TargetSettings(Section):
     )
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub id, else its newest commit")
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of its weights and its cache")
-    weights: Literal["full", "int8"] = Field(
-        default="full", description="full: of dtype; int8: linear layers rounded to 8 bits, on a CPU with AVX2"
+    weights: Literal["full", "int8", "fp8"] = Field(
+        default="full",
+        description="full: of dtype; int8 (GPU, CPU with AVX2) and fp8 (GPU): linear layers rounded to 8 bits",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
     attention: AttentionSettings = FullAttentionSettings()

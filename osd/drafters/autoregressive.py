@@ -11,16 +11,17 @@ from torch import Tensor
 
 from osd.drafters.base import DrafterError
 from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, Kept, Origin, Proposal, Session
-from osd.runtime.device import between, mark
+from osd.runtime.device import between, mark, sent
 from osd.runtime.memory import recycled
 from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
 from osd.speculation.worth import Bill
 
 
 class AutoregressiveSession(Session, ABC):
-    """Proposes what a growth policy draws from ``expand``, or greedy chains in one call where ``chains`` can."""
+    """Proposes what a growth policy draws from ``expand``, or chains in one call where it can."""
 
     source: str
     """What its nodes are called in traces and counts."""
@@ -50,12 +51,15 @@ class AutoregressiveSession(Session, ABC):
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         """See ``Session.propose``."""
         floor = growth.stops_below
-        if floor is not None and asked.penalties is None and asked.greedy:
+        if floor is not None and asked.penalties is None:
             limits = [limit if self.levels is None else min(limit, self.levels) for limit in asked.limits]
-            chains = self.chains(asked.slots, limits, floor)
+            if asked.greedy:
+                chains = self.chains(asked.slots, limits, floor)
+            else:
+                chains = self.drawn_chains(asked.slots, limits, floor, asked.sampling, noise)
             if chains is not None:
                 return Proposal.of_chains(chains, limits, self.source, self.support)
-        expansion, limits = _Expansion(self, asked), torch.tensor(asked.limits, device=asked.device)
+        expansion, limits = _Expansion(self, asked), sent(asked.limits, asked.device)
         if asked.worth is None:
             draft = growth.grow(expansion, asked.sampling, noise, limits)
         else:
@@ -73,6 +77,16 @@ class AutoregressiveSession(Session, ABC):
 
         Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor``; that one is kept.
         """
+
+    def drawn_chains(  # most ask the host between two tokens
+        self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
+    ) -> Chains | None:
+        """Draw what growth ``chain`` would draw, in one call; None where ``expand`` is the only way.
+
+        Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor`` at temperature 1;
+        that one is kept.
+        """
+        return None
 
     def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:  # most drafters run no layers of the target
         """What ``expand`` ran of the target for ``slots`` since it was last asked about their roots."""
@@ -142,6 +156,12 @@ class WrappedSession(AutoregressiveSession):
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""
         return self._session.chains(slots, limits, floor)
+
+    def drawn_chains(
+        self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
+    ) -> Chains | None:
+        """See ``AutoregressiveSession.drawn_chains``."""
+        return self._session.drawn_chains(slots, limits, floor, sampling, noise)
 
     def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
         """See ``AutoregressiveSession.take_exits``."""

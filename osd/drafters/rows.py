@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.batch import PackedRows, RowBuilder, paths
+from osd.runtime.device import lists
 from osd.runtime.kv_cache import KVCache
 from osd.speculation.tree import TreeBuilder
 
@@ -20,10 +21,20 @@ class TreeRows:
     and sees the committed places, its ancestors and itself. ``parents`` are those of each tree's nodes.
     """
 
-    def __init__(self, builder: TreeBuilder, cache: KVCache, own_ids: np.ndarray | None = None) -> None:
-        """Rows of a model for whose tokens the target's are ``own_ids`` [target vocabulary], None for the same."""
-        self.parents: list[list[int]] = builder.parents.tolist()
-        self._cache, self._tokens, self._own_ids = cache, builder.tokens.tolist(), own_ids
+    def __init__(
+        self,
+        builder: TreeBuilder,
+        cache: KVCache,
+        own_ids: np.ndarray | None = None,
+        asked: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Rows of a model for whose tokens the target's are ``own_ids`` [target vocabulary], None for the same.
+
+        With ``asked``, rows [M] and nodes [M], the attribute of that name has them as lists.
+        """
+        self.parents: list[list[int]]
+        self.parents, self._tokens, *self.asked = lists([builder.parents, builder.tokens, *(asked or ())])
+        self._cache, self._own_ids = cache, own_ids
         self._rows = RowBuilder()
         self._paths: list[list[int]] = [[] for _ in self.parents]
         self._last: list[int] = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.recall.memories import Memories
+from osd.runtime.device import lists
 from osd.runtime.interface import Target
 from osd.runtime.native import kernels
 from osd.runtime.top import Top
@@ -109,17 +110,20 @@ class Asked:
 
 @dataclass(frozen=True)
 class Chains:
-    """Greedy drafts of B sequences on their device.
+    """Drafts of B sequences on their device, chains of most probable or of drawn tokens.
 
     ``drafted`` [B, levels] int64 target ids, of which each has the first of its ``sizes`` [B], and ``logits``
     [B, levels, draft vocabulary] behind them; further entries mean nothing. Unless ``settled``, the device may still be
-    at work: reading them waits for it.
+    at work: reading them waits for it. Those that were drawn have ``q`` [B, levels, draft vocabulary] that they were
+    drawn from, and their ``columns`` [B, levels] there.
     """
 
     drafted: Tensor
     sizes: Tensor
     logits: Tensor
     settled: bool = True
+    columns: Tensor | None = None
+    q: Tensor | None = None
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -215,7 +219,7 @@ class Proposal:
         drawn: of chosen candidates, what last children were drawn from, where ``Asked.keys`` allow that.
         logits: [B, 1 + N, Vd] of the drafter, entry 1 + i after node i, for traces; None where it has none.
         support: [Vd] their target ids, None for the whole vocabulary.
-        pending: greedy chains that the host has not read.
+        pending: chains that the host has not read.
         expected: tokens of it that are expected to be kept, where that is known.
         exits: what the drafter ran of the target itself, an entry for each layer that it left behind; the rows before
             one that it ran are there too.
@@ -238,7 +242,7 @@ class Proposal:
     def of(cls, draft: DraftBatch, source: str, logits: Tensor | None = None) -> Proposal:
         """The trees that a growth policy grew; the first of their sources is called ``source``."""
         names = (source, *draft.sources[1:])
-        parts = (draft.tokens.tolist(), draft.parents.tolist(), draft.source.tolist(), draft.sizes.tolist())
+        parts = lists([draft.tokens, draft.parents, draft.source, draft.sizes])
         estimates = [()] * len(draft.sizes) if draft.estimates is None else draft.estimates.tolist()
         trees = [
             Tree(tokens[:size], parents[:size], [names[number] for number in numbers[:size]], estimates=mine[:size])
@@ -248,10 +252,13 @@ class Proposal:
 
     @classmethod
     def of_chains(cls, chains: Chains, limits: Sequence[int], source: str, support: Tensor | None) -> Proposal:
-        """Greedy chains; as long as they are not settled, each is taken to be as long as its limit."""
+        """Chains; as long as they are not settled, each is taken to be as long as its limit."""
         drafted = chains.tokens if chains.settled else [[0] * limit for limit in limits]
-        trees = [Tree.chain(tokens, source) for tokens in drafted]
-        return cls(trees, logits=chains.logits, support=support, pending=None if chains.settled else chains)
+        trees, draft = [Tree.chain(tokens, source) for tokens in drafted], None
+        if chains.q is not None and chains.columns is not None:
+            parts = chains.drafted, chains.columns, chains.sizes, chains.q
+            draft = DraftBatch.drawn_chains(*parts, support, source)
+        return cls(trees, draft, logits=chains.logits, support=support, pending=None if chains.settled else chains)
 
     @classmethod
     def of_choice(cls, trees: Sequence[Tree], expected: float = 0.0, drawn: LastDrawn | None = None) -> Proposal:

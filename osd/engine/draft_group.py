@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
 from osd.engine.request import SamplingParams
 from osd.engine.sequence import Sequence as Decoding
+from osd.engine.single_read import SingleRead, layout
 from osd.runtime.device import sent
 from osd.runtime.native import kernels
 from osd.runtime.top import Top, orders_equals
@@ -28,6 +28,7 @@ from osd.speculation.tree import ROOT, DraftBatch, Draw
 from osd.speculation.verification import Rule
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.draws import Drawing, follow_draws, readable, softmaxes
+from osd.speculation.verification.greedy import follow
 from osd.speculation.verification.naive import Naive
 from osd.speculation.worth import Worth
 
@@ -111,39 +112,42 @@ class DraftGroup:
         return self.asked.greedy and self.asked.penalties is None and orders_equals(logits)
 
     def unread(self, logits: Tensor, rows: Sequence[int], tops: Top | None) -> Tensor | None:
-        """[n] int64 what ``decide`` wants to be read from the device, None where it asks for itself.
+        """[n] int64 what ``decide`` wants to be read from the device, None where it reads the logits on a CPU.
 
         Args:
             logits: [R, vocabulary] of the target.
             rows: those after the root and after each node, of one sequence after the other.
             tops: the most probable tokens of these rows, where they were looked for.
         """
-        if not self.asked.greedy:
+        if self._reads_logits:
             return None
-        ranked = self.ranked(logits)
-        best = tops.ids[:, 0] if ranked and tops is not None else most_probable(self._penalised(logits, rows))
-        pending = None if self.proposal is None else self.proposal.pending
-        return best if pending is None else torch.cat([best, pending.sizes, pending.drafted.flatten()])
+        if self.ranked(logits) and tops is not None:
+            told = tops.ids[:, 0]
+        elif self.asked.greedy:
+            told = most_probable(self._penalised(logits, rows))
+        else:
+            owners = sent(layout(self.trees)[0], self.asked.device)
+            p = self.asked.sampling.probabilities(self._penalised(logits, rows), owners)
+            told = self._single_read.drawn(p, lambda: self._draft, self.noise)
+        return self._single_read.with_draft(told)
 
     def decide(self, logits: Tensor, rows: Sequence[int], read: Sequence[int]) -> list[Decision]:
         """What each sequence keeps, by the target's ``logits`` and what was ``read`` of ``unread``."""
-        return self._follow(read) if self.asked.greedy else self._test(logits, rows)
+        if self._reads_logits:
+            return self._test(logits, rows)
+        return [Decision(*found) for found in self._single_read.decided(read)]
 
-    def _follow(self, read: Sequence[int]) -> list[Decision]:
-        """Keep the path of most probable tokens: what every rule does when p has all its mass on one token."""
-        numbers = iter(read)
-        trees = self.trees
-        best = [list(islice(numbers, 1 + len(tree.tokens))) for tree in trees]
-        if self.proposal is not None and self.proposal.pending is not None:
-            batch, levels = self.proposal.pending.drafted.shape
-            sizes = list(islice(numbers, batch))
-            known = [list(islice(numbers, levels))[:size] for size in sizes]
-            trees = [tree.with_tokens(tokens) for tree, tokens in zip(trees, known, strict=True)]
-        walk = self.policy.walk
-        return [
-            Decision(tree, *walk(tree.tokens, tree.parents, mine[: 1 + len(tree.tokens)]))
-            for tree, mine in zip(trees, best, strict=True)
-        ]
+    @property
+    def _reads_logits(self) -> bool:
+        """Whether sampled drafts are verified by a CPU, on which all of it is: it looks no further than it has to."""
+        known = self.proposal is None or self.proposal.pending is None
+        return not self.asked.greedy and known and self.asked.device.type == "cpu"
+
+    @cached_property
+    def _single_read(self) -> SingleRead:
+        greedy, pending = self.asked.greedy, None if self.proposal is None else self.proposal.pending
+        walk = self.policy.walk if greedy else follow
+        return SingleRead(self.sequences, self.trees, pending, self._rule(), walk, greedy)
 
     def _test(self, logits: Tensor, rows: Sequence[int]) -> list[Decision]:
         """Let the rule compare p with what was drafted."""
@@ -178,13 +182,7 @@ class DraftGroup:
 
     def _distributions(self, logits: Tensor) -> Callable[[list[int]], LazyProbabilities]:
         """The target's distributions for some of the sequences."""
-        width = self._draft.tokens.shape[1] + 1
-        owners: list[int] = []
-        entries: list[list[int]] = []
-        for b, tree in enumerate(self.trees):
-            size = len(tree.tokens)
-            entries.append([len(owners) + min(i, size) for i in range(width)])
-            owners += [b] * (1 + size)
+        owners, entries = layout(self.trees)
         owned = torch.tensor(owners, device=self.asked.device)
 
         def p_of(members: list[int]) -> LazyProbabilities:

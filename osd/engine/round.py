@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from osd.engine.slots import SlotManager
 from osd.engine.tracing import Traced, trace_group
 from osd.runtime.cuda_graph import GraphRecorder
 from osd.runtime.decoder import Forward
-from osd.runtime.device import Mark, between, mark
+from osd.runtime.device import Mark, between, lists, mark, sent
 from osd.runtime.interface import Target
 from osd.runtime.resumption import Begun, resume
 from osd.runtime.top import ArrivingTop, Top, top
@@ -282,10 +281,9 @@ def _begun(drafted: Drafted, packed: Packed, target: Target) -> list[Begun]:
 
 
 def read_together(parts: Sequence[Tensor | None]) -> list[list[int]]:
-    """Integers of several tensors, with one copy from the device: the only moment of a greedy round that waits."""
-    present = [part for part in parts if part is not None]
-    whole = iter((present[0] if len(present) == 1 else torch.cat(present)).tolist() if present else [])
-    return [[] if part is None else list(islice(whole, len(part))) for part in parts]
+    """Integers of several tensors, with one copy from the device: no other moment waits where drafts are chains."""
+    read = iter(lists([part for part in parts if part is not None]))
+    return [[] if part is None else next(read) for part in parts]
 
 
 @torch.inference_mode()
@@ -394,5 +392,6 @@ def _offsets(one: ScheduledSequence, decision: Decision | None) -> list[int]:
 
 
 def _rows(hidden: Tensor, first: int, offsets: Sequence[int]) -> Tensor:
-    straight = not offsets or offsets[-1] == len(offsets) - 1
-    return hidden[first : first + len(offsets)] if straight else hidden[[first + offset for offset in offsets]]
+    if not offsets or offsets[-1] == len(offsets) - 1:
+        return hidden[first : first + len(offsets)]
+    return hidden[sent([first + offset for offset in offsets], hidden.device)]

@@ -100,12 +100,14 @@ class Grid:
 
     ``cells`` [B, W] int64 is the row of each cell, any row for an empty one; ``where`` [R] int64 the cell of each row;
     ``owners`` [B] int64 the slot of each line; ``context`` the places of a slot that are read: no row sees one behind.
+    In a grid of ``all_slots`` line b is slot b, and that of an idle slot is empty.
     """
 
     cells: Tensor
     where: Tensor
     owners: Tensor
     context: int
+    all_slots: bool = False
 
 
 class RowBuilder:
@@ -288,6 +290,7 @@ class RowBuffer:
     def __init__(self, shape: GridShape, cache: KVCache, more: Mapping[str, int] | None = None) -> None:
         """Make room for rows of ``shape`` over the slots of ``cache``, and for ``more`` integers by name."""
         self._shape, self._cache = shape, cache
+        self._all_slots = shape.sequences == len(cache.length)
         integers = dict.fromkeys(_OF_ROWS, shape.rows)
         integers |= {"wanted": shape.wanted, "cells": shape.sequences * shape.width, "owners": shape.sequences}
         self.integers = StaticBuffer(integers | dict(more or {}), shape.rows * shape.nodes, cache.keys.device)
@@ -295,7 +298,11 @@ class RowBuffer:
     def fill(self, rows: PackedRows, wanted: Tensor, more: dict[str, np.ndarray] | None = None) -> None:
         """Take in rows on the host; all but the unread tokens of ``rows`` arrive with one copy."""
         shape, slots = self._shape, rows.slots.numpy()
-        owners, line, counts = np.unique(slots, return_inverse=True, return_counts=True)
+        if self._all_slots:
+            owners, line = np.arange(shape.sequences), slots
+            counts = np.bincount(slots, minlength=shape.sequences)
+        else:
+            owners, line, counts = np.unique(slots, return_inverse=True, return_counts=True)
         order = line.argsort(kind="stable")
         column = np.empty_like(order)  # how many rows of its sequence come before each row
         column[order] = np.arange(len(slots)) - (counts.cumsum() - counts)[line[order]]
@@ -340,7 +347,13 @@ class RowBuffer:
             visible=parts["visible"],
             base=parts["base"] if tree else None,
             mask=parts.flags.view(shape.rows, shape.nodes) if tree else None,
-            grid=Grid(parts["cells"].view(shape.sequences, -1), parts["where"], parts["owners"], shape.context),
+            grid=Grid(
+                parts["cells"].view(shape.sequences, -1),
+                parts["where"],
+                parts["owners"],
+                shape.context,
+                self._all_slots,
+            ),
         )
 
     @property

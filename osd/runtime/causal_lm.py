@@ -102,6 +102,12 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     raise NotImplementedError(f"{type(model).__name__}: cannot find its decoder layers")
 
 
+def layers_name(model: nn.Module) -> str:
+    """What ``model`` calls its ``decoder_layers``, from its root on."""
+    layers = decoder_layers(model)
+    return next(name for name, module in model.named_modules() if module is layers)
+
+
 def final_norm(model: nn.Module) -> nn.Module:
     """The norm between the last decoder layer and the head.
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +46,19 @@ def between(first: Mark, last: Mark) -> float:
     return last - first
 
 
-def sent(values: Sequence[int], device: torch.device) -> Tensor:
-    """``values`` [n] as int64 on ``device``; the host does not wait for the copy."""
-    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+def sent(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """``values`` [n] on ``device``; the host does not wait for the copy."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
+
+
+def lists(tensors: Sequence[Tensor]) -> list[Any]:
+    """What ``tolist`` gives of each of some tensors of integers, with one copy from the device that has them all."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return [one.tolist() for one in tensors]
+    here = torch.cat([one.flatten() for one in tensors]).cpu()
+    parts = here.split([one.numel() for one in tensors])
+    return [part.view(one.shape).tolist() for part, one in zip(parts, tensors, strict=True)]
 
 
 class Arriving:

@@ -8,6 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from osd.runtime.device import sent
 from osd.runtime.pages import PAGE, Pages
 
 
@@ -63,7 +64,7 @@ class KVCache:
         ``offsets`` ascend strictly; afterwards the slot holds ``start + len(offsets)`` tokens.
         """
         if offsets != list(range(len(offsets))):
-            source = torch.tensor(offsets, device=self.keys.device) + start
+            source = sent([start + offset for offset in offsets], self.keys.device)
             for cache in (self.keys, self.values):
                 cache[:, slot, :, start : start + len(offsets)] = cache[:, slot, :, source]
         self.length[slot] = start + len(offsets)

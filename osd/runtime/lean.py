@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osd.runtime import attention
+from osd.runtime import attention, eight_bits
 from osd.runtime.batch import PackedRows
 from osd.runtime.causal_lm import decoder_of, ends_of
 from osd.runtime.decoder import Forward, joined, window_of
@@ -27,8 +27,12 @@ class LeanDecoder:
     views of them from then on, so that weights copied into the model reach this one.
     """
 
-    def __init__(self, model: nn.Module, cache: KVCache, taps: tuple[int, ...]) -> None:
-        """Rearrange the weights of ``model``, which may not be reallocated afterwards."""
+    def __init__(self, model: nn.Module, cache: KVCache, taps: tuple[int, ...], weights: str = "full") -> None:
+        """Rearrange the weights of ``model``, which may not be reallocated afterwards.
+
+        Those of linear layers are held as they come, or in 8 bits, see ``osd.runtime.eight_bits``; the model is then
+        left without those that were put together.
+        """
         config: Any = model.config
         decoder = decoder_of(model)
         self._norm = decoder.norm
@@ -40,6 +44,12 @@ class LeanDecoder:
         for layer in decoder.layers:
             read = Stacked([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
             self._layers.append((layer, read, Stacked([layer.mlp.gate_proj, layer.mlp.up_proj])))
+        if weights != "full":
+            for layer, read, widen in self._layers:
+                read.narrow(weights)
+                widen.narrow(weights)
+                eight_bits.narrow([layer.self_attn.o_proj, layer.mlp.down_proj], weights)
+            eight_bits.narrow([self._head], weights)
         weight = self._embedding.weight
         places = torch.arange(cache.places, device=weight.device)
         cos, sin = decoder.rotary_emb(weight.new_empty(1, 1, 1), places[None])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from osd.runtime.eight_bits import narrowed
 from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
 
 CALIBRATION_ROWS = (1, 4, 8)
@@ -149,6 +150,7 @@ class Stacked:
 
     def __init__(self, layers: Sequence[nn.Linear | PlainLinear]) -> None:
         """Make the weights of ``layers`` views of one tensor, so that what is copied there is read here."""
+        self._layers = layers
         self.sizes = [len(layer.weight) for layer in layers]
         self._weight = torch.cat([layer.weight.data for layer in layers])
         biases = [layer.bias.data for layer in layers if layer.bias is not None]
@@ -159,6 +161,12 @@ class Stacked:
             if layer.bias is not None and self._bias is not None:
                 layer.bias.data = self._bias[at : at + size]
             at += size
+
+    def narrow(self, kind: str) -> None:
+        """Hold the weights in 8 bits, see ``osd.runtime.eight_bits``; the layers have none afterwards."""
+        self._weight = narrowed(self._weight, kind)
+        for layer in self._layers:
+            layer.weight.data = layer.weight.new_empty(0, layer.weight.shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply."""
@@ -221,13 +229,7 @@ def _median_seconds(layers: list[nn.Module], x: Tensor) -> float:
 
 
 def quantise(model: nn.Module) -> None:
-    """Replace every frozen ``nn.Linear`` of a CPU model in place by one with int8 weights.
-
-    Raises:
-        ValueError: our kernels are not there.
-    """
-    if kernels() is None or next(model.parameters()).device.type != "cpu":
-        raise ValueError("target.weights int8 needs the kernels that are built for CPUs with AVX2; use full here")
+    """Replace every frozen ``nn.Linear`` of a CPU model in place by one with int8 weights of our kernels."""
     with torch.inference_mode():
         for parent, name, child in _frozen_layers(model):
             setattr(parent, name, PackedLinear(child.weight, child.bias, torch.int8))

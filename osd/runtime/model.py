@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from osd.runtime import eight_bits
 from osd.runtime.attention.selection import SelectionSizes, TokenSelection
 from osd.runtime.batch import PackedRows, padded
 from osd.runtime.causal_lm import check_table, decoder_layers, ends_of, inverse_frequencies, text_config
@@ -30,16 +31,17 @@ class SlotModel:
 
     ``context`` tokens fit a sequence; ``scratch`` more places hold a draft that is being verified.
     ``taps`` are the decoder layers whose outputs ``forward`` returns side by side, -1 the last. ``weights`` are
-    those of the linear layers: "full" as they come, or "int8". With a ``selection`` all rows read selected tokens of
-    long contexts, which changes what the model says. A forward may bring up to ``embeddings`` rows that are no tokens,
-    see ``PackedRows.embedded``. ``label`` tells it from other targets, where somebody learns from it. ``cache`` makes
-    its ``KVCache``.
+    those of the linear layers: "full" as they come, "int8", or where it is bucketed "fp8". With a ``selection`` all
+    rows read selected tokens of long contexts, which changes what the model says. A forward may bring up to
+    ``embeddings`` rows that are no tokens, see ``PackedRows.embedded``. ``label`` tells it from other targets, where
+    somebody learns from it. ``cache`` makes its ``KVCache``.
 
     On a GPU forwards are ``bucketed``: padded to a few sizes, over static buffers, and recorded as CUDA graphs, see
     ``BucketedForward``. A CPU can do the same without graphs, more slowly than it does otherwise.
 
     Raises:
-        ValueError: there is a ``selection``, and the model has no rotary positions that it could move.
+        ValueError: there is a ``selection``, and the model has no rotary positions that it could move; or its device
+            has no such ``weights``.
     """
 
     def __init__(
@@ -79,9 +81,13 @@ class SlotModel:
         if selection is not None:
             asked = self.config.num_attention_heads
             self._selection = TokenSelection(selection, inverse_frequencies(model), asked, self.cache)
-        fused, lean = _fused(model, bucketed), _lean(model, bucketed, weights)
-        if weights == "int8":
+        fused, lean = _fused(model, bucketed), _lean(model, bucketed)
+        if weights != "full":
+            eight_bits.check(weights, bucketed)
+        if weights != "full" and not bucketed:
             quantise(model)
+        elif weights != "full" and not lean:
+            eight_bits.narrow(list(model.modules()), weights)
         elif self.device.type == "cpu" and not bucketed:
             accelerate(model, "native" if fused else None)
         self.decoder: Decoder
@@ -91,7 +97,7 @@ class SlotModel:
             self.decoder = native = FusedDecoder(model, self.cache, self.taps)
             self._until_left = native.until_left
         elif lean:
-            self.decoder = LeanDecoder(model, self.cache, self.taps)
+            self.decoder = LeanDecoder(model, self.cache, self.taps, weights)
         else:
             from osd.runtime.generic import GenericDecoder  # and with it seconds and 100 MB of transformers
 
@@ -214,18 +220,18 @@ class SlotModel:
         copied(places.values(), [staged[name] for name in places])
 
 
-def runs_own_code(model: nn.Module, weights: str) -> bool:
-    """Whether a ``SlotModel`` with such ``weights`` runs the code of ``model``, and not only a decoder of ours."""
+def runs_own_code(model: nn.Module) -> bool:
+    """Whether a ``SlotModel`` runs the code of ``model``, and not only a decoder of ours."""
     bucketed = next(model.parameters()).device.type == "cuda"
-    return not _fused(model, bucketed) and not _lean(model, bucketed, weights)
+    return not _fused(model, bucketed) and not _lean(model, bucketed)
 
 
 def _fused(model: nn.Module, bucketed: bool) -> bool:
     return fusable(model) and not bucketed
 
 
-def _lean(model: nn.Module, bucketed: bool, weights: str) -> bool:
-    return bucketed and llama_shaped(model) and weights == "full"
+def _lean(model: nn.Module, bucketed: bool) -> bool:
+    return bucketed and llama_shaped(model)
 
 
 def _lengthen_table(model: nn.Module, further: int) -> None:

@@ -34,6 +34,21 @@ class Distributions(Protocol):
         ...
 
 
+class MadeProbabilities:
+    """Distributions that are there, ``rows`` [R, V], and which of them each sequence has: ``places`` [B, N + 1]."""
+
+    def __init__(self, rows: Tensor, places: Tensor) -> None:
+        """Read ``rows`` as they are."""
+        self._rows, self._places = rows, places
+        self.dtype, self.device = rows.dtype, rows.device
+        self.shape = torch.Size((*places.shape, rows.shape[-1]))
+
+    def __getitem__(self, index: tuple[Tensor, ...], /) -> Tensor:
+        """See ``Distributions``."""
+        sequences, entries, *tokens = index
+        return self._rows[(self._places[sequences, entries], *tokens)]
+
+
 class LazyProbabilities:
     """Distributions that are made of the target's logits where they are first read.
 

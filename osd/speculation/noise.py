@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from osd.runtime.device import sent
 from osd.speculation.sampling import draw
 
 
@@ -82,8 +83,8 @@ class Noise:
         """The same of sequences that their seeds alone tell apart; most rounds draw nothing, and make no tensors."""
 
         def keys() -> tuple[Tensor, Tensor, Tensor]:
-            seed = torch.tensor(seeds, device=device)
-            return seed, torch.zeros_like(seed), torch.tensor(steps, device=device)
+            seed = sent(seeds, device)
+            return seed, torch.zeros_like(seed), sent(steps, device)
 
         noise = object.__new__(cls)
         noise._keys, noise._streams, noise._whole = keys, {}, None

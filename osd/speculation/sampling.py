@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from osd.runtime.device import sent
 
 _BLOCK = 256  # tokens of one block of the two-level draw
 _HEAD = 1024  # most probable tokens that top-p looks at before it sorts a whole row
@@ -88,6 +91,18 @@ class SamplingBatch:
         """Collect the settings of a batch of requests."""
         return _collected(tuple((s.temperature, s.top_k, s.top_p, s.min_p) for s in settings), torch.device(device))
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> SamplingBatch:
+        """The same settings in the tensors that ``move`` makes of these, which are not looked at."""
+        other = copy.copy(self)
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            object.__setattr__(other, name, move(getattr(self, name)))
+        return other
+
+    @property
+    def steps(self) -> tuple[bool, ...]:
+        """Which steps ``probabilities`` takes: what a recording of it depends on beside its tensors' shapes."""
+        return (*self._greedy, self._unit, self._floor, self._limited, self._nucleus)
+
     @property
     def any_greedy(self) -> bool:
         """Whether a sequence decodes greedily."""
@@ -111,6 +126,8 @@ class SamplingBatch:
         """
         if not self.any_greedy:
             return self
+        if self.all_greedy:
+            return _collected(((1.0, 0, 1.0, 0.0),) * len(self.temperature), self.temperature.device)
         greedy = self.temperature == 0
         return SamplingBatch(
             self.temperature.masked_fill(greedy, 1.0),
@@ -130,7 +147,8 @@ class SamplingBatch:
         keeps.
 
         ``rows`` [R] are their sequences, r that of row r without them. The result [R, V] is float32, float64 for
-        float64 logits, and written to ``out`` where that is given.
+        float64 logits, and written to ``out`` where that is given. Unless there is a greedy sequence beside others, no
+        device but a CPU is asked for a value.
         """
         temperature = self.temperature if rows is None else self.temperature[rows]
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -156,12 +174,13 @@ class SamplingBatch:
 
 @lru_cache(maxsize=64)  # rounds that follow one another have the same sequences
 def _collected(settings: tuple[tuple[float, int, float, float], ...], device: torch.device) -> SamplingBatch:
-    return SamplingBatch(
-        torch.tensor([one[0] for one in settings], dtype=torch.float32, device=device),
-        torch.tensor([one[1] for one in settings], dtype=torch.int64, device=device),
-        torch.tensor([one[2] for one in settings], dtype=torch.float32, device=device),
-        torch.tensor([one[3] for one in settings], dtype=torch.float32, device=device),
+    here = SamplingBatch(
+        torch.tensor([one[0] for one in settings], dtype=torch.float32),
+        torch.tensor([one[1] for one in settings], dtype=torch.int64),
+        torch.tensor([one[2] for one in settings], dtype=torch.float32),
+        torch.tensor([one[3] for one in settings], dtype=torch.float32),
     )
+    return here if device.type == "cpu" else here.moved(lambda part: sent(part.tolist(), device, part.dtype))
 
 
 def _one_hot(logits: Tensor, out: Tensor) -> Tensor:
@@ -184,6 +203,9 @@ def _min_p(scores: Tensor, min_p: Tensor) -> Tensor:
 def _top_k(scores: Tensor, top_k: Tensor) -> Tensor:
     vocabulary = scores.shape[-1]
     limit = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
+    if scores.device.type != "cpu":
+        least = scores.sort(-1, descending=True).values.gather(-1, limit[:, None] - 1)  # [R, 1]
+        return scores.masked_fill(scores < least, -torch.inf)
     affected = limit < vocabulary
     if not affected.any():
         return scores
@@ -196,6 +218,12 @@ def _top_k(scores: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
+    if scores.device.type != "cpu":
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        kept = _kept(scores.softmax(-1).gather(-1, order).double(), top_p.double()[:, None])[:, None]
+        place = torch.arange(scores.shape[-1], device=scores.device)
+        inside = torch.empty_like(scores, dtype=torch.bool).scatter_(-1, order, place < kept)
+        return scores.masked_fill(~inside & (top_p < 1)[:, None], -torch.inf)
     affected = (top_p < 1).nonzero().squeeze(-1)
     if not len(affected):
         return scores
@@ -221,10 +249,14 @@ def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
 def _nucleus(scores: Tensor, p: Tensor, mass: Tensor, head: int) -> tuple[Tensor, Tensor]:
     """The smallest score of the nucleus and how many tokens it has, [r] each, judged by the ``head`` best tokens."""
     best, order = scores.topk(head, dim=-1)
-    sorted_p = p.gather(-1, order).double()
-    before = sorted_p.cumsum(-1) - sorted_p  # mass of all tokens that are more probable
-    kept = (before < mass).sum(-1).clamp(min=1)
+    kept = _kept(p.gather(-1, order).double(), mass)
     return best.gather(-1, kept[:, None] - 1).squeeze(-1), kept
+
+
+def _kept(sorted_p: Tensor, mass: Tensor) -> Tensor:
+    """[r] how many of the most probable tokens belong to the nucleus, by their probabilities [r, n] and mass [r, 1]."""
+    before = sorted_p.cumsum(-1) - sorted_p  # mass of all tokens that are more probable
+    return (before < mass).sum(-1).clamp(min=1)
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:

@@ -103,6 +103,26 @@ class DraftBatch:
             sources=("drafter",),
         )
 
+    @classmethod
+    def drawn_chains(
+        cls, tokens: Tensor, columns: Tensor, sizes: Tensor, q: Tensor, support: Tensor | None, source: str
+    ) -> DraftBatch:
+        """Chains whose ``tokens`` [B, N] were drawn as ``columns`` [B, N] of ``q`` [B, N, K], by ``source``."""
+        batch, count = tokens.shape
+        levels = torch.arange(count, device=tokens.device)
+        return cls(
+            tokens=tokens,
+            columns=columns,
+            parents=(levels - 1).expand(batch, -1),
+            sizes=sizes,
+            q=q.flatten(0, 1),
+            q_row=torch.arange(batch * count, device=tokens.device).view(batch, count),
+            support=support,
+            draw=torch.full_like(tokens, Draw.IID.code, dtype=torch.int8),
+            source=torch.zeros_like(tokens, dtype=torch.int8),
+            sources=(source,),
+        )
+
     @property
     def valid(self) -> Tensor:
         """[B, N] bool, which entries are nodes."""
@@ -353,7 +373,7 @@ class TreeBuilder:
 
     def finish(self, draw: Draw) -> DraftBatch:
         """The trees as they are now, as wide as the largest of them; ``draw`` is how most nodes were chosen."""
-        count = int(self.sizes.max()) if len(self.sizes) else 0
+        count = int(self.sizes.max()) if self.tokens.numel() else 0
         codes = torch.full((len(self.sizes), count), draw.code, dtype=torch.int8, device=self.tokens.device)
         if self._draw is not None:
             codes = torch.where(self._draw[:, :count] < 0, codes, self._draw[:, :count])

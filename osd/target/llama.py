@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -66,9 +65,9 @@ class LlamaWeights(nn.Module):
             self.model = _Decoder(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.model.rotary_emb = Rotary(config)
-        self.tie()
+        self.tie_weights()
 
-    def tie(self) -> None:
+    def tie_weights(self) -> None:
         """Have the head be the embedding where the model has one for both."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -176,32 +175,9 @@ def read_config(directory: Path) -> LlamaShapedConfig | None:
     return LlamaShapedConfig(**said)
 
 
-def read_weights(directory: Path, config: LlamaShapedConfig, dtype: torch.dtype | None) -> LlamaWeights | None:
-    """The model in a directory in ``dtype``, None for that of its file; None where its weights are laid out otherwise.
-
-    Weights whose dtype need not change stay in the file, and come into memory when they are looked at.
-    """
-    model = LlamaWeights(config, _generation_config(directory, config))
-    wanted = model.state_dict()
-    if config.tie_word_embeddings:
-        del wanted["lm_head.weight"]
-    found: dict[str, Tensor] = {}
-    for file in _files(directory):
-        with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - it is no dictionary
-    if found.keys() != wanted.keys() or any(found[name].shape != value.shape for name, value in wanted.items()):
-        return None
-    model.load_state_dict({name: value.to(dtype) for name, value in found.items()}, strict=False, assign=True)
-    model.tie()
-    return model
-
-
-def _files(directory: Path) -> list[Path]:
-    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole]
-    parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
-    return [directory / part for part in sorted(set(parts))]
+def empty_weights(directory: Path, config: LlamaShapedConfig) -> LlamaWeights:
+    """The model in a directory, all of whose weights are still on the meta device."""
+    return LlamaWeights(config, _generation_config(directory, config))
 
 
 def _generation_config(directory: Path, config: LlamaShapedConfig) -> GenerationConfig:

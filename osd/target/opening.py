@@ -39,7 +39,7 @@ def load_target(
     size = settings.tensor_parallel
     if size == 1:
         return SlotModel(
-            load_served(directory, settings.dtype, settings.device, settings.weights),
+            load_served(directory, settings.dtype, settings.device),
             weights=settings.weights,
             slots=slots,
             context=context,

@@ -29,7 +29,7 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
         {"growth": {"kind": "chain", "depth": 9}, "engine": {"max_draft": 8}},
         r"growth\.kind chain drafts up to 9 tokens, and engine\.max_draft is 8",
     ),
-    "int8 on a GPU": ({"target": {"weights": "int8", "device": "cuda"}}, r"target\.weights int8 needs a CPU with AVX2"),
+    "fp8 on a CPU": ({"target": {"weights": "fp8", "device": "cpu"}}, r"target\.weights fp8 needs a GPU"),
 }
 
 

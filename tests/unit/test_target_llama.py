@@ -102,7 +102,7 @@ def test_has_the_weights_the_angles_and_the_ends_of_text(directory: Path, dtype:
 @pytest.mark.skipif(kernels() is None, reason="nothing of ours computes here")
 @pytest.mark.parametrize("weights", ["full", "int8"])
 def test_a_served_model_says_what_it_says_with_transformers_code(directory: Path, weights: str) -> None:
-    served = load_served(directory, "bfloat16", "cpu", weights)
+    served = load_served(directory, "bfloat16", "cpu")
     assert isinstance(served, LlamaWeights)
     logits = []
     for model in (served, load_model(directory, "bfloat16", "cpu")):
@@ -115,7 +115,7 @@ def test_without_a_decoder_of_ours_it_is_served_by_transformers(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("osd.runtime.fused.kernels", lambda: None)
-    assert not isinstance(load_served(directory, "bfloat16", "cpu", "full"), LlamaWeights)
+    assert not isinstance(load_served(directory, "bfloat16", "cpu"), LlamaWeights)
 
 
 def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:

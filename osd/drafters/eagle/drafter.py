@@ -26,7 +26,7 @@ from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch
 from osd.runtime.causal_lm import end_weights, text_config
-from osd.target.model import load_model, load_weights
+from osd.target.model import layer_by_layer, load_config, load_part
 
 _VARIANT = ("tap_norm", "residual_norm", "output_norm")
 
@@ -63,7 +63,9 @@ class Eagle(VocabularyDrafter):
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         """See ``Kind.initial``; ``settings.vocabulary`` is how many target ids it may draft."""
-        return cls.from_target(load_model(target_dir, "float32", "cpu"), settings.vocabulary)
+        last = load_config(target_dir).num_hidden_layers - 1
+        with layer_by_layer(target_dir) as whole:
+            return cls._starting(load_part(target_dir, layers=(last,)), settings.vocabulary, whole)
 
     @classmethod
     def from_target(cls, target: nn.Module, vocabulary: int) -> Self:
@@ -72,16 +74,22 @@ class Eagle(VocabularyDrafter):
         Raises:
             DrafterError: the target is too small for three taps.
         """
-        shape = initial.shape_for(target, vocabulary, cls.usual_taps(text_config(target).num_hidden_layers))
-        drafter = cls(shape, *end_weights(target))
+        return cls._starting(target, vocabulary, target)
+
+    @classmethod
+    def _starting(cls, part: nn.Module, vocabulary: int, whole: nn.Module) -> Self:
+        """See ``from_target``: ``part`` has the last layer at least, and the ``whole`` target is run once."""
+        shape = initial.shape_for(part, vocabulary, cls.usual_taps(text_config(part).num_hidden_layers))
+        drafter = cls(shape, *end_weights(part))
         drafter.set_vocabulary(torch.arange(shape.vocabulary))
-        initial.fill(dict(drafter.named_parameters()), shape, target)
+        size = initial.size_of_hidden(whole, shape.taps[-1])
+        initial.fill(dict(drafter.named_parameters()), shape, part, size)
         return drafter
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
-        """See ``Kind.from_config``; of the target only embedding and head are looked at, in the dtype they have."""
-        target = load_weights(target_dir, "auto", "cpu")
+        """See ``Kind.from_config``; of the target only embedding and head are read, in the dtype they have."""
+        target = load_part(target_dir)
         fields = {name: value for name, value in config.items() if name != "kind"}
         fields["taps"] = _checked(fields["taps"], text_config(target).num_hidden_layers)
         return cls(EagleShape(**fields), *end_weights(target))

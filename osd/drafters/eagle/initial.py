@@ -34,17 +34,17 @@ def shape_for(target: nn.Module, vocabulary: int, taps: tuple[int, ...]) -> Eagl
 
 
 @torch.no_grad()
-def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module) -> None:
-    """Fill the parameters of a new drafter, which drafts the lowest ids, from the target.
+def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module, size: float) -> None:
+    """Fill the parameters of a new drafter, which drafts the lowest ids, from what is there of the target.
 
-    The highest tap passes through at its own size, so that the layer behind it, a copy of the target's
-    last one where the shapes agree, starts on the numbers that it knows.
+    The highest tap passes through at its own size, which is ``size_of_hidden``, so that the layer behind it, a copy of
+    the target's last one where the shapes agree, starts on the numbers that it knows.
     """
     state = target.state_dict()
     weights["head.weight"].copy_(end_weights(target)[1][: shape.vocabulary])
     weights["fuse.weight"].mul_(0.1)
     weights["fuse.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
-    weights["tap_norm"][-1] *= size_of_hidden(target, shape.taps[-1])
+    weights["tap_norm"][-1] *= size
     last = f"layers.{text_config(target).num_hidden_layers - 1}."
     for mine, theirs in LAST_LAYER.items():
         found = [value for name, value in state.items() if name.endswith(last + theirs)]
@@ -72,8 +72,9 @@ LAST_LAYER = {
 }
 
 
+@torch.no_grad()
 def size_of_hidden(target: nn.Module, tap: int) -> float:
-    """The median root mean square of the output of layer ``tap``, over some frequent tokens."""
+    """The median root mean square of the output of layer ``tap``, over some frequent tokens; runs ``target`` once."""
     model: Any = target
     vocabulary: int = text_config(model).vocab_size
     ids = torch.arange(min(64, vocabulary // 2), min(192, vocabulary))[None]  # the first ids are often special ones

@@ -13,15 +13,17 @@ from osd.drafters.base import check
 from osd.drafters.draft_vocabulary import check_maps, draft_ids
 from osd.drafters.eagle.native import NativeEagle
 from osd.drafters.eagle.shape import EagleShape
-from osd.drafters.graph_chains import GraphChains, NewTokens
+from osd.drafters.graph_chains import ChainDraws, GraphChains, NewTokens
 from osd.drafters.rotary import rotate
 from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, laid_out, padded
-from osd.runtime.device import aside, copied
+from osd.runtime.device import aside, copied, sent
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, make_linear
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
 
 
@@ -30,7 +32,7 @@ class EagleSession(AutoregressiveSession):
 
     Pair i of a slot joins the target's hidden state of token i with token i + 1. Pairs that were
     committed since the last draft run together with the first step of the next one. On a GPU, or where
-    ``Runtime.bucketed`` says so, greedy chains are CUDA graphs over weights and buffers whose addresses stay.
+    ``Runtime.bucketed`` says so, chains are CUDA graphs over weights and buffers whose addresses stay.
     """
 
     source = "eagle"
@@ -96,12 +98,13 @@ class EagleSession(AutoregressiveSession):
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``AutoregressiveSession.expand``."""
-        asked = [slots[row] for row in rows.tolist()]
-        packed = TreeRows(builder, self.cache)
+        packed = TreeRows(builder, self.cache, asked=(rows, nodes))
+        numbers, parents = packed.asked
+        asked = [slots[row] for row in numbers]
         hidden: list[Tensor] = []
         fresh: list[int] = []  # rows that the target's hidden states feed
         grown: list[tuple[int, int, int]] = []  # rows that a node's parent feeds: the row, its slot and the parent
-        for slot, row, node in zip(asked, rows.tolist(), nodes.tolist(), strict=True):
+        for slot, row, node in zip(asked, numbers, parents, strict=True):
             if node < 0:
                 new, states = self.pending[slot]
                 fresh += range(len(packed), len(packed) + len(new))
@@ -113,24 +116,40 @@ class EagleSession(AutoregressiveSession):
                 packed.node(slot, row, node)
         features = torch.empty(len(packed), self.shape.hidden, device=self.device)
         if fresh:
-            features[fresh] = self._fuse(torch.cat(hidden).float())
+            features[sent(fresh, self.device)] = self._fuse(torch.cat(hidden).float())
         if grown:
-            at, slot_ids, above = torch.tensor(grown, device=self.device).T
+            at, slot_ids, above = sent([number for row in grown for number in row], self.device).view(-1, 3).T
             features[at] = self.features[slot_ids, above]
         step = self._step if self._native is None else self._native.step
         fed, last = packed.rows(), packed.last
         if self._graphs is not None:
             fed, last = laid_out(fed, last, self.cache)
         output, logits = step(fed.token_ids, features, fed, last)
-        self.features[torch.tensor(asked, device=self.device), 1 + nodes] = self._following(output)
+        self.features[sent(asked, self.device), 1 + nodes] = self._following(output)
         self._states = output
         return logits
 
     @torch.inference_mode()
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""
-        if self._native is None and self._graphs is None:
+        if self._native is not None:
+            new = self._taken(slots, limits)
+            assert new.states is not None  # noqa: S101  the layers that it taps
+            return self._native.chains(new.places, limits, new.tokens, new.states, floor)
+        return None if self._graphs is None else self._graphs.chains(self._taken(slots, limits), limits, floor)
+
+    @torch.inference_mode()
+    def drawn_chains(
+        self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
+    ) -> Chains | None:
+        """See ``AutoregressiveSession.drawn_chains``."""
+        if self._graphs is None:
             return None
+        draws = ChainDraws.of(sampling, noise, max(limits))
+        return self._graphs.chains(self._taken(slots, limits), limits, floor, draws)
+
+    def _taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
+        """What was committed to the slots since their last draft, which is theirs no more."""
         places: list[tuple[int, int, int]] = []
         tokens: list[int] = []
         hidden: list[Tensor] = []
@@ -142,10 +161,7 @@ class EagleSession(AutoregressiveSession):
                 hidden += states
                 self.cache.length[slot] += len(new)
                 self.pending[slot] = ([], [])
-        if self._native is not None:
-            return self._native.chains(places, limits, tokens, torch.cat(hidden), floor)
-        assert self._graphs is not None  # noqa: S101
-        return self._graphs.chains(NewTokens(places, tokens, torch.cat(hidden)), limits, floor)
+        return NewTokens(places, tokens, torch.cat(hidden))
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""

@@ -36,10 +36,10 @@ from osd.drafters.trainable import Batch, Loss, Objective
 from osd.runtime.causal_lm import decoder_layers, decoder_of
 from osd.runtime.exit_controller import EXIT, confident, odds
 from osd.runtime.taps import tapped
-from osd.target.model import load_model, load_weights
+from osd.target.model import load_model, load_part
 
-LoadTarget = Callable[[], nn.Module]
-"""Reads the target in float32."""
+LoadTarget = Callable[[int], nn.Module]
+"""Reads so many of the target's first layers in float32, or more of them."""
 
 _EVERY = 3
 """Layers from one exit to the next."""
@@ -56,13 +56,13 @@ class EarlyExit(TargetHeadDrafter):
     def __init__(self, target: nn.Module, vocabulary: int, load_target: LoadTarget | None = None) -> None:
         """Make the heads of ``target``, a causal language model of transformers, all of them its own head.
 
-        ``load_target`` reads it in float32 where it has to train on tokens that the target has not read.
+        ``load_target`` reads its layers before the last exit where it has to train on tokens that it has not read.
 
         Raises:
             DrafterError: its final norm cannot be found, or it has no exit before its last layer.
         """
         super().__init__(target, vocabulary)
-        self._load_target = load_target or (lambda: target)
+        self._load_target = load_target or (lambda layers: target)
         self._heads: dict[torch.device, Tensor] = {}
         self._target: tuple[nn.Module, ...] = ()  # no part of this module: nothing of it is saved or trained
         self._layers = len(decoder_layers(target))
@@ -79,12 +79,12 @@ class EarlyExit(TargetHeadDrafter):
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         """See ``Kind.initial``: heads that may draft ``settings.vocabulary`` target ids."""
-        return cls(load_weights(target_dir, "auto", "cpu"), settings.vocabulary, _float32(target_dir))
+        return cls(load_part(target_dir), settings.vocabulary, _float32(target_dir))
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``."""
-        drafter = cls(load_weights(target_dir, "auto", "cpu"), config["vocabulary"], _float32(target_dir))
+        drafter = cls(load_part(target_dir), config["vocabulary"], _float32(target_dir))
         drafter.check_config(config)
         return drafter
 
@@ -146,7 +146,7 @@ class EarlyExit(TargetHeadDrafter):
     def _run(self, **inputs: Tensor) -> Tensor:
         """States [B, L, exits, hidden] of tokens that the target has not read: its layers run."""
         if not self._target:
-            target: Any = self._load_target().requires_grad_(False)
+            target: Any = self._load_target(self.exits[-1]).requires_grad_(False)
             target.set_attn_implementation("sdpa")
             self._target = (target.to(inputs["input_ids"].device),)
         with tapped(self._target[0], (layer - 1 for layer in self.exits)) as outputs:

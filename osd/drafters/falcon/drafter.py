@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osd.drafters.base import DrafterError, Needs
+from osd.drafters.eagle.initial import size_of_hidden
 from osd.drafters.falcon import initial
 from osd.drafters.falcon.glancing import glance_ratio, glances
 from osd.drafters.falcon.recurrence import LAYERS, recur
@@ -31,7 +32,7 @@ from osd.drafters.rotary import rotate
 from osd.drafters.session import Runtime
 from osd.drafters.target_head import TargetHeadDrafter
 from osd.drafters.trainable import Batch, Loss, Objective
-from osd.target.model import load_model, load_weights
+from osd.target.model import layer_by_layer, load_config, load_part
 
 _DISTILLED, _SOFT = 0.1, 0.9
 """Weight of what is said about tokens, beside features; and in it of the target's distribution, beside its choice."""
@@ -88,19 +89,28 @@ class Falcon(TargetHeadDrafter):
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         """See ``Kind.initial``: ``settings.block`` tokens of a call, of ``settings.vocabulary`` target ids."""
-        return cls.from_target(load_model(target_dir, "float32", "cpu"), settings.block, settings.vocabulary)
+        part = load_part(target_dir, layers=(load_config(target_dir).num_hidden_layers - 1,))
+        drafter = cls(part, settings.block, settings.vocabulary)
+        with layer_by_layer(target_dir) as whole:
+            drafter._start_from(part, whole)
+        return drafter
 
     @classmethod
     def from_target(cls, target: nn.Module, block: int, vocabulary: int) -> Self:
         """The drafter that ``target``, a causal language model of transformers in float32, starts with."""
         drafter = cls(target, block, vocabulary)
-        initial.fill(dict(drafter.named_parameters()), target)
+        drafter._start_from(target, target)
         return drafter
+
+    def _start_from(self, part: nn.Module, whole: nn.Module) -> None:
+        """Fill the parameters: ``part`` has the target's last layer at least, and the ``whole`` target is run once."""
+        size = size_of_hidden(whole, self.shape.layers - 1)
+        initial.fill(dict(self.named_parameters()), part, size)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``."""
-        drafter = cls(load_weights(target_dir, "auto", "cpu"), config["block"], config["vocabulary"])
+        drafter = cls(load_part(target_dir), config["block"], config["vocabulary"])
         drafter.check_config(config)
         return drafter
 

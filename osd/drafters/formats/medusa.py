@@ -22,7 +22,7 @@ from osd.drafters.formats.base import CONFIG, FormatError, Origin
 from osd.drafters.medusa.drafter import Medusa
 from osd.drafters.trainable import Trainable
 from osd.registry import layouts
-from osd.target.model import load_weights
+from osd.target.model import load_part
 
 _MAPS = ("d2t", "t2d")
 _HEAD = "0.1.weight"
@@ -76,7 +76,7 @@ class MedusaHeads:
         except (SafetensorError, OSError) as error:
             raise FormatError(f"{folder / self.weights} cannot be read: {error}") from None
         vocabulary = len(tensors["d2t"]) if "d2t" in tensors else MedusaSettings().vocabulary
-        drafter = Medusa(load_weights(target, "auto", "cpu"), heads, vocabulary)
+        drafter = Medusa(load_part(target), heads, vocabulary)
         maps = {name: value for name, value in drafter.weights().items() if name in _MAPS}
         drafter.load_weights(maps | _ours(tensors, heads, drafter.target_head, folder / self.weights))
         return drafter

@@ -16,7 +16,7 @@ from osd.drafters.language_model.translation import translation_of
 from osd.drafters.trainable import Trainable
 from osd.runtime.causal_lm import ends_of
 from osd.target.load import load_tokenizer
-from osd.target.model import load_weights
+from osd.target.model import load_part
 
 
 class Transformers:
@@ -72,7 +72,7 @@ class Transformers:
         wrong = {name: told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[name]}
         for name, keys in wrong.items():
             raise FormatError(f"{folder}: {name.replace('_keys', '')} weight {min(map(str, keys))}")
-        of_target = load_weights(target, "float32", "cpu")
+        of_target = load_part(target, "float32")
         translation = translation_of(model, folder, of_target, target)
         return LanguageModel(model, translation is None and _same_ends(model, of_target), translation)
 

@@ -29,10 +29,10 @@ from osd.drafters.session import Runtime
 from osd.drafters.trainable import Batch
 from osd.runtime.causal_lm import decoder_layers, decoder_of, end_weights, text_config
 from osd.runtime.taps import tapped
-from osd.target.model import load_model, load_weights
+from osd.target.model import load_config, load_model, load_part
 
-LoadTarget = Callable[[], nn.Module]
-"""Reads the target in float32."""
+LoadTarget = Callable[[int], nn.Module]
+"""Reads so many of the target's first layers in float32, or more of them."""
 
 
 class Kangaroo(VocabularyDrafter):
@@ -43,7 +43,8 @@ class Kangaroo(VocabularyDrafter):
     def __init__(self, shape: KangarooShape, target_head: Tensor, load_target: LoadTarget) -> None:
         """Make the module with the target's ``target_head`` [target vocabulary, hidden].
 
-        ``load_target`` is called where it has to train on tokens that the target has not read.
+        ``load_target`` is called for the layers before the exit where it has to train on tokens that the target has not
+        read.
 
         Raises:
             DrafterError: the head is another target's.
@@ -66,28 +67,30 @@ class Kangaroo(VocabularyDrafter):
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         """See ``Kind.initial``: ``settings.vocabulary`` target ids, drafted from layer ``settings.exit_layer`` on."""
-        load = partial(load_model, target_dir, "float32", "cpu")
-        return cls.from_target(load(), settings.vocabulary, settings.exit_layer, load)
+        layers = load_config(target_dir).num_hidden_layers
+        following = usual_exit(layers) if settings.exit_layer is None else settings.exit_layer
+        part, load = load_part(target_dir, layers=(following,)), partial(load_model, target_dir, "float32", "cpu")
+        return cls.from_target(part, settings.vocabulary, settings.exit_layer, load)
 
     @classmethod
     def from_target(
         cls, target: nn.Module, vocabulary: int, exit_layer: int | None, load_target: LoadTarget | None = None
     ) -> Self:
-        """The drafter that ``target``, a causal language model of transformers in float32, starts with.
+        """The drafter that ``target`` starts with, a causal language model of which the layer behind the exit is there.
 
         Raises:
             DrafterError: the target has no layer behind the exit.
         """
         shape = KangarooShape.of(target, vocabulary, exit_layer)
-        drafter = cls(shape, end_weights(target)[1], load_target or (lambda: target))
+        drafter = cls(shape, end_weights(target)[1], load_target or (lambda layers: target))
         drafter._draft(torch.arange(shape.vocabulary))
         drafter._start_from(target)
         return drafter
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
-        """See ``Kind.from_config``; of the target only the head is looked at, in the dtype that it has."""
-        target = load_weights(target_dir, "auto", "cpu")
+        """See ``Kind.from_config``; of the target only embedding and head are read, in the dtype they have."""
+        target = load_part(target_dir)
         shape = KangarooShape(**{name: value for name, value in config.items() if name != "kind"})
         check_exit(shape.exit_layer, text_config(target).num_hidden_layers, "exit_layer")
         return cls(shape, end_weights(target)[1], partial(load_model, target_dir, "float32", "cpu"))
@@ -207,7 +210,7 @@ class Kangaroo(VocabularyDrafter):
     def _first_layers(self, device: torch.device) -> nn.Module:
         """The target without the layers behind the exit, as transformers runs it; read when it is first needed."""
         if not self._first:
-            target: Any = self._load_target().requires_grad_(False)
+            target: Any = self._load_target(self.shape.exit_layer).requires_grad_(False)
             target.set_attn_implementation("sdpa")
             layers = decoder_layers(target)
             del layers[self.shape.exit_layer :]

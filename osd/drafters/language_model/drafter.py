@@ -8,7 +8,6 @@ its own it says several tokens in one call, see ``osd.drafters.language_model.lo
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -32,7 +31,7 @@ from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.runtime.causal_lm import decoder_layers, decoder_of, ends_of, text_config
 from osd.runtime.taps import tapped
 from osd.target.load import resolve
-from osd.target.model import load_model, load_weights
+from osd.target.model import load_config, load_model, load_part, shortened
 
 _FIELDS = {"kind", "shared", "model", "translation", "prompt_tokens"}
 """Of ``config.json``."""
@@ -65,21 +64,23 @@ class LanguageModel(Trainable):
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         """See ``Kind.initial``: the model ``settings.source``, else the target's first ``settings.layers`` layers."""
-        target = load_model(target_dir, "float32", "cpu")
         if settings.source is None:
             if settings.revision is not None:
                 raise DrafterError("drafter.revision is of drafter.source, which is not set")
-            return cls.first_layers(target, settings.layers, settings.prompt_tokens)
+            _check_layers(settings.layers, load_config(target_dir).num_hidden_layers)
+            own: Any = load_model(target_dir, "float32", "cpu", settings.layers)
+            own.set_attn_implementation("sdpa")
+            return cls(own, shared=True, prompt_tokens=settings.prompt_tokens)
         directory = resolve(settings.source, home, revision=settings.revision)
         model: Any = load_model(directory, "float32", "cpu")
         model.set_attn_implementation("sdpa")  # it is trained as well
-        translation = translation_of(model, directory, target, target_dir)
+        translation = translation_of(model, directory, load_part(target_dir), target_dir)
         return cls(model, shared=False, translation=translation, prompt_tokens=settings.prompt_tokens)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``; embedding and head are the target's where they are shared."""
-        target = load_weights(target_dir, "float32", "cpu")
+        target = load_part(target_dir)
         sizes, vocabulary = config.get("translation"), text_config(target).vocab_size
         translation = None if sizes is None else Translation(sizes["shared"], sizes["pieces"], vocabulary)
         check_flags(shared=config["shared"])
@@ -95,12 +96,8 @@ class LanguageModel(Trainable):
     @classmethod
     def first_layers(cls, target: nn.Module, layers: int, prompt_tokens: int = 0) -> Self:
         """The first ``layers`` layers of ``target``."""
-        config: Any = deepcopy(target.config)
-        if not 1 <= layers <= config.num_hidden_layers:
-            raise DrafterError(f"drafter.layers is {layers}, but the target has {config.num_hidden_layers} layers")
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
+        _check_layers(layers, text_config(target).num_hidden_layers)
+        config = shortened(target.config, layers)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         model.load_state_dict({k: v.float() for k, v in target.state_dict().items()}, strict=False)
         drafter = cls(model, shared=True, prompt_tokens=prompt_tokens)
@@ -268,3 +265,8 @@ class LanguageModel(Trainable):
         """See ``Drafter.session``."""
         parts = self.model, self.weights(), self.names(), runtime, self.translation
         return LanguageModelSession(*parts) if self.lookahead is None else PromptingSession(*parts)
+
+
+def _check_layers(layers: int, there: int) -> None:
+    if not 1 <= layers <= there:
+        raise DrafterError(f"drafter.layers is {layers}, but the target has {there} layers")

@@ -14,6 +14,8 @@ from osd.drafters.language_model.session import LanguageModelSession
 from osd.drafters.language_model.translation import Translation
 from osd.drafters.session import Chains, Runtime
 from osd.runtime.device import aside, sent
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
 
 _PROMPTS = PREFIX + "prompts"
@@ -97,6 +99,12 @@ class PromptingSession(LanguageModelSession):
         best = logits.argmax(-1)
         drafted = best if self.support is None else self.support[best]
         return Chains(drafted, sent(limits, self.device), logits, settled=self.model.bucketed is None)
+
+    def drawn_chains(
+        self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
+    ) -> Chains | None:  # what a call says is looked at block by block
+        """See ``AutoregressiveSession.drawn_chains``."""
+        return None
 
     def _rows(self, builder: TreeBuilder) -> BlockRows:
         own_ids = None if self._reader is None else self._reader.host_ids

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import DrafterError, check
-from osd.drafters.graph_chains import GraphChains, NewTokens
+from osd.drafters.graph_chains import ChainDraws, GraphChains, NewTokens
 from osd.drafters.language_model.reader import Reader
 from osd.drafters.language_model.translation import Translation, check_translation, named, split
 from osd.drafters.rows import TreeRows
@@ -21,6 +21,8 @@ from osd.runtime.causal_lm import text_config
 from osd.runtime.decoder import recordable
 from osd.runtime.device import aside
 from osd.runtime.model import SlotModel
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
 
 _DTYPE = torch.bfloat16  # of the weights that draft
@@ -29,7 +31,7 @@ _DTYPE = torch.bfloat16  # of the weights that draft
 class LanguageModelSession(AutoregressiveSession):
     """A small language model over KV slots; see ``osd.drafters.session.Session``.
 
-    On a GPU, or where ``Runtime.bucketed`` says so, greedy chains are one CUDA graph.
+    On a GPU, or where ``Runtime.bucketed`` says so, chains are one CUDA graph.
 
     With a ``translation`` the model reads a sequence in tokens of its own, which may be more than the target has: it
     has as many places as that, or as it has positions, and where they are full the older half is dropped and the rest
@@ -107,8 +109,8 @@ class LanguageModelSession(AutoregressiveSession):
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
         """See ``AutoregressiveSession.expand``."""
         reader = self._reader
-        packed = TreeRows(builder, self.model.cache, None if reader is None else reader.host_ids)
-        for row, node in zip(rows.tolist(), nodes.tolist(), strict=True):
+        packed = TreeRows(builder, self.model.cache, None if reader is None else reader.host_ids, (rows, nodes))
+        for row, node in zip(*packed.asked, strict=True):
             slot = slots[row]
             if node < 0:
                 packed.commit(slot, self._unread(slot))
@@ -121,8 +123,20 @@ class LanguageModelSession(AutoregressiveSession):
     @torch.inference_mode()
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""
+        return None if self._graphs is None else self._graphs.chains(self._taken(slots, limits), limits, floor)
+
+    @torch.inference_mode()
+    def drawn_chains(
+        self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
+    ) -> Chains | None:
+        """See ``AutoregressiveSession.drawn_chains``."""
         if self._graphs is None:
             return None
+        draws = ChainDraws.of(sampling, noise, max(limits))
+        return self._graphs.chains(self._taken(slots, limits), limits, floor, draws)
+
+    def _taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
+        """What the model is to read of the slots that draft, as if it had."""
         places: list[tuple[int, int, int]] = []
         tokens: list[int] = []
         for slot, limit in zip(slots, limits, strict=True):
@@ -130,7 +144,7 @@ class LanguageModelSession(AutoregressiveSession):
             places.append((slot, self.model.cache.length[slot], len(new)))
             tokens += new
             self.model.cache.length[slot] += len(new)
-        return self._graphs.chains(NewTokens(places, tokens, None), limits, floor)
+        return NewTokens(places, tokens, None)
 
     def graph_step(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
         """See ``osd.drafters.graph_chains.Step``; it reads tokens only."""

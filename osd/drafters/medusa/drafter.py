@@ -28,7 +28,7 @@ from osd.drafters.sizes import MOST_OF_A_CALL, check_sizes
 from osd.drafters.target_head import TargetHeadDrafter
 from osd.drafters.trainable import Batch
 from osd.runtime.causal_lm import decoder_layers
-from osd.target.model import load_weights
+from osd.target.model import load_part
 
 
 class Medusa(TargetHeadDrafter):
@@ -52,12 +52,12 @@ class Medusa(TargetHeadDrafter):
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         """See ``Kind.initial``: ``settings.heads``, which may draft ``settings.vocabulary`` target ids."""
-        return cls(load_weights(target_dir, "auto", "cpu"), settings.heads, settings.vocabulary)
+        return cls(load_part(target_dir), settings.heads, settings.vocabulary)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``."""
-        drafter = cls(load_weights(target_dir, "auto", "cpu"), config["heads"], config["vocabulary"])
+        drafter = cls(load_part(target_dir), config["heads"], config["vocabulary"])
         drafter.check_config(config)
         return drafter
 

@@ -31,7 +31,7 @@ from osd.drafters.sizes import MOST_OF_A_CALL, check_sizes
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
 from osd.runtime.causal_lm import check_table, decoder_layers, decoder_of, ends_of
 from osd.speculation.tree import repeats
-from osd.target.model import load_model, load_weights
+from osd.target.model import load_model, load_part
 
 LoadTarget = Callable[[], nn.Module]
 """Reads the target in the dtype that it has: so is it served, and gradients of a few embeddings need no more."""
@@ -78,7 +78,7 @@ class PromptTokens(Trainable):
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
         """See ``Kind.initial``."""
         load = partial(load_model, target_dir, "auto", "cpu")
-        words = load_weights(target_dir, "auto", "cpu")
+        words = load_part(target_dir)
         return cls(words, settings.tokens, settings.copies, settings.rows, load)
 
     @classmethod
@@ -90,7 +90,7 @@ class PromptTokens(Trainable):
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
         """See ``Kind.from_config``."""
         load = partial(load_model, target_dir, "auto", "cpu")
-        drafter = cls(load_weights(target_dir, "auto", "cpu"), config["tokens"], config["copies"], config["rows"], load)
+        drafter = cls(load_part(target_dir), config["tokens"], config["copies"], config["rows"], load)
         drafter.check_config(config)
         return drafter
 

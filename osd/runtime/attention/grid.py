@@ -44,9 +44,10 @@ class GridAttention(AttentionBackend):
         # Query heads that share a key head become rows, so keys are never copied for them.
         q = query.to(keys.dtype)[grid.cells].unflatten(2, (kv_heads, groups))  # [B, W, kv, g, dim]
         q = q.permute(0, 2, 3, 1, 4).reshape(count, kv_heads, groups * width, -1)
-        # A slot alone is read where it is; several are copied together first.
+        # All slots, or one alone, are read where they are; some of them are copied together first.
+        in_place = grid.all_slots or len(keys) == 1
         read, theirs = (
-            cache[:, :, : grid.context] if len(cache) == 1 else cache[:, :, : grid.context][grid.owners]
+            cache[:, :, : grid.context] if in_place else cache[:, :, : grid.context][grid.owners]
             for cache in (keys, values)
         )
         bias = self._bias(window, groups, keys.dtype)

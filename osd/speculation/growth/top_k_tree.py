@@ -60,15 +60,16 @@ class TopKTree(Growth):
                 (score[:, None] + best.values.double().log()).flatten(),
             )
             room = (limits - builder.sizes).clamp(max=self.top_k)
-            chosen = _best(candidates[0], candidates[-1], room)
-            pool.append(tuple(part[~chosen] for part in candidates))
+            is_best = _best(candidates[0], candidates[-1], room)
+            chosen, left = (mask.nonzero().squeeze(-1) for mask in (is_best, ~is_best))
+            pool.append(tuple(part[left] for part in candidates))
             rows, parents, columns, places, score = (part[chosen] for part in candidates)
             nodes = builder.add(rows, parents, columns, places)
-            going = (builder.sizes[rows] < limits[rows]) & (level + 1 < reach[rows])
+            going = ((builder.sizes[rows] < limits[rows]) & (level + 1 < reach[rows])).nonzero().squeeze(-1)
             rows, nodes, score = rows[going], nodes[going], score[going]
         if pool:
             rows, parents, columns, places, score = (torch.cat(parts) for parts in zip(*pool, strict=True))
-            rest = _best(rows, score, limits - builder.sizes)
+            rest = _best(rows, score, limits - builder.sizes).nonzero().squeeze(-1)
             builder.add(rows[rest], parents[rest], columns[rest], places[rest])
         return builder.finish(Draw.DETERMINISTIC)
 

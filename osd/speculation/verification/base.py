@@ -43,7 +43,7 @@ class Rule(Protocol):
 
         ``draft`` are those of B sequences; one without nodes is decoded plainly. ``p`` [B, N + 1, V] are the target's
         distributions as made by the sampling settings, row 0 after the root and row 1 + i after node i, in float32 or
-        float64; rows of padding mean nothing.
+        float64; rows of padding mean nothing. Everything is on the device of ``p``.
         """
         ...
 
@@ -59,6 +59,8 @@ def residual(p: Tensor, q: Tensor, weight: Tensor | None = None) -> tuple[Tensor
     mass = -left.sum(-1)
     gone = mass <= 0
     left /= torch.where(gone, 1.0, -mass)[:, None]
-    if gone.any():
+    if left.device.type != "cpu":
+        left = torch.where(gone[:, None], p, left)
+    elif gone.any():
         left[gone] = p[gone]
     return left, mass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from osd.speculation.distributions import Distributions
 from osd.speculation.noise import Noise, Purpose
@@ -44,6 +45,9 @@ class Block:
         may = noise.accept(weights.masked_fill(~inside, 0.0), Purpose.ACCEPT, lengths[None] - 1) | (lengths == 0)
 
         accepted, after = torch.zeros_like(rows), torch.empty(batch, p.shape[-1], dtype=p.dtype, device=p.device)
+        if p.device.type != "cpu":
+            accepted, after = self._all_lengths(draft, p, noise, weights, may)
+            rows = rows[:0]
         while len(rows):
             length = torch.where(may[rows], lengths, 0).amax(-1)
             may[rows, length] = False
@@ -60,3 +64,29 @@ class Block:
             rows = rows[~passed]
         token = noise.pick(after, Purpose.RESIDUAL, accepted)
         return Verdict(torch.where(index < accepted[:, None], index, -1), accepted, token)
+
+    def _all_lengths(
+        self, draft: DraftBatch, p: Distributions, noise: Noise, weights: Tensor, may: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The prefix [B] that passes, and what is left [B, V] behind it, by operations that never ask for a value.
+
+        Every prefix is computed, from the longest on; ``weights`` and which of them ``may`` pass are [B, N + 1].
+        """
+        rows = torch.arange(len(draft.sizes), device=p.device)
+        accepted, passed = torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.bool)
+        after = p[rows, accepted]
+        for length in reversed(range(may.shape[1])):
+            at = torch.full_like(rows, length)
+            rest, stays = p[rows, at], draft.sizes == length
+            if length < may.shape[1] - 1:
+                q, w = draft.spread(draft.q_at(rows, at), rows, at, p.shape[-1]), weights[:, length]
+                left, mass = residual(rest, q, w)
+                rest = torch.where(stays[:, None], rest, left)
+                if length:
+                    chance = (mass / (mass + 1 - w)).nan_to_num(nan=1.0)
+                    stays = stays | noise.accept(chance, Purpose.ACCEPT, at - 1)
+            here = (stays & may[:, length] & ~passed) if length else ~passed
+            accepted = torch.where(here, at, accepted)
+            after = torch.where(here[:, None], rest, after)
+            passed = passed | here
+        return accepted, after

@@ -28,7 +28,9 @@ class Chain:
     fixed_width: ClassVar[bool] = False
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; reads p no further than the first rejection."""
+        """See ``Rule.verify``; reads p no further than the first rejection, where that need not be waited for."""
+        if p.device.type != "cpu":
+            return self._all_levels(draft, p, noise)
         batch, count = draft.tokens.shape
         index, shares = torch.arange(count, device=p.device), draft.shares()
         accepted = torch.zeros(batch, dtype=torch.int64, device=p.device)
@@ -45,5 +47,20 @@ class Chain:
             at = accepted[rejected]
             q = draft.spread(draft.q_at(rejected, at), rejected, at, p.shape[-1])
             after[rejected] = residual(after[rejected], q)[0]
+        token = noise.pick(after, Purpose.RESIDUAL, accepted)
+        return Verdict(torch.where(index < accepted[:, None], index, -1), accepted, token)
+
+    def _all_levels(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
+        """The same by operations that never ask the device for a value."""
+        batch, count = draft.tokens.shape
+        rows, index = torch.arange(batch, device=p.device), torch.arange(count, device=p.device)
+        chance = p[rows[:, None], index, draft.tokens.clamp(min=0)] / draft.shares()  # [B, N]
+        kept = noise.accept(chance, Purpose.ACCEPT, index[None]) & draft.valid
+        accepted = kept.long().cumprod(-1).sum(-1)
+        after = p[rows, accepted]  # [B, V]
+        if count:
+            at = accepted.clamp(max=count - 1)
+            left, _ = residual(after, draft.spread(draft.q_at(rows, at), rows, at, p.shape[-1]))
+            after = torch.where((accepted < draft.sizes)[:, None], left, after)
         token = noise.pick(after, Purpose.RESIDUAL, accepted)
         return Verdict(torch.where(index < accepted[:, None], index, -1), accepted, token)

@@ -23,7 +23,7 @@ from osd.config import (
     TokenSelectSettings,
 )
 from osd.drafters import DRAFTERS, DrafterError, from_config, initial
-from osd.target.model import load_weights
+from osd.target.model import load_part
 
 SETTINGS: dict[str, Any] = {
     "eagle": EagleSettings(vocabulary=64),
@@ -53,9 +53,9 @@ def configs(target_dir: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target is the same all the time, and nobody changes it."""
-    kept = functools.cache(load_weights)
+    kept = functools.cache(load_part)
     for kind in SETTINGS.keys() - {"recall", "token_select"}:
-        monkeypatch.setattr(f"osd.drafters.{kind}.drafter.load_weights", kept)
+        monkeypatch.setattr(f"osd.drafters.{kind}.drafter.load_part", kept)
 
 
 def refusal(config: dict[str, Any], target_dir: Path) -> str:

@@ -13,12 +13,16 @@ from osd.config import EagleSettings, LanguageModelSettings
 from osd.drafters import from_config, initial
 from osd.drafters.eagle.drafter import Eagle
 from osd.drafters.eagle.session import EagleSession
-from osd.drafters.graph_chains import ChainGraph, NewTokens
+from osd.drafters.graph_chains import ChainDraws, ChainGraph, NewTokens
 from osd.drafters.language_model.drafter import LanguageModel
 from osd.drafters.language_model.session import LanguageModelSession
-from osd.drafters.session import Chains, Kept, Runtime
+from osd.drafters.session import Asked, Chains, Kept, Runtime
+from osd.engine.request import SamplingParams as Sampled
 from osd.runtime.batch import GridShape
 from osd.runtime.cuda_graph import GraphRecorder
+from osd.speculation.growth.chain import Chain, Confidence
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
 from tests.unit.drafters.sequences import expand_chain
 
 VOCABULARY, LENGTH, HIDDEN, SCRATCH = 150, 40, 64, 7
@@ -188,9 +192,61 @@ def test_what_is_recorded_never_asks_its_device_for_a_value_nor_mixes_devices(dr
     states = torch.zeros(4, 3 * HIDDEN, device=meta) if drafter.needs.taps else None
     draft.fill(NewTokens([(slot, 0, 1) for slot in range(4)], [1, 2, 3, 4], states), [3, 3, 3, 3], 0.0)
     with torch.inference_mode():
-        tokens, sizes, logits = draft.run()
-    assert (tokens.shape, sizes.shape) == ((4, 3), (4,))
-    assert logits.shape == (4, 3, 259 if session.support is None else VOCABULARY)
+        found = draft.run()
+    width = 259 if session.support is None else VOCABULARY
+    assert (found.tokens.shape, found.sizes.shape, found.logits.shape) == ((4, 3), (4,), (4, 3, width))
+    assert found.columns is None
+    assert found.q is None
+
+
+SAMPLED = [
+    Sampled(0.7), Sampled(1.0, top_p=0.8), Sampled(1.4, top_k=5), Sampled(0.9, min_p=0.1), Sampled(1.0)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", [SAMPLED[:4], SAMPLED[:1], SAMPLED[4:]], ids=["all", "a temperature", "plain"])
+def test_drawing_in_a_recording_never_asks_its_device_for_a_value(
+    drafter: Eagle | LanguageModel, chosen: list[Sampled]
+) -> None:
+    meta, count = torch.device("meta"), len(chosen)
+    session = opened(drafter, meta)
+    cache = session.cache if isinstance(session, EagleSession) else session.model.cache
+    sampling = SamplingBatch.of(chosen, meta)
+    drawing = ChainDraws(sampling, torch.empty(count, 3, dtype=torch.float64, device=meta))
+    shape = GridShape(8, 8, 4, 4, 47, 0)
+    draft = ChainGraph(session.graph_step, cache, session.support, shape, 4, 3, drawing.room(4))
+    states = torch.zeros(4, 3 * HIDDEN, device=meta) if drafter.needs.taps else None
+    draft.fill(NewTokens([(slot, 0, 1) for slot in range(4)], [1, 2, 3, 4], states), [3, 3, 3, 3], 0.0, drawing)
+    with torch.inference_mode():
+        assert draft.run().q is not None
+
+
+@pytest.mark.parametrize("growth", [Chain(5), Confidence(0.02, 5)], ids=["chain", "confidence"])
+def test_tokens_are_drawn_as_growth_draws_them_step_by_step(
+    drafter: Eagle | LanguageModel, growth: Chain, target_dir: Path
+) -> None:
+    slots, limits = [3, 0, 4, 1], [5, 2, 4, 0]
+    asked = Asked(slots, limits, SAMPLED[:4])
+    drafts: list[Any] = []
+    for bucketed in (True, False):
+        session: Any = drafter.session(Runtime(5, LENGTH, SCRATCH, bucketed=bucketed))
+        begin(session, slots)
+        for turn in range(3):  # the next drafts play what the first has recorded
+            noise = Noise.of_seeds([7, 8, 9, 10], [turn] * 4, torch.device("cpu"))
+            begin(session, slots)
+            drafts.append(session.propose(asked, growth, noise))
+    for padded, plain in zip(drafts[:3], drafts[3:], strict=True):
+        assert padded.pending is not None
+        assert plain.pending is None
+        padded.draft.check_integrity()
+        assert padded.pending.tokens == [tree.tokens for tree in plain.trees]
+        for row, tree in enumerate(plain.trees):
+            for node in range(len(tree.tokens)):
+                at = torch.tensor([row]), torch.tensor([node])
+                torch.testing.assert_close(padded.draft.q_at(*at), plain.draft.q_at(*at), rtol=1e-4, atol=1e-6)
+    lengths = {len(tree.tokens) for plain in drafts[3:] for tree in plain.trees}
+    assert len(lengths) > 2
+    assert drafts[0].pending.tokens != drafts[1].pending.tokens
 
 
 def test_what_is_too_much_for_a_recording_is_told_in_two_parts() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from osd.capture.trace import ACCEPTED, Trace
-from osd.config import ConfidenceSettings, DynamicTreeSettings, GrowthSettings, TopKTreeSettings
+from osd.config import ChainSettings, ConfidenceSettings, DynamicTreeSettings, GrowthSettings, TopKTreeSettings
 from osd.drafters.session import Chains
 from osd.engine import loop
 from osd.engine import round as rounds
@@ -21,10 +21,8 @@ from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 LENGTHS = (1, 5, 40, 16, 3)
 
 
-@pytest.mark.parametrize("kind", ["none", "eagle", "language_model"])
-def test_greedy_output_is_that_of_transformers_and_no_draft_is_read_before_its_verdict(
-    target_dir: Path, oracle: Oracle, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def reads_of_rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often each round reads what its drafts and verdicts are; nobody may read a draft before."""
     reads: list[int] = []
     verify, read = rounds.verify, rounds.read_together
     monkeypatch.setattr(loop, "verify", lambda *args: (reads.append(0), verify(*args))[1])
@@ -35,6 +33,14 @@ def test_greedy_output_is_that_of_transformers_and_no_draft_is_read_before_its_v
 
     monkeypatch.setattr(rounds, "read_together", reading)
     monkeypatch.setattr(Chains, "tokens", property(lambda self: pytest.fail("the host has read a draft")))
+    return reads
+
+
+@pytest.mark.parametrize("kind", ["none", "eagle", "language_model"])
+def test_greedy_output_is_that_of_transformers_and_no_draft_is_read_before_its_verdict(
+    target_dir: Path, oracle: Oracle, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = reads_of_rounds(monkeypatch)
     with running(target_dir, kind, slots=3, bucketed=True) as client:
         for index, prompt in enumerate(prompts(LENGTHS)):
             client.submit(str(index), prompt, 14, ignore_eos=True)
@@ -48,6 +54,38 @@ def test_greedy_output_is_that_of_transformers_and_no_draft_is_read_before_its_v
     if kind != "none":
         assert total.drafted == sum(result.counts.drafted for result in results.values() if result.counts) > 0
         assert total.accepted > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle", "language_model"])
+@pytest.mark.parametrize(
+    ("growth", "rule"),
+    [(ChainSettings(depth=3), "chain"), (ConfidenceSettings(depth=4, eta=0.02), "block"), (ChainSettings(), "naive")],
+    ids=["chain", "block", "naive"],
+)
+def test_drawn_chains_are_read_with_their_verdicts_and_give_the_text_that_they_give_unpadded(
+    target_dir: Path, kind: str, growth: GrowthSettings, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("osd.drafters.eagle.session.fused_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("osd.drafters.language_model.session._DTYPE", torch.float32)
+    reads = reads_of_rounds(monkeypatch)
+    sampled = [
+        SamplingParams(0.8, seed=1), SamplingParams(1.0, top_p=0.9, seed=2), SamplingParams(0.7, top_k=9, seed=3),
+        SamplingParams(0.9, seed=4, repeatable=True), SamplingParams(1.0, min_p=0.05, seed=5),
+    ]  # fmt: skip
+    policy, found, kept = Policy.of(growth, rule), [], []
+    for bucketed in (False, True):
+        reads.clear()
+        with running(
+            target_dir, drafter=make_drafter(kind, target_dir), slots=3, bucketed=bucketed, int8=False
+        ) as client:
+            for index, (prompt, sampling) in enumerate(zip(prompts(LENGTHS), sampled, strict=True)):
+                client.submit(str(index), prompt, 14, sampling, ignore_eos=True, policy=policy)
+            found.append({name: result.tokens for name, result in client.wait().items()})
+            kept.append(client.engine.counters().speculation())
+    assert found[0] == found[1]
+    assert set(reads) == {1}
+    assert (kept[0].drafted, kept[0].accepted) == (kept[1].drafted, kept[1].accepted)
+    assert kept[0].drafted > kept[0].accepted > 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from osd.runtime.attention import BACKENDS, AttentionBackend
 from osd.runtime.attention.grid import GridAttention
 from osd.runtime.attention.native import NativeAttention
 from osd.runtime.attention.reference import ReferenceAttention
-from osd.runtime.batch import PackedRows, laid_out
+from osd.runtime.batch import GridShape, PackedRows, RowBuffer, laid_out
 from osd.runtime.generic import slot_attention
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.native import libraries, load
@@ -188,3 +188,35 @@ def test_a_model_that_keeps_its_keyword_arguments_to_itself_is_refused() -> None
     x = torch.zeros(1, 1, 1, 8)
     with pytest.raises(NotImplementedError, match="SimpleNamespace does not pass keyword arguments on"):
         slot_attention(SimpleNamespace(layer_idx=0), x, x, x, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("slots", "in_place"), [([0, 1, 2, 3], True), ([0, 1, 3], True), ([1, 3], False), ([2], False)], ids=str
+)
+def test_a_padded_grid_of_all_slots_reads_them_where_they_are(
+    slots: list[int], in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sequences are padded to four, which is one for every slot."""
+    case = make(TREES)
+    case = case.part(torch.isin(case.rows.slots, torch.tensor(slots)).nonzero().squeeze(-1))
+    cache = KVCache(2, 4, 2, 48, 16, torch.float32, torch.device("cpu"))
+    cache.keys[1], cache.values[1] = case.keys, case.values
+    count = len(case.rows.slots)
+    shape = GridShape.of(case.rows, count).bucket(cache, scratch=8)
+    assert shape is not None
+    buffer = RowBuffer(shape, cache)
+    buffer.fill(case.rows, torch.arange(count))
+    attend, read = torch.nn.functional.scaled_dot_product_attention, []
+
+    def attending(query: Tensor, key: Tensor, value: Tensor, **more: object) -> Tensor:
+        read.append([one.untyped_storage().data_ptr() for one in (key, value)])
+        return attend(query, key, value, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("osd.runtime.attention.grid.F.scaled_dot_product_attention", attending)
+    new = (
+        torch.nn.functional.pad(one, (0, 0, 0, 0, 0, shape.rows - count)) for one in (case.query, case.key, case.value)
+    )
+    out = GridAttention(buffer.rows, cache).attend(1, *new, scale=0.3, window=None, softcap=0.0)
+    held = [one.untyped_storage().data_ptr() for one in (cache.keys, cache.values)]
+    assert (read == [held]) is in_place
+    torch.testing.assert_close(out[:count].double(), naive(case), rtol=2e-5, atol=2e-5)
