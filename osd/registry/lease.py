@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import msgspec
 
@@ -14,6 +14,9 @@ from osd.registry.pointer_file import PointerFiles, Rollout
 
 SILENT_SECONDS = 60.0
 """After which a holder that says nothing has lost it: its machine is gone with the lock, or it hangs."""
+
+VANISHED_SECONDS = 4.0
+"""The same for a holder of whom nobody hears otherwise either: a slow disk does not keep its process from that."""
 
 _TELL_SECONDS = 1.0
 
@@ -28,9 +31,10 @@ class Lease:
         OSError: from ``take`` and ``held``: the disk does not give or take it.
     """
 
-    def __init__(self, files: PointerFiles, domain: str) -> None:
+    def __init__(self, files: PointerFiles, domain: str, vanished: Callable[[], bool] = lambda: False) -> None:
+        """``vanished`` says whether the process that has the lease is known to be gone."""
         self.fence = 0
-        self._files, self._domain = files, domain
+        self._files, self._domain, self._vanished = files, domain, vanished
         self._path = files.storage.local / f".{domain}.trainer"
         self._descriptor: int | None = None
         self._beat, self._beat_at, self._told_at = 0, 0.0, -_TELL_SECONDS
@@ -113,4 +117,4 @@ class Lease:
         beat, now = self._path.stat().st_mtime_ns, time.monotonic()
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
-        return now - self._beat_at > SILENT_SECONDS
+        return now - self._beat_at > (VANISHED_SECONDS if self._vanished() else SILENT_SECONDS)

@@ -73,7 +73,7 @@ def send(settings, redis_url, next_token_logits, tiny_target):
 
 @pytest.fixture
 def trainer(ray_cluster, settings, redis_url):
-    handle = app.start(settings, redis_url)
+    (handle,) = app.start(settings, redis_url).actors
     yield handle
     ray.get(handle.stop.remote())
     ray.kill(handle)
@@ -148,7 +148,8 @@ def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
         return None
 
     update = {"workers": 2, "steps_per_candidate": 15, "tracking": "none"}
-    handle = app.start(settings.model_copy(update={"trainer": settings.trainer.model_copy(update=update)}), redis_url)
+    together = settings.model_copy(update={"trainer": settings.trainer.model_copy(update=update)})
+    (handle,) = app.start(together, redis_url).actors
     try:
         send(0, 60)
         eventually(lambda: status(handle)["published"] >= 1, seconds=200)

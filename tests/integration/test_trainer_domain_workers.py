@@ -15,6 +15,7 @@ from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry
 from tests.pointers import put
 from tests.unit.learning.test_value import workload
@@ -146,3 +147,60 @@ def test_an_error_in_one_domain_ends_the_others_and_is_raised(
     workers = DomainWorkers(settings, redis_url, TargetContext(TARGET, VOCABULARY, HIDDEN, broken))
     with pytest.raises(MemoryError, match="no memory"):
         workers.run()
+
+
+def test_two_trainers_divide_the_domains_and_the_one_that_is_left_goes_on_from_the_checkpoints(
+    redis_url: str, settings: Settings, pointer: Pointer, start: Start, eventually
+) -> None:
+    """In one process: locks of leases belong to who has opened them."""
+    torch.manual_seed(0)
+    domains = [f"domain-{n}" for n in range(4)]
+    for domain in domains:
+        number = Registry(settings.registry_dir).publish(domain, Toy().weights(), Toy().config(), {})
+        put(pointer, domain, Rollout(number, None, 0.0, time.time()))
+    trainer = {"processes": 2, "extra_domains": ("code", *domains), "replay_tokens": 6000, "replay_mb": 12}
+    shared = settings.model_copy(update={"trainer": settings.trainer.model_copy(update=trainer)})
+    writer = TraceWriter(redis_url, shared.capture.model_copy(update={"max_queue": 2000}))
+
+    def send(domain: str, first: int, count: int) -> None:
+        for n in range(first, first + count):
+            assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
+
+    def done(domain: str) -> Training:
+        return reports.get([domain]).get(domain, Training())
+
+    for domain in shared.trained_domains:
+        send(domain, 0, 30)
+    context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
+    both = [DomainWorkers(shared, redis_url, context) for _ in range(2)]
+    threads = [threading.Thread(target=workers.run) for workers in both]
+    for thread in threads:
+        thread.start()
+    reports = TrainingReports(redis_url)
+    try:
+        eventually(lambda: [len(workers.status()["domains"]) for workers in both] == [3, 3], 20)
+        first, second = (set(workers.status()["domains"]) for workers in both)
+        assert first | second == set(shared.trained_domains)
+
+        eventually(lambda: all(done(domain).passed for domain in domains), 30)
+        assert {both[0].status()["extra_domains"][domain]["detail"] for domain in second - {"general"}} == {
+            "no domain of this trainer now"
+        }
+        assert {running.worker.intake._resized for running in both[0]._running.values()} == {(2000, 4)}
+        both[1].stop()
+        threads[1].join(20)
+        assert not threads[1].is_alive()
+        before = {domain: done(domain).steps for domain in second}
+        for domain in second:
+            send(domain, 30, 10)
+        eventually(lambda: all(done(domain).steps > before[domain] for domain in second), 20)
+        assert both[0].status()["domains"] == sorted(shared.trained_domains)
+        assert {running.worker.intake._resized for running in both[0]._running.values()} == {(1000, 2)}
+        assert {pointer.get(domain).fence for domain in second} == {2}  # type: ignore[union-attr]
+    finally:
+        for workers, thread in zip(both, threads, strict=True):
+            workers.stop()
+            thread.join(20)
+            assert not thread.is_alive()
+        writer.close()
+        reports.close()
