@@ -112,7 +112,7 @@ class DomainWorkers:
     def _begin(self, domain: str) -> None:
         self._scheduler.join(domain)
         mine = self._settings.model_copy(update={"domain": domain})
-        worker = Worker(mine, self._redis_url, self._context, self._scheduler, partial(self._share.vanished, domain))
+        worker = Worker(mine, self._redis_url, self._context, self._scheduler, partial(self._share.elsewhere, domain))
         thread = threading.Thread(target=self._run, args=(worker,), name=f"trainer-{domain}", daemon=True)
         with self._lock:
             self._running[domain] = _Running(worker, thread)

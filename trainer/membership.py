@@ -22,14 +22,17 @@ from trainer.capacity import Capacity
 
 logger = logging.getLogger(__name__)
 
-_ROOM_SECONDS = 5.0
+_ROOM_SECONDS = 3.0
 """After which 1 / e is left of what the room was before."""
 
 _GATHER_SECONDS = EXPIRY_MS / 1000
 """For which a plan waits that begins with nobody's: trainers start, or tell a Redis that lost everything, by then."""
 
+_SETTLED_SECONDS = 10.0
+"""For which domains could be clearly better divided, before they are."""
+
 _BALANCE_SECONDS = 60.0
-"""Between two moves that nobody's end asks for."""
+"""Between two such moves."""
 
 
 class Share(Protocol):
@@ -39,8 +42,8 @@ class Share(Protocol):
         """Those that it is to have now, to be asked once a second; it has the leases of ``held``."""
         ...
 
-    def vanished(self, domain: str) -> bool:
-        """Whether whoever has a domain's lease is a trainer that is known to be gone."""
+    def elsewhere(self, domain: str) -> bool | None:
+        """Whether another trainer that lives has a domain, None where that is not known."""
         ...
 
     def lost(self, error: FencedError) -> None:
@@ -66,9 +69,8 @@ class Alone:
         """See ``Share.domains``."""
         return self._domains
 
-    def vanished(self, domain: str) -> bool:
-        """See ``Share.vanished``."""
-        return False
+    def elsewhere(self, domain: str) -> None:
+        """See ``Share.elsewhere``."""
 
     def lost(self, error: FencedError) -> None:
         """See ``Share.lost``."""
@@ -82,8 +84,9 @@ class Membership:
     """One of several trainers: each follows the plan in Redis, and whoever sees that it must change changes it.
 
     A domain of a trainer that is gone goes to the one with most room at once. Domains move from a trainer to another
-    where that has clearly more room for them, once a minute at most. What a trainer believes is safe in any case: it
-    computes for a domain with the domain's lease alone. While Redis is gone everybody keeps what he has.
+    where that has had clearly more room for them for ten seconds, and once a minute at most. What a trainer believes
+    is safe in any case: it computes for a domain with the domain's lease alone. While Redis is gone everybody keeps
+    what he has.
     """
 
     def __init__(self, settings: Settings, redis_url: str, domains: Collection[str]) -> None:
@@ -94,6 +97,7 @@ class Membership:
         self._capacity = Capacity(self._loads, settings.trainer, time.process_time)
         self._room, self._looked_at = 1.0, time.monotonic()
         self._now: TrainersNow | None = None
+        self._uneven_since: float | None = None
         self._mine: list[str] = []
 
     def domains(self, held: Collection[str]) -> Collection[str]:
@@ -112,10 +116,12 @@ class Membership:
         self._mine = [domain for domain in self._domains if plan.trainers.get(domain) == self.name]
         return self._mine
 
-    def vanished(self, domain: str) -> bool:
-        """See ``Share.vanished``."""
+    def elsewhere(self, domain: str) -> bool | None:
+        """See ``Share.elsewhere``."""
         now = self._now
-        return now is not None and not any(domain in report.domains for report in now.reports.values())
+        if now is None:
+            return None
+        return any(domain in report.domains for name, report in now.reports.items() if name != self.name)
 
     def lost(self, error: FencedError) -> None:
         """See ``Share.lost``: this trainer was thought to be gone, and goes on with what the plan says."""
@@ -148,10 +154,14 @@ class Membership:
         weight = weights({domain: nets.get(domain) for domain in self._domains})
         given = assign({**told, **lively}, weight, rooms)
         last = plan.balanced if begun else 0.0  # who comes a little later need not wait for his part
-        if now.time - last < _BALANCE_SECONDS:
-            return Plan(given, last)
         balanced = balance(given, weight, rooms)
-        return Plan(balanced, last if balanced == given else now.time)
+        if balanced == given:
+            self._uneven_since = None
+        elif self._uneven_since is None:
+            self._uneven_since = now.time
+        elif now.time - self._uneven_since >= _SETTLED_SECONDS and now.time - last >= _BALANCE_SECONDS:
+            return Plan(balanced, now.time)
+        return Plan(given, last)
 
 
 def share_of(settings: Settings, redis_url: str) -> Share:

@@ -18,7 +18,7 @@ from osd.learning.online import Learner, empty_replay
 from osd.learning.recalled import Recalled
 from osd.learning.value import Investment
 from osd.registry.learnt import Learnt
-from osd.registry.lease import Lease
+from osd.registry.lease import Elsewhere, Lease
 from osd.registry.ledger import Ledger, Spent
 from osd.registry.place import storage_of
 from osd.registry.pointer import FencedError, Pointer
@@ -67,9 +67,9 @@ class Worker:
 
     def __init__(
         self, settings: Settings, redis_url: str, context: TargetContext, scheduler: DomainScheduler | None = None,
-        vanished: Callable[[], bool] = lambda: False,
+        elsewhere: Elsewhere = lambda: None,
     ) -> None:  # fmt: skip
-        """Train ``settings.domain``, with ``scheduler`` beside other domains; for ``vanished`` see ``Lease``."""
+        """Train ``settings.domain``, with ``scheduler`` beside other domains; for ``elsewhere`` see ``Lease``."""
         trainer, executor = settings.trainer, context.executor
         self._settings, self._context, self._domain = settings, context, settings.domain
         self._scheduler = scheduler or DomainScheduler((self._domain,), executor.clock)
@@ -81,7 +81,7 @@ class Worker:
         self._spare_time = SpareTime(self._domain, self._scheduler, self._capacity, self._say)
         events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
         storage = storage_of(settings)
-        self.lease = Lease(PointerFiles(storage), self._domain, vanished)
+        self.lease = Lease(PointerFiles(storage), self._domain, elsewhere)
         self._service = Service(self._domain, Registry(storage), Pointer(redis_url, storage), events, self.lease)
         self._publisher = Publisher(self._service, trainer, context.build, settings.registry.keep)
         self._ledger = Ledger(redis_url)

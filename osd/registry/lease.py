@@ -16,9 +16,11 @@ SILENT_SECONDS = 60.0
 """After which a holder that says nothing has lost it: its machine is gone with the lock, or it hangs."""
 
 VANISHED_SECONDS = 4.0
-"""The same for a holder of whom nobody hears otherwise either: a slow disk does not keep its process from that."""
+"""The same for one that is known not to live: what is silent here alone may have a slow disk."""
 
 _TELL_SECONDS = 1.0
+
+Elsewhere = Callable[[], bool | None]
 
 
 class Lease:
@@ -31,10 +33,13 @@ class Lease:
         OSError: from ``take`` and ``held``: the disk does not give or take it.
     """
 
-    def __init__(self, files: PointerFiles, domain: str, vanished: Callable[[], bool] = lambda: False) -> None:
-        """``vanished`` says whether the process that has the lease is known to be gone."""
+    def __init__(self, files: PointerFiles, domain: str, elsewhere: Elsewhere = lambda: None) -> None:
+        """``elsewhere`` says whether another trainer that lives has the domain, None where that is not known.
+
+        Where trainers do not see the same files, nothing else keeps the next one waiting.
+        """
         self.fence = 0
-        self._files, self._domain, self._vanished = files, domain, vanished
+        self._files, self._domain, self._elsewhere = files, domain, elsewhere
         self._path = files.storage.local / f".{domain}.trainer"
         self._descriptor: int | None = None
         self._beat, self._beat_at, self._told_at = 0, 0.0, -_TELL_SECONDS
@@ -50,7 +55,9 @@ class Lease:
         if self.fence:
             self._files.check(self._domain, self.fence)
             return True
-        if not self._lock() and not self._silent():
+        mine, elsewhere = self._lock(), self._elsewhere()
+        silence = VANISHED_SECONDS if elsewhere is False else SILENT_SECONDS
+        if (elsewhere or not mine) and not self._silent(silence):
             return False
 
         def number(now: Rollout | None) -> Rollout:
@@ -112,9 +119,9 @@ class Lease:
         self._descriptor = descriptor
         return True
 
-    def _silent(self) -> bool:
-        """Whether who has the lock has said nothing for long, by this machine's clock alone."""
+    def _silent(self, seconds: float) -> bool:
+        """Whether who has the domain has said nothing for so long, by this machine's clock alone."""
         beat, now = self._path.stat().st_mtime_ns, time.monotonic()
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
-        return now - self._beat_at > (VANISHED_SECONDS if self._vanished() else SILENT_SECONDS)
+        return now - self._beat_at > seconds

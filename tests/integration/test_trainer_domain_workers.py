@@ -182,7 +182,7 @@ def test_two_trainers_divide_the_domains_and_the_one_that_is_left_goes_on_from_t
         first, second = (set(workers.status()["domains"]) for workers in both)
         assert first | second == set(shared.trained_domains)
 
-        eventually(lambda: all(done(domain).passed for domain in domains), 30)
+        eventually(lambda: all(done(domain).steps > 20 for domain in domains), 30)
         assert {both[0].status()["extra_domains"][domain]["detail"] for domain in second - {"general"}} == {
             "no domain of this trainer now"
         }
