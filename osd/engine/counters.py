@@ -113,6 +113,7 @@ class EngineCounters:
     forward_seconds: float = 0.0
     rest_seconds: float = 0.0
     swaps: int = 0
+    swap_stall_seconds: float = 0.0
     swap_stall_seconds_max: float = 0.0
     finished: Counter[str] = field(default_factory=Counter)
     histograms: RequestHistograms = field(default_factory=RequestHistograms)
