@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
@@ -14,7 +14,7 @@ from trainer.actor import Trainer
 from trainer.distributed import CALLS, DistributedTrainer
 
 if TYPE_CHECKING:
-    from ray.actor import ActorProxy
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class TrainerActors:
         ray.exceptions.RayError: one is gone.
     """
 
-    def __init__(self, domain: str, actors: Sequence[ActorProxy[Trainer]]) -> None:
+    def __init__(self, domain: str, actors: Sequence[ActorHandle[Any]]) -> None:
         """``domain`` is their service's own."""
         self.actors, self._domain = actors, domain
 
@@ -92,13 +92,9 @@ def start(settings: Settings, redis_url: str, **options: Any) -> TrainerActors:
         options = {**options, "num_gpus": gpus}
     if trainer.processes > 1:
         options = {**options, "scheduling_strategy": "SPREAD"}
-    actors = [
-        ray.remote(kind)
-        .options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=-1, **options)
-        .remote(settings, redis_url)
-        for name in names(trainer.processes)
-    ]
-    return TrainerActors(settings.domain, actors)
+    remote, lasting = ray.remote(kind), {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, **options}
+    actors = [remote.options(name=name, **lasting).remote(settings, redis_url) for name in names(trainer.processes)]
+    return TrainerActors(settings.domain, cast("Sequence[ActorHandle[Any]]", actors))
 
 
 def names(count: int) -> list[str]:
@@ -108,6 +104,6 @@ def names(count: int) -> list[str]:
 
 def running(namespace: str) -> list[str]:
     """The names of all trainers in a Ray namespace."""
-    found = ray.util.list_named_actors(all_namespaces=True)
+    found = cast(list[dict[str, str]], ray.util.list_named_actors(all_namespaces=True))
     ours = [actor["name"] for actor in found if actor["namespace"] == namespace]
     return sorted(name for name in ours if name == NAME or name.startswith(f"{NAME}-"))

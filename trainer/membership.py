@@ -113,8 +113,11 @@ class Membership:
             logger.debug("the plan of the trainers cannot be read, everybody keeps what he has: %s", error)
             self._now = None
             return self._mine
-        self._mine = [domain for domain in self._domains if plan.trainers.get(domain) == self.name]
-        return self._mine
+        mine = [domain for domain in self._domains if plan.trainers.get(domain) == self.name]
+        if mine != self._mine:
+            logger.info("this trainer is to have %s", ", ".join(mine) or "no domain")
+        self._mine = mine
+        return mine
 
     def elsewhere(self, domain: str) -> bool | None:
         """See ``Share.elsewhere``."""

@@ -51,7 +51,7 @@ class LiveReports(Generic[_Said]):
         self._keys = [key, f"{key}:read"]
         self._tell, self._read = client.register_script(_TELL), client.register_script(_READ)
 
-    def tell(self, name: str, said: _Said, expiry_ms: int, pipeline: redis.client.Pipeline | None = None) -> Any:
+    def tell(self, name: str, said: _Said, expiry_ms: int, pipeline: redis.Redis | None = None) -> Any:
         """Say it in the place of what ``name`` said before; all of them go when nobody tells for ``expiry_ms``.
 
         Says whether somebody looks at the reports, which a ``pipeline`` answers when it is executed.

@@ -72,7 +72,9 @@ class Trainers(RedisClient):
         """The trainers that reported within the last three seconds, and the plan."""
         reports = self._reports.read(EXPIRY_MS, EXPIRY_MS)
         with self._client.pipeline(transaction=False) as pipe:
-            found: Any = pipe.get(_PLAN_KEY).time().execute()
+            pipe.get(_PLAN_KEY)
+            pipe.time()
+            found: Any = pipe.execute()
         written, (seconds, microseconds) = found
         plan = None if written is None else decoded(written, Plan, "plan of the trainers")
         return TrainersNow(reports, plan, seconds + microseconds / 1e6, written or b"")

@@ -393,6 +393,7 @@ def test_a_fall_of_live_acceptance_is_told_and_counted(make_loop, eventually):
     worker = loop.start()
     eventually(lambda: worker.status()["drifts"] == 1)
     assert worker.status()["drift"]["before"] > worker.status()["drift"]["now"] + 0.2
+    eventually(lambda: any(event["kind"] == "drift" for event in loop.events.recent()))
     (told,) = [event for event in loop.events.recent() if event["kind"] == "drift"]
     assert told["version"] == 1
     assert told["source"] == "general"
