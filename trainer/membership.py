@@ -127,8 +127,8 @@ class Membership:
         return any(domain in report.domains for name, report in now.reports.items() if name != self.name)
 
     def lost(self, error: FencedError) -> None:
-        """See ``Share.lost``: this trainer was thought to be gone, and goes on with what the plan says."""
-        logger.warning("%s with that domain", error)
+        """See ``Share.lost``: the others go on."""
+        logger.warning("this trainer was thought to be gone, and lets a domain go: %s", error)
 
     def close(self) -> None:
         """See ``Share.close``."""

@@ -45,6 +45,8 @@ class Sharing:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
+
+    def wait_until_ready(self) -> None:
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
 
@@ -82,6 +84,8 @@ class Pair:
         self._traffic = threading.Thread(target=self._send)
         self._traffic.start()
         self.trainers = [Sharing(url, home, home / f"diary-{n}") for n in range(2)]
+        for trainer in self.trainers:
+            trainer.wait_until_ready()
 
     def _send(self) -> None:
         count = 0
@@ -150,13 +154,16 @@ def of_second(pair: Pair, eventually: Callable[..., None]) -> set[str]:
     """The domains of the second trainer, as soon as each has half of them and all learn."""
     eventually(lambda: pair.held() == [10, 10], 60)
     eventually(lambda: len(steps(pair.trainers)) == len(DOMAINS), 60)
-    taken = [
-        {line["domain"]: line["fence"] for line in trainer.lines() if line["what"] == "had"}
-        for trainer in pair.trainers
-    ]
-    theirs = {domain for domain, fence in taken[1].items() if fence > taken[0].get(domain, 0)}
-    assert len(theirs) == 10
-    return theirs
+    eventually(lambda: len(newest(pair.trainers)) == 10, 30)
+    return newest(pair.trainers)
+
+
+def newest(trainers: list[Sharing]) -> set[str]:
+    """The domains that the second of two trainers took last."""
+    first, second = (
+        {line["domain"]: line["fence"] for line in trainer.lines() if line["what"] == "had"} for trainer in trainers
+    )
+    return {domain for domain, fence in second.items() if fence > first.get(domain, 0)}
 
 
 @pytest.mark.fault(

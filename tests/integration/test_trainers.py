@@ -54,11 +54,11 @@ def join(settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch) ->
     made: list[Membership] = []
     everybody: list[Member] = []
 
-    def begin(count: int = 1) -> list[Member]:
+    def begin(count: int = 1, seconds: float = 0.5) -> list[Member]:
         shares = [Membership(settings, redis_url, DOMAINS) for _ in range(count)]
         made.extend(shares)
         members = [Member(share, everybody) for share in shares]
-        follow(everybody, 0.5)
+        follow(everybody, seconds)
         return members
 
     yield begin
@@ -86,6 +86,15 @@ def test_trainers_that_start_together_divide_the_domains_and_then_nothing_moves(
     before = [set(member.held) for member in members]
     follow(members, 0.5)
     assert [member.held for member in members] == before
+
+
+def test_the_first_one_waits_a_moment_for_the_others_and_takes_nothing_that_is_to_be_theirs(join, monkeypatch):
+    monkeypatch.setattr(membership, "_GATHER_SECONDS", 1.0)
+    monkeypatch.setattr(membership, "_SETTLED_SECONDS", 60.0)
+    (first,) = join(1, 0.2)
+    assert not first.held
+    (second,) = join(1, 1.2)
+    assert divided([first, second]) == [4, 4]
 
 
 def test_the_domains_of_one_that_is_silent_go_to_the_others_and_come_back_with_a_new_one(join):
