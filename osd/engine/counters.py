@@ -121,6 +121,12 @@ class EngineCounters:
     by_version: dict[DraftedBy, SpeculationCounts] = field(default_factory=dict)
     seconds_by_version: dict[DraftedBy, DecodeSeconds] = field(default_factory=dict)
 
+    def swapped(self, stall: float) -> None:
+        """A drafter was swapped in, for which rounds waited so many seconds."""
+        self.swaps += 1
+        self.swap_stall_seconds += stall
+        self.swap_stall_seconds_max = max(self.swap_stall_seconds_max, stall)
+
     def copy(self) -> EngineCounters:
         """The same counts, which no longer grow."""
         return replace(
