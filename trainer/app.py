@@ -91,7 +91,8 @@ def start(settings: Settings, redis_url: str, **options: Any) -> TrainerActors:
     elif gpus:
         options = {**options, "num_gpus": gpus}
     if trainer.processes > 1:
-        options = {**options, "scheduling_strategy": "SPREAD"}
+        # An actor that takes nothing goes to any node; of one byte of memory Ray keeps books, and every node has that.
+        options = {**options, "scheduling_strategy": "SPREAD", "memory": 1}
     remote, lasting = ray.remote(kind), {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, **options}
     actors = [remote.options(name=name, **lasting).remote(settings, redis_url) for name in names(trainer.processes)]
     return TrainerActors(settings.domain, cast("Sequence[ActorHandle[Any]]", actors))
