@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from osd.capture.writer import TraceWriter
 from osd.config import Settings
+from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.pointer_file import FencedError, PointerFiles
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry
@@ -204,3 +210,79 @@ def test_two_trainers_divide_the_domains_and_the_one_that_is_left_goes_on_from_t
             assert not thread.is_alive()
         writer.close()
         reports.close()
+
+
+class Given:
+    """A share that a test gives."""
+
+    def __init__(self, *domains: str) -> None:
+        self.mine: tuple[str, ...] = domains
+        self.held: list[str] = []
+        self.errors: list[FencedError] = []
+
+    def domains(self, held: Collection[str]) -> Collection[str]:
+        self.held = sorted(held)
+        return self.mine
+
+    def elsewhere(self, domain: str) -> None:
+        return None
+
+    def lost(self, error: FencedError) -> None:
+        self.errors.append(error)
+
+    def close(self) -> None:
+        self.held = []
+
+
+@pytest.fixture
+def given(redis_url: str, settings: Settings, start: Start) -> Iterator[tuple[DomainWorkers, Given]]:
+    """Workers of a share, on records of two domains that both learn from."""
+    share = Given("general", "code")
+    context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
+    workers = DomainWorkers(settings, redis_url, context, share)
+    with contextlib.closing(TraceWriter(redis_url, settings.capture.model_copy(update={"max_queue": 2000}))) as writer:
+        for domain in share.mine:
+            for n in range(40):
+                assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
+        thread = threading.Thread(target=workers.run)
+        thread.start()
+        yield workers, share
+        workers.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert share.held == []
+
+
+def test_a_domain_that_goes_elsewhere_is_saved_let_go_and_forgotten_and_goes_on_when_it_comes_back(
+    given: tuple[DomainWorkers, Given], settings: Settings, eventually
+) -> None:
+    workers, share = given
+    eventually(lambda: workers.status()["steps"] > 10)
+    memory = weakref.ref(workers._running["general"].worker.replay)
+    steps = workers.status()["steps"]
+    share.mine = ("code",)
+    eventually(lambda: workers.status()["domains"] == share.held == ["code"])
+    assert workers.status()["steps"] == 0
+    files = PointerFiles(settings.registry_dir)
+    other = Lease(files, "general")
+    assert other.take(Rollout(1, None, 0.0, 1.0)), "the lease is free"
+    gc.collect()
+    assert memory() is None
+    other.release()
+    share.mine = ("code", "general")
+    eventually(lambda: workers.status()["steps"] >= steps)
+    assert share.errors == []
+
+
+def test_one_of_several_lets_a_domain_go_that_another_trainer_has_taken_over_and_trains_the_others(
+    given: tuple[DomainWorkers, Given], settings: Settings, eventually
+) -> None:
+    workers, share = given
+    eventually(lambda: share.held == ["code", "general"])
+    files = PointerFiles(settings.registry_dir)
+    files.update("general", lambda now: now and msgspec.structs.replace(now, fence=now.fence + 1))
+    share.mine = ("code",)
+    eventually(lambda: share.errors)
+    assert str(share.errors[0]).startswith("another trainer has taken over general: ")
+    eventually(lambda: workers.status()["domains"] == ["code"])
+    eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 10)
