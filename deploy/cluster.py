@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import Any
@@ -24,9 +25,9 @@ _GONE_SECONDS = 30.0
 
 
 def build(args: dict[str, str]) -> serve.Application:
-    """Prepare target and first drafter version, start the trainer, and return the application.
+    """Prepare target and first drafter version, start the trainers, and return the application.
 
-    Every node must see the same ``home``. Deploying again replaces the trainer; it resumes from its checkpoint.
+    Every node must see the same ``home``. Deploying again replaces the trainers; they resume from their checkpoints.
     ``args`` are settings by their dotted keys, over those of the environment; ``redis_url`` must be among the two.
 
     Raises:
@@ -42,7 +43,7 @@ def build(args: dict[str, str]) -> serve.Application:
     open_redis(settings).close()
     prepare(settings, settings.redis_url, target_directory(settings))
     if settings.drafts:
-        _end_trainer()
+        _end_trainers()
         if trainer.app.wanted(settings):
             _look_for_nodes(settings)
             trainer.app.start(settings, settings.redis_url, namespace=_NAMESPACE, lifetime="detached")
@@ -58,12 +59,11 @@ def _look_for_nodes(settings: Settings) -> None:
         logger.warning("trainer.node_labels %s: no node has them, and the trainer waits for one", named)
 
 
-def _end_trainer() -> None:
-    """End the trainer of an earlier deployment and wait until its name is free."""
+def _end_trainers() -> None:
+    """End the trainers of an earlier deployment, however many it had, and wait until their names are free."""
     deadline = time.monotonic() + _GONE_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            ray.kill(ray.get_actor(trainer.app.NAME, _NAMESPACE))
-        except ValueError:
-            return
+    while (left := trainer.app.running(_NAMESPACE)) and time.monotonic() < deadline:
+        for name in left:
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                ray.kill(ray.get_actor(name, _NAMESPACE))
         time.sleep(0.2)

@@ -13,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from deploy.assembly import Assembly, StartError
@@ -50,11 +49,11 @@ class Embedded(Assembly):
         self._ray.check()
 
     def ask_trainer(self, method: str) -> Any:
-        """What a method of the trainer answers.
+        """What a method of the trainers answers, see ``trainer.app.TrainerActors``.
 
         Raises:
             RayDied: a server of Ray ended by itself.
-            TimeoutError: the trainer does not answer.
+            TimeoutError: a trainer does not answer.
         """
         return self._ask_trainer(method, _ACTOR_SECONDS)
 
@@ -80,9 +79,7 @@ class Embedded(Assembly):
         return f"{target} with {replicas} and {redis}"
 
     def _ask_trainer(self, method: str, seconds: float, *arguments: object) -> Any:
-        def ask() -> Any:
-            return ray.get(getattr(self.trainer, method).remote(*arguments), timeout=seconds)
-
+        ask = partial(getattr(self.trainer, method), *arguments, timeout=seconds)
         return self._ray.call(f"bring the trainer's answer to {method}", seconds, ask)
 
     def _start(self) -> None:
@@ -145,7 +142,7 @@ class Embedded(Assembly):
                 self._ask_trainer("stop", _TRAINER_SECONDS + _ANSWER_SECONDS, _TRAINER_SECONDS)
             except (RayError, TimeoutError) as error:
                 logger.warning("the trainer did not stop by itself: %s", last_line(error))
-            self._ray.call("end the trainer", _ANSWER_SECONDS, ray.kill, self.trainer)
+            self._ray.call("end the trainer", _ANSWER_SECONDS, self.trainer.kill)
         except (RayDied, TimeoutError):
             return  # what is left of it ends with Ray
 

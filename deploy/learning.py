@@ -77,6 +77,7 @@ def check_learning(settings: Settings) -> None:
             raise ConfigError(f"trainer.{name} must be {needed}: nothing was drafted in what a tap captures")
     if settings.growth.judges:
         raise ConfigError(f"growth.kind {settings.growth.kind} learns from drafts, and a tap captures none")
-    for name, given in (("workers", trainer.workers > 1), ("extra_domains", bool(trainer.extra_domains))):
+    several = {"workers": trainer.workers > 1, "processes": trainer.processes > 1}
+    for name, given in {**several, "extra_domains": bool(trainer.extra_domains)}.items():
         if given:
             raise ConfigError(f"trainer.{name}: osd learn trains the drafter of one domain in one process")

@@ -159,7 +159,7 @@ def ensure_version(
             manifest = {"parent": None, "trained_on": {}, "copied": f"{settings.domain}/{own.stable}"}
             return _at(registry.publish(domain, version.weights, version.config, manifest))
 
-        for domain in dict.fromkeys((settings.domain, *settings.trainer.extra_domains, *registry.domains())):
+        for domain in dict.fromkeys((*settings.trained_domains, *registry.domains())):
             pointer.repair(domain)
             _settle(pointer, domain, choose)
         own = pointer.get(settings.domain)

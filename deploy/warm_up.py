@@ -91,7 +91,7 @@ def _on(settings: Settings, home: Path, directory: Path) -> Settings:
         port = probe.getsockname()[1]
     serving = {"host": "127.0.0.1", "port": port, "api_key": None, "keys_file": None, "replicas": 1}
     trainer = {"enabled": True, "duty": 1.0, "price": 0.0, "price_idle": 0.0, "extra_domains": (), "tracking": "none"}
-    trainer["warm_start"] = False
+    trainer |= {"warm_start": False, "processes": 1}
     changed: dict[str, Any] = {
         "home": home,
         "redis_url": None,

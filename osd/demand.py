@@ -77,11 +77,14 @@ class Workload:
         demand: of all domains together.
         rounds: seconds of a round in which 1, 2, ... streams each draft a chain of 0, 1, 2, ... tokens; of more streams
             as many decode at once as are listed.
+        uptake: seconds of a core that a new version of a drafter took on average: to read, check and stage it, and
+            while rounds waited for the swap.
     """
 
     share: float
     demand: Demand
     rounds: tuple[tuple[float, ...], ...]
+    uptake: float = 0.0
 
     def saving_rate(self, now: Sequence[float], before: Sequence[float], after: Sequence[float]) -> float:
         """Seconds of the engine saved in each second if drafts go from ``before`` to ``after``.

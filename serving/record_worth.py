@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from osd.capture.trace import ACCEPTED, Trace
 from osd.config import TrainerSettings
 from osd.learning.replay import is_held_out
-from osd.registry.training import Training, TrainingReports
+from osd.registry.training import TrainingReports
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +66,11 @@ class RecordWorth:
             return
         self._look_at = now + _LOOK_SECONDS
         try:
-            earned = {domain: _net(said) for domain, said in self._reports.get(list(self._domains)).items()}
+            found = self._reports.get(list(self._domains)).items()
         except RedisError as error:
             logger.debug("what learning is worth is not known, what was known stays: %s", error)
             return
+        earned = {domain: None if said.expected is None else said.expected.net for domain, said in found}
         most = max((net for net in earned.values() if net is not None), default=0.0)
         self._worth = {domain: 1.0 if net is None else net / most if most else 0.0 for domain, net in earned.items()}
 
@@ -79,9 +80,3 @@ def score(trace: Trace, worth: float) -> float:
     verdict = trace.verdict.numpy()
     without = 1 - float((verdict == ACCEPTED).sum()) / max(len(verdict), 1)
     return EVERYBODY + (1 - EVERYBODY) * worth * without
-
-
-def _net(training: Training) -> float | None:
-    """Seconds of a core that the next slice earns beyond its cost, 0 where it does not pay; None: not reckoned yet."""
-    expected = training.expected
-    return None if expected is None else max(expected.earns - expected.costs, 0.0)

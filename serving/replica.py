@@ -30,7 +30,7 @@ from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.training import TrainingReports
 from osd.registry.versions import Registry
 from osd.runtime.attention.selection import SelectionSizes
-from osd.runtime.device import one_core
+from osd.runtime.device import cores, one_core
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
@@ -44,7 +44,7 @@ from serving.recall_keeper import RecallKeeper
 from serving.record_worth import RecordWorth
 from serving.replica_metrics import ReplicaMetrics, Report, Totals
 from serving.reporter import Control, Reporter, Switches
-from serving.rollout_follower import DrafterCache, Start, Versions, VersionWatcher, Watcher, starting_drafter
+from serving.rollout_follower import DrafterCache, Start, Uptake, Versions, VersionWatcher, Watcher, starting_drafter
 from serving.service import ChatTemplateError, Model
 from serving.tool_formats import ToolFormat, tool_format
 
@@ -107,9 +107,10 @@ class Replica:
             self._writer = TraceWriter(redis_url, settings.capture, name, self._worth, recalled)
         self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer, target.label)
         self._watchers: list[Watcher] = []
+        uptake = Uptake(cores(settings.engine.threads))
         if start is not None:
             cache = DrafterCache(start.drafter, settings, directory)
-            versions = Versions(settings, registry, self._pointer, self._events, cache)
+            versions = Versions(settings, registry, self._pointer, self._events, cache, uptake)
             own = self.engine.drafters(settings.domain)
             self._watchers = [VersionWatcher(versions, own, start), DomainWatcher(versions, self.engine)]
         self._keeper: RecallKeeper | None = None
@@ -121,7 +122,7 @@ class Replica:
             self._sharer = OutcomeSharer(redis_url, settings.capture, name, router)
         self._feeds = data.Feeds(settings, redis_url, registry, self._events)
         self._reporter = Reporter(
-            name, self.engine, self._writer, self._watchers, self._loads, self._control, self._push
+            name, self.engine, self._writer, self._watchers, uptake, self._loads, self._control, self._push
         )
         self.model = Model(
             id=model_id(settings),

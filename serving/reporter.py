@@ -9,12 +9,14 @@ import time
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 from redis.exceptions import RedisError
 
 from osd.capture.writer import TraceWriter
+from osd.demand import Workload
 from osd.engine.counters import OLDER
 from osd.histogram import ACCEPTED
 from osd.recall.backends import ENTRY_BYTES
@@ -22,7 +24,7 @@ from osd.redis_client import RedisClient, decoded
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from serving.metrics_history import Name
 from serving.replica_metrics import Report, TableSize
-from serving.rollout_follower import Watcher
+from serving.rollout_follower import Uptake, Watcher
 
 if TYPE_CHECKING:
     from osd.engine.counters import EngineCounters
@@ -104,12 +106,13 @@ class Reporter:
         engine: Engine,
         writer: TraceWriter | None,
         watchers: Sequence[Watcher],
+        uptake: Uptake,
         loads: ReplicaLoads,
         control: Control,
         push: Callable[[Report], float],
     ) -> None:
         self._name, self._engine, self._writer, self._watchers = name, engine, writer, watchers
-        self._loads, self._control, self._push = loads, control, push
+        self._uptake, self._loads, self._control, self._push = uptake, loads, control, push
         self._tables = TableSizes(engine)
         self.speculation = True
         self._stop = threading.Event()
@@ -225,7 +228,7 @@ class Reporter:
                     read = self._loads.report(self._name, mine)
                 else:
                     asked_at = now
-                    read = self._loads.report(self._name, mine, self._engine.workloads())
+                    read = self._loads.report(self._name, mine, self._workloads(counts))
                     self.set_speculation(self._control.get().speculation)
             except RedisError as error:
                 if not failing:
@@ -233,6 +236,11 @@ class Reporter:
                 failing = True
             else:
                 failing = False
+
+    def _workloads(self, counts: EngineCounters) -> dict[str, Workload]:
+        """What is asked of the engine, with what a new version takes of its time."""
+        uptake = self._uptake.each(counts.swaps, counts.swap_stall_seconds)
+        return {domain: replace(one, uptake=uptake) for domain, one in self._engine.workloads().items()}
 
     def _tell_counters(self) -> None:
         pause = REPORT_SECONDS

@@ -111,15 +111,38 @@ def _key(config: dict[str, Any]) -> str:
     return json.dumps(without_head(config), sort_keys=True)
 
 
+@dataclass
+class Uptake:
+    """What new versions take a replica that computes on so many ``cores``; watchers of several domains share it."""
+
+    cores: int = 1
+    _versions: int = 0
+    _seconds: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, seconds: float) -> None:
+        """A version took so many CPU seconds to be read, checked and staged."""
+        with self._lock:
+            self._versions += 1
+            self._seconds += seconds
+
+    def each(self, swaps: int, stall: float) -> float:
+        """Seconds of a core that one took on average, where rounds waited ``stall`` seconds for so many ``swaps``."""
+        with self._lock:
+            reading = self._seconds / self._versions if self._versions else 0.0
+        return reading + (self.cores * stall / swaps if swaps else 0.0)
+
+
 @dataclass(frozen=True)
 class Versions:
-    """Where versions and their pointers are, who hears of them, and the drafters that they are for."""
+    """Where versions and their pointers are, who hears of them, the drafters that they are for, and what they take."""
 
     settings: Settings
     registry: Registry
     pointer: Pointer
     events: Events
     cache: DrafterCache
+    uptake: Uptake = field(default_factory=Uptake)
 
 
 class Follower:
@@ -171,6 +194,7 @@ class Follower:
         """Load a version for ``take``; False when it is refused, or to be tried again."""
         if time.monotonic() < self._pauses.get(number, (0, 0.0))[1]:
             return False
+        began = time.thread_time()
         try:
             take(self._versions.registry.load(self._domain, number))
         except Exception as error:
@@ -188,6 +212,7 @@ class Follower:
                 logger.exception("drafter version %d of %s cannot be loaded", number, self._domain)
                 self.refuse(number, type(error).__name__)
             return False
+        self._versions.uptake.add(time.thread_time() - began)
         return True
 
     def refuse(self, number: int, reason: str) -> None:

@@ -45,7 +45,7 @@ class Trainer:
     """Runs the workers; after an unexpected error new ones go on from the checkpoints, with a growing delay.
 
     When the process dies Ray starts it again with the same arguments, and the workers go on from the checkpoints too.
-    When another trainer has taken over a domain this one ends for good.
+    When another trainer has taken over a domain the only one of a service ends for good; one of several lets it go.
     """
 
     def __init__(self, settings: Settings, redis_url: str) -> None:

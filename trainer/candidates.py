@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -21,6 +21,7 @@ from osd.learning.online import Learner
 from osd.learning.scores import KnownScores
 from osd.registry.learnt import REQUESTS
 from trainer.accounts import Accounts
+from trainer.investor import Worth
 from trainer.revision import TARGET, Revision
 from trainer.rollout import WORTH, Publisher
 from trainer.status import Status
@@ -40,7 +41,8 @@ class Candidates:
     """Takes the learner's candidates to the publisher, and follows the canary.
 
     ``spare`` waits until serving can spare the capacity for a micro-batch, and is False when the loop shall end;
-    ``working`` takes note of each one's work. ``worth`` says what a candidate that passed is expected to save.
+    ``working`` takes note of each one's work. ``worth`` says what a candidate that passed is expected to save: one that
+    saves less than it costs all replicas to take it up is not published, and trained on.
     ``target`` is the label of what it learns from; ``revision`` is there until the version in service was judged on it.
     """
 
@@ -50,7 +52,7 @@ class Candidates:
         accounts: Accounts,
         spare: Callable[[], bool],
         working: Callable[[], AbstractContextManager[None]],
-        worth: Callable[[Learner, GateDecision], dict[str, Any]],
+        worth: Callable[[Learner, GateDecision], Worth | None],
         target: str,
         fall: float,
         upstreams: Upstreams,
@@ -83,15 +85,18 @@ class Candidates:
         began, saving = accounts.cost.spent(), 0.0
 
         def judge(candidate: Trainable, baseline: Trainable) -> GateDecision:
-            return learner.gate.judge(candidate, self._scores(learner.gate, baseline), lambda: self._held_out(learner))
+            scores = self._scores(learner.gate, baseline)
+            decision = learner.gate.judge(candidate, scores, lambda: self._held_out(learner))
+            worth = self._worth(learner, decision) if decision.passed else None
+            return decision if worth is None or worth.pays else held_back(decision, worth)
 
         def about(decision: GateDecision) -> dict[str, Any]:
             nonlocal saving
             manifest: dict[str, Any] = {"trained_on": trained_on, TARGET: self._target}
             manifest[REQUESTS] = accounts.learnt.state()
             if worth := self._worth(learner, decision):
-                saving = worth["saving_rate"]
-                manifest[WORTH] = worth | accounts.cost.spent().published(_NEW, saving).paybacks(_NEW)
+                saving = worth.saving_rate
+                manifest[WORTH] = worth.figures() | accounts.cost.spent().published(_NEW, saving).paybacks(_NEW)
             return manifest
 
         try:
@@ -180,6 +185,13 @@ class Candidates:
                 raise StoppedError
             with self._working():
                 yield batch
+
+
+def held_back(decision: GateDecision, worth: Worth) -> GateDecision:
+    """The decision on a candidate that is good enough for service, and not worth that all replicas take it up."""
+    saved, cost = worth.saving_rate * worth.horizon, worth.price * worth.uptake
+    reason = f"it is expected to save {saved:.3g} seconds of a core, and taking it up costs replicas {cost:.3g}"
+    return replace(decision, passed=False, reason=reason)
 
 
 class LiveRequests:

@@ -27,6 +27,20 @@ class DomainScheduler:
         self._holder: str | None = None
         self._since = self._level = 0.0
 
+    def join(self, domain: str) -> None:
+        """Let one more domain take turns, level with the others."""
+        with self._changed:
+            self._charge()
+            self._passes[domain], self._charged[domain] = self._level, 0.0
+
+    def leave(self, domain: str) -> None:
+        """A domain takes no more turns; its thread has ended."""
+        with self._changed:
+            self._give(domain)
+            self._charge()
+            del self._passes[domain], self._charged[domain]
+            self._worth.pop(domain, None)
+
     def value(self, domain: str, worth: float) -> None:
         """A second of this domain is worth so much; 0 until it is said."""
         with self._changed:

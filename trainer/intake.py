@@ -58,6 +58,7 @@ class Intake:
         self._every_domain = trainer.domains == "all"
         self._context, self._status, self._observe = context, status, observe
         self._replay, self._recalled = replay, recalled
+        self._room = self._resized = (trainer.replay_tokens, trainer.replay_mb)
         self._domain, self._tenant = settings.domain, tenant_of(settings.domain)
         self._reader = TraceReader(
             redis_url, settings.capture, self._domain, group_of(self._domain), "trainer", tenant=self._every_domain
@@ -70,11 +71,18 @@ class Intake:
         """Records that could be acknowledged."""
         return len(self._finished)
 
+    def resize(self, tokens: int, megabytes: int) -> None:
+        """Have so much room for replay, from the next ``read`` on; from any thread."""
+        self._room = tokens, megabytes
+
     def read(self, learner: Learner, wait_ms: int) -> None:
         """Give the learner what the stream has; waits for a first record for ``wait_ms`` at most.
 
         The status says each second what is not acknowledged.
         """
+        if self._resized != self._room:
+            self._resized = tokens, megabytes = self._room
+            self.finish(self._replay.resize(tokens, megabytes << 20))
         for delivery in self._reader.read(_READ_RECORDS, wait_ms):
             self._take(delivery.place, delivery.record, learner)
         if time.monotonic() >= self._measure_at:

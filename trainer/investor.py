@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
@@ -24,6 +24,36 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 
 Tell = Callable[[Investment], None]
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What a version is expected to bring, in seconds of a core.
+
+    Attributes:
+        saving_rate: saved in each second, against the version in service.
+        horizon: seconds for which that is expected to stay.
+        uptake: what all replicas together need to take it up.
+        price: of one of these at the moment.
+    """
+
+    saving_rate: float
+    horizon: float
+    uptake: float
+    price: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether it saves more than taking it up costs; what costs nothing pays."""
+        return not self.price * self.uptake or self.saving_rate * self.horizon > self.price * self.uptake
+
+    def figures(self) -> dict[str, float]:
+        """The numbers for a manifest."""
+        return {
+            "saving_rate": round(self.saving_rate, 6),
+            "horizon": round(self.horizon, 1),
+            "uptake_seconds": round(self.uptake, 3),
+        }
 
 
 class Investor:
@@ -63,9 +93,9 @@ class Investor:
         moment = (self._looked_at, beside, learner.next_candidate)
         if self._decided is not None and self._decided[0] == moment:
             return self._decided[1]
-        price = trainer.price * (1 + self._threads * self._slowing.per_second) if beside else trainer.price_idle
+        price = self._price * (1 + self._threads * self._slowing.per_second) if beside else self._price
         pace = trainer.threads * trainer.workers * (trainer.duty if beside else 1.0)
-        investment = learner.value.invest(self._workloads, price, self._threads, pace)
+        investment = learner.value.invest(self._workloads, price, self._threads, pace, self._price * self._uptake)
         verdict = (investment.pays, learner.next_candidate)
         if verdict != self._verdict:
             self._verdict = verdict
@@ -78,17 +108,24 @@ class Investor:
         """The last decision, None before the first."""
         return None if self._decided is None else self._decided[1]
 
-    def worth(self, learner: Learner, decision: GateDecision) -> dict[str, Any]:
-        """What a candidate is expected to save, for its manifest; nothing while the traffic is not known.
-
-        ``saving_rate`` are seconds of a core in each second, against the version in service; ``horizon`` the seconds
-        for which that is expected to stay.
-        """
+    def worth(self, learner: Learner, decision: GateDecision) -> Worth | None:
+        """What a candidate is expected to save and to take; None while the traffic is not known."""
         if self._workloads is None or decision.candidate is None or decision.baseline is None:
-            return {}
+            return None
         before, after = decision.baseline.length_beside_recall, decision.candidate.length_beside_recall
         rate = learner.value.traffic(self._workloads).saving_rate(before, after) * self._threads
-        return {"saving_rate": round(rate, 6), "horizon": round(learner.value.horizon.seconds, 1)}
+        return Worth(rate, learner.value.horizon.seconds, self._uptake, self._price)
+
+    @property
+    def _price(self) -> float:
+        """Of a second of a core at the moment."""
+        trainer = self._settings.trainer
+        return trainer.price if self._capacity.beside_requests else trainer.price_idle
+
+    @property
+    def _uptake(self) -> float:
+        """Seconds of a core that a version takes all replicas that have drafted for the domain."""
+        return sum(one.uptake for one in self._workloads or ())
 
     def _look(self) -> None:
         try:

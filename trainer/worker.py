@@ -18,7 +18,7 @@ from osd.learning.online import Learner, empty_replay
 from osd.learning.recalled import Recalled
 from osd.learning.value import Investment
 from osd.registry.learnt import Learnt
-from osd.registry.lease import Lease
+from osd.registry.lease import Elsewhere, Lease
 from osd.registry.ledger import Ledger, Spent
 from osd.registry.place import storage_of
 from osd.registry.pointer import FencedError, Pointer
@@ -61,14 +61,15 @@ class Worker:
     Records are acknowledged when a checkpoint that was written after they were trained on is on disk. Whoever takes
     over reads the checkpoint and is given all others again.
 
-    ``intake`` follows the stream, ``replay`` has the records in memory, ``recalled`` what recall knows of
-    them where it drafts too, ``learner`` is None until there is a version.
+    ``lease`` is its hold on the domain, ``intake`` follows the stream, ``replay`` has the records in memory,
+    ``recalled`` what recall knows of them where it drafts too, ``learner`` is None until there is a version.
     """
 
     def __init__(
-        self, settings: Settings, redis_url: str, context: TargetContext, scheduler: DomainScheduler | None = None
-    ) -> None:
-        """Train ``settings.domain``; with ``scheduler`` beside the workers of other domains."""
+        self, settings: Settings, redis_url: str, context: TargetContext, scheduler: DomainScheduler | None = None,
+        elsewhere: Elsewhere = lambda: None,
+    ) -> None:  # fmt: skip
+        """Train ``settings.domain``, with ``scheduler`` beside other domains; for ``elsewhere`` see ``Lease``."""
         trainer, executor = settings.trainer, context.executor
         self._settings, self._context, self._domain = settings, context, settings.domain
         self._scheduler = scheduler or DomainScheduler((self._domain,), executor.clock)
@@ -80,13 +81,13 @@ class Worker:
         self._spare_time = SpareTime(self._domain, self._scheduler, self._capacity, self._say)
         events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
         storage = storage_of(settings)
-        self._lease = Lease(PointerFiles(storage), self._domain)
-        self._service = Service(self._domain, Registry(storage), Pointer(redis_url, storage), events, self._lease)
+        self.lease = Lease(PointerFiles(storage), self._domain, elsewhere)
+        self._service = Service(self._domain, Registry(storage), Pointer(redis_url, storage), events, self.lease)
         self._publisher = Publisher(self._service, trainer, context.build, settings.registry.keep)
         self._ledger = Ledger(redis_url)
-        cost = CostMeter(self._domain, self._ledger, partial(self._scheduler.clock, self._domain), self._lease.held)
+        cost = CostMeter(self._domain, self._ledger, partial(self._scheduler.clock, self._domain), self.lease.held)
         self._accounts = Accounts(Status(), cost, Learnt())
-        self._checkpoints = Checkpoints(settings, context.target, self._accounts, self._lease)
+        self._checkpoints = Checkpoints(settings, context.target, self._accounts, self.lease)
         self.replay = empty_replay(trainer)
         self.recalled = Recalled(settings.recall) if settings.drafter.mixes else None
         live = LiveRequests(trainer, self._publisher, self._accounts.status, self._drifted)
@@ -95,7 +96,7 @@ class Worker:
         self._forgetting = Forgetting(self._domain, Purges(redis_url), self.intake, self._accounts.learnt)
         spare = partial(self._spare, self._alive)
         self._investor = Investor(settings, self._loads, self._capacity, self._slowing, self._invested)
-        self._telling = Telling(self._domain, TrainingReports(redis_url), self._accounts, self.replay, self._lease.held)
+        self._telling = Telling(self._domain, TrainingReports(redis_url), self._accounts, self.replay, self.lease.held)
         self._candidates = Candidates(
             self._publisher, self._accounts, spare, self._capacity.working, self._investor.worth, context.target.label,
             trainer.drift_fall, Upstreams(self._loads, self._domain),
@@ -129,7 +130,7 @@ class Worker:
             service, others = self._service, (self.intake, self._loads, self._ledger, self._telling, self._forgetting)
             for connection in (*others, service.pointer, service.events):
                 connection.close()
-            self._lease.release()
+            self.lease.release()
 
     def stop(self) -> None:
         """End ``run`` after the micro-step that is under way."""
@@ -159,7 +160,7 @@ class Worker:
     def _open(self) -> Learner | None:
         """Take up the checkpoint, else the version in service; None while there is none, or another trainer."""
         try:
-            version = take_up(self._domain, self._service, self._publisher, self._lease)
+            version = take_up(self._domain, self._service, self._publisher, self.lease)
         except NotYet as error:
             self._say("waiting", str(error))
             return None
@@ -243,7 +244,7 @@ class Worker:
 
     def _alive(self) -> None:
         """Say that this trainer goes on."""
-        self._lease.alive()
+        self.lease.alive()
         self._forgetting.alive()
 
     def _look(self) -> None:

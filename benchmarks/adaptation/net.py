@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
-import ray
-from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
 from benchmarks import serve
@@ -250,12 +248,12 @@ def _served(settings: Settings, first: First, traffic: Traffic, way: str, report
     said: dict[str, Any] = {}
     with Embedded(settings) as service:
         if service.trainer is not None:
-            _wait_for(service.trainer)
+            _wait_for_trainer(service)
         with ServiceSampler(service.url, key) as sampler:
             clients = serve.measure(traffic.prompts, service.url, load, key, report)
             if service.trainer is not None:
-                _answer(service.trainer.pause.remote())  # what the last counters say is what the traffic cost
-                said = _answer(service.trainer.status.remote())
+                _ask(service, "pause")  # what the last counters say is what the traffic cost
+                said = _ask(service, "status")
         size = record_bytes(service.redis_url, settings.capture.stream)
     if clients.tally.failed:
         reason, _ = clients.tally.errors.most_common(1)[0]
@@ -283,23 +281,23 @@ def record_bytes(redis_url: str, prefix: str) -> float:
     return sum(sizes) / len(sizes) if sizes else 0.0
 
 
-def _answer(reference: Any) -> Any:
-    """What a call to the trainer returns.
+def _ask(service: Embedded, method: str) -> Any:
+    """What a method of the trainer answers.
 
     Raises:
-        BenchError: it does not return in time.
+        BenchError: it does not answer in time.
     """
     try:
-        return ray.get(reference, timeout=_START_SECONDS)
-    except GetTimeoutError:
-        raise BenchError(f"the trainer does not answer within {_START_SECONDS:.0f} s") from None
+        return service.ask_trainer(method)
+    except TimeoutError as error:
+        raise BenchError(f"the trainer does not answer: {error}") from None
 
 
-def _wait_for(trainer: Any) -> None:
+def _wait_for_trainer(service: Embedded) -> None:
     """Return when the trainer follows the stream: what its start costs is not what training costs."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
-        said: dict[str, Any] = _answer(trainer.status.remote())
+        said: dict[str, Any] = _ask(service, "status")
         if said["detail"] != "starting":
             return
         if said["failure"] or time.monotonic() > deadline:

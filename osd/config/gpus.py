@@ -19,5 +19,5 @@ def trainer_gpus(settings: Settings, there: float) -> float:
     """GPUs of a training process, 0 where it trains on a CPU: by itself it takes what replicas leave over."""
     trainer = settings.trainer
     left = there - settings.serving.most_replicas * replica_gpus(settings, there)
-    fits = left >= trainer.workers * trainer.gpu_share
+    fits = left >= trainer.processes * trainer.workers * trainer.gpu_share
     return trainer.gpu_share if trainer.device == "cuda" or (trainer.device == "auto" and fits) else 0

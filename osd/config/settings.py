@@ -361,6 +361,11 @@ class Settings(Section):
         return self.trainer.enabled and self.drafter.trainable
 
     @property
+    def trained_domains(self) -> tuple[str, ...]:
+        """The domain itself, and those that are trained beside it."""
+        return tuple(dict.fromkeys((self.domain, *self.trainer.extra_domains)))
+
+    @property
     def recalls(self) -> bool:
         """Whether what the target said before is drafted again."""
         return hasattr(self.drafter, "recall")

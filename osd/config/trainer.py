@@ -82,7 +82,14 @@ class TrainerSettings(Section):
         default="tensorboard", description="where losses, verdicts and versions are recorded"
     )
     threads: int = Field(default=1, ge=1, description="CPU threads of a training process")
-    workers: int = Field(default=1, ge=1, description="processes that train together; several need osd[cluster]")
+    workers: int = Field(
+        default=1,
+        ge=1,
+        description="processes that train every drafter together, each on other records; several need osd[cluster]",
+    )
+    processes: int = Field(
+        default=1, ge=1, le=64, description="trainers that the domains are divided among; each domain is trained by one"
+    )
     node_labels: Annotated[tuple[str, ...], LISTED] = Field(
         default=(),
         description="labels of the nodes of a cluster that train, as role=training is one of ray start --labels; "
@@ -125,6 +132,13 @@ class TrainerSettings(Section):
                 raise PydanticCustomError("label", "must be key=value, as role=training is")
             if keys.count(key) > 1:
                 raise PydanticCustomError("two_values", "has two values of {key}, and a node has one", {"key": key})
+        return value
+
+    @field_validator("processes")
+    @classmethod
+    def _is_not_divided_twice(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("workers", 1) > 1:
+            raise PydanticCustomError("divided_twice", "must be 1 where trainer.workers is more than 1")
         return value
 
     @field_validator("anchors")

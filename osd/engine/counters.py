@@ -113,12 +113,19 @@ class EngineCounters:
     forward_seconds: float = 0.0
     rest_seconds: float = 0.0
     swaps: int = 0
+    swap_stall_seconds: float = 0.0
     swap_stall_seconds_max: float = 0.0
     finished: Counter[str] = field(default_factory=Counter)
     histograms: RequestHistograms = field(default_factory=RequestHistograms)
     by_order: dict[tuple[str, int], SourceCounts] = field(default_factory=dict)
     by_version: dict[DraftedBy, SpeculationCounts] = field(default_factory=dict)
     seconds_by_version: dict[DraftedBy, DecodeSeconds] = field(default_factory=dict)
+
+    def swapped(self, stall: float) -> None:
+        """A drafter was swapped in, for which rounds waited so many seconds."""
+        self.swaps += 1
+        self.swap_stall_seconds += stall
+        self.swap_stall_seconds_max = max(self.swap_stall_seconds_max, stall)
 
     def copy(self) -> EngineCounters:
         """The same counts, which no longer grow."""

@@ -174,8 +174,7 @@ class DecodeLoop:
             return
         self.planner.renew(drafter)
         stall = time.perf_counter() - start
-        self.counters.swaps += 1
-        self.counters.swap_stall_seconds_max = max(self.counters.swap_stall_seconds_max, stall)
+        self.counters.swapped(stall)
         log.info("drafter %d of %s swapped in within %.1f ms", drafter.version, drafter.domain, stall * 1e3)
 
     def _drop_cancelled(self) -> None:

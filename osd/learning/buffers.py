@@ -49,11 +49,24 @@ class RecentBuffer:
         The oldest record of the domain with the most tokens leaves first. The newest stays even when it alone is
         larger than the room.
         """
-        newest = key_of(trace)
-        self.records[newest] = trace
+        self.records[key_of(trace)] = trace
         self._count(trace, 1)
+        return self._fit()
+
+    def resize(self, room: Size) -> list[Key]:
+        """Keep records up to this ``room`` from now on; returns those that had to leave, as ``add`` does."""
+        self._room = room
+        return self._fit()
+
+    def discard(self, keys: list[Key]) -> None:
+        """Remove these records as far as they are here."""
+        for key in self.records.keys() & set(keys):
+            self._remove(key)
+
+    def _fit(self) -> list[Key]:
         left: list[Key] = []
         while not self.size.fits(self._room) and len(self.records) > 1:
+            newest = next(reversed(self.records))
             largest = max(self._by_domain, key=lambda domain: self._by_domain[domain])
             oldest = next((key for key, one in self.records.items() if one.domain == largest and key != newest), None)
             # Only the newest is left of the largest domain: the others give way to it.
@@ -61,11 +74,6 @@ class RecentBuffer:
             self._remove(gone)
             left.append(gone)
         return left
-
-    def discard(self, keys: list[Key]) -> None:
-        """Remove these records as far as they are here."""
-        for key in self.records.keys() & set(keys):
-            self._remove(key)
 
     def _remove(self, key: Key) -> None:
         self._count(self.records.pop(key), -1)
@@ -100,7 +108,12 @@ class UniformSample:
         self._size = self._size.plus(trace)
         drawn = unit_hash(f"{key[0]} {key[1]}".encode(), b"anchor")
         heapq.heappush(self._heap, ((1 - drawn) ** (1 / trace.weight) - 1, key))
-        while not self._size.fits(self._room):
+        self.resize(self._room)
+
+    def resize(self, room: Size) -> None:
+        """Keep records up to this ``room`` from now on; what left for a smaller one does not come back."""
+        self._room = room
+        while not self._size.fits(room):
             _, gone = heapq.heappop(self._heap)
             self._size = self._size.plus(self.records.pop(gone), -1)
 

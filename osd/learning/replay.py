@@ -70,14 +70,18 @@ class Replay:
         enough: int = 0,
         most_bytes: float = math.inf,
     ) -> None:
-        self._share, self._enough = held_out, enough
-        aside, kept = math.ceil(tokens * held_out), math.ceil(tokens * anchors)
-        train = Size(tokens - aside - kept, most_bytes * (1 - held_out - anchors))
-        self._train, self._held_out = RecentBuffer(train), RecentBuffer(Size(aside, most_bytes * held_out))
-        self._anchors = UniformSample(Size(kept, most_bytes * anchors if anchors else 0.0))
+        self._share, self._anchor_share, self._enough = held_out, anchors, enough
+        train, aside, kept = self._rooms(tokens, most_bytes)
+        self._train, self._held_out, self._anchors = RecentBuffer(train), RecentBuffer(aside), UniformSample(kept)
         self._parts = (self._train, self._held_out, self._anchors)
         self._fresh: OrderedDict[Key, None] = OrderedDict()
         self._random = np.random.Generator(np.random.PCG64(seed))
+
+    def resize(self, tokens: int, most_bytes: float) -> list[Key]:
+        """Have so much room from now on; returns the records that left for it."""
+        train, aside, kept = self._rooms(tokens, most_bytes)
+        self._anchors.resize(kept)
+        return self._forget(self._train.resize(train)) + self._held_out.resize(aside)
 
     @property
     def tokens(self) -> int:
@@ -206,6 +210,13 @@ class Replay:
     def set_random_state(self, state: dict[str, Any]) -> None:
         """Go on from what ``random_state`` gave."""
         self._random.bit_generator.state = state
+
+    def _rooms(self, tokens: int, most_bytes: float) -> tuple[Size, Size, Size]:
+        """Of the part to train on, of the held-out part and of the anchors."""
+        aside, kept = math.ceil(tokens * self._share), math.ceil(tokens * self._anchor_share)
+        share, anchors = self._share, self._anchor_share
+        train = Size(tokens - aside - kept, most_bytes * (1 - share - anchors))
+        return train, Size(aside, most_bytes * share), Size(kept, most_bytes * anchors if anchors else 0.0)
 
     def _old(self) -> dict[Key, Trace]:
         """Anchors that the training part no longer has."""

@@ -181,7 +181,7 @@ class Investment:
         horizon: seconds for which the traffic is expected to stay.
         price: what a CPU second of training costs, in seconds of a core.
         earns: seconds of a core saved until the horizon.
-        costs: seconds of a core, gates included.
+        costs: seconds of a core, gates and what replicas need to take a version up included.
     """
 
     pays: bool
@@ -267,7 +267,9 @@ class Value:
         """The present ``workloads`` with the drafter in service."""
         return Traffic(workloads, self._depth, self.length)
 
-    def invest(self, workloads: Sequence[Workload], price: float, threads: int, pace: float) -> Investment:
+    def invest(
+        self, workloads: Sequence[Workload], price: float, threads: int, pace: float, uptake: float = 0.0
+    ) -> Investment:
         """Decide on the next slice.
 
         Args:
@@ -275,6 +277,7 @@ class Value:
             price: of a CPU second of training, in seconds of a core.
             threads: cores of the engine.
             pace: CPU seconds of training a second.
+            uptake: what it costs replicas to take up a version, in seconds of a core.
         """
         traffic, horizon = self.traffic(workloads), self.horizon.seconds
 
@@ -283,7 +286,7 @@ class Value:
             rate = traffic.saving_rate(self.length, self.length + gain)
             computed = seconds * (1 + self.overhead)
             earns = threads * max(horizon - computed / pace, 0.0) * max(rate, 0.0)
-            costs = price * computed
+            costs = price * computed + uptake
             return Investment(costs == 0 or earns > costs, seconds, gain, rate, horizon, price, earns, costs)
 
         return max(map(look, _LOOKS), key=lambda one: (one.pays, one.earns - one.costs))

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import msgspec
 
@@ -15,7 +15,12 @@ from osd.registry.pointer_file import PointerFiles, Rollout
 SILENT_SECONDS = 60.0
 """After which a holder that says nothing has lost it: its machine is gone with the lock, or it hangs."""
 
+VANISHED_SECONDS = 4.0
+"""The same for one that is known not to live: what is silent here alone may have a slow disk."""
+
 _TELL_SECONDS = 1.0
+
+Elsewhere = Callable[[], bool | None]
 
 
 class Lease:
@@ -28,9 +33,13 @@ class Lease:
         OSError: from ``take`` and ``held``: the disk does not give or take it.
     """
 
-    def __init__(self, files: PointerFiles, domain: str) -> None:
+    def __init__(self, files: PointerFiles, domain: str, elsewhere: Elsewhere = lambda: None) -> None:
+        """``elsewhere`` says whether another trainer that lives has the domain, None where that is not known.
+
+        Where trainers do not see the same files, nothing else keeps the next one waiting.
+        """
         self.fence = 0
-        self._files, self._domain = files, domain
+        self._files, self._domain, self._elsewhere = files, domain, elsewhere
         self._path = files.storage.local / f".{domain}.trainer"
         self._descriptor: int | None = None
         self._beat, self._beat_at, self._told_at = 0, 0.0, -_TELL_SECONDS
@@ -46,7 +55,9 @@ class Lease:
         if self.fence:
             self._files.check(self._domain, self.fence)
             return True
-        if not self._lock() and not self._silent():
+        mine, elsewhere = self._lock(), self._elsewhere()
+        silence = VANISHED_SECONDS if elsewhere is False else SILENT_SECONDS
+        if (elsewhere or not mine) and not self._silent(silence):
             return False
 
         def number(now: Rollout | None) -> Rollout:
@@ -108,9 +119,9 @@ class Lease:
         self._descriptor = descriptor
         return True
 
-    def _silent(self) -> bool:
-        """Whether who has the lock has said nothing for long, by this machine's clock alone."""
+    def _silent(self, seconds: float) -> bool:
+        """Whether who has the domain has said nothing for so long, by this machine's clock alone."""
         beat, now = self._path.stat().st_mtime_ns, time.monotonic()
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
-        return now - self._beat_at > SILENT_SECONDS
+        return now - self._beat_at > seconds

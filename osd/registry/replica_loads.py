@@ -5,15 +5,12 @@ Taps tell the same of the servers behind them.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
 import msgspec
-import redis
-from redis.exceptions import DataError
 
 from osd.demand import Workload
 from osd.machine import machine as this_machine
 from osd.redis_client import RedisClient
+from osd.registry.live_reports import LiveReports
 
 EXPIRY_MS = 2000
 """A replica that has not reported for so long is gone."""
@@ -25,36 +22,6 @@ ATTENTION_MS = 10_000
 """For how long after a look somebody counts as looking."""
 
 _KEY, _WORKLOADS_KEY, _UPSTREAMS_KEY = "osd:load", "osd:workloads", "osd:upstreams"
-
-# Reports carry the server's time: the clocks of replicas and trainer may differ.
-_REPORT = """
-local now = redis.call('TIME')
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f ', now[1] * 1000 + now[2] / 1000) .. ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-return redis.call('EXISTS', KEYS[2])
-"""
-
-# It writes too: a Redis that takes no reports, because it is full or a replica, must not look like one without any.
-_READ = """
-local now = redis.call('TIME')
-redis.call('SET', KEYS[2], 1, 'PX', ARGV[2])
-local oldest = now[1] * 1000 + now[2] / 1000 - ARGV[1]
-local fields = redis.call('HGETALL', KEYS[1])
-local fresh = {}
-for i = 1, #fields, 2 do
-  local space = string.find(fields[i + 1], ' ', 1, true)
-  if tonumber(string.sub(fields[i + 1], 1, space - 1)) < oldest then
-    redis.call('HDEL', KEYS[1], fields[i])
-  else
-    fresh[#fresh + 1] = fields[i]
-    fresh[#fresh + 1] = string.sub(fields[i + 1], space + 1)
-  end
-end
-return fresh
-"""
-
-
-_Said = TypeVar("_Said")
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):
@@ -116,8 +83,9 @@ class ReplicaLoads(RedisClient):
         """Tell and read the loads of ``machine``'s replicas, None for this one's."""
         super().__init__(url)
         self._key = f"{_KEY}:{machine or this_machine()}"
-        self._report = self._client.register_script(_REPORT)
-        self._read = self._client.register_script(_READ)
+        self._loads = LiveReports(self._client, self._key, ReplicaLoad, "replica loads")
+        self._workloads = LiveReports(self._client, _WORKLOADS_KEY, Workloads, "workloads")
+        self._upstreams = LiveReports(self._client, _UPSTREAMS_KEY, UpstreamReport, "upstreams")
 
     def report(self, replica_id: str, load: ReplicaLoad, workloads: Workloads | None = None) -> bool:
         """Report a replica's load, which stays for two seconds, and what is asked of it, which stays for ten.
@@ -125,9 +93,9 @@ class ReplicaLoads(RedisClient):
         Says whether somebody looks at the loads.
         """
         with self._client.pipeline(transaction=False) as pipe:
-            self._tell(self._key, replica_id, load, EXPIRY_MS, pipe)
+            self._loads.tell(replica_id, load, EXPIRY_MS, pipe)
             if workloads is not None:
-                self._tell(_WORKLOADS_KEY, replica_id, workloads, WORKLOADS_EXPIRY_MS, pipe)
+                self._workloads.tell(replica_id, workloads, WORKLOADS_EXPIRY_MS, pipe)
             return bool(pipe.execute()[0])
 
     def read(self) -> dict[str, ReplicaLoad]:
@@ -136,7 +104,7 @@ class ReplicaLoads(RedisClient):
         Raises:
             redis.exceptions.RedisError: also when Redis takes no reports now.
         """
-        return self._fresh(self._key, EXPIRY_MS, ReplicaLoad)
+        return self._loads.read(EXPIRY_MS, ATTENTION_MS)
 
     def workloads(self) -> dict[str, Workloads]:
         """What is asked of the replicas that reported it within the last ten seconds.
@@ -144,11 +112,11 @@ class ReplicaLoads(RedisClient):
         Raises:
             redis.exceptions.RedisError: also when Redis takes no reports now.
         """
-        return self._fresh(_WORKLOADS_KEY, WORKLOADS_EXPIRY_MS, Workloads)
+        return self._workloads.read(WORKLOADS_EXPIRY_MS, ATTENTION_MS)
 
     def report_upstream(self, name: str, report: UpstreamReport) -> None:
         """Report a server behind a tap; it stays for ten seconds."""
-        self._tell(_UPSTREAMS_KEY, name, report, WORKLOADS_EXPIRY_MS, self._client)
+        self._upstreams.tell(name, report, WORKLOADS_EXPIRY_MS)
 
     def upstreams(self) -> dict[str, UpstreamReport]:
         """The servers behind taps that were reported within the last ten seconds.
@@ -156,17 +124,4 @@ class ReplicaLoads(RedisClient):
         Raises:
             redis.exceptions.RedisError: also when Redis takes no reports now.
         """
-        return self._fresh(_UPSTREAMS_KEY, WORKLOADS_EXPIRY_MS, UpstreamReport)
-
-    def _tell(self, key: str, name: str, said: Any, expiry_ms: int, client: redis.Redis) -> None:
-        self._report([key, f"{key}:read"], [name, msgspec.json.encode(said), expiry_ms], client)
-
-    def _fresh(self, key: str, expiry_ms: int, kind: type[_Said]) -> dict[str, _Said]:
-        fields: list[bytes] = self._read(keys=[key, f"{key}:read"], args=[expiry_ms, ATTENTION_MS])
-        try:
-            return {
-                name.decode(): msgspec.json.decode(data, type=kind)
-                for name, data in zip(fields[::2], fields[1::2], strict=True)
-            }
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise DataError(f"replica loads: {error}") from None
+        return self._upstreams.read(WORKLOADS_EXPIRY_MS, ATTENTION_MS)

@@ -23,6 +23,11 @@ class Expected(msgspec.Struct, frozen=True):
     earns: float
     costs: float
 
+    @property
+    def net(self) -> float:
+        """Seconds of a core that it earns beyond its cost, 0 where it does not pay."""
+        return max(self.earns - self.costs, 0.0)
+
 
 class Training(msgspec.Struct, frozen=True):
     """What training of a domain's drafter has done since its first start.

@@ -61,7 +61,7 @@ class Feeds:
         self._redis, self._prefix = connect(redis_url), settings.capture.stream
         self._ledger = Ledger(redis_url)
         self._reports = TrainingReports(redis_url)
-        self._domains = list(dict.fromkeys((settings.domain, *settings.trainer.extra_domains)))
+        self._domains = settings.trained_domains
         self._spent, self._training, self._spent_at = Spent(), dict[str, Training](), 0.0
         self._tried_since: dict[str, float] = {}
         self._lock = threading.Lock()

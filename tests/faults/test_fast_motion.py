@@ -33,6 +33,7 @@ from osd.registry.versions import Registry
 from serving import prometheus
 from serving.replica_metrics import ReplicaMetrics
 from serving.reporter import Control, Reporter
+from serving.rollout_follower import Uptake
 from tests.pointers import put
 from tests.tiny import VOCABULARY
 from tests.traces import small_trace
@@ -103,7 +104,7 @@ class Service:
         self.table, self.text = memories.of(""), memories.backend.text(64)
         self.metrics = ReplicaMetrics()
         loads, control = ends.enter_context(ReplicaLoads(url)), ends.enter_context(Control(url))
-        self.reporter = Reporter("a", self.client.engine, self.writer, [], loads, control, self.metrics.push)
+        self.reporter = Reporter("a", self.client.engine, self.writer, [], Uptake(), loads, control, self.metrics.push)
         self.records, self.number, self.received = list(records()), 0, 0
 
     def capture(self, version):

@@ -132,6 +132,7 @@ def test_what_is_no_exchange_of_the_target_is_left_out_and_the_rest_goes_on(sett
         ({"trainer": {"positions": "rejected"}}, "trainer.positions"),
         ({"trainer": {"samples": "student"}}, "trainer.samples"),
         ({"trainer": {"workers": 2}}, "trainer.workers"),
+        ({"trainer": {"processes": 2}}, "trainer.processes"),
         ({"trainer": {"extra_domains": "sql"}}, "trainer.extra_domains"),
     ],
 )

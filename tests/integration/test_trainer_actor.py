@@ -73,7 +73,7 @@ def send(settings, redis_url, next_token_logits, tiny_target):
 
 @pytest.fixture
 def trainer(ray_cluster, settings, redis_url):
-    handle = app.start(settings, redis_url)
+    (handle,) = app.start(settings, redis_url).actors
     yield handle
     ray.get(handle.stop.remote())
     ray.kill(handle)
@@ -120,6 +120,50 @@ def test_it_learns_publishes_pauses_and_resumes_after_being_killed(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_trainers_divide_the_domains_and_who_is_killed_has_some_again_when_ray_has_started_it(
+    ray_cluster, settings, redis_url, tiny_target, tmp_path, send, eventually
+):
+    def pids():
+        return [ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60) for actor in trainers.actors]
+
+    def domains():
+        return [status(actor).get("domains", []) for actor in trainers.actors]
+
+    drafter = initial(settings.drafter, tiny_target, tmp_path)
+    with Pointer(redis_url, settings.registry_dir) as pointer:
+        for domain in ("code", "sql", "math"):
+            number = Registry(settings.registry_dir).publish(domain, drafter.weights(), drafter.config(), {})
+            put(pointer, domain, Rollout(number, None, 0.0, time.time()))
+    update = {"processes": 2, "extra_domains": ("code", "sql", "math"), "tracking": "none"}
+    several = settings.model_copy(update={"trainer": settings.trainer.model_copy(update=update)})
+    trainers = app.start(several, redis_url)
+    try:
+        assert app.running("trainer-tests") == ["osd-trainer", "osd-trainer-2"]
+        send(0, 60)
+        eventually(lambda: [len(some) for some in domains()] == [2, 2], seconds=90)
+        eventually(lambda: trainers.status()["published"] >= 1, seconds=90)
+        first = 0 if "general" in domains()[0] else 1
+        killed = pids()[first]
+        os.kill(killed, signal.SIGKILL)
+        at = time.monotonic()
+        eventually(lambda: "general" in status(trainers.actors[1 - first])["domains"], seconds=30)
+        print(f"the other trainer has its domains after {time.monotonic() - at:.1f} s")
+        eventually(lambda: trainers.status()["steps"] >= 40, seconds=60)  # of the checkpoint
+        eventually(lambda: [len(some) for some in domains()] == [2, 2], seconds=120)
+        assert killed not in pids()
+        assert trainers.pause()
+        said = trainers.status()
+        assert [said["state"], *(said["extra_domains"][name]["state"] for name in ("code", "sql", "math"))] == (
+            4 * ["paused"]
+        )
+        trainers.resume()
+        assert trainers.stop(20.0)
+    finally:
+        trainers.kill()
+
+
+@pytest.mark.soak
 @pytest.mark.fault(
     "one of several training workers is killed",
     "training goes on from the checkpoint, and what was not acknowledged is read again",
@@ -148,7 +192,8 @@ def test_several_workers_train_together_and_go_on_when_one_of_them_is_killed(
         return None
 
     update = {"workers": 2, "steps_per_candidate": 15, "tracking": "none"}
-    handle = app.start(settings.model_copy(update={"trainer": settings.trainer.model_copy(update=update)}), redis_url)
+    together = settings.model_copy(update={"trainer": settings.trainer.model_copy(update=update)})
+    (handle,) = app.start(together, redis_url).actors
     try:
         send(0, 60)
         eventually(lambda: status(handle)["published"] >= 1, seconds=200)

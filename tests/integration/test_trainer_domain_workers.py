@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from osd.capture.writer import TraceWriter
 from osd.config import Settings
+from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.pointer_file import FencedError, PointerFiles
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
+from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry
 from tests.pointers import put
 from tests.unit.learning.test_value import workload
@@ -146,3 +153,136 @@ def test_an_error_in_one_domain_ends_the_others_and_is_raised(
     workers = DomainWorkers(settings, redis_url, TargetContext(TARGET, VOCABULARY, HIDDEN, broken))
     with pytest.raises(MemoryError, match="no memory"):
         workers.run()
+
+
+def test_two_trainers_divide_the_domains_and_the_one_that_is_left_goes_on_from_the_checkpoints(
+    redis_url: str, settings: Settings, pointer: Pointer, start: Start, eventually
+) -> None:
+    """In one process: locks of leases belong to who has opened them."""
+    torch.manual_seed(0)
+    domains = [f"domain-{n}" for n in range(4)]
+    for domain in domains:
+        number = Registry(settings.registry_dir).publish(domain, Toy().weights(), Toy().config(), {})
+        put(pointer, domain, Rollout(number, None, 0.0, time.time()))
+    trainer = {"processes": 2, "extra_domains": ("code", *domains), "replay_tokens": 6000, "replay_mb": 12}
+    shared = settings.model_copy(update={"trainer": settings.trainer.model_copy(update=trainer)})
+    writer = TraceWriter(redis_url, shared.capture.model_copy(update={"max_queue": 2000}))
+
+    def send(domain: str, first: int, count: int) -> None:
+        for n in range(first, first + count):
+            assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
+
+    def done(domain: str) -> Training:
+        return reports.get([domain]).get(domain, Training())
+
+    for domain in shared.trained_domains:
+        send(domain, 0, 30)
+    context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
+    both = [DomainWorkers(shared, redis_url, context) for _ in range(2)]
+    threads = [threading.Thread(target=workers.run) for workers in both]
+    for thread in threads:
+        thread.start()
+    reports = TrainingReports(redis_url)
+    try:
+        eventually(lambda: [len(workers.status()["domains"]) for workers in both] == [3, 3], 20)
+        first, second = (set(workers.status()["domains"]) for workers in both)
+        assert first | second == set(shared.trained_domains)
+
+        eventually(lambda: all(done(domain).steps > 20 for domain in domains), 30)
+        assert {both[0].status()["extra_domains"][domain]["detail"] for domain in second - {"general"}} == {
+            "no domain of this trainer now"
+        }
+        assert {running.worker.intake._resized for running in both[0]._running.values()} == {(2000, 4)}
+        both[1].stop()
+        threads[1].join(20)
+        assert not threads[1].is_alive()
+        before = {domain: done(domain).steps for domain in second}
+        for domain in second:
+            send(domain, 30, 10)
+        eventually(lambda: all(done(domain).steps > before[domain] for domain in second), 20)
+        assert both[0].status()["domains"] == sorted(shared.trained_domains)
+        assert {running.worker.intake._resized for running in both[0]._running.values()} == {(1000, 2)}
+        assert {pointer.get(domain).fence for domain in second} == {2}  # type: ignore[union-attr]
+    finally:
+        for workers, thread in zip(both, threads, strict=True):
+            workers.stop()
+            thread.join(20)
+            assert not thread.is_alive()
+        writer.close()
+        reports.close()
+
+
+class Given:
+    """A share that a test gives."""
+
+    def __init__(self, *domains: str) -> None:
+        self.mine: tuple[str, ...] = domains
+        self.held: list[str] = []
+        self.errors: list[FencedError] = []
+
+    def domains(self, held: Collection[str]) -> Collection[str]:
+        self.held = sorted(held)
+        return self.mine
+
+    def elsewhere(self, domain: str) -> None:
+        return None
+
+    def lost(self, error: FencedError) -> None:
+        self.errors.append(error)
+
+    def close(self) -> None:
+        self.held = []
+
+
+@pytest.fixture
+def given(redis_url: str, settings: Settings, start: Start) -> Iterator[tuple[DomainWorkers, Given]]:
+    """Workers of a share, on records of two domains that both learn from."""
+    share = Given("general", "code")
+    context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())
+    workers = DomainWorkers(settings, redis_url, context, share)
+    with contextlib.closing(TraceWriter(redis_url, settings.capture.model_copy(update={"max_queue": 2000}))) as writer:
+        for domain in share.mine:
+            for n in range(40):
+                assert writer.offer(make_trace(f"{domain}-{n}", completion=30, seed=n, domain=domain))
+        thread = threading.Thread(target=workers.run)
+        thread.start()
+        yield workers, share
+        workers.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert share.held == []
+
+
+def test_a_domain_that_goes_elsewhere_is_saved_let_go_and_forgotten_and_goes_on_when_it_comes_back(
+    given: tuple[DomainWorkers, Given], settings: Settings, eventually
+) -> None:
+    workers, share = given
+    eventually(lambda: workers.status()["steps"] > 10)
+    memory = weakref.ref(workers._running["general"].worker.replay)
+    steps = workers.status()["steps"]
+    share.mine = ("code",)
+    eventually(lambda: workers.status()["domains"] == share.held == ["code"])
+    assert workers.status()["steps"] == 0
+    files = PointerFiles(settings.registry_dir)
+    other = Lease(files, "general")
+    assert other.take(Rollout(1, None, 0.0, 1.0)), "the lease is free"
+    gc.collect()
+    assert memory() is None
+    other.release()
+    share.mine = ("code", "general")
+    eventually(lambda: workers.status()["steps"] >= steps)
+    assert share.errors == []
+
+
+def test_one_of_several_lets_a_domain_go_that_another_trainer_has_taken_over_and_trains_the_others(
+    given: tuple[DomainWorkers, Given], settings: Settings, eventually
+) -> None:
+    workers, share = given
+    eventually(lambda: share.held == ["code", "general"])
+    files = PointerFiles(settings.registry_dir)
+    files.update("general", lambda now: now and msgspec.structs.replace(now, fence=now.fence + 1))
+    share.mine = ("code",)
+    eventually(lambda: share.errors)
+    assert str(share.errors[0]).startswith("another trainer has taken over general: ")
+    eventually(lambda: workers.status()["domains"] == ["code"])
+    eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
 from trainer import checkpoint as checkpoint_module
 from trainer import worker as worker_module
 from trainer.accounts import CostMeter
+from trainer.investor import Investor, Worth
 
 
 def pending(client):
@@ -47,6 +49,28 @@ def test_a_better_drafter_is_learned_from_the_stream_and_put_in_service(make_loo
     assert [event["version"] for event in told] == list(range(2, stable + 1))
     assert told[0]["acceptance"] == first["acceptance"]
     assert any(event["kind"] == "train_step" and event["loss"] > 0 for event in loop.events.recent())
+
+
+def test_what_saves_less_than_it_costs_replicas_to_take_up_is_not_published_and_trained_on(
+    make_loop, eventually, monkeypatch
+):
+    worth = Worth(saving_rate=0.001, horizon=600.0, uptake=2.0, price=1.0)
+    monkeypatch.setattr(Investor, "worth", lambda *given: worth)
+    loop = make_loop()
+    loop.first_version()
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["rejected"] >= 2)
+    status = worker.status()
+    assert (status["published"], loop.pointer.get("general").stable) == (0, 1)
+    assert status["gate"]["reason"] == (
+        "it is expected to save 0.6 seconds of a core, and taking it up costs replicas 2"
+    )
+    assert status["gate"]["acceptance"] > status["gate"]["baseline_acceptance"]
+    worth = replace(worth, uptake=0.5)
+    loop.send(10)
+    eventually(lambda: worker.status()["published"] >= 1)
+    assert loop.registry.load("general", 2).manifest["worth"]["uptake_seconds"] == 0.5
 
 
 def test_serving_is_told_what_training_has_done_and_no_count_falls_when_the_checkpoint_is_lost(make_loop, eventually):
@@ -369,6 +393,7 @@ def test_a_fall_of_live_acceptance_is_told_and_counted(make_loop, eventually):
     worker = loop.start()
     eventually(lambda: worker.status()["drifts"] == 1)
     assert worker.status()["drift"]["before"] > worker.status()["drift"]["now"] + 0.2
+    eventually(lambda: any(event["kind"] == "drift" for event in loop.events.recent()))
     (told,) = [event for event in loop.events.recent() if event["kind"] == "drift"]
     assert told["version"] == 1
     assert told["source"] == "general"

@@ -268,6 +268,8 @@ def test_a_divided_target_refuses_what_each_process_would_choose_alone():
         ("serving.replicas=2", "serving.imbalance", "-1", "must be at least 0"),
         ("serving.replicas=2", "serving.routing", "random", "must be 'beginnings' or 'load'"),
         ("trainer.workers=2", "trainer.node_labels", "training", "must be key=value, as role=training is"),
+        ("trainer.workers=2", "trainer.processes", "2", "must be 1 where trainer.workers is more than 1"),
+        ("trainer.workers=1", "trainer.processes", "65", "must be at most 64"),
         ("trainer.workers=2", "trainer.node_labels", "a=1,a=2", "has two values of a, and a node has one"),
     ],
 )

@@ -22,6 +22,8 @@ def asked(there: float, *overrides: str) -> tuple[float, float]:
         (1, ("serving.gpu_share=0.7", "trainer.gpu_share=0.3"), (0.7, 0.3)),
         (1, ("serving.gpu_share=0.5", "serving.replicas=2"), (0.5, 0)),
         (2, ("trainer.workers=2",), (1, 0)),
+        (2, ("trainer.processes=2",), (1, 0)),
+        (3, ("trainer.processes=2",), (1, 1)),
         (3, ("trainer.workers=2",), (1, 1)),
         (4, ("trainer.device=cpu",), (1, 0)),
         (4, ("target.device=cpu",), (0, 1)),

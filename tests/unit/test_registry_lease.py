@@ -83,6 +83,34 @@ def test_a_trainer_that_has_been_silent_is_replaced_and_can_write_nothing_when_i
             refused()
 
 
+def test_one_that_is_known_to_be_gone_need_not_be_silent_for_long(files, monkeypatch):
+    now, lives = 1000.0, None
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    silent, next_one = Lease(files, "general"), Lease(files, "general", lambda: lives)
+    assert silent.take(ROLLOUT)
+    for _ in range(20):  # two looks a second
+        assert not next_one.take(ROLLOUT)
+        now += 0.5
+    lives = False
+    assert next_one.take(ROLLOUT)
+    other = Lease(files, "general", lambda: False)
+    for _ in range(20):  # who is gone only for whoever says so speaks, and keeps it
+        next_one.alive()
+        assert not other.take(ROLLOUT)
+        now += 0.5
+    for one in (silent, next_one, other):
+        one.release()
+
+
+def test_where_a_trainer_has_other_files_its_word_keeps_the_next_one_waiting_until_it_has_been_silent(make, files):
+    lives: bool | None = True
+    mine = Lease(files, "general", lambda: lives)
+    assert not mine.take(ROLLOUT)  # though the lock is free here
+    lives = False
+    assert mine.take(ROLLOUT)
+    mine.release()
+
+
 def test_a_trainer_that_speaks_is_not_replaced_however_long_it_has_the_domain(make, monkeypatch):
     first, second = make(), make()
     now = 1000.0

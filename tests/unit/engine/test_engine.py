@@ -200,7 +200,7 @@ def test_a_swap_in_mid_request_changes_speed_and_not_the_output(target_dir: Path
         assert client.engine.drafter_version == 2
     assert result.tokens == oracle.greedy(prompt, 90)
     assert counters.swaps == 1
-    assert counters.swap_stall_seconds_max > 0
+    assert counters.swap_stall_seconds >= counters.swap_stall_seconds_max > 0
     assert set(counters.by_version) == {("general", 1), ("general", 2)}
     assert sum(counts.drafted for counts in counters.by_version.values()) == result.counts.drafted
     assert counters.by_version["general", 2].acceptance_rate < 0.1, "random weights agree by chance only"

@@ -340,3 +340,28 @@ def test_a_purged_request_leaves_every_part_with_all_its_segments_and_nothing_el
         assert replay.tokens == 12 * len(replay.known())
         assert replay.purge(lambda request, gone=gone: request == gone) == []
     assert all(trace.request_id in dict(replay.known()) for _ in range(20) for trace in replay.sample(200).traces)
+
+
+def test_a_smaller_room_makes_the_oldest_leave_every_part_and_a_larger_one_is_filled_again():
+    replay = Replay(10_000, 0.1, anchors=0.2)
+    names = TRAIN[:200] + HELD[:20]
+    for name in names:
+        replay.add(make_trace(name))
+    smaller = Replay(600, 0.1, anchors=0.2)
+    for name in names:
+        smaller.add(make_trace(name))
+    left = replay.resize(600, math.inf)
+    assert replay.tokens <= 600
+    assert {part: replay.known(part) for part in ("train", "held_out", "anchors")} == {
+        part: smaller.known(part) for part in ("train", "held_out", "anchors")
+    }
+    assert {name for name, _ in left} == set(names) - {
+        name for part in ("train", "held_out") for name, _ in replay.known(part)
+    }
+    assert replay.fresh_records == len(replay.known("train"))
+    assert replay.resize(10_000, math.inf) == []
+    replay.add(make_trace(TRAIN[200]))
+    assert replay.tokens > 600 - 12
+    room = replay.bytes // 2
+    assert replay.resize(10_000, room)
+    assert replay.bytes <= room

@@ -132,6 +132,8 @@ def test_training_pays_while_much_is_to_be_gained_and_no_longer_when_it_is_learn
         ({"workloads": [workload(0.001, (1.0, 1.1, 1.2, 1.3))]}, False),
         ({"workloads": []}, False),
         ({"pace": 0.005}, False),
+        ({"uptake": 1.0}, True),
+        ({"uptake": 1000.0}, False),
     ],
 )
 def test_a_slice_pays_by_price_traffic_and_the_time_that_it_takes(change, pays):

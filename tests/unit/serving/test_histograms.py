@@ -11,6 +11,7 @@ from osd.metrics import SpeculationCounts
 from serving.prometheus import render
 from serving.replica_metrics import ReplicaMetrics, Totals
 from serving.reporter import Reporter
+from serving.rollout_follower import Uptake
 
 
 class Engine:
@@ -41,7 +42,7 @@ class Engine:
 
 
 def report_of(engine, name="a", time=100.0):
-    reporter = Reporter(name, engine, None, [], None, None, None)  # type: ignore[arg-type]
+    reporter = Reporter(name, engine, None, [], Uptake(), None, None, None)  # type: ignore[arg-type]
     report = reporter.report()
     object.__setattr__(report, "time", time)
     return report

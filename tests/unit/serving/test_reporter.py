@@ -10,6 +10,7 @@ from osd.engine.counters import DecodeSeconds, EngineCounters, EngineLoad
 from osd.metrics import SpeculationCounts
 from serving.replica_metrics import TableSize
 from serving.reporter import LOAD_SECONDS, Reporter, Switches
+from serving.rollout_follower import Uptake
 
 
 class Engine:
@@ -57,7 +58,7 @@ class Control:
 @pytest.fixture
 def scene():
     engine, loads = Engine(), Loads()
-    reporter = Reporter("r1", engine, None, [], loads, Control(), lambda report: 1.0)  # type: ignore[arg-type]
+    reporter = Reporter("r1", engine, None, [], Uptake(), loads, Control(), lambda report: 1.0)  # type: ignore[arg-type]
     reporter.start()
     yield engine, loads, reporter
     reporter.close()
@@ -102,7 +103,7 @@ def test_counters_are_pushed_as_often_as_they_are_asked_for():
         pushed.append(time.monotonic())
         return 0.05 if len(pushed) < 4 else 60.0
 
-    reporter = Reporter("r1", Engine(), None, [], Loads(), Control(), push)  # type: ignore[arg-type]
+    reporter = Reporter("r1", Engine(), None, [], Uptake(), Loads(), Control(), push)  # type: ignore[arg-type]
     reporter.start()
     deadline = time.monotonic() + 20
     while len(pushed) < 4:
@@ -124,6 +125,16 @@ def test_the_latency_is_that_of_the_tokens_since_the_report_before(scene):
     assert loads.reported[-1][1].inter_token_ms == pytest.approx(30.0)
     time.sleep(2.5 * LOAD_SECONDS)
     assert loads.reported[-1][1].inter_token_ms == 0.0
+
+
+def test_workloads_say_what_a_new_version_takes_the_replica(scene):
+    engine, loads, reporter = scene
+    engine.counts.swaps, engine.counts.swap_stall_seconds = 4, 0.02
+    reporter._uptake.add(0.3)
+    loads.workloads.clear()
+    while not loads.workloads:
+        time.sleep(0.001)
+    assert loads.workloads[-1][1]["general"].uptake == pytest.approx(0.3 + 0.005)
 
 
 def test_a_report_has_the_seconds_of_each_version(scene):
@@ -158,7 +169,7 @@ def test_a_report_says_how_much_the_tables_of_each_domain_hold_and_counts_that_n
     engine.pool = SimpleNamespace(  # type: ignore[assignment]
         others=dict, recalled=lambda: {domain: SimpleNamespace(tables=mine) for domain, mine in tables.items()}
     )
-    reporter = Reporter("r1", engine, None, [], Loads(), Control(), lambda report: 1.0)  # type: ignore[arg-type]
+    reporter = Reporter("r1", engine, None, [], Uptake(), Loads(), Control(), lambda report: 1.0)  # type: ignore[arg-type]
     for _ in range(3):
         told = reporter.report().tables
     assert told == {"general": TableSize(31, 6400), "acme.general": TableSize(62, 12800)}

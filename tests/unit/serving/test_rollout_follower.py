@@ -16,7 +16,7 @@ from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.versions import Registry, VersionError
 from serving import rollout_follower
-from serving.rollout_follower import DrafterCache, Start, Versions, VersionWatcher, starting_drafter
+from serving.rollout_follower import DrafterCache, Follower, Start, Uptake, Versions, VersionWatcher, starting_drafter
 
 
 class ScriptedPointer:
@@ -210,6 +210,31 @@ def test_a_new_version_is_staged_and_told(settings, registry):
     assert engine.staged == [3]
     assert events.events == [("swapped", 3)]
     assert watcher.rejected == 0
+
+
+def test_what_a_version_takes_is_measured_by_the_cpu_and_the_rounds_that_waited():
+    uptake = Uptake(cores=4)
+    assert uptake.each(swaps=0, stall=0.0) == 0.0
+    uptake.add(0.3)
+    uptake.add(0.1)
+    assert uptake.each(swaps=0, stall=0.0) == pytest.approx(0.2)
+    assert uptake.each(swaps=10, stall=0.5) == pytest.approx(0.2 + 4 * 0.05)
+
+
+def test_a_version_that_is_taken_up_is_counted_and_one_that_is_refused_is_not(settings, registry):
+    uptake = Uptake()
+    versions = Versions(settings, registry, ScriptedPointer(), ScriptedEvents(), OneDrafter(), uptake)
+    follower = Follower(settings.domain, versions, ScriptedEngine(), threading.Event())  # type: ignore[arg-type]
+    assert not follower.use(99, lambda version: None)
+    assert uptake.each(0, 0.0) == 0.0
+
+    def work(version):
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+
+    assert follower.use(3, work)
+    assert 0.05 < uptake.each(0, 0.0) < 1
 
 
 @pytest.mark.parametrize(("misfits", "number"), [((), 2), ((), 99), ((3,), 3)], ids=["damaged", "missing", "misfit"])

@@ -130,3 +130,31 @@ def test_cpu_seconds_belong_to_who_has_the_turn_and_to_all_when_nobody_has():
     assert spent["a"] == pytest.approx(0.3, abs=0.05)
     assert [spent["b"], spent["c"]] == pytest.approx([0.1, 0.1], abs=0.03)
     assert sum(spent.values()) == pytest.approx(time.process_time() - began, abs=0.01)
+
+
+def test_a_domain_that_joins_is_charged_from_then_on_and_what_one_that_left_was_charged_stays_its_own():
+    spent = 0.0
+    turns, stop = DomainScheduler("a", lambda: spent), threading.Event()
+    spent = 1.0
+    turns.join("b")
+    spent = 3.0
+    assert (turns.clock("a"), turns.clock("b")) == (2.0, 1.0)
+    assert turns.take("a", stop)
+    turns.leave("a")
+    assert turns.take("b", stop)  # nobody has to give a turn back that was of a domain which left
+    spent = 7.0
+    assert turns.clock("b") == 5.0
+    turns.join("a")
+    assert turns.clock("a") == 0.0
+
+
+def test_a_domain_that_joins_late_is_level_with_the_others(race):
+    turns, stop = DomainScheduler("a"), threading.Event()
+    assert turns.take("a", stop)
+    time.sleep(0.2)
+    turns.give("a")
+    assert turns.take("a", stop)
+    turns.give("a")
+    turns.join("b")
+    spent = race(turns, {"a": 0.01, "b": 0.01}, 0.3)
+    assert spent["b"] == pytest.approx(spent["a"], rel=0.5)

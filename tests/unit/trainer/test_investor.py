@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -95,13 +96,43 @@ def test_a_decision_is_told_with_its_numbers_when_it_changes_and_after_each_gate
 
 def test_a_manifest_says_what_a_version_is_expected_to_save_in_seconds_of_a_core(monkeypatch):
     scene = Scene(monkeypatch, DEAR)
-    assert scene.it.worth(scene.learner, decision(1.5, 2.0)) == {}
+    assert scene.it.worth(scene.learner, decision(1.5, 2.0)) is None
     scene.pays()
     scene.learner.value.length = 1.5
     found = scene.it.worth(scene.learner, decision(1.5, 2.0))
     rate = scene.learner.value.traffic([DEAR["r1"]["general"]]).saving_rate(1.5, 2.0)
-    assert found["saving_rate"] == pytest.approx(2 * rate, abs=1e-6)
+    assert found is not None
+    assert found.figures()["saving_rate"] == pytest.approx(2 * rate, abs=1e-6)
     assert rate > 0.05
+
+
+def test_a_version_is_worth_it_that_saves_more_than_all_replicas_need_to_take_it_up(monkeypatch):
+    mine = DEAR["r1"]["general"]
+
+    def worth(uptake, beside=True, length=2.0):
+        said = {name: {"general": replace(mine, uptake=uptake)} for name in ("r1", "r2")}
+        scene = Scene(monkeypatch, said, beside=beside)
+        scene.pays()
+        scene.learner.value.length = 1.5
+        return scene.it.worth(scene.learner, decision(1.5, length))
+
+    saved = worth(0.0).saving_rate * worth(0.0).horizon
+    assert worth(0.49 * saved).pays
+    assert worth(0.49 * saved).uptake == pytest.approx(0.98 * saved)
+    assert not worth(0.51 * saved).pays
+    assert worth(0.51 * saved, beside=False).pays, "what costs nothing pays"
+    assert worth(0.0, length=1.5).pays
+    assert not worth(0.001, length=1.5).pays
+    assert worth(0.25).figures()["uptake_seconds"] == 0.5
+
+
+def test_taking_versions_up_is_part_of_what_training_costs(monkeypatch):
+    costs = []
+    for uptake in (0.0, 7.0):
+        scene = Scene(monkeypatch, {"r1": {"general": replace(DEAR["r1"]["general"], uptake=uptake)}}, price=2.0)
+        scene.pays()
+        costs.append(scene.told[0].costs)
+    assert costs[1] - costs[0] == pytest.approx(14.0)
 
 
 def test_between_two_looks_the_decision_stays_and_a_gate_or_the_end_of_requests_makes_another(monkeypatch):
