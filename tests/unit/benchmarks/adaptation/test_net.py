@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -176,7 +175,6 @@ class Service:
         monkeypatch.setattr(net, "Embedded", self.embedded)
         monkeypatch.setattr(net, "ServiceSampler", self.sampler)
         monkeypatch.setattr(net.serve, "measure", self.measure)
-        monkeypatch.setattr(net.ray, "get", lambda answer, timeout: answer)
         monkeypatch.setattr(net, "record_bytes", lambda redis_url, prefix: 1000.0)
 
     @contextmanager
@@ -187,10 +185,7 @@ class Service:
             first = Registry(settings.registry_dir).load(settings.domain, 1)
             assert first.weights["w"].equal(torch.ones(2))
         if settings.trains:
-            self.trainer = SimpleNamespace(
-                pause=SimpleNamespace(remote=lambda: self.calls.append("pause")),
-                status=SimpleNamespace(remote=self.say),
-            )
+            self.trainer = object()
         yield self
         self.calls.append("down")
 
@@ -205,9 +200,10 @@ class Service:
         self.load = load
         return Found(self.tally, 9.0)
 
-    def say(self):
-        self.calls.append("status")
-        return self.said.pop(0) if len(self.said) > 1 else self.said[0]
+    def ask_trainer(self, method):
+        self.calls.append(method)
+        if method == "status":
+            return self.said.pop(0) if len(self.said) > 1 else self.said[0]
 
 
 @pytest.fixture
