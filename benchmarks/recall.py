@@ -212,8 +212,10 @@ class Gain:
     ledger_error: float | None
 
 
-def gains(waves: Sequence[Wave]) -> list[Gain]:
-    """Those of every way among ``waves``, plain decoding being one; what one of them was too short for is left out.
+def gains(waves: Sequence[Wave], beside: str = PLAIN) -> list[Gain]:
+    """Those of every way among ``waves`` over the one ``beside``; what one of them was too short for is left out.
+
+    Plain decoding is among them.
 
     Raises:
         BenchError: all of them were too short.
@@ -221,10 +223,10 @@ def gains(waves: Sequence[Wave]) -> list[Gain]:
     by_way: dict[str, dict[int, Wave]] = defaultdict(dict)
     for wave in waves:
         by_way[wave.way][wave.first] = wave
-    plain = {first: wave.tokens_per_second for first, wave in by_way[PLAIN].items()}
+    other = {first: wave.tokens_per_second for first, wave in by_way[beside].items()}
     found = []
     for way, mine in by_way.items():
-        pairs = [(wave.tokens_per_second, plain[first]) for first, wave in mine.items() if first in plain]
+        pairs = [(wave.tokens_per_second, other[first]) for first, wave in mine.items() if first in other]
         pairs = [pair for pair in pairs if all(pair)]
         if not pairs:
             raise BenchError("the completions are too short: each time one ended before all had begun; more --tokens")

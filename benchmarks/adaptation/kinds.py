@@ -65,7 +65,8 @@ class Decoded:
 
     ``speedup`` is over plain decoding of the same prompts, turn by turn. A forward of the target gives a sequence
     ``tokens``, has ``rows`` of its tokens and drafts, and takes ``calls`` of the drafter; rounds that drafted gave
-    ``length`` tokens each. ``depths`` are the shares of these that accepted at least 1, 2, ... tokens.
+    ``length`` tokens each. ``depths`` are the shares of these that accepted at least 1, 2, ... tokens. ``of_recall`` is
+    the speed of a drafter beside recall in that of recall alone, turn by turn.
     """
 
     learnt: str | None
@@ -78,6 +79,7 @@ class Decoded:
     calls: float
     length: float
     depths: list[float]
+    of_recall: Quartiles | None = None
 
 
 def depths_of(found: Sequence[Drafted]) -> list[tuple[int, int]]:
@@ -304,6 +306,7 @@ def _concluded(
     waves: Sequence[tuple[recall.Wave, Calls]], places: dict[str, tuple[str | None, bool]], temperature: float
 ) -> list[Decoded]:
     gains = {gain.way: gain for gain in recall.gains([wave for wave, _ in waves])}
+    of_recall = {gain.way: gain.speedup for gain in recall.gains([wave for wave, _ in waves], recall.RECALL)}
     found = []
     for way, place in places.items():
         mine = [(wave, calls) for wave, calls in waves if wave.way == way]
@@ -321,6 +324,7 @@ def _concluded(
                 calls=sum(calls.made for _, calls in mine) / forwards,
                 length=gain.mean_acceptance_length,
                 depths=[accepted / counts.rounds for accepted in counts.accepted_per_position],
+                of_recall=of_recall[way] if all(place) else None,
             )
         )
     return found

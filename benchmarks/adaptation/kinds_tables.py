@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.adaptation.adapt import ONLINE
+from benchmarks.adaptation.adapt import ONLINE, WAYS
 from benchmarks.adaptation.curves import windows
 from benchmarks.adaptation.kinds import TEMPERATURES, Decoded, Learnt
 from benchmarks.adaptation.report import Plot, Table
@@ -59,6 +59,17 @@ def decoded_tables(stream: str, found: Mapping[str, Sequence[Decoded]]) -> list[
         how = f"temperature {temperature:g}" if temperature else "greedy"
         tables.append(Table(f"{stream}, {how}: beside plain decoding, and of a forward of the target", columns, rows))
     return tables
+
+
+def beside_recall_table(stream: str, found: Mapping[str, Sequence[Decoded]]) -> Table:
+    """The speed of each kind beside recall in that of recall alone, for each temperature and each way to learn."""
+    rows = [
+        (kind, f"{temperature:g}", *("" if one.of_recall is None else one.of_recall.text() for one in mine))
+        for temperature in TEMPERATURES
+        for kind, ways in found.items()
+        if (mine := [one for one in ways if one.temperature == temperature and one.with_recall and one.learnt])
+    ]
+    return Table(f"{stream}: speed beside recall, of recall alone", ("", "temperature", *WAYS), rows)
 
 
 def kinds_plot(stream: str, found: Sequence[Learnt]) -> Plot:

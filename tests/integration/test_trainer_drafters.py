@@ -68,7 +68,7 @@ def batch(seed, drafter, logits, target):
 def test_it_learns_is_saved_resumed_and_published(kind, tiny_target, target, next_token_logits, tmp_path):
     restricted = "vocabulary" in TRAINED_SETTINGS[kind].model_fields
     settings = TRAINED_SETTINGS[kind](**({"vocabulary": VOCABULARY} if restricted else {}))
-    torch.manual_seed(0)
+    torch.manual_seed(2)
     first, plain = (initial(settings, tiny_target, tmp_path) for _ in range(2))
     drafter = WithAcceptanceHead(plain) if plain.state_width else plain
     distiller = Distiller(drafter, TRAINING)

@@ -61,7 +61,13 @@ def drafters(
         fail(f"--turns must be at most --unseen {unseen}, not {turns}")
     kinds = check_kinds(drafter)
     from benchmarks.adaptation import kinds as bench
-    from benchmarks.adaptation.kinds_tables import NOTES, decoded_tables, kinds_plot, learnt_table
+    from benchmarks.adaptation.kinds_tables import (
+        NOTES,
+        beside_recall_table,
+        decoded_tables,
+        kinds_plot,
+        learnt_table,
+    )
     from benchmarks.pair import BenchError
     from osd.registry.versions import VersionError
 
@@ -79,7 +85,8 @@ def drafters(
         except (BenchError, VersionError) as error:
             fail(error)
     tables = [learnt_table(stream.stem, unseen, learnt)]
-    tables += decoded_tables(stream.stem, decoded) if turns else []
+    if turns:
+        tables += [*decoded_tables(stream.stem, decoded), beside_recall_table(stream.stem, decoded)]
     about = {"target": settings.target.source, "trainer": settings.trainer.model_dump(), "passes": passes, "most": most}
     about |= {"records": records, "tokens": tokens, "depth": depth, "growth": settings.growth.model_dump()}
     figures = {

@@ -101,6 +101,9 @@ def test_gains_are_ratios_to_plain_decoding_of_the_same_prompts():
     assert found[RECALL].drafted_per_round == pytest.approx(2.0)
     with pytest.raises(BenchError, match="too short"):
         gains([plain[2], mine[2]])
+    mixed = [wave("mixed", first, rate) for first, rate in ((0, 30.0), (1, 15.0), (2, 50.0))]
+    found = {gain.way: gain for gain in gains([*plain, *mine, *mixed], RECALL)}
+    assert found["mixed"].speedup == Quartiles.of([1.5, 0.5, 1.0])
 
 
 def test_the_curve_divides_the_stream_evenly():

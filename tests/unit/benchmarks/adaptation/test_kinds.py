@@ -78,10 +78,11 @@ def test_what_was_learnt_and_decoded_is_taken_from_the_home_directory(experiment
         assert way["tokens"] >= 1
         assert way["rows"] >= way["tokens"] - 1e-9
         assert way["speedup"]["least"] > 0
+        assert (way["of_recall"] is not None) == bool(way["learnt"] and way["with_recall"])
         if way["learnt"] is None:
             assert way["calls"] == 0
     lines = [line.rstrip() for line in result.stdout.splitlines() if line.startswith("kangaroo ")]
-    assert len(lines) == 3 + 2 * 6
+    assert len(lines) == 3 + 2 * 6 + 2
     assert max(map(len, lines)) <= 100
 
 
