@@ -178,6 +178,15 @@ def newest(trainers: list[Sharing]) -> set[str]:
     return {domain for domain, fence in second.items() if fence > first.get(domain, 0)}
 
 
+def without_a_trainer(left: Sharing, domains: set[str], since: float) -> float:
+    """Wait until the one that is left has the domains; seconds ``since`` then until it had the last of them."""
+    wait(lambda: left.had(since).keys() >= domains, ALONE_SECONDS + 5)
+    taken = left.had(since)
+    seconds = [taken[domain] - since for domain in domains]
+    print(f"without a trainer for {min(seconds):.1f} to {max(seconds):.1f} s")
+    return max(seconds)
+
+
 @pytest.mark.fault(
     "one of two trainers with twenty domains is killed",
     "no domain is ever trained by both, and none is without a trainer for more than 10 s",
@@ -188,13 +197,10 @@ def test_the_domains_of_a_trainer_that_is_killed_are_taken_over_at_once(pair, af
     fences = {domain: pair.fence(domain) for domain in theirs}
     at = time.monotonic()
     killed.process.kill()
-    wait(lambda: left.had(at).keys() >= theirs, ALONE_SECONDS + 5)
-    taken = left.had(at)
-    aftermath.seconds = max(taken[domain] - at for domain in theirs)
+    aftermath.seconds = without_a_trainer(left, theirs, at)
     assert aftermath.seconds < ALONE_SECONDS
     wait(lambda: trained(left, at) == set(DOMAINS), 30)
     assert {domain: pair.fence(domain) - fences[domain] for domain in theirs} == dict.fromkeys(theirs, 1)
-    print(f"without a trainer for {min(taken[domain] for domain in theirs) - at:.1f} to {aftermath.seconds:.1f} s")
     print(f"{check_one_at_a_time(pair.trainers)} micro-steps, none beside that of another trainer")
     aftermath.lost = "nothing"
 
@@ -208,9 +214,7 @@ def test_the_domains_of_a_trainer_that_hangs_are_taken_over_and_it_lets_them_go(
     left, hanging = pair.trainers
     at = time.monotonic()
     hanging.process.send_signal(signal.SIGSTOP)
-    wait(lambda: left.had(at).keys() >= theirs, ALONE_SECONDS + 5)
-    taken = left.had(at)
-    aftermath.seconds = max(taken[domain] - at for domain in theirs)
+    aftermath.seconds = without_a_trainer(left, theirs, at)
     assert aftermath.seconds < ALONE_SECONDS
     goes_on = time.monotonic()
     hanging.process.send_signal(signal.SIGCONT)
@@ -222,5 +226,4 @@ def test_the_domains_of_a_trainer_that_hangs_are_taken_over_and_it_lets_them_go(
         if line["what"] == "begins" and line["at"] > goes_on and line["fence"] < fences.get(line["domain"], 0)
     ]  # fmt: skip
     assert len(late) <= 1  # that it was about to begin when it was stopped
-    print(f"without a trainer for {min(taken[domain] for domain in theirs) - at:.1f} to {aftermath.seconds:.1f} s")
     aftermath.lost = "nothing"

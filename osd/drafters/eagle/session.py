@@ -13,7 +13,7 @@ from osd.drafters.base import check
 from osd.drafters.draft_vocabulary import check_maps, draft_ids
 from osd.drafters.eagle.native import NativeEagle
 from osd.drafters.eagle.shape import EagleShape
-from osd.drafters.graph_chains import ChainDraws, GraphChains, NewTokens
+from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.rotary import rotate
 from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
@@ -145,8 +145,7 @@ class EagleSession(AutoregressiveSession):
         """See ``AutoregressiveSession.drawn_chains``."""
         if self._graphs is None:
             return None
-        draws = ChainDraws.of(sampling, noise, max(limits))
-        return self._graphs.chains(self._taken(slots, limits), limits, floor, draws)
+        return self._graphs.drawn_chains(self._taken(slots, limits), limits, floor, sampling, noise)
 
     def _taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
         """What was committed to the slots since their last draft, which is theirs no more."""

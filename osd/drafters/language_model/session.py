@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from osd.drafters.autoregressive import AutoregressiveSession
 from osd.drafters.base import DrafterError, check
-from osd.drafters.graph_chains import ChainDraws, GraphChains, NewTokens
+from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.language_model.reader import Reader
 from osd.drafters.language_model.translation import Translation, check_translation, named, split
 from osd.drafters.rows import TreeRows
@@ -132,8 +132,7 @@ class LanguageModelSession(AutoregressiveSession):
         """See ``AutoregressiveSession.drawn_chains``."""
         if self._graphs is None:
             return None
-        draws = ChainDraws.of(sampling, noise, max(limits))
-        return self._graphs.chains(self._taken(slots, limits), limits, floor, draws)
+        return self._graphs.drawn_chains(self._taken(slots, limits), limits, floor, sampling, noise)
 
     def _taken(self, slots: Sequence[int], limits: Sequence[int]) -> NewTokens:
         """What the model is to read of the slots that draft, as if it had."""

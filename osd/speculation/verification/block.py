@@ -29,7 +29,7 @@ class Block:
     fixed_width: ClassVar[bool] = False
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; tests the longest prefix first and computes no further than the first that passes.
+        """See ``Rule.verify``.
 
         As z is at most w, a prefix passes with probability w at most: where its number is not below w, z is not needed.
         """
@@ -44,10 +44,20 @@ class Block:
         # [B, N + 1] the prefixes that may pass; the empty one always does
         may = noise.accept(weights.masked_fill(~inside, 0.0), Purpose.ACCEPT, lengths[None] - 1) | (lengths == 0)
 
-        accepted, after = torch.zeros_like(rows), torch.empty(batch, p.shape[-1], dtype=p.dtype, device=p.device)
-        if p.device.type != "cpu":
-            accepted, after = self._all_lengths(draft, p, noise, weights, may)
-            rows = rows[:0]
+        chosen = self._longest_first if p.device.type == "cpu" else self._all_lengths
+        accepted, after = chosen(draft, p, noise, weights, may)
+        token = noise.pick(after, Purpose.RESIDUAL, accepted)
+        return Verdict(torch.where(index < accepted[:, None], index, -1), accepted, token)
+
+    def _longest_first(
+        self, draft: DraftBatch, p: Distributions, noise: Noise, weights: Tensor, may: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The prefix [B] that passes, and what is left [B, V] behind it: the longest first, and no further.
+
+        ``weights`` and which prefixes ``may`` pass are [B, N + 1]; the latter is used up.
+        """
+        rows, lengths = torch.arange(len(may)), torch.arange(may.shape[1])
+        accepted, after = torch.zeros_like(rows), torch.empty(len(rows), p.shape[-1], dtype=p.dtype)
         while len(rows):
             length = torch.where(may[rows], lengths, 0).amax(-1)
             may[rows, length] = False
@@ -62,16 +72,12 @@ class Block:
                 passed[part] = noise.rows(r).accept(chance, Purpose.ACCEPT, at - 1)
             after[rows[passed]], accepted[rows[passed]] = rest[passed], length[passed]
             rows = rows[~passed]
-        token = noise.pick(after, Purpose.RESIDUAL, accepted)
-        return Verdict(torch.where(index < accepted[:, None], index, -1), accepted, token)
+        return accepted, after
 
     def _all_lengths(
         self, draft: DraftBatch, p: Distributions, noise: Noise, weights: Tensor, may: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The prefix [B] that passes, and what is left [B, V] behind it, by operations that never ask for a value.
-
-        Every prefix is computed, from the longest on; ``weights`` and which of them ``may`` pass are [B, N + 1].
-        """
+        """The same by operations that never ask the device for a value: every prefix is computed."""
         rows = torch.arange(len(draft.sizes), device=p.device)
         accepted, passed = torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.bool)
         after = p[rows, accepted]
