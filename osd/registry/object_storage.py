@@ -154,9 +154,8 @@ class ObjectStorage(Storage):
             if name != MANIFEST:
                 self._put(f"{folder}/{name}", data)
         if (sha256 := _weights_hash(manifest)) is not None:
-            self._cache.put(
-                sha256, content[WEIGHTS]
-            )  # the next one's base, and what a replica beside the trainer reads
+            # The next one's base, and what a replica beside the trainer reads.
+            self._cache.put(sha256, content[WEIGHTS])
             self._put_delta(domain, folder, content[WEIGHTS])
         with guard:
             number = max(self.numbers(domain), default=0) + 1
