@@ -11,7 +11,7 @@ from torch import Tensor
 
 from osd.drafters.base import DrafterError
 from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, Kept, Origin, Proposal, Session
-from osd.runtime.device import between, mark, sent
+from osd.runtime.device import between, lists, mark, sent
 from osd.runtime.memory import recycled
 from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Noise
@@ -222,9 +222,10 @@ class _Expansion:
         begun = mark(asked.device)
         logits = self._session.expand(asked.slots, builder, rows, nodes)
         if asked.worth is not None:
-            missed = sum(asked.missed[row] for row in rows.tolist()) if self._first else 0
             took = between(begun, mark(asked.device))
-            depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)]).tolist()
+            deep, numbers, places = lists([builder.depths, rows, nodes])
+            missed = sum(asked.missed[row] for row in numbers) if self._first else 0
+            depths = [deep[row][node] if node >= 0 else 0 for row, node in zip(numbers, places, strict=True)]
             kind = next((self._kind(depth) for depth in depths if self._is_call(depth)), self._kind(depths[0]))
             asked.worth.costs.observe_proposal(kind, len(rows), 1, took, missed)
             self._first = False

@@ -301,7 +301,7 @@ class TreeBuilder:
         self.sizes = torch.zeros(batch, dtype=torch.int64, device=device)
         self.q: Tensor | None = None  # [B * capacity, K rounded up to whole blocks], filled from above
         self.q_ids: Tensor | None = None  # [B * capacity, K] where distributions are sparse
-        self.q_row = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        self.q_row = torch.full((batch, capacity), -1, device=device)
         self._draw: Tensor | None = None  # [B, capacity] codes, -1 where ``finish`` says it; most trees have one way
         self._source: Tensor | None = None  # [B, capacity], where not all are the first
         self._used = 0
@@ -353,12 +353,14 @@ class TreeBuilder:
         as places of the draft vocabulary. ``parents`` [M] are nodes or ROOT, ``draw`` is how they were chosen, None for
         what ``finish`` says, and ``source`` who proposes them, a place of ``sources``.
         """
-        nodes = self.sizes[rows] + repeats(rows)
+        alone = len(self.sizes) == 1
+        nodes = self.sizes[rows] + (torch.arange(len(rows), device=rows.device) if alone else repeats(rows))
         self.sizes.index_add_(0, rows, torch.ones_like(rows))
-        self.columns[rows, nodes] = -1 if q_row is None else columns
+        if q_row is not None:
+            self.columns[rows, nodes] = columns
+            self.q_row[rows, nodes] = q_row
         self.tokens[rows, nodes] = _ids(columns, q_row, self.q_ids, self.support)
         self.parents[rows, nodes] = parents
-        self.q_row[rows, nodes] = -1 if q_row is None else q_row
         if draw is not None:
             if self._draw is None:
                 self._draw = torch.full_like(self.tokens, -1, dtype=torch.int8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -76,16 +77,18 @@ class Worth:
             sequences: how many may draft.
         """
         count = min(len(chances), self.room)
-        gained = np.concatenate([[0.0], np.cumsum(chances[:count])])
-        seconds = self.seconds[self.rows : self.rows + count + 1]
-        tokens = self.tokens + gained
+        tokens = list(accumulate(chances[:count], initial=self.tokens))
+        seconds = self.seconds[self.rows : self.rows + count + 1].tolist()
         if self.usual is None:
-            speed = float((tokens / seconds).max())
-        else:
-            share = self.usual / max(sequences, 1)
-            rows = np.minimum(self.usual + share * np.arange(count + 1), len(self.seconds) - 1).astype(int)
-            speed = float(((self.usual + share * gained) / self.seconds[rows]).max())
-        return int((tokens - speed * seconds).argmax())
+            speeds = [given / taken for given, taken in zip(tokens, seconds, strict=True)]
+            return speeds.index(max(speeds))
+        share, last = self.usual / max(sequences, 1), len(self.seconds) - 1
+        speed = max(
+            (self.usual + share * (given - self.tokens)) / self.seconds[min(int(self.usual + share * nodes), last)]
+            for nodes, given in enumerate(tokens)
+        )
+        values = [given - speed * taken for given, taken in zip(tokens, seconds, strict=True)]
+        return values.index(max(values))
 
     def after(self, nodes: int, expected: float) -> Worth:
         """The same with a draft of so many ``nodes``, of which ``expected`` are kept."""

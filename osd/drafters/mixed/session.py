@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osd.drafters.mixed.consulting import Consulting
+from osd.drafters.mixed.consulting import Candidate, Consulting
 from osd.drafters.recall.session import RecallSession
 from osd.drafters.session import NOBODY, Asked, EarlyHeads, Exits, Kept, Origin, Proposal, Session, Tree
 from osd.recall.memory import KEPT, Found, Other
@@ -28,10 +28,14 @@ _LEVELS = 3
 
 @dataclass
 class _Unread:
-    """Tokens of a sequence that the trained drafter has not read: those of the last round, and those before it."""
+    """Tokens of a sequence that the trained drafter has not read: those of the last round, and those before it.
+
+    It may never have been ``asked`` for the sequence.
+    """
 
     last: int
     before: int
+    asked: bool = False
 
 
 class MixedSession(Session):
@@ -77,9 +81,11 @@ class MixedSession(Session):
         count = worth.best(found.chances, several)
         present = worth.after(count, sum(found.chances[:count]))
         sure = _first(found, several)
-        missed = [self._unread[asked.slots[b]].before for b in may]
-        left = [asked.left[b] for b in may]
-        consulted = self._consulting.decide([sure[b] for b in may], missed, left, present, self._calls)
+        unread = [self._unread[asked.slots[b]] for b in may]
+        candidates = [
+            Candidate(sure[b], one.before, asked.left[b], one.asked) for b, one in zip(may, unread, strict=True)
+        ]
+        consulted = self._consulting.decide(candidates, present, self._calls)
         if not consulted.members:
             return self._recall.proposal(sought, found, asked, self._kind)
         members = [may[number] for number in consulted.members]
@@ -113,7 +119,7 @@ class MixedSession(Session):
         said = dict(zip(members, _along(proposal, paths, levels), strict=True))
         missed = sum(self._unread[slot].before for slot in slots)
         for slot, other in zip(slots, said.values(), strict=True):
-            self._unread[slot] = _Unread(0, 0)
+            self._unread[slot] = _Unread(0, 0, asked=True)
             self._said[slot] = other
         if worth is not None:
             seconds = between(begun, mark(asked.device))
@@ -135,7 +141,7 @@ class MixedSession(Session):
         self._recall.remember(slot, kept, others)
         self._trained.commit(slot, kept)
         unread = self._unread[slot]
-        self._unread[slot] = _Unread(len(kept.tokens), unread.before + unread.last)
+        self._unread[slot] = _Unread(len(kept.tokens), unread.before + unread.last, unread.asked)
 
     def close(self, slot: int) -> None:
         """See ``Session.close``."""

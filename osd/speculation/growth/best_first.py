@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from osd.runtime.top import top
-from osd.speculation.growth.base import Expander, reaches
+from osd.speculation.growth.base import Expander, deepest
 from osd.speculation.growth.chance_table import CountingGrowth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
@@ -66,20 +66,22 @@ class BestFirst(CountingGrowth):
         return self._grow(expand, sampling, limits, bill)
 
     def _grow(self, expand: Expander, sampling: SamplingBatch, limits: Tensor, bill: Bill | None) -> DraftBatch:
-        room = limits.clamp(max=self.max_nodes).tolist()
-        builder = TreeBuilder(len(room), max(room), expand.support, limits.device)
-        drawn = sampling.temperature > 0
+        room = [min(limit, self.max_nodes) for limit in limits.tolist()]
+        reach, drawn = _reach(expand, len(room)), _drawn(sampling)
         pool: list[_Candidate] = []
-        reach = reaches(expand, limits, _DEPTH).tolist()
-        frontier = [(row, ROOT, 1.0) for row, most in enumerate(room) if most > 0]
+        roots = [(row, ROOT, 1.0) for row, most in enumerate(room) if most > 0 and reach[row] > 0]
+        frontier = self._worth_asking(roots, 0, drawn, pool, bill)
+        if not frontier:
+            return DraftBatch.empty(len(room), limits.device)
+        builder = TreeBuilder(len(room), max(room), expand.support, limits.device)
         for depth in range(max(reach)):
-            frontier = [one for one in frontier if depth < reach[one[0]]]
-            frontier = self._worth_asking(frontier, depth, drawn, pool, bill)
-            if not frontier:
-                break
             pool += self._children(builder, expand, frontier, depth, drawn)
             pool.sort(key=lambda one: -one.chance)
-            frontier = self._take(builder, _chosen(pool, depth, bill, len(room)), room, depth)
+            taken = self._take(builder, _chosen(pool, depth, bill, len(room)), room, depth)
+            deeper = [one for one in taken if depth + 1 < reach[one[0]]]
+            frontier = self._worth_asking(deeper, depth + 1, drawn, pool, bill)
+            if not frontier:
+                break
         if bill is None:
             self._take(builder, [one for one in pool if one.node < 0], room, _DEPTH)
         estimates = torch.zeros(builder.tokens.shape, dtype=torch.float64)
@@ -93,16 +95,14 @@ class BestFirst(CountingGrowth):
         self,
         frontier: list[tuple[int, int, float]],
         depth: int,
-        drawn: Tensor,
+        drawn: Sequence[bool],
         pool: Sequence[_Candidate],
         bill: Bill | None,
     ) -> list[tuple[int, int, float]]:
         """The nodes to ask about: those whose first children are expected to bring more than the call takes."""
         if bill is None or not frontier:
             return frontier
-        rows = torch.tensor([row for row, _, _ in frontier], device=drawn.device)
-        firsts = self.table.first(drawn[rows], torch.full_like(rows, depth)).tolist()
-        expected = [(one[2] * first, one) for one, first in zip(frontier, firsts, strict=True)]
+        expected = [(one[2] * self.table.first_at(drawn[one[0]], depth), one) for one in frontier]
         expected.sort(key=lambda pair: -pair[0])
         taken = [one.chance for one in pool if one.node >= 0]
         present = bill.worth.after(len(taken), sum(taken))
@@ -121,7 +121,7 @@ class BestFirst(CountingGrowth):
         expand: Expander,
         frontier: Sequence[tuple[int, int, float]],
         depth: int,
-        drawn: Tensor,
+        drawn: Sequence[bool],
     ) -> list[_Candidate]:
         """The most probable children of the nodes in ``frontier``."""
         device = builder.tokens.device
@@ -129,15 +129,13 @@ class BestFirst(CountingGrowth):
         nodes = torch.tensor([node for _, node, _ in frontier], device=device)
         logits = expand(builder, rows, nodes)
         found = top(logits, range(len(frontier)), min(_CHILDREN, logits.shape[-1]))
-        share = found.logp.double().exp()
-        ranks = torch.arange(share.shape[1], device=device).expand(share.shape)
-        told = (drawn[rows][:, None].expand(share.shape), torch.full_like(ranks, depth), ranks, share)
-        chances = self.table.chances(*(part.flatten() for part in told)).view(share.shape)
-        parts = zip(frontier, found.ids.tolist(), share.tolist(), chances.tolist(), strict=True)
+        parts = zip(frontier, found.ids.tolist(), found.logp.double().exp().tolist(), strict=True)
         return [
-            _Candidate(reach * chance, row, node, column, depth, estimate)
-            for (row, node, reach), columns, estimates, given in parts
-            for column, estimate, chance in zip(columns, estimates, given, strict=True)
+            _Candidate(
+                reach * self.table.chance_at(drawn[row], depth, rank, share), row, node, column, depth, share
+            )
+            for (row, node, reach), columns, shares in parts
+            for rank, (column, share) in enumerate(zip(columns, shares, strict=True))
         ]
 
     def _take(
@@ -155,6 +153,19 @@ class BestFirst(CountingGrowth):
             places = torch.tensor([(one.row, one.parent, one.column) for one in taken], device=builder.tokens.device)
             builder.add(places[:, 0], places[:, 1], places[:, 2], None)
         return [(one.row, one.node, one.chance) for one in taken if one.depth == depth]
+
+
+def _reach(expand: Expander, sequences: int) -> list[int]:
+    """The tokens of the longest path of each sequence."""
+    deep, sees = deepest(expand, _DEPTH), expand.reach
+    return [deep] * sequences if sees is None else [min(deep, tokens) for tokens in sees.tokens]
+
+
+def _drawn(sampling: SamplingBatch) -> list[bool]:
+    """Whether each sequence draws; the device is only asked where they differ."""
+    if sampling.all_greedy or not sampling.any_greedy:
+        return [not sampling.all_greedy] * len(sampling.temperature)
+    return (sampling.temperature > 0).tolist()
 
 
 def _chosen(pool: Sequence[_Candidate], depth: int, bill: Bill | None, sequences: int) -> list[_Candidate]:

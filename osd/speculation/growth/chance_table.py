@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -52,6 +53,15 @@ class ChanceTable:
         """[M] the chances of first children whose estimates are not known yet."""
         return self._firsts.to(depths.device)[drawn.long(), depths.clamp(max=_DEPTHS - 1)]
 
+    def chance_at(self, drawn: bool, depth: int, rank: int, estimate: float) -> float:
+        """``chances`` of one candidate, on the host."""
+        ranks = self._chances_on_host[drawn][min(depth, _DEPTHS - 1)]
+        return ranks[min(rank, _RANKS - 1)][bisect_right(_EDGES, estimate)]
+
+    def first_at(self, drawn: bool, depth: int) -> float:
+        """``first`` of one place, on the host."""
+        return self._firsts_on_host[drawn][min(depth, _DEPTHS - 1)]
+
     def observe(self, draft: DraftOutcome) -> None:
         """Count one draft."""
         buckets = torch.bucketize(torch.tensor(draft.estimates, dtype=torch.float64), self._edges, right=True).tolist()
@@ -79,8 +89,10 @@ class ChanceTable:
         tests, passed = self._seen.unbind(-1)
         usual = (passed.sum(1) + _DOUBT * self._guess) / (tests.sum(1) + _DOUBT)  # [2, ranks, buckets]
         self._chances = (passed + _DOUBT * usual[:, None]) / (tests + _DOUBT)
+        self._chances_on_host: list[list[list[list[float]]]] = self._chances.tolist()
         firsts = tests[:, :, 0].sum(-1), passed[:, :, 0].sum(-1)  # [2, depths]
         self._firsts = (firsts[1] + _DOUBT) / (firsts[0] + _DOUBT)
+        self._firsts_on_host: list[list[float]] = self._firsts.tolist()
 
 
 class CountingGrowth(Growth):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from osd.drafters.mixed.consulting import Consulting
+from osd.drafters.mixed.consulting import Candidate, Consulting
 from osd.speculation.cost_model import CostModel
 from osd.speculation.worth import Worth
 
@@ -24,11 +24,15 @@ def worth(model: CostModel, sequences: int = 1) -> Worth:
     return Worth(float(sequences), sequences, np.full(40, FORWARD), None, model)
 
 
+def of(sure: float, missed: int = 0, left: int = 200, asked: bool = True) -> list[Candidate]:
+    return [Candidate(sure, missed, left, asked)]
+
+
 def asked(consulting: Consulting, rounds: int, gain: float, model: CostModel, sure: float = 0.3) -> list[int]:
     """The levels that it was asked for in each round, when each call brings ``gain`` tokens."""
     levels = []
     for _ in range(rounds):
-        found = consulting.decide([sure], [0], [200], worth(model), "eagle")
+        found = consulting.decide(of(sure), worth(model), "eagle")
         levels.append(found.levels if found.members else 0)
         if found.members:
             consulting.observe([sure], [gain * found.levels / 3], found.levels)
@@ -52,7 +56,7 @@ def test_only_the_sequences_that_recall_is_unsure_about_are_asked_for() -> None:
         for sure, gain in ((0.15, 0.8), (0.95, 0.0)):
             for levels in (1, 2, 3):
                 consulting.observe([sure], [gain], levels)
-    found = consulting.decide([0.95, 0.15, 0.95, 0.15], [0] * 4, [200] * 4, worth(model, 4), "eagle")
+    found = consulting.decide([*of(0.95), *of(0.15)] * 2, worth(model, 4), "eagle")
     assert found.members == [1, 3]
     assert found.levels == 1  # further tokens brought nothing more
 
@@ -63,9 +67,27 @@ def test_a_prompt_is_not_read_for_the_last_tokens_of_a_request() -> None:
     for _ in range(100):
         for levels in (1, 2, 3):
             consulting.observe([0.3], [0.4], levels)
-    assert consulting.decide([0.3], [500], [1000], worth(model), "eagle").members == [0]
-    consulting.decide([0.3], [500], [3], worth(model), "eagle")  # may be a probe
-    assert consulting.decide([0.3], [500], [3], worth(model), "eagle").members == []
+    assert consulting.decide(of(0.3, 500, 1000), worth(model), "eagle").members == [0]
+    consulting.decide(of(0.3, 500, 3), worth(model), "eagle")  # may be a probe
+    assert consulting.decide(of(0.3, 500, 3), worth(model), "eagle").members == []
+
+
+def test_a_prompt_is_not_read_where_hardly_any_round_asks() -> None:
+    """Recall is sure of most of the text, so that reading pays by few calls."""
+    model, consulting = costs(0.0005), Consulting(3)
+    model.observe_proposal("eagle", 1, 3, 0.05, missed=500)
+    for _ in range(100):
+        for levels in (1, 2, 3):
+            consulting.observe([0.3], [0.4], levels)
+            consulting.observe([0.95], [0.0], levels)
+    prompt = of(0.3, 500, 200, asked=False)
+    assert consulting.decide(prompt, worth(model), "eagle").members == [0]
+    for _ in range(200):
+        consulting.decide(of(0.95), worth(model), "eagle")
+    assert consulting.decide(prompt, worth(model), "eagle").members == []
+    for _ in range(200):
+        consulting.decide(of(0.3), worth(model), "eagle")
+    assert consulting.decide(prompt, worth(model), "eagle").members == [0]
 
 
 def test_new_weights_are_tried_again() -> None:
@@ -82,9 +104,9 @@ def test_a_drafter_that_knows_nothing_costs_little() -> None:
     rng = np.random.default_rng(3)
     spent = 0.0
     for _ in range(600):
-        sure = [float(rng.random())]
-        found = consulting.decide(sure, [0], [200], worth(model), "eagle")
+        sure = float(rng.random())
+        found = consulting.decide(of(sure), worth(model), "eagle")
         if found.members:
             spent += model.proposal("eagle", 1, found.levels)
-            consulting.observe(sure, [0.0], found.levels)
+            consulting.observe([sure], [0.0], found.levels)
     assert 0 < spent < 0.02 * 600 * FORWARD
