@@ -131,9 +131,7 @@ class BestFirst(CountingGrowth):
         found = top(logits, range(len(frontier)), min(_CHILDREN, logits.shape[-1]))
         parts = zip(frontier, found.ids.tolist(), found.logp.double().exp().tolist(), strict=True)
         return [
-            _Candidate(
-                reach * self.table.chance_at(drawn[row], depth, rank, share), row, node, column, depth, share
-            )
+            _Candidate(reach * self.table.chance_at(drawn[row], depth, rank, share), row, node, column, depth, share)
             for (row, node, reach), columns, shares in parts
             for rank, (column, share) in enumerate(zip(columns, shares, strict=True))
         ]
