@@ -127,9 +127,14 @@ class Found:
     turns: list[dict[str, Turn]]
 
     @property
+    def ways(self) -> list[str]:
+        """Those that were looked at, in the order of ``WAYS``."""
+        return [way for way in WAYS if way in self.turns[0]]
+
+    @property
     def trained_per_second(self) -> float:
         """Tokens that a CPU second of training trains, gates included."""
-        trained = [turn[way] for turn in self.turns for way in (TRAINED, RECALL_TRAINED)]
+        trained = [turn[way] for turn in self.turns for way in (TRAINED, RECALL_TRAINED) if way in turn]
         tokens, seconds = sum(one.trainer["tokens"] for one in trained), sum(one.end.training for one in trained)
         return tokens / seconds if seconds else 0.0
 
@@ -177,6 +182,7 @@ def net(
     load: float,
     turns: int,
     report: Report = lambda step: None,
+    ways: Sequence[str] = WAYS,
 ) -> Found:
     """Bring the service up for each pass, on a home of its own, and send it the traffic.
 
@@ -188,6 +194,7 @@ def net(
         load: share of the requests a second that the service can take without drafts.
         turns: of each way.
         report: told what is done.
+        ways: of ``WAYS``, those that are looked at.
 
     Raises:
         deploy.assembly.StartError: the service does not come up.
@@ -207,7 +214,7 @@ def net(
     found = Found(capacity, rate, [])
     for turn in range(turns):
         done: dict[str, Turn] = {}
-        for way in (*WAYS[turn % len(WAYS) :], *WAYS[: turn % len(WAYS)]):
+        for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):
 
             def measured(way: str = way, turn: int = turn) -> Turn:
                 report(f"turn {turn + 1} of {turns}: {way}")

@@ -60,11 +60,11 @@ FIGURES: dict[str, Figure] = {
 
 def net_tables(found: Found) -> list[Table]:
     """Medians over the turns with the range; ratios of ways within a turn; what versions saved, and were to save."""
-    figures = Table("the same traffic, served", ("", *WAYS), [])
+    figures = Table("the same traffic, served", ("", *found.ways), [])
     for name, value in FIGURES.items():
-        figures.rows.append((name, *(_median([value(turn[way]) for turn in found.turns], None) for way in WAYS)))
+        figures.rows.append((name, *(_median([value(turn[way]) for turn in found.turns], None) for way in found.ways)))
     ratios = Table("within a turn", ("", *_RATIOS), [])
-    for one, other in _COMPARED:
+    for one, other in _present(_COMPARED, found):
         of_ways = [[_ratio(FIGURES[name], turn[one], turn[other]) for turn in found.turns] for name in _RATIOS]
         ratios.rows.append((f"{one} / {other}", *(_median(values, 3) for values in of_ways)))
     return [figures, ratios, _paybacks(found), _predictions(found)]
@@ -74,7 +74,7 @@ def _paybacks(found: Found) -> Table:
     columns = ("turn", "core seconds spent", "saved", "paid back after s", "of s")
     table = Table("what training cost and saved", columns, [])
     for number, turn in enumerate(found.turns, 1):
-        for one, other in _LEARNING:
+        for one, other in _present(_LEARNING, found):
             account = accounts(turn[one], turn[other])
             last, seconds = account[-1], payback(account)
             paid = "not in this pass" if seconds is None else f"{seconds:.0f}"
@@ -87,8 +87,8 @@ def _predictions(found: Found) -> Table:
     columns = ("turn and version", "from s", "to s", "predicted", "by the ledger")
     table = Table("seconds of a core saved in each second, against the version before", columns, [])
     for number, turn in enumerate(found.turns, 1):
-        for way, _ in _LEARNING:
-            for one, gain in turn[way].gains():
+        for way in (TRAINED, RECALL_TRAINED):
+            for one, gain in turn[way].gains() if way in turn else ():
                 predicted = "-" if one.predicted is None else f"{one.predicted:.4f}"
                 figures = (f"{one.since:.0f}", f"{one.until:.0f}", predicted, f"{gain:.4f}")
                 table.rows.append((f"{number}, {way}, {one.number}", *figures))
@@ -112,9 +112,9 @@ def net_plots(found: Found) -> list[Plot]:
     Savings below 0 are drawn as 0.
     """
     turn = found.turns[0]
-    acceptance: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS if way != PLAIN}
-    speeds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-    for way in WAYS:
+    acceptance: dict[str, list[tuple[float, float]]] = {way: [] for way in found.ways if way != PLAIN}
+    speeds: dict[str, list[tuple[float, float]]] = {way: [] for way in found.ways}
+    for way in found.ways:
         for one, two in itertools.pairwise(turn[way].curve):
             speeds[way].append((two.requests, (two.tokens - one.tokens) / (two.busy - one.busy)))
             if way in acceptance:
@@ -126,7 +126,7 @@ def net_plots(found: Found) -> list[Plot]:
         Plot("acceptance rate: accepted / drafted", acceptance, unit="requests"),
         Plot(f"tokens per busy second, of {fastest:.0f}", shares, unit="requests"),
     ]
-    for one, other in _LEARNING:
+    for one, other in _present(_LEARNING, found):
         account = accounts(turn[one], turn[other])
         most = max(1.0, *(max(each.cost, each.saved) for each in account))
         lines = {
@@ -135,6 +135,11 @@ def net_plots(found: Found) -> list[Plot]:
         }
         plots.append(Plot(f"{one} / {other}: seconds of a core, of {most:.0f}", lines, unit="seconds"))
     return plots
+
+
+def _present(pairs: Sequence[tuple[str, str]], found: Found) -> list[tuple[str, str]]:
+    """Those of the pairs of which both ways were looked at."""
+    return [pair for pair in pairs if set(pair) <= set(found.ways)]
 
 
 def _ratio(value: Figure, mine: Turn, theirs: Turn) -> float | None:

@@ -36,6 +36,13 @@ def net(
         Path, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; it is stretched to the load.", metavar="FILE")
     ],
     drafter: Kind = "eagle",
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="plain, frozen, trained, recall, recall + frozen or recall + trained; may be given again.",
+            show_default="all",
+        ),
+    ] = None,
     load: Annotated[float, typer.Option(min=0.05, max=1, help="Of what the service can take without drafts.")] = 0.6,
     valley: Annotated[
         bool, typer.Option("--valley", help="For a fifth of the time a tenth of the requests arrive.")
@@ -84,6 +91,10 @@ def net(
     from osd.traffic.file import read as prompts_of
     from osd.traffic.prompt import TrafficError
 
+    unknown = [one for one in way or () if one not in bench.WAYS]
+    if unknown:
+        fail(f"--way must be one of {', '.join(bench.WAYS)}, not {unknown[0]!r}")
+    ways = [one for one in bench.WAYS if not way or one in way]
     try:
         arriving = read(arrivals)
         if full:
@@ -115,7 +126,7 @@ def net(
             one_core()  # the replica and the trainer compute, not this process
             target = settings.target.model_copy(update={"source": str(experiment.setup.directory)})
             service = settings.model_copy(update={"target": target})
-            found = bench.net(service, results, first, traffic, load, turns, say)
+            found = bench.net(service, results, first, traffic, load, turns, say, ways)
             several_cores(settings.engine.threads)
             results.once("service", bench.Passes, common)
             capture = results.once("capture", Captured, capturing)
