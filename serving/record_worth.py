@@ -1,4 +1,4 @@
-"""How much a trace is wanted where the budget keeps only some: by what its domain's next slice of learning is worth."""
+"""How much a trace is wanted: by what its domain's next slice of learning is worth, and what its trainer has."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class RecordWorth:
         self._reports, self._held_out, self._clock = reports, settings.held_out, clock
         self._domains: dict[str, None] = {}
         self._worth: dict[str, float] = {}
+        self._states: dict[str, float] = {}
         self._look_at = -math.inf
 
     def __call__(self, trace: Trace) -> float:
@@ -49,6 +50,16 @@ class RecordWorth:
         if is_held_out(trace.request_id, self._held_out):
             return HELD_OUT
         return score(trace, self._worth.get(trace.domain, 0.0) if self._worth else 1.0)
+
+    def states(self, trace: Trace) -> float:
+        """The chance with which the trace's hidden states are written: all, as long as a trainer comes along with them.
+
+        One that has many records which it never trained on, because it may not or because that does not pay, says
+        which share it wants. Of held-out requests at least a half is.
+        """
+        self._look(trace.domain)
+        wanted = self._states.get(trace.domain, 1.0)
+        return max(wanted, HELD_OUT) if is_held_out(trace.request_id, self._held_out) else wanted
 
     def close(self) -> None:
         """Close the connection."""
@@ -66,11 +77,12 @@ class RecordWorth:
             return
         self._look_at = now + _LOOK_SECONDS
         try:
-            found = self._reports.get(list(self._domains)).items()
+            found = self._reports.get(list(self._domains))
         except RedisError as error:
             logger.debug("what learning is worth is not known, what was known stays: %s", error)
             return
-        earned = {domain: None if said.expected is None else said.expected.net for domain, said in found}
+        self._states = {domain: said.states_wanted for domain, said in found.items()}
+        earned = {domain: None if said.expected is None else said.expected.net for domain, said in found.items()}
         most = max((net for net in earned.values() if net is not None), default=0.0)
         self._worth = {domain: 1.0 if net is None else net / most if most else 0.0 for domain, net in earned.items()}
 

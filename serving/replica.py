@@ -104,7 +104,7 @@ class Replica:
         self._worth = RecordWorth(TrainingReports(redis_url), settings.trainer)
         if settings.capture.enabled:
             recalled = RecallWriter(redis_url, settings.recalled, name, KEPT) if settings.shares_recall else None
-            self._writer = TraceWriter(redis_url, settings.capture, name, self._worth, recalled)
+            self._writer = TraceWriter(redis_url, settings.capture, name, self._worth, recalled, self._worth.states)
         self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer, target.label)
         self._watchers: list[Watcher] = []
         uptake = Uptake(cores(settings.engine.threads))

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _STATE = "state"
 
+_IDLE_SECONDS = 600.0
+"""Between two checkpoints while nothing is trained."""
+
 
 class CheckpointError(ValueError):
     """A checkpoint is there and cannot be read; one line."""
@@ -73,7 +76,7 @@ class Checkpoints:
         """Those of ``settings.domain``, for this target."""
         self._path = settings.home_dir / "trainer" / f"{settings.domain}.safetensors"
         self._target, self._accounts, self._lease = target, accounts, lease
-        self._saved_at = time.monotonic()
+        self._saved_at = self._written_at = time.monotonic()
         self._saved_steps = 0
         self._refused = False
 
@@ -104,6 +107,14 @@ class Checkpoints:
         logger.info("training goes on from the checkpoint at step %d", self._saved_steps)
         return True
 
+    def keep(self, learner: Learner) -> bool:
+        """Have all training on disk, see ``save``; while there is none, that is written now and then alone."""
+        trained = learner.distiller.steps != self._saved_steps
+        if not trained and time.monotonic() - self._written_at < _IDLE_SECONDS:
+            self._saved_at = time.monotonic()
+            return True
+        return self.save(learner)
+
     def save(self, learner: Learner) -> bool:
         """Write the checkpoint; False when the disk does not take it, which is logged once.
 
@@ -128,5 +139,6 @@ class Checkpoints:
             self._refused = True
             return False
         self._refused = False
+        self._written_at = time.monotonic()
         self._saved_steps = learner.distiller.steps
         return True

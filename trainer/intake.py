@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from osd.capture.purge import Member, PurgeFollower, Purges, Removed
 from osd.capture.reader import Place, TraceReader
 from osd.capture.retention import belongs
@@ -37,7 +39,7 @@ class Intake:
     ``acknowledge`` tells the stream of all that are. Call it only when a checkpoint on disk contains that training.
 
     ``observe`` is called with each new record, held out or not, in the order of arrival; requests ``purged`` are
-    refused.
+    refused. Records whose hidden states were left out are observed and recalled, and not trained on.
     """
 
     def __init__(
@@ -135,14 +137,20 @@ class Intake:
             if not self._context.target.wrote(trace.target):
                 raise TraceError(f"it is of the target {trace.target}, not of {self._context.target.label}")
             width = len(learner.distiller.drafter.needs.taps) * self._context.hidden_size
-            check(trace, self._context.vocabulary, width)
+            left_out = width > 0 and not trace.states_weight
+            check(trace, self._context.vocabulary, 0 if left_out else width)
         except TraceError as error:
             logger.warning("a record was refused: %s", error)
             self._status.refused += 1
             self._finished.append(place)
             return
+        if left_out:
+            learner.passed(trace)
+            self._observe(trace)
+            self._finished.append(place)
+            return
         key = (trace.request_id, trace.segment)
-        added = learner.add(trace)
+        added = learner.add(msgspec.structs.replace(trace, weight=trace.weight * max(trace.states_weight, 1.0)))
         if added.part == "duplicate":
             if self._replay.is_fresh(key):
                 self._unfinished[key].append(place)

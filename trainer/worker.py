@@ -203,8 +203,9 @@ class Worker:
             if self._candidates.propose(learner):
                 self.checkpoint()
         self._accounts.status.version = self._publisher.stable
-        if self._checkpoints.age(learner, self.intake.finished) > CHECKPOINT_SECONDS:
-            self.checkpoint()
+        overdue = self._checkpoints.age(learner, self.intake.finished) > CHECKPOINT_SECONDS
+        if overdue and self._checkpoints.keep(learner):
+            self.intake.acknowledge()
 
     def _ready(self, learner: Learner) -> bool:
         """Whether there is something worth a micro-step; otherwise says what is missing."""

@@ -106,8 +106,9 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     ``domain`` is whose request it is, and ``drafter_domain`` whose drafter served it in ``drafter_version``. A record
     of format 1 does not say who drafted: its only source has an empty name. ``replica`` names the one that decoded it,
     where there are several. Where not all are kept it counts for ``weight`` of them, one over the chance with which it
-    was kept. It ``completes`` its prompt where that is the text that the answer goes on with, and no
-    chat.
+    was kept. Where hidden states are written of a sample alone, those that it has count for ``states_weight`` times as
+    many, and a record without them has 0 there. It ``completes`` its prompt where that is the text that the answer goes
+    on with, and no chat.
     """
 
     format: int = FORMAT
@@ -141,6 +142,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     replica: str = ""
     completes: bool = False
     weight: float = 1.0
+    states_weight: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -165,6 +167,10 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
             return values.astype(np.float32)
         scale = np.repeat(self.hidden_scale.numpy().astype(np.float32), GROUP, axis=1)
         return values.astype(np.float32) * scale[:, : values.shape[1]]
+
+    def without_states(self) -> Trace:
+        """The same, of whose hidden states nothing is left."""
+        return msgspec.structs.replace(self, hidden=None, hidden_scale=None, states_weight=0.0)
 
     def with_rounded_states(self) -> Trace:
         """The same with hidden states in 8 bits, about half as large; as it is where it has none, or has such ones."""
@@ -224,6 +230,9 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
             raise TraceError("created, temperature and top_p must be finite, and temperature not negative")
         if not (math.isfinite(self.weight) and self.weight >= 1):
             raise TraceError(f"weight is {self.weight:g}, must be at least 1")
+        left_out = self.states_weight == 0 and self.hidden is None
+        if not left_out and not (math.isfinite(self.states_weight) and self.states_weight >= 1):
+            raise TraceError(f"states_weight is {self.states_weight:g}, must be at least 1, or 0 without hidden states")
         prompt, completion = len(_array(self, "prompt_ids", 1)), len(_array(self, "completion_ids", 1))
         for name, dimensions in _PER_TOKEN.items():
             rows = len(_array(self, name, dimensions))

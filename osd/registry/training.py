@@ -36,7 +36,8 @@ class Training(msgspec.Struct, frozen=True):
     came, of which ``trained`` were trained on, ``held_out`` only judge, and others were ``refused``; candidates
     ``passed`` the gate or were ``rejected``. Acceptance fell so many times (``drifts``). At hand are ``replay_records``
     with their tokens and bytes; ``lag`` records are not acknowledged, the oldest made ``lag_seconds`` ago, None where
-    Redis does not say. ``cpu_seconds`` are those of ``osd.registry.ledger.Spent.cpu``.
+    Redis does not say. ``cpu_seconds`` are those of ``osd.registry.ledger.Spent.cpu``. The hidden states of a share
+    ``states_wanted`` of the records are of use.
     """
 
     steps: _Count = 0
@@ -58,6 +59,7 @@ class Training(msgspec.Struct, frozen=True):
     lag_seconds: float | None = None
     loss: float | None = None
     expected: Expected | None = None
+    states_wanted: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
     def at_least(self, before: Training) -> Training:
         """The same where no count is below what was told ``before``.

@@ -399,6 +399,25 @@ def test_a_fall_of_live_acceptance_is_told_and_counted(make_loop, eventually):
     assert told["source"] == "general"
 
 
+def test_records_whose_states_were_left_out_are_watched_and_not_trained_on(
+    make_loop, eventually, redis_client, monkeypatch
+):
+    monkeypatch.setattr(worker_module, "CHECKPOINT_SECONDS", 0.1)
+    loop = make_loop(steps_per_candidate=10_000, trigger_records=1000, trigger_seconds=1000)
+    loop.first_version()
+    for n in range(100):
+        trace = live(f"live-{n}", 1, 0.7 if n < 60 else 0.3, n)
+        kept = msgspec.structs.replace(trace, states_weight=5.0)
+        assert loop.writer.offer(trace.without_states() if n % 5 else kept)
+    worker = loop.start()
+    eventually(lambda: worker.status()["drifts"] == 1)
+    eventually(lambda: worker.status()["records"] == 20)
+    eventually(lambda: pending(redis_client) == 0)
+    assert worker.status()["refused"] == 0
+    weights = {trace.weight for trace in worker.replay.held_out(10**6)}
+    assert weights == {5.0}, "each stands for those whose states were left out"
+
+
 def test_other_domains_are_learned_from_where_that_is_asked_for(make_loop, eventually):
     loop = make_loop(domains="all", steps_per_candidate=10_000)
     loop.first_version()

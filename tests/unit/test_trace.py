@@ -253,6 +253,17 @@ def test_states_that_are_no_numbers_stay_recognisable():
     assert not np.isfinite(found).all()
 
 
+def test_a_record_that_lost_its_states_says_so_and_no_other_does():
+    trace = msgspec.structs.replace(states_trace(np.ones((6, 200))), states_weight=4.0)
+    assert decode(encode(trace)).states_weight == 4
+    without = decode(encode(trace.without_states()))
+    assert (without.hidden, without.states_weight) == (None, 0)
+    assert without.nbytes == trace.nbytes - 4 * 6 * 200
+    for weight, of in ((0.0, trace), (0.5, without), (math.nan, trace)):
+        with pytest.raises(TraceError, match=f"states_weight is {weight:g}, must be at least 1, or 0 without hidden"):
+            decode(encode(msgspec.structs.replace(of, states_weight=weight)))
+
+
 def test_a_record_without_states_has_none_to_round():
     trace = small_trace(hidden=None)
     assert trace.with_rounded_states() is trace

@@ -97,3 +97,11 @@ def test_no_more_domains_are_followed_than_have_drafters():
     for number in range(100):
         worth(record(f"d{number}"))
     assert max(map(len, reports.asked)) == 64
+
+
+def test_states_are_wanted_by_a_trainer_that_comes_along_with_them_and_half_of_those_that_judge():
+    worth = worth_of(Reports(general=Training(states_wanted=0.2), code=Training()))
+    for domain, expected in (("general", 0.2), ("code", 1.0), ("nobody-trains", 1.0)):
+        worth.states(record(domain))
+        assert worth.states(record(domain)) == expected
+    assert worth.states(record(held_out=True)) == HELD_OUT

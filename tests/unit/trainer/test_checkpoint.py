@@ -155,3 +155,21 @@ def test_a_disk_that_is_full_is_told_of_once_until_it_takes_a_checkpoint_again(t
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
         "the checkpoint cannot be written"
     ] * 2
+
+
+def test_while_nothing_is_trained_a_checkpoint_is_written_now_and_then_alone(tmp_path, monkeypatch):
+    learner, _, checkpoints = training(Settings(home=tmp_path, target={"source": "toy"}))  # type: ignore[arg-type]
+    path = tmp_path / "trainer" / "general.safetensors"
+    for n in range(6):
+        learner.add(make_trace(f"r{n}", completion=30, seed=n))
+    assert checkpoints.keep(learner)
+    assert not path.exists(), "nothing was trained that a crash could lose"
+    learner.step(64, Local())
+    assert checkpoints.keep(learner)
+    assert path.exists()
+    path.unlink()
+    assert checkpoints.keep(learner)
+    assert not path.exists()
+    monkeypatch.setattr(checkpoint, "_IDLE_SECONDS", 0.0)
+    assert checkpoints.keep(learner)
+    assert path.exists()
