@@ -125,22 +125,27 @@ class Candidates:
         return True
 
     def judged(self, learner: Learner) -> bool:
-        """Whether the drafter in service was judged on this target, which is done as soon as enough is held out.
+        """Whether training may begin, with the drafter in service judged as soon as enough is held out.
 
-        Where it fell by ``trainer.drift_fall`` training begins at once, from its weights; else it goes on.
+        What learning is worth depends on where it begins. Training waits for that where the drafter learnt from another
+        revision of the target: where it fell by ``trainer.drift_fall`` it begins at once, from its weights; else it
+        goes on.
 
         Raises:
             StoppedError: the loop shall end.
         """
         baseline, revision, held_out = self._publisher.baseline, self.revision, learner.counters.held_out
-        if revision is None or baseline is None:
+        if baseline is None or (revision is None and learner.value.length is not None):
             return True
         if held_out == self._looked:
-            return False
+            return revision is None
         self._looked = held_out
-        now = learner.gate.look(baseline, self._held_out(learner))
+        now = learner.gate.look(self._scores(learner.gate, baseline), self._held_out(learner))
         if now is None:
-            return False
+            return revision is None
+        learner.value.length = now.length_beside_recall
+        if revision is None:
+            return True
         self.revision = None
         service = self._publisher.service
         drift = revision.fallen(now, self._fall, service.domain)

@@ -159,6 +159,12 @@ class Evaluation:
         shown = overlaps if batch.stands_for is None else overlaps * stands_for[seen] / batch.heaviest
         return (torch.bincount(sequence, shown, minlength=len(count)) / count)[count > 0]
 
+    def over(self, batches: Iterable[DistillBatch]) -> GateFigures:
+        """The figures when all ``batches`` are taken in, too."""
+        for batch in batches:
+            self.add(batch)
+        return self.figures()
+
     def figures(self) -> GateFigures:
         """The figures of all batches so far."""
         if not self._overlaps:
@@ -179,7 +185,4 @@ class Evaluation:
 
 def evaluate(drafter: Trainable, batches: Iterable[DistillBatch], depth: int, divergence: str) -> GateFigures:
     """The figures of a drafter over all ``batches``; see ``Evaluation``."""
-    evaluation = Evaluation(Scorer(drafter, depth, divergence))
-    for batch in batches:
-        evaluation.add(batch)
-    return evaluation.figures()
+    return Evaluation(Scorer(drafter, depth, divergence)).over(batches)

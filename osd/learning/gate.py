@@ -10,7 +10,7 @@ import torch
 
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
-from osd.learning.evaluation import Evaluation, GateFigures, evaluate, weighted_mean
+from osd.learning.evaluation import Evaluation, GateFigures, weighted_mean
 from osd.learning.scores import Scorer
 from osd.learning.sequential import PairedTest
 
@@ -89,9 +89,9 @@ class Gate:
             return GateDecision(False, True, reason, first.figures())
         return self.decide(first.figures(), second.figures())
 
-    def look(self, drafter: Trainable, batches: Iterable[DistillBatch]) -> GateFigures | None:
-        """The figures of one drafter, None where too little is held out to judge by."""
-        figures = evaluate(drafter, batches, self.depth, self.divergence)
+    def look(self, scorer: Scorer, batches: Iterable[DistillBatch]) -> GateFigures | None:
+        """The figures of one drafter by its scorer, None where too little is held out to judge by."""
+        figures = Evaluation(scorer).over(batches)
         return figures if figures.positions >= self.min_positions else None
 
     def decide(self, candidate: GateFigures, baseline: GateFigures) -> GateDecision:

@@ -208,15 +208,16 @@ class Value:
     """What is known of a drafter's learning, and what more of it is worth.
 
     ``seconds`` were learned since the curve began, which it does anew when acceptance falls, and after so many records
-    without a gate that nothing older can be relied on. ``length`` is what the drafter in service gives, None before the
-    first gate.
+    without a gate that nothing older can be relied on. ``length`` is what the drafter in service gives, None before it
+    was judged: until then it is taken for one that gives nothing.
     """
 
     def __init__(self, depth: int, stale: int) -> None:
         """Of chains of ``depth`` tokens; what gates said is stale after ``stale`` further records."""
         self._depth, self._stale = depth, stale
         self.curve, self.horizon = LearningCurve(), Horizon()
-        self.seconds, self.length = 0.0, 1.0
+        self.seconds = 0.0
+        self.length: float | None = None
         self._level, self._unseen = 0.0, 0.0  # gained by what is in service; records since the last gate
         self._learned, self._judged = 0.0, 0.0  # CPU seconds of all time
 
@@ -239,7 +240,7 @@ class Value:
         """Acceptance per tested token fell: at least what was lost can be gained again."""
         self.horizon.alarm()
         lost = chain_length(before, self._depth) - chain_length(now, self._depth)
-        self.length = max(self.length - lost, 1.0)
+        self.length = max((self.length or 1.0) - lost, 1.0)
         self._restart(max(lost, self.curve.most))
 
     def judged(self, decision: GateDecision) -> None:
@@ -266,7 +267,7 @@ class Value:
 
     def traffic(self, workloads: Sequence[Workload]) -> Traffic:
         """The present ``workloads`` with the drafter in service."""
-        return Traffic(workloads, self._depth, self.length)
+        return Traffic(workloads, self._depth, self.length or 1.0)
 
     def invest(
         self, workloads: Sequence[Workload], price: float, threads: int, pace: float, uptake: float = 0.0
@@ -284,7 +285,7 @@ class Value:
 
         def look(seconds: float) -> Investment:
             gain = self.curve.gained(self.seconds + seconds) - self._level
-            rate = traffic.saving_rate(self.length, self.length + gain)
+            rate = traffic.saving_rate(traffic.length, traffic.length + gain)
             computed = seconds * (1 + self.overhead)
             earns = threads * max(horizon - computed / pace, 0.0) * max(rate, 0.0)
             costs = price * computed + uptake
@@ -314,10 +315,10 @@ class Value:
         curve = LearningCurve(gain, seconds, [Point(*map(float, point)) for point in state["points"]])
         observed, alarms = map(float, state["horizon"])
         learning, learned, judged = map(float, state["spent"])
-        length, level = map(float, state["served"])
+        length, level = state["served"]
         self._unseen, self.curve, self.horizon = float(state["unseen"]), curve, Horizon(observed, alarms)
         self.seconds, self._learned, self._judged = learning, learned, judged
-        self.length, self._level = length, level
+        self.length, self._level = None if length is None else float(length), float(level)
 
     def _restart(self, gain: float) -> None:
         """Begin a curve on which ``gain`` is expected, as fast as on the one before."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from osd.capture.trace import ACCEPTED, REJECTED, Array
+from osd.learning.scores import Scorer
 from osd.registry import lease as lease_module
 from osd.registry.ledger import Ledger
 from osd.registry.pointer_file import FencedError
@@ -95,6 +96,21 @@ def test_serving_is_told_what_training_has_done_and_no_count_falls_when_the_chec
         after = reports.get(["general"])["general"]
     assert successor.status()["steps"] < before.steps <= after.steps
     assert after.records >= 40
+
+
+def test_the_drafter_in_service_is_judged_before_the_first_candidate(make_loop, eventually):
+    """What learning is worth depends on where it begins."""
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.learner is not None and worker.learner.value.length is not None)
+    loop.stop()
+    served, gate = Toy(), worker.learner.gate
+    served.load_weights(loop.registry.load("general", 1).weights)
+    found = gate.look(Scorer(served, gate.depth, gate.divergence), worker.learner.held_out())
+    assert worker.learner.value.length == pytest.approx(found.expected_length, abs=0.1)
+    assert not worker.learner.value.curve.points
 
 
 def test_a_version_is_named_before_it_is_counted(make_loop, eventually, monkeypatch):

@@ -223,3 +223,12 @@ def test_it_goes_on_from_its_state_and_leaves_everything_as_it_is_when_that_cann
         with pytest.raises((KeyError, TypeError, ValueError)):
             other.resume(broken)
         assert other.state() == it.state()
+
+
+def test_a_drafter_that_was_not_judged_yet_gives_nothing_and_a_checkpoint_knows_that():
+    it = Value(depth=3, stale=1000)
+    assert it.length is None
+    assert it.traffic(WORK).length == 1.0
+    other = taught(most=1.0, time=200, gates=2)
+    other.resume(it.state())
+    assert other.length is None
