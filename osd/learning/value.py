@@ -7,7 +7,9 @@
 C is the busy seconds of a token at the length in service and the present demand, where each number of streams drafts as
 many tokens as give the most; H the seconds for which the traffic is expected to stay as it is. Several L are looked at,
 and one that pays is enough: a drafter too weak to be asked at all brings nothing at first. As the curve is concave,
-this is the rule ``H dG/dx > price / threads`` wherever the first seconds count as well.
+this is the rule ``H dG/dx > price / threads`` wherever the first seconds count as well. What was learned since the last
+gate is paid for and brings nothing before the next one: L is what is left until then, so that a slice that was begun
+ends unless much has changed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _LOOKS = tuple(SLICE * 2**n for n in range(6))
 _TIMES = np.geomspace(10.0, 3000.0, 24)
 """CPU seconds t in which a drafter may learn all but 1 / e of what there is."""
 
-_GAIN, _SECONDS, _SPREAD = 0.5, 40.0, 1.0
+_GAIN, _SECONDS, _SPREAD = 0.5, 20.0, 1.0
 """Expected of a drafter that nothing is known of: tokens per round to gain, in how long, and how far that may be off.
 
 The gain is uncertain by its own size, the logarithm of the seconds by ``_SPREAD``. EAGLE gains 0.4 in 9 CPU seconds of
@@ -219,6 +221,7 @@ class Value:
         self.seconds = 0.0
         self.length: float | None = None
         self._level, self._unseen = 0.0, 0.0  # gained by what is in service; records since the last gate
+        self._gated = 0.0  # ``seconds`` at the last gate
         self._learned, self._judged = 0.0, 0.0  # CPU seconds of all time
 
     def learned(self, seconds: float) -> None:
@@ -256,7 +259,7 @@ class Value:
         """Take in both's tokens per round, known up to ``error``; the candidate is in service if it ``passed``."""
         gained = self._level + candidate - baseline
         self.curve.add(Point(self.seconds, gained, error))
-        self.length, self._unseen = baseline, 0.0
+        self.length, self._unseen, self._gated = baseline, 0.0, self.seconds
         if passed:
             self.length, self._level = candidate, gained
 
@@ -291,7 +294,9 @@ class Value:
             costs = price * computed + uptake
             return Investment(costs == 0 or earns > costs, seconds, gain, rate, horizon, price, earns, costs)
 
-        return max(map(look, _LOOKS), key=lambda one: (one.pays, one.earns - one.costs))
+        begun = self.seconds - self._gated
+        left = [seconds - begun for seconds in _LOOKS if seconds > begun] or [SLICE]
+        return max(map(look, left), key=lambda one: (one.pays, one.earns - one.costs))
 
     def state(self) -> dict[str, Any]:
         """All of it as JSON, for ``resume``."""
@@ -301,6 +306,7 @@ class Value:
             "points": [[point.seconds, point.gained, point.error] for point in curve.points],
             "horizon": [self.horizon.observed, self.horizon.alarms],
             "spent": [self.seconds, self._learned, self._judged],
+            "gated": self._gated,
             "served": [self.length, self._level],
             "unseen": self._unseen,
         }
@@ -318,9 +324,10 @@ class Value:
         length, level = state["served"]
         self._unseen, self.curve, self.horizon = float(state["unseen"]), curve, Horizon(observed, alarms)
         self.seconds, self._learned, self._judged = learning, learned, judged
+        self._gated = min(float(state.get("gated", learning)), learning)
         self.length, self._level = None if length is None else float(length), float(level)
 
     def _restart(self, gain: float) -> None:
         """Begin a curve on which ``gain`` is expected, as fast as on the one before."""
         self.curve = LearningCurve(max(gain, _ERROR), self.curve.seconds)
-        self.seconds, self._level, self._unseen = 0.0, 0.0, 0.0
+        self.seconds, self._level, self._unseen, self._gated = 0.0, 0.0, 0.0, 0.0

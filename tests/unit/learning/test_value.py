@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -232,3 +233,27 @@ def test_a_drafter_that_was_not_judged_yet_gives_nothing_and_a_checkpoint_knows_
     other = taught(most=1.0, time=200, gates=2)
     other.resume(it.state())
     assert other.length is None
+
+
+def test_a_slice_that_was_begun_ends_although_the_traffic_has_become_a_little_less_dear():
+    it = Value(depth=3, stale=1000)
+    it.horizon.passed(3600)
+    prices = np.geomspace(0.01, 1000, 200)
+
+    def most() -> float:
+        """The highest price at which the next slice pays."""
+        return max(price for price in prices if it.invest(WORK, price, threads=2, pace=0.2).pays)
+
+    before = most()
+    it.learned(20.0)
+    assert most() > 1.5 * before
+    it.compared(1.2, 1.0, error=0.02, passed=True)
+    after = it.state()
+    assert most() < 1.5 * before, "a gate was paid for, and the next slice is a whole one"
+    it.learned(20.0)
+    begun = most()
+    other = Value(depth=3, stale=1000)
+    other.resume(after)
+    it = other
+    it.learned(20.0)
+    assert most() == begun
