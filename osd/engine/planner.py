@@ -10,12 +10,13 @@ import numpy as np
 
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
-from osd.engine.round import Outcome
+from osd.engine.round import Outcome, SequenceOutcome
 from osd.engine.scheduled import ScheduledSequence
 from osd.engine.sequence import Sequence as Decoding
 from osd.speculation.cost_model import CostModel
 from osd.speculation.governor import Drafted, Governor, Ready
 from osd.speculation.growth import DraftOutcome, Growth
+from osd.speculation.tree import ROOT
 from osd.speculation.worth import Worth
 
 _SLOWER = 2.0
@@ -101,12 +102,11 @@ class Planner:
 
     def observe(self, outcome: Outcome, seconds: float) -> None:
         """Take in what a round of so many seconds cost and gave."""
-        by_drafter: dict[ActiveDrafter, list[tuple[Decoding, Drafted]]] = defaultdict(list)
+        by_drafter: dict[ActiveDrafter, list[SequenceOutcome]] = defaultdict(list)
         for one in outcome.sequences:
             s = one.sequence
             if one.proposed and s.drafter is not None and s.policy is self._policy:
-                draft = Drafted(len(one.tree.tokens), one.path, len(one.tree.rider_tokens))
-                by_drafter[s.drafter].append((s, draft))
+                by_drafter[s.drafter].append(one)
         if not outcome.exceptional:
             self._learn_costs(outcome, by_drafter, seconds)
             self._teach_governors(outcome, by_drafter, seconds)
@@ -125,7 +125,7 @@ class Planner:
                 governor.reshape(self._policy.growth.max_nodes)
 
     def _learn_costs(
-        self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[tuple[Decoding, Drafted]]], seconds: float
+        self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]], seconds: float
     ) -> None:
         self.costs.observe_forward(outcome.rows, outcome.forward_seconds)
         proposing = sum(outcome.draft_seconds.values())
@@ -134,20 +134,22 @@ class Planner:
         if not any(one.tree.tokens for one in outcome.sequences):
             self.costs.observe_plain_host(outcome.rows, host - sum(outcome.upkeep_seconds.values()))
         for drafter, mine in by_drafter.items():
-            missed = sum(outcome.missed.get(s, 0) for s, _ in mine)
-            largest = max(draft.size for _, draft in mine)
+            missed = sum(outcome.missed.get(one.sequence, 0) for one in mine)
+            # Where nobody asks what a draft of so many nodes takes, what its longest chain does is of use: of as many
+            # calls, a tree has many more nodes.
+            size = _depth if self._policy.growth.by_worth else len
+            largest = max(size(one.tree.parents) for one in mine)
             took = outcome.draft_seconds.get(drafter, 0.0)
             self.costs.observe_proposal(drafter.kind, len(mine), largest, took, missed)
 
     def _teach_governors(
-        self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[tuple[Decoding, Drafted]]], seconds: float
+        self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]], seconds: float
     ) -> None:
         if not self._governed:
             return
         if self._policy.growth.by_worth:
             for mine in by_drafter.values():
-                for s, _ in mine:
-                    s.drafted_in = s.step
+                _note_drafts(mine)
             return
         own = seconds - sum(outcome.draft_seconds.values())
         for drafter in {one.sequence.drafter: None for one in outcome.sequences}:
@@ -155,9 +157,9 @@ class Planner:
                 continue
             proposing = outcome.draft_seconds.get(drafter, 0.0)
             mine = by_drafter.get(drafter, [])
-            self.governor(drafter).observe(own + proposing, proposing, [draft for _, draft in mine])
-            for s, _ in mine:
-                s.drafted_in = s.step
+            drafts = [Drafted(len(one.tree.tokens), one.path, len(one.tree.rider_tokens)) for one in mine]
+            self.governor(drafter).observe(own + proposing, proposing, drafts)
+            _note_drafts(mine)
 
     def renew(self, drafter: ActiveDrafter) -> None:
         """Expect other weights of a drafter from now on."""
@@ -175,3 +177,16 @@ class Planner:
     def _room(self, one: ScheduledSequence) -> int:
         s = one.sequence
         return max(min(s.limit, s.remaining - 1, self._context - len(s.tokens)) - len(one.forced), 0)
+
+
+def _note_drafts(drafted: Sequence[SequenceOutcome]) -> None:
+    for one in drafted:
+        one.sequence.drafted_in = one.sequence.step
+
+
+def _depth(parents: Sequence[int]) -> int:
+    """Tokens of the longest chain of a tree."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    return max(depths)

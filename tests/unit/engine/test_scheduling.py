@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from osd.config import ChainSettings
+from osd.config import BestFirstSettings, ChainSettings, TopKTreeSettings
 from osd.drafters.recall.drafter import Recall
+from osd.drafters.session import Tree
 from osd.engine.planner import Planner
 from osd.engine.policy import Policy
+from osd.engine.request import Request
+from osd.engine.round import Outcome, SequenceOutcome
 from osd.speculation.cost_model import CostModel
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
@@ -62,6 +66,14 @@ def test_a_better_priority_takes_the_slot_of_who_is_last_and_that_one_goes_on_la
         assert results[name].tokens == oracle.greedy(ASKED[prompt], count)
 
 
+class _Drafter:
+    kind = "eagle"
+
+
+class _Decoding:
+    pass
+
+
 def planner(seconds: dict[int, float]) -> Planner:
     return Planner(Policy.of(ChainSettings(depth=3), None), 128, CostModel(seconds), governed=True)
 
@@ -71,6 +83,18 @@ def test_an_engine_without_a_drafter_knows_what_rows_cost_too(target_dir: Path) 
         client.submit("a", ASKED[0], 2, ignore_eos=True)
         client.wait()
         assert client.engine.loop.planner.costs.at_rest(8) > 0
+
+
+@pytest.mark.parametrize(("growth", "nodes"), [(BestFirstSettings(), 2), (TopKTreeSettings(), 5)])
+def test_where_drafts_are_as_large_as_pays_their_cost_is_that_of_their_longest_chain(growth: Any, nodes: int) -> None:
+    """Five nodes of two levels come of two calls: as many as a chain of two takes."""
+    policy = Policy.of(growth)
+    planner, drafter = Planner(policy, 128, CostModel({1: 1.0, 64: 1.0}), governed=True), cast(Any, _Drafter())
+    s: Any = _Decoding()
+    s.drafter, s.policy, s.step, s.request = drafter, policy, 3, Request("a", (1,), 9)
+    one = SequenceOutcome(s, 1, Tree([1, 2, 3, 4, 5], [-1, -1, 0, 0, 1], ["eagle"] * 5), [])
+    planner.observe(Outcome([one], {}, {}, 6, 1, {drafter: 0.3}, {}, 1.0, exceptional=False), 1.5)
+    assert planner.costs.proposal("eagle", 1, nodes) == pytest.approx(0.3)
 
 
 def test_a_prompt_alone_is_read_in_whole_chunks() -> None:
