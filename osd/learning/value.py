@@ -9,7 +9,8 @@ many tokens as give the most; H the seconds for which the traffic is expected to
 and one that pays is enough: a drafter too weak to be asked at all brings nothing at first. As the curve is concave,
 this is the rule ``H dG/dx > price / threads`` wherever the first seconds count as well. What was learned since the last
 gate is paid for and brings nothing before the next one: L is what is left until then, so that a slice that was begun
-ends unless much has changed.
+ends unless much has changed. One that is not begun has to earn half as much again as it costs: of several guesses the
+best is looked at, and that is more often too high than too low.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ _ERROR = 0.01
 _POINTS = 32
 
 _BEGUN, _DAY = 600.0, 86_400.0
+
+_HURDLE = 1.5
+"""What a slice has to earn before it is begun, in what it costs."""
 
 _JUDGING = 3.0
 """CPU seconds that gates of a slice are taken for before any was seen."""
@@ -285,6 +289,8 @@ class Value:
             uptake: what it costs replicas to take up a version, in seconds of a core.
         """
         traffic, horizon = self.traffic(workloads), self.horizon.seconds
+        begun = self.seconds - self._gated
+        hurdle = 1.0 if begun > 0 else _HURDLE
 
         def look(seconds: float) -> Investment:
             gain = self.curve.gained(self.seconds + seconds) - self._level
@@ -292,9 +298,8 @@ class Value:
             computed = seconds * (1 + self.overhead)
             earns = threads * max(horizon - computed / pace, 0.0) * max(rate, 0.0)
             costs = price * computed + uptake
-            return Investment(costs == 0 or earns > costs, seconds, gain, rate, horizon, price, earns, costs)
+            return Investment(costs == 0 or earns > hurdle * costs, seconds, gain, rate, horizon, price, earns, costs)
 
-        begun = self.seconds - self._gated
         left = [seconds - begun for seconds in _LOOKS if seconds > begun] or [SLICE]
         return max(map(look, left), key=lambda one: (one.pays, one.earns - one.costs))
 
