@@ -86,20 +86,11 @@ class Workload:
     rounds: tuple[tuple[float, ...], ...]
     uptake: float = 0.0
 
-    def saving_rate(self, now: Sequence[float], before: Sequence[float], after: Sequence[float]) -> float:
-        """Seconds of the engine saved in each second if drafts go from ``before`` to ``after``.
+    def busy(self, lengths: Sequence[float]) -> float:
+        """Busy seconds a token where drafts of 0, 1, 2, ... tokens give ``lengths`` tokens per round.
 
-        Args:
-            now: tokens per round of drafts of 0, 1, 2, ... tokens in service.
-            before: the same of what is compared with.
-            after: the same of what it is to be.
+        Each stream drafts as many tokens as give the most.
         """
-        busy = self._busy(now)
-        was = busy if before == now else self._busy(before)
-        return self.share * (was - self._busy(after)) / busy
-
-    def _busy(self, lengths: Sequence[float]) -> float:
-        """Seconds a token where each stream drafts as many tokens as give the most."""
         decoding = [
             min(seconds / (streams * tokens) for tokens, seconds in zip(lengths, each, strict=False))
             for streams, each in enumerate(self.rounds, 1)

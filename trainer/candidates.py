@@ -185,6 +185,12 @@ class Candidates:
 
     def _held_out(self, learner: Learner) -> Iterator[DistillBatch]:
         """The held-out positions in micro-batches, each as soon as serving can spare it."""
+        behind = True
+        while behind:
+            if not self._spare():
+                raise StoppedError
+            with self._working():
+                behind = learner.catch_up()
         for batch in learner.held_out():
             if not self._spare():
                 raise StoppedError

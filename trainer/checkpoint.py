@@ -80,11 +80,6 @@ class Checkpoints:
         self._saved_steps = 0
         self._refused = False
 
-    def age(self, learner: Learner, finished: int) -> float:
-        """Seconds for which training, or ``finished`` records, have been unsaved; 0 when there is nothing to save."""
-        changed = finished or learner.distiller.steps != self._saved_steps
-        return time.monotonic() - self._saved_at if changed else 0.0
-
     def resume(self, learner: Learner, version: Version) -> bool:
         """Go on from the checkpoint; False when there is none, or none of the kind and size of ``version``, in service.
 
@@ -107,13 +102,19 @@ class Checkpoints:
         logger.info("training goes on from the checkpoint at step %d", self._saved_steps)
         return True
 
-    def keep(self, learner: Learner) -> bool:
-        """Have all training on disk, see ``save``; while there is none, that is written now and then alone."""
-        trained = learner.distiller.steps != self._saved_steps
-        if not trained and time.monotonic() - self._written_at < _IDLE_SECONDS:
-            self._saved_at = time.monotonic()
-            return True
-        return self.save(learner)
+    def keep(self, learner: Learner, finished: int, after: float) -> bool:
+        """See that no training, nor ``finished`` records, wait for longer than ``after`` seconds for a checkpoint.
+
+        Says whether what is finished may be acknowledged. While nothing is trained that needs no checkpoint, and one is
+        written now and then alone.
+        """
+        now, trained = time.monotonic(), learner.distiller.steps != self._saved_steps
+        if now - self._saved_at <= after or not (finished or trained):
+            return False
+        if trained or now - self._written_at >= _IDLE_SECONDS:
+            return self.save(learner)
+        self._saved_at = now
+        return True
 
     def save(self, learner: Learner) -> bool:
         """Write the checkpoint; False when the disk does not take it, which is logged once.

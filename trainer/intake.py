@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -26,6 +27,7 @@ from trainer.status import Status
 logger = logging.getLogger(__name__)
 
 _READ_RECORDS = 16
+_GATHER_SECONDS, _GATHER_READS = 1.0, 32
 _DAY = 86_400.0
 _EXPIRE_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
@@ -77,15 +79,16 @@ class Intake:
         """Have so much room for replay, from the next ``read`` on; from any thread."""
         self._room = tokens, megabytes
 
-    def read(self, learner: Learner, wait_ms: int) -> None:
+    def read(self, learner: Learner, wait_ms: int) -> bool:
         """Give the learner what the stream has; waits for a first record for ``wait_ms`` at most.
 
-        The status says each second what is not acknowledged.
+        Says whether there may be more. The status says each second what is not acknowledged.
         """
         if self._resized != self._room:
             self._resized = tokens, megabytes = self._room
             self.finish(self._replay.resize(tokens, megabytes << 20))
-        for delivery in self._reader.read(_READ_RECORDS, wait_ms):
+        deliveries = self._reader.read(_READ_RECORDS, wait_ms)
+        for delivery in deliveries:
             self._take(delivery.place, delivery.record, learner)
         if time.monotonic() >= self._measure_at:
             self._measure_at = time.monotonic() + _MEASURE_SECONDS
@@ -99,6 +102,14 @@ class Intake:
                 self.finish(self._replay.expire(oldest))
                 if self._recalled is not None:
                     self._recalled.expire(oldest)
+        return len(deliveries) == _READ_RECORDS
+
+    def gather(self, learner: Learner, over: threading.Event) -> None:
+        """Give the learner at once what comes within a second, unless it is ``over``: nobody waits for it."""
+        over.wait(_GATHER_SECONDS)
+        for _ in range(_GATHER_READS):
+            if not self.read(learner, 1):
+                break
 
     def purge(self, asked: str) -> int:
         """Forget a request, and refuse what still comes of it; returns how many records there were."""

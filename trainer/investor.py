@@ -108,6 +108,11 @@ class Investor:
         """The last decision, None before the first."""
         return None if self._decided is None else self._decided[1]
 
+    @property
+    def declined(self) -> bool:
+        """Whether the last decision was that learning does not pay."""
+        return self._decided is not None and not self._decided[1].pays
+
     def worth(self, learner: Learner, decision: GateDecision) -> Worth | None:
         """What a candidate is expected to save and to take; None while the traffic is not known."""
         if self._workloads is None or decision.candidate is None or decision.baseline is None:

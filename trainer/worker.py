@@ -79,8 +79,7 @@ class Worker:
             self._loads, trainer, lambda: executor.clock() / (executor.size * trainer.threads), self._slowed
         )
         self._spare_time = SpareTime(self._domain, self._scheduler, self._capacity, self._say)
-        events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
-        storage = storage_of(settings)
+        events, storage = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings)), storage_of(settings)
         self.lease = Lease(PointerFiles(storage), self._domain, elsewhere)
         self._service = Service(self._domain, Registry(storage), Pointer(redis_url, storage), events, self.lease)
         self._publisher = Publisher(self._service, trainer, context.build, settings.registry.keep)
@@ -91,11 +90,12 @@ class Worker:
         self.replay = empty_replay(trainer)
         self.recalled = Recalled(settings.recall) if settings.drafter.mixes else None
         live = LiveRequests(trainer, self._publisher, self._accounts.status, self._drifted)
-        status = self._accounts.status
-        self.intake = Intake(settings, redis_url, context, status, self.replay, self.recalled, live.observe)
+        self.intake = Intake(
+            settings, redis_url, context, self._accounts.status, self.replay, self.recalled, live.observe
+        )
         self._forgetting = Forgetting(self._domain, Purges(redis_url), self.intake, self._accounts.learnt)
         spare = partial(self._spare, self._alive)
-        self._investor = Investor(settings, self._loads, self._capacity, self._slowing, self._invested)
+        self._investor = Investor(settings, self._loads, self._capacity, self._slowing, _event_of(self._service))
         self._telling = Telling(self._domain, TrainingReports(redis_url), self._accounts, self.replay, self.lease.held)
         self._candidates = Candidates(
             self._publisher, self._accounts, spare, self._capacity.working, self._investor.worth, context.target.label,
@@ -184,9 +184,6 @@ class Worker:
         lost = self._slowing.observe(loads.values(), self._scheduler.clock(self._domain), time.monotonic())
         self._accounts.cost.charge(lost * cores(self._settings.engine.threads))
 
-    def _invested(self, investment: Investment) -> None:
-        self._service.tell("investment", None, **investment.figures())
-
     def _turn(self, learner: Learner) -> None:
         """One look at the stream and, if there is something to train on, one micro-step."""
         self._tell()
@@ -194,7 +191,10 @@ class Worker:
         self._capacity.spare()  # whether requests run says what training costs
         if not (ready := self._ready(learner)):
             self._scheduler.give(self._domain)
-        self.intake.read(learner, 1 if ready else _IDLE_MS)
+        if ready or not self._investor.declined:
+            self.intake.read(learner, 1 if ready else _IDLE_MS)
+        else:
+            self.intake.gather(learner, self._spare_time.over)
         if self._ready(learner):
             self._train(learner)
         self._candidates.decide()
@@ -203,8 +203,7 @@ class Worker:
             if self._candidates.propose(learner):
                 self.checkpoint()
         self._accounts.status.version = self._publisher.stable
-        overdue = self._checkpoints.age(learner, self.intake.finished) > CHECKPOINT_SECONDS
-        if overdue and self._checkpoints.keep(learner):
+        if self._checkpoints.keep(learner, self.intake.finished, CHECKPOINT_SECONDS):
             self.intake.acknowledge()
 
     def _ready(self, learner: Learner) -> bool:
@@ -256,3 +255,8 @@ class Worker:
     def _say(self, state: str, detail: str) -> None:
         status = self._accounts.status
         status.state, status.detail = state, detail
+
+
+def _event_of(service: Service) -> Callable[[Investment], None]:
+    """Tells a decision as an event."""
+    return lambda investment: service.tell("investment", None, **investment.figures())

@@ -257,8 +257,14 @@ class Learner:
         """Adapt the draft vocabulary to the traffic so far: the first records show few of its tokens."""
         self.distiller.adapt_vocabulary(torch.from_numpy(self.replay.token_counts(self._vocabulary)))
 
+    def catch_up(self) -> bool:
+        """Have recall learn some of the records that it has not; False when it knows them all."""
+        return self._recalled is not None and self._recalled.catch_up()
+
     def held_out(self) -> Iterator[DistillBatch]:
         """What the gate looks at: the newest held-out positions, in the same micro-batches for both sides."""
+        while self.catch_up():
+            pass
         for batch in held_out(self.replay):
             if self._recalled is not None:
                 batch.weight = self._recalled.leaves(batch)

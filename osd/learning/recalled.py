@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from osd.capture.retention import belongs
 from osd.capture.trace import Trace
 from osd.config import RecallSettings
 from osd.drafters.recall.memories import Memories
@@ -12,29 +16,47 @@ from osd.drafters.recall.rehearsal import rehearse
 from osd.learning.batch import DistillBatch, length
 from osd.recall.memory import KEPT, mark_of
 
+_WAITING = 1024
+"""Records that wait to be learnt, the newest ones: who never judges a drafter does not need them."""
+
+_AT_ONCE = 16
+
 
 class Recalled:
     """A table that learns the records that a drafter is trained on, as those of the replicas do.
 
-    It holds users' text as the replay buffer does, and lives as long.
+    It holds users' text as the replay buffer does, and lives as long. Records wait until ``catch_up``.
     """
 
     def __init__(self, settings: RecallSettings) -> None:
         memories = Memories(settings)
         self._memory, self._backend = memories.of(""), memories.backend
+        self._waiting: deque[Trace] = deque(maxlen=_WAITING)
 
     def learn(self, trace: Trace) -> None:
         """Take in a record."""
-        for _ in rehearse(self._memory, self._backend.text(length(trace)), trace):
-            pass
+        self._waiting.append(trace.without_states())
+
+    def catch_up(self) -> bool:
+        """Learn some of the records that wait; False when there were none."""
+        some = [self._waiting.popleft() for _ in range(min(_AT_ONCE, len(self._waiting)))]
+        for trace in some:
+            for _ in rehearse(self._memory, self._backend.text(length(trace)), trace):
+                pass
+        return bool(some)
 
     def forget(self, request: str) -> int:
         """Drop what a request may have touched; returns how many entries."""
+        self._keep(lambda trace: not belongs(trace.request_id, request))
         return self._memory.drop(reader=mark_of(request))
 
     def expire(self, created: float) -> int:
         """Drop what was last learnt from records before a time; returns how many entries."""
+        self._keep(lambda trace: trace.created >= created)
         return self._memory.drop(before=int(created))
+
+    def _keep(self, wanted: Callable[[Trace], bool]) -> None:
+        self._waiting = deque(filter(wanted, self._waiting), maxlen=_WAITING)
 
     def leaves(self, batch: DistillBatch) -> Tensor:
         """[N] float64 of each position ``1 - sum_v min(p, q)``, q being what recall says there: what it gets wrong.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -64,11 +64,20 @@ class Traffic:
     workloads: Sequence[Workload]
     depth: int
     length: float
+    _busy: dict[float, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def saving_rate(self, before: float, after: float) -> float:
         """Seconds of an engine that ``after`` tokens per round save in each second, against ``before``."""
-        now, was, would = (self._lengths(length) for length in (self.length, before, after))
-        return sum(one.saving_rate(now, was, would) for one in self.workloads)
+        now, was, would = (self._seconds(length) for length in (self.length, before, after))
+        shares = [one.share for one in self.workloads]
+        return sum(share * (b - a) / n for share, n, b, a in zip(shares, now, was, would, strict=True))
+
+    def _seconds(self, length: float) -> list[float]:
+        """Busy seconds a token of each workload; what was reckoned before is not reckoned again."""
+        if length not in self._busy:
+            lengths = self._lengths(length)
+            self._busy[length] = [one.busy(lengths) for one in self.workloads]
+        return self._busy[length]
 
     def _lengths(self, length: float) -> list[float]:
         """Tokens per round of drafts of 0, 1, ... tokens, as far as any round has them."""
@@ -110,27 +119,29 @@ class LearningCurve:
     def __init__(self, gain: float = _GAIN, seconds: float = _SECONDS, points: Sequence[Point] = ()) -> None:
         """Expect to gain ``gain``, most of it within ``seconds``; ``points`` are what was seen."""
         self.expected_gain, self.expected_seconds = gain, seconds
-        self.points = list(points)
+        self.points: Sequence[Point] = tuple(points)
+        self._known = self._posterior()
 
     def add(self, point: Point) -> None:
         """Take in a gate; of many the latest are kept."""
-        self.points = [*self.points, point][-_POINTS:]
+        self.points = (*self.points, point)[-_POINTS:]
+        self._known = self._posterior()
 
     def gained(self, seconds: float) -> float:
         """Tokens per round expected to be gained after so many seconds in all."""
-        weights, gains = self._posterior()
+        weights, gains = self._known
         return float((weights * gains * -np.expm1(-seconds / _TIMES)).sum())
 
     @property
     def most(self) -> float:
         """All that is expected to be gained in the end."""
-        weights, gains = self._posterior()
+        weights, gains = self._known
         return float((weights * gains).sum())
 
     @property
     def seconds(self) -> float:
         """Within how many seconds all of that but 1 / e."""
-        return float(np.exp((self._posterior()[0] * np.log(_TIMES)).sum()))
+        return float(np.exp((self._known[0] * np.log(_TIMES)).sum()))
 
     def _posterior(self) -> tuple[np.ndarray, np.ndarray]:
         """How probable each t is, and the gain expected with it, never below 0; [times] both."""

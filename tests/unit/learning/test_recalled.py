@@ -21,8 +21,10 @@ def test_what_was_said_before_is_not_left_open_and_what_was_not_is() -> None:
     known, other = (make_trace(name, completion=COMPLETION, seed=seed) for name, seed in (("a", 1), ("b", 77)))
     before = recalled.leaves(collate([known]))
     assert before.shape == (COMPLETION,)
-    for _ in range(8):
+    for _ in range(40):
         recalled.learn(known)
+    while recalled.catch_up():
+        pass
     after, elsewhere = recalled.leaves(collate([known])), recalled.leaves(collate([other]))
     assert float(after.mean()) < 0.5 * float(before.mean())
     assert float(elsewhere.mean()) > float(after.mean())
@@ -64,9 +66,24 @@ def test_what_is_too_old_or_purged_is_forgotten() -> None:
     old, new = (make_trace(name, completion=COMPLETION, seed=seed) for name, seed in (("a", 1), ("b", 77)))
     old = msgspec.structs.replace(old, created=1000.0)
     new = msgspec.structs.replace(new, created=2000.0)
-    for trace in (old, new):
+    for learnt in (True, False):
+        for trace in (old, new):
+            recalled.learn(trace)
+        while learnt and recalled.catch_up():
+            pass
+        assert bool(recalled.expire(1500.0)) is learnt
+        assert recalled.expire(1500.0) == 0
+        assert bool(recalled.forget("b")) is learnt
+        assert recalled.forget("b") == 0
+        assert not recalled.catch_up(), "nor is what had not been learnt yet"
+
+
+def test_as_many_records_wait_as_there_is_room_for_and_the_newest_are_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    recalled = Recalled(SMALL)
+    traces = [make_trace(f"r{number}", completion=COMPLETION, seed=number) for number in (1, 77)]
+    for trace in (traces[0], *[traces[1]] * 1024):
         recalled.learn(trace)
-    assert recalled.expire(1500.0) > 0
-    assert recalled.expire(1500.0) == 0
-    assert recalled.forget("b") > 0
-    assert recalled.forget("b") == 0
+    while recalled.catch_up():
+        pass
+    first, second = (float(recalled.leaves(collate([trace])).mean()) for trace in traces)
+    assert second < 0.5 * first

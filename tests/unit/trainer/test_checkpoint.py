@@ -162,14 +162,16 @@ def test_while_nothing_is_trained_a_checkpoint_is_written_now_and_then_alone(tmp
     path = tmp_path / "trainer" / "general.safetensors"
     for n in range(6):
         learner.add(make_trace(f"r{n}", completion=30, seed=n))
-    assert checkpoints.keep(learner)
+    assert not checkpoints.keep(learner, finished=0, after=-1)
+    assert not checkpoints.keep(learner, finished=1, after=60)
+    assert checkpoints.keep(learner, finished=1, after=-1)
     assert not path.exists(), "nothing was trained that a crash could lose"
     learner.step(64, Local())
-    assert checkpoints.keep(learner)
+    assert checkpoints.keep(learner, finished=0, after=-1)
     assert path.exists()
     path.unlink()
-    assert checkpoints.keep(learner)
+    assert checkpoints.keep(learner, finished=1, after=-1)
     assert not path.exists()
     monkeypatch.setattr(checkpoint, "_IDLE_SECONDS", 0.0)
-    assert checkpoints.keep(learner)
+    assert checkpoints.keep(learner, finished=1, after=-1)
     assert path.exists()
