@@ -156,7 +156,7 @@ class Intake:
             self._finished.append(place)
             return
         if left_out:
-            learner.passed(trace)
+            learner.overheard(trace)
             self._observe(trace)
             self._finished.append(place)
             return

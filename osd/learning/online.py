@@ -194,7 +194,7 @@ class Learner:
                 self._recalled.learn(trace)
         return added
 
-    def passed(self, trace: Trace) -> None:
+    def overheard(self, trace: Trace) -> None:
         """Take note of a trace that has no hidden states to train on: recall knows it all the same."""
         if self._recalled is not None and not self.replay.holds_out(trace):
             self._recalled.learn(trace)
