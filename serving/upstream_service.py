@@ -51,14 +51,17 @@ class Counted:
         self._counts: Counter[Name] = Counter()
 
     def report(self, name: str, now: UpstreamReport) -> Report:
-        """The next report, as one of a replica."""
+        """The next report, as one of a replica, of the moment in which it is heard.
+
+        That in which it was told may be of a second which the dashboard has already shown.
+        """
         before, counts = self._before, self._counts
         if before is not None:
             counts.update(self._since(before, now))
             counts["swaps"] += now.version != before.version
         self._before = now
         load = EngineLoad(now.running, now.waiting)
-        return Report(name, now.time, now.version, True, load, 0.0, dict(counts))
+        return Report(name, time.time(), now.version, True, load, 0.0, dict(counts))
 
     def _since(self, before: UpstreamReport, now: UpstreamReport) -> dict[Name, float]:
         found: dict[Name, float] = {
