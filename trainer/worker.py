@@ -90,9 +90,8 @@ class Worker:
         self.replay = empty_replay(trainer)
         self.recalled = Recalled(settings.recall) if settings.drafter.mixes else None
         live = LiveRequests(trainer, self._publisher, self._accounts.status, self._drifted)
-        self.intake = Intake(
-            settings, redis_url, context, self._accounts.status, self.replay, self.recalled, live.observe
-        )
+        status = self._accounts.status
+        self.intake = Intake(settings, redis_url, context, status, self.replay, self.recalled, live.observe)
         self._forgetting = Forgetting(self._domain, Purges(redis_url), self.intake, self._accounts.learnt)
         spare = partial(self._spare, self._alive)
         self._investor = Investor(settings, self._loads, self._capacity, self._slowing, _event_of(self._service))
@@ -172,6 +171,7 @@ class Worker:
             self._candidates.revision = Revision.of(version, self._context.target.label)
         self._accounts.cost.keep(self._publisher.retire())
         self._accounts.status.version, self.learner = self._publisher.stable, learner
+        self._scheduler.value(self._domain, math.inf)  # it is judged before anybody knows
         return learner
 
     def _drifted(self, drift: Drift) -> None:

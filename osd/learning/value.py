@@ -200,6 +200,7 @@ class Investment:
         price: what a CPU second of training costs, in seconds of a core.
         earns: seconds of a core saved until the horizon.
         costs: seconds of a core, gates and what replicas need to take a version up included.
+        begun: CPU seconds of the slice that were learned before, and are paid for.
     """
 
     pays: bool
@@ -210,11 +211,15 @@ class Investment:
     price: float
     earns: float
     costs: float
+    begun: float = 0.0
 
     @property
     def worth(self) -> float:
-        """Seconds of a core that each second of the learning earns beyond its cost."""
-        return (self.earns - self.costs) / self.seconds
+        """Seconds of a core that each second of the whole slice earns beyond what is still to be paid.
+
+        By what is left of it alone, a slice that is nearly done would be worth more than any other.
+        """
+        return (self.earns - self.costs) / (self.seconds + self.begun)
 
     def figures(self) -> dict[str, Any]:
         """The numbers as JSON, for an event."""
@@ -309,7 +314,8 @@ class Value:
             computed = seconds * (1 + self.overhead)
             earns = threads * max(horizon - computed / pace, 0.0) * max(rate, 0.0)
             costs = price * computed + uptake
-            return Investment(costs == 0 or earns > hurdle * costs, seconds, gain, rate, horizon, price, earns, costs)
+            pays = costs == 0 or earns > hurdle * costs
+            return Investment(pays, seconds, gain, rate, horizon, price, earns, costs, begun)
 
         left = [seconds - begun for seconds in _LOOKS if seconds > begun] or [SLICE]
         return max(map(look, left), key=lambda one: (one.pays, one.earns - one.costs))
