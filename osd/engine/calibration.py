@@ -1,8 +1,11 @@
-"""What a forward of the target costs on this machine."""
+"""What a forward of the target costs on this machine at rest."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 import torch
 
@@ -10,23 +13,51 @@ from osd.runtime.batch import following
 from osd.runtime.interface import Target
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-_FEW, _REPEATS = 24, 2  # small forwards are the usual ones, and quickly repeated
+_AT_ONCE = 3  # sweeps over them before anything is decoded
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further one
+_LONG = 0.25  # seconds of a forward that nobody is made to wait for
 
 
-def forward_seconds(target: Target, most: int) -> dict[int, float]:
-    """Seconds of a forward by its rows, up to about ``most``, of few rows the best of two runs.
+def calibrate(
+    target: Target, most: int, told: Callable[[Mapping[int, float]], None], rests: Callable[[float], bool]
+) -> None:
+    """Tell what forwards take by their rows: at once, and again as long as nobody wants anything else.
 
-    Must run on the thread that decodes, while no slot is in use. Who asks meanwhile waits.
+    What starts together with an engine is often at work on the same cores, for some seconds. So the least of several
+    measurements of each size counts, sweep after sweep. A forward of fewer rows is taken for no slower than one of
+    more: one that was disturbed would make all sizes beyond it look free.
+
+    Must run on the thread that decodes, while no slot is in use.
+
+    Args:
+        target: in whose first slot it writes.
+        most: rows of a forward, about.
+        told: hears of the seconds by rows, up to twice as many rows, after each sweep.
+        rests: whether nothing else was wanted for so many seconds.
     """
-    _run(target, 1)  # the first forward ever touches memory
-    seconds = {}
-    for count in _COUNTS:
-        if count > min(target.context, 2 * most):
-            break
-        if target.bucketed:
-            _run(target, count)  # which records a CUDA graph
-        seconds[count] = min(_run(target, count) for _ in range(_REPEATS if count <= _FEW else 1))
-    return seconds
+    counts = [count for count in _COUNTS if count <= min(target.context, 2 * most)]
+    for count in counts if target.bucketed else counts[:1]:
+        _run(target, count)  # the first one touches memory, or records a CUDA graph
+    least = dict.fromkeys(counts, math.inf)
+    for _ in range(_AT_ONCE):
+        for count in counts:
+            least[count] = min(least[count], _run(target, count))
+    told(_rising(least))
+    short = [count for count in counts if least[count] < _LONG]
+    for pause in _PAUSES:
+        if not rests(pause):
+            return
+        for count in short:
+            least[count] = min(least[count], _run(target, count))
+            if not rests(0.0):
+                return
+        told(_rising(least))
+
+
+def _rising(least: Mapping[int, float]) -> dict[int, float]:
+    """The same, where no count takes longer than a larger one."""
+    counts = sorted(least, reverse=True)
+    return dict(zip(counts, accumulate((least[count] for count in counts), min), strict=True))
 
 
 def _run(target: Target, count: int) -> float:

@@ -10,7 +10,7 @@ from functools import partial
 
 from osd.config import Settings
 from osd.drafters.base import Drafter
-from osd.engine.calibration import forward_seconds
+from osd.engine.calibration import calibrate
 from osd.engine.counters import DecodeSeconds, EngineCounters, of_version
 from osd.engine.demand_meter import DemandMeter
 from osd.engine.health import Health
@@ -51,14 +51,9 @@ class DecodeLoop:
     """
 
     def __init__(
-        self,
-        target: Target,
-        settings: Settings,
-        policy: Policy,
-        drafter: Drafter | None,
-        version: int,
+        self, target: Target, settings: Settings, policy: Policy, drafter: Drafter | None, version: int,
         sink: TraceSink | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """See ``osd.engine.engine.Engine``; ``policy`` is that of requests without one of their own."""
         self._target, self._settings, self._policy, self._version = target, settings, policy, version
         self.changed = threading.Condition()
@@ -86,7 +81,7 @@ class DecodeLoop:
         try:
             several_cores(self._settings.engine.threads)
             most = self._settings.engine.slots * (1 + self._policy.growth.max_nodes)
-            self.planner.costs.measure(forward_seconds(self._target, most))
+            calibrate(self._target, most, self.planner.costs.measure, self._rests)
             self.health.resting()  # what came before is no round
             while self._wait():
                 self._step()
@@ -107,24 +102,31 @@ class DecodeLoop:
     def _wait(self) -> bool:
         """Wait until there is something to do; False when it is to stop."""
         with self.changed:
-            scheduler, pool = self.scheduler, self.pool
-            if not (scheduler.waiting or scheduler.running or self.stopping or (pool and pool.staged)):
-                self.cancelled.clear()
-                self.health.resting()
-                self.changed.wait()
+            self._rests()
             self.health.working()
             if self.stopping:
-                self.counters.cancelled += len(scheduler.everything())
-                for s in scheduler.everything():
-                    self._try(s, scheduler.end)
+                self._cancel(self.scheduler.everything())
             return not self.stopping
+
+    def _rests(self, seconds: float | None = None) -> bool:
+        """Whether nothing is to be done for so many seconds; without them it waits until there is something."""
+
+        def wanted() -> bool:
+            staged = self.pool and self.pool.staged
+            return bool(staged or self.stopping or self.cancelled or self.scheduler.everything())
+
+        with self.changed:
+            if not wanted():
+                self.health.resting()
+            return not self.changed.wait_for(wanted, seconds)
 
     def _step(self) -> None:
         """Swap, admit, and run a round where there is something to run."""
         try:
             with self.changed:
                 self._swap()
-                self._drop_cancelled()
+                self._cancel(self.scheduler.named(self.cancelled))
+                self.cancelled.clear()
                 self.scheduler.fit()
                 while (s := self.scheduler.take()) is not None:
                     again = s.preempted
@@ -177,9 +179,7 @@ class DecodeLoop:
         self.counters.swapped(stall)
         log.info("drafter %d of %s swapped in within %.1f ms", drafter.version, drafter.domain, stall * 1e3)
 
-    def _drop_cancelled(self) -> None:
-        gone = self.scheduler.named(self.cancelled)
-        self.cancelled.clear()
+    def _cancel(self, gone: list[Sequence]) -> None:
         self.counters.cancelled += len(gone)
         for s in gone:
             self._try(s, self.scheduler.end)

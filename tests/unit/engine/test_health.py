@@ -155,11 +155,11 @@ def test_a_thread_that_ends_by_an_error_leaves_nobody_waiting(
 ) -> None:
     failing = threading.Event()
 
-    def measure(*_: object) -> dict[int, float]:
+    def measure(*_: object) -> None:
         failing.wait(30)
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(loop, "forward_seconds", measure)
+    monkeypatch.setattr(loop, "calibrate", measure)
     with running(target_dir, "eagle") as client:
         client.submit("r", [1, 2, 3], 4)
         failing.set()

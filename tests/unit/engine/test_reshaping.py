@@ -46,7 +46,7 @@ def test_trees_shrink_while_many_sequences_draft_together_and_grow_when_one_is_a
 def test_the_engine_draws_trees_of_the_size_that_its_forwards_ask_for(
     target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, kind: str, seconds: dict[int, float], size: int
 ) -> None:
-    monkeypatch.setattr("osd.engine.loop.forward_seconds", lambda target, most: seconds)
+    monkeypatch.setattr("osd.engine.loop.calibrate", lambda target, most, told, rests: told(seconds))
     policy = tree(kind)
     with running(target_dir, "eagle", slots=1) as client:
         for index, prompt in enumerate(prompts(LENGTHS)):
@@ -67,7 +67,7 @@ def test_the_engine_draws_trees_of_the_size_that_its_forwards_ask_for(
 
 
 def test_another_drafter_begins_to_count_anew(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("osd.engine.loop.forward_seconds", lambda target, most: FLAT)
+    monkeypatch.setattr("osd.engine.loop.calibrate", lambda target, most, told, rests: told(FLAT))
     policy = tree()
     drafter = make_drafter("eagle", target_dir)
     assert drafter is not None

@@ -1,0 +1,93 @@
+"""What forwards take is measured while others are at work, and known all the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from osd.engine import calibration
+from osd.engine.calibration import calibrate
+
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+
+
+class Machine:
+    """A target of which a forward takes 10 seconds and one for each row, longer while it is disturbed.
+
+    The ``disturbed`` forwards by their number, the first one 0, take so many times as long.
+    """
+
+    context, bucketed = 64, None
+
+    def __init__(self, disturbed: Mapping[int, float]) -> None:
+        self.now, self.rows, self._disturbed = 0.0, [], disturbed
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def forward(self, rows: Any, wanted: torch.Tensor) -> Any:
+        count = len(rows.token_ids)
+        self.now += (10 + count) * 0.001 * self._disturbed.get(len(self.rows), 1.0)
+        self.rows.append(count)
+        return SimpleNamespace(logits=torch.zeros(len(wanted), 1))
+
+
+def told(machine: Any, pauses: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[int, float]]:
+    """What is told of a machine on which something is wanted after so many pauses, in milliseconds."""
+    monkeypatch.setattr(calibration, "time", machine)
+    found: list[dict[int, float]] = []
+    left = iter(range(pauses))
+
+    def rests(seconds: float) -> bool:
+        return not seconds or next(left, None) is not None
+
+    calibrate(machine, 16, lambda seconds: found.append({c: s * 1e3 for c, s in seconds.items()}), rests)
+    return found
+
+
+def right(rows: int) -> Any:
+    return pytest.approx(10 + rows)
+
+
+def test_one_forward_that_was_disturbed_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do those of one size that were disturbed each time."""
+    second, third = (1 + sweep * len(ROWS) for sweep in (1, 2))
+    machine = Machine({5: 4.0, second + 9: 3.0} | dict.fromkeys((3, second + 2, third + 2), 2.0))
+    (found,) = told(machine, 0, monkeypatch)
+    assert found == {rows: right(4 if rows == 3 else rows) for rows in ROWS}
+
+
+def test_who_starts_on_the_same_cores_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large forwards are disturbed in all that is measured at first: what comes later corrects it."""
+    busy = Machine({1 + sweep * len(ROWS) + size: 5.0 for sweep in range(6) for size in range(7, len(ROWS))})
+    first, *later = told(busy, 6, monkeypatch)
+    assert first[16] > 3 * (10 + 16)
+    assert len(later) == 6
+    assert later[-1] == {rows: right(rows) for rows in ROWS}
+
+
+def test_nobody_waits_for_more_than_one_short_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured again is short, and asks after each forward whether something is wanted."""
+    machine: Any = Machine({})
+    monkeypatch.setattr(calibration, "time", machine)
+    monkeypatch.setattr(calibration, "_LONG", 0.02)
+    at_once, asked = 0, threading.Event()
+
+    def rests(seconds: float) -> bool:
+        nonlocal at_once
+        at_once = at_once or len(machine.rows)
+        if len(machine.rows) == at_once + 12:  # in the midst of the second sweep
+            asked.set()
+        return not asked.is_set()
+
+    found: list[Mapping[int, float]] = []
+    calibrate(machine, 16, found.append, rests)
+    again = machine.rows[at_once:]
+    assert len(again) == 12
+    assert max(again) == 8, "of 10 and more rows each takes 20 ms and more"
+    assert len(found) == 2
