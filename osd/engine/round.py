@@ -297,17 +297,17 @@ def commit(verified: Verified, slots: SlotManager, keeping: Keeping) -> Outcome:
     upkeep, drafters = verified.upkeep, [one.sequence.drafter for one in scheduled]
     slots.keep([one.sequence for one in scheduled], [one.start for one in scheduled], kept)
     with upkeep.of(drafters):
-        if hidden is not None:
-            slots.keep_states(
-                [one.sequence.slot for one in scheduled], [one.start for one in scheduled], packed.first, kept, hidden
-            )
         tops = _tops(verified)
     outcomes: list[SequenceOutcome] = []
     failed: dict[Decoding, Exception] = {}
     traced: dict[Decoding, Traced] = {}
     for number, (one, offsets) in enumerate(zip(scheduled, kept, strict=True)):
         s, decision, first = one.sequence, verified.decisions.get(one.sequence), packed.logits[number]
-        states = None if hidden is None else _rows(hidden, packed.first[number], offsets)
+        states = None
+        if hidden is not None:
+            with upkeep.of([s.drafter]):
+                states = _rows(hidden, packed.first[number], offsets)
+                slots.keep_states(s.slot, one.start, states)
         taken = None
         try:
             taken = _go_on(one, decision, first, verified.forward.logits, states, tops.get(s), upkeep)

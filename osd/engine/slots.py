@@ -9,7 +9,6 @@ from torch import Tensor
 from osd.config import EngineSettings
 from osd.engine.kv_budget import KVBudget
 from osd.engine.sequence import Sequence
-from osd.runtime.device import sent
 from osd.runtime.interface import Target
 from osd.runtime.pages import Pages
 
@@ -94,25 +93,11 @@ class SlotManager:
             self._cache.keep(s.slot, start, offsets)
             s.fed = start + len(offsets)
 
-    def keep_states(
-        self, slots: list[int], starts: list[int], first: list[int], kept: list[list[int]], hidden: Tensor
-    ) -> None:
-        """Keep the target's states of the same rows, for prompts that begin alike.
-
-        Those of each slot begin with ``first`` among ``hidden`` [R, taps * hidden], the states of all rows.
-        """
-        if self._states is None:
-            return
-        rows: list[int] = []
-        places: list[int] = []
-        for slot, start, row, offsets in zip(slots, starts, first, kept, strict=True):
-            rows += [row + offset for offset in offsets]
-            place = slot * self._cache.places + start
-            places += range(place, place + len(offsets))
-        self._states_dtype = hidden.dtype
-        every = len(rows) == len(hidden)  # nothing was drafted, or all of it stays
-        chosen = (hidden if every else hidden[sent(rows, hidden.device)]).to(self._states.dtype)
-        self._states.flatten(0, 1).index_copy_(0, sent(places, hidden.device), chosen)
+    def keep_states(self, slot: int, start: int, states: Tensor) -> None:
+        """Keep the target's ``states`` [n, taps * hidden] of the tokens from ``start`` on, for prompts alike."""
+        if self._states is not None:
+            self._states_dtype = states.dtype
+            self._states[slot, start : start + len(states)] = states
 
     def states(self, slot: int, start: int, stop: int) -> Tensor | None:
         """The target's states of the tokens ``start`` to ``stop`` in a slot, as they were kept; None without taps."""
