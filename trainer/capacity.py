@@ -68,17 +68,19 @@ class Capacity:
         self._before = self.worked = 0.0
         self.reachable, self.beside_requests = True, False
 
-    def spare(self) -> float:
+    def spare(self, glance: bool = False) -> float:
         """The share of the time that may be trained now.
 
         0 while in some replica a request waits or tokens come slower than the objective allows, ``trainer.duty`` while
         requests run, all of it otherwise. When the loads cannot be read it stays for five seconds, and is 0 then:
         serving may need anything.
+
+        A ``glance`` may see what was a second ago, and has no replica tell more often.
         """
         now = time.monotonic()
         if now >= self._unreadable_until:
             try:
-                self._known, self._known_at = self._share(self._loads.read()), now
+                self._known, self._known_at = self._share(self._loads.read(glance)), now
             except RedisError as error:
                 if self.reachable:
                     logger.warning("the loads of replicas cannot be read, training waits until they can: %s", error)

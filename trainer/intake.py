@@ -58,7 +58,7 @@ class Intake:
         ages = [days * _DAY for days in (trainer.replay_days, settings.capture.keep_days) if days is not None]
         self._oldest = min(ages, default=None)
         self.purged: set[str] = set()
-        self._expire_at = self._measure_at = 0.0
+        self._expire_at = self._measure_at = self._gather_at = 0.0
         self._every_domain = trainer.domains == "all"
         self._context, self._status, self._observe = context, status, observe
         self._replay, self._recalled = replay, recalled
@@ -105,8 +105,9 @@ class Intake:
         return len(deliveries) == _READ_RECORDS
 
     def gather(self, learner: Learner, over: threading.Event) -> None:
-        """Give the learner at once what comes within a second, unless it is ``over``: nobody waits for it."""
-        over.wait(_GATHER_SECONDS)
+        """Give the learner at once what came within a second, unless it is ``over``: nobody waits for it."""
+        over.wait(max(self._gather_at - time.monotonic(), 0.0))
+        self._gather_at = time.monotonic() + _GATHER_SECONDS
         for _ in range(_GATHER_READS):
             if not self.read(learner, 1):
                 break

@@ -22,7 +22,6 @@ from trainer.slowing import Slowing
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
-_DECLINED_SECONDS = 5.0
 
 Tell = Callable[[Investment], None]
 
@@ -74,7 +73,6 @@ class Investor:
         self._threads = cores(settings.engine.threads)
         self._workloads: list[Workload] | None = None
         self._looked_at: float | None = None
-        self._paid_at = 0.0  # when it did last, or was first asked about
         self._verdict: tuple[bool, int] | None = None
         self._decided: tuple[tuple[float, bool, int], Investment] | None = None
 
@@ -102,8 +100,6 @@ class Investor:
         if verdict != self._verdict:
             self._verdict = verdict
             self._told(investment)
-        if investment.pays or self._decided is None:
-            self._paid_at = now
         self._decided = moment, investment
         return investment
 
@@ -111,11 +107,6 @@ class Investor:
     def decided(self) -> Investment | None:
         """The last decision, None before the first."""
         return None if self._decided is None else self._decided[1]
-
-    @property
-    def declined(self) -> bool:
-        """Whether learning has not paid for some seconds."""
-        return self._decided is not None and time.monotonic() - self._paid_at > _DECLINED_SECONDS
 
     def worth(self, learner: Learner, decision: GateDecision) -> Worth | None:
         """What a candidate is expected to save and to take; None while the traffic is not known."""

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 _TELL_SECONDS = 1.0
 
-_AHEAD = 64
-"""Records that were never trained on, as many as which a trainer may always have."""
+_AHEAD = 32
+"""Records that were never trained on, as many as which a trainer may always have; of twice as many it needs few."""
 
 _LEAST = 0.1
 """Of the records, the share whose hidden states are wanted whatever lies there: traffic changes."""
@@ -96,5 +96,5 @@ class Telling:
             lag_seconds=status.lag_seconds,
             loss=status.loss,
             expected=expected,
-            states_wanted=max(_LEAST, min(1.0, _AHEAD / max(replay.fresh_records, 1))),
+            states_wanted=max(_LEAST, min(1.0, 2 - replay.fresh_records / _AHEAD)),
         )

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINT_SECONDS = 30.0
 """Training that a crash may lose, and how long a record that was trained on waits for its acknowledgement."""
 
-_IDLE_MS = 200
+_READ_MS = 1
 _PATIENCE = 0.5  # seconds without the turn, after which the stream is read again
 _TELL_SECONDS = 1.0
 
@@ -188,11 +188,11 @@ class Worker:
         """One look at the stream and, if there is something to train on, one micro-step."""
         self._tell()
         self._look()
-        self._capacity.spare()  # whether requests run says what training costs
+        self._capacity.spare(glance=True)  # whether requests run says what training costs
         if not (ready := self._ready(learner)):
             self._scheduler.give(self._domain)
-        if ready or not self._investor.declined:
-            self.intake.read(learner, 1 if ready else _IDLE_MS)
+        if ready:
+            self.intake.read(learner, _READ_MS)
         else:
             self.intake.gather(learner, self._spare_time.over)
         if self._ready(learner):

@@ -40,6 +40,7 @@ FIRST_VERSION = 1
 """The number of the drafter that a service starts with."""
 
 _START_SECONDS = 120.0
+_TOLD_SECONDS = 2.5  # after which the ledger has what was spent until now
 _REDIS_SECONDS, _AT_ONCE = 5.0, 8  # records of one answer: with hidden states each may take a megabyte
 
 Report = Callable[[str], None]
@@ -301,11 +302,12 @@ def _ask(service: Embedded, method: str) -> Any:
 
 
 def _wait_for_trainer(service: Embedded) -> None:
-    """Return when the trainer follows the stream: what its start costs is not what training costs."""
+    """Return when the trainer follows the stream and its start is in the ledger: that is not what training costs."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         said: dict[str, Any] = _ask(service, "status")
         if said["detail"] != "starting":
+            time.sleep(_TOLD_SECONDS)
             return
         if said["failure"] or time.monotonic() > deadline:
             raise BenchError(f"the trainer does not start: {said['failure'] or f'not within {_START_SECONDS:.0f} s'}")

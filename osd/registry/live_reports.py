@@ -19,7 +19,9 @@ return redis.call('EXISTS', KEYS[2])
 # It writes too: a Redis that takes no reports, because it is full or a replica, must not look like one without any.
 _READ = """
 local now = redis.call('TIME')
-redis.call('SET', KEYS[2], 1, 'PX', ARGV[2])
+if redis.call('PTTL', KEYS[2]) < tonumber(ARGV[2]) then
+  redis.call('SET', KEYS[2], 1, 'PX', ARGV[2])
+end
 local oldest = now[1] * 1000 + now[2] / 1000 - ARGV[1]
 local fields = redis.call('HGETALL', KEYS[1])
 local fresh = {}
@@ -59,7 +61,7 @@ class LiveReports(Generic[_Said]):
         return self._tell(self._keys, [name, msgspec.json.encode(said), expiry_ms], pipeline)
 
     def read(self, expiry_ms: int, attention_ms: int) -> dict[str, _Said]:
-        """What was said within the last ``expiry_ms``; who reads counts as looking for ``attention_ms``.
+        """What was said within the last ``expiry_ms``; somebody looks for ``attention_ms`` from now on.
 
         Raises:
             redis.exceptions.RedisError: also when Redis takes no reports now.

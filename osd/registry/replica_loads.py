@@ -21,6 +21,8 @@ WORKLOADS_EXPIRY_MS = 10_000
 ATTENTION_MS = 10_000
 """For how long after a look somebody counts as looking."""
 
+_GLANCE_MS = 1
+
 _KEY, _WORKLOADS_KEY, _UPSTREAMS_KEY = "osd:load", "osd:workloads", "osd:upstreams"
 
 
@@ -98,13 +100,15 @@ class ReplicaLoads(RedisClient):
                 self._workloads.tell(replica_id, workloads, WORKLOADS_EXPIRY_MS, pipe)
             return bool(pipe.execute()[0])
 
-    def read(self) -> dict[str, ReplicaLoad]:
+    def read(self, glance: bool = False) -> dict[str, ReplicaLoad]:
         """The loads of the machine's replicas that reported within the last two seconds.
+
+        Replicas report as often as who looks needs it, once a second where nobody does more than ``glance``.
 
         Raises:
             redis.exceptions.RedisError: also when Redis takes no reports now.
         """
-        return self._loads.read(EXPIRY_MS, ATTENTION_MS)
+        return self._loads.read(EXPIRY_MS, _GLANCE_MS if glance else ATTENTION_MS)
 
     def workloads(self) -> dict[str, Workloads]:
         """What is asked of the replicas that reported it within the last ten seconds.

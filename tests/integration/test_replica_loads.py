@@ -62,6 +62,17 @@ def test_a_replica_hears_whether_somebody_looks(loads: ReplicaLoads, monkeypatch
     assert not loads.report("a", BUSY)
 
 
+def test_who_glances_has_no_replica_tell_more_often_nor_less(loads: ReplicaLoads):
+    loads.report("a", BUSY)
+    assert loads.read(glance=True) == {"a": BUSY}
+    time.sleep(0.01)
+    assert not loads.report("a", BUSY)
+    loads.read()
+    loads.read(glance=True)
+    time.sleep(0.01)
+    assert loads.report("a", BUSY)
+
+
 def test_replicas_of_another_machine_are_not_among_those_of_this_one(loads: ReplicaLoads, redis_url: str):
     with ReplicaLoads(redis_url, "elsewhere") as others:
         others.report("b", BUSY)

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from osd.registry import replica_loads
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.unit.learning.test_value import workload
 from tests.unit.learning.toys import Toy
@@ -15,7 +16,7 @@ from trainer.executor import Local
 
 def test_training_stands_still_while_requests_wait(make_loop, eventually, monkeypatch):
     looks, read = [], ReplicaLoads.read
-    monkeypatch.setattr(ReplicaLoads, "read", lambda self: looks.append(1) or read(self))
+    monkeypatch.setattr(ReplicaLoads, "read", lambda self, glance=False: looks.append(1) or read(self, glance))
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
     loads = ReplicaLoads(loop.url)
@@ -158,4 +159,25 @@ def test_beside_requests_it_trains_only_where_their_rounds_are_worth_it_and_says
     told = [event for event in loop.events.recent() if event["kind"] == "investment"]
     assert [event["pays"] for event in told] == [False, True, False, True]
     assert [event["price"] for event in told] == [1.0, 0.0, 1.0, 1.0]
+    loads.close()
+
+
+def test_while_training_does_not_pay_replicas_tell_no_more_often_for_it(make_loop, eventually, monkeypatch):
+    monkeypatch.setattr(replica_loads, "ATTENTION_MS", 300)
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(40)
+    loads = ReplicaLoads(loop.url)
+
+    def watched():
+        return loads.report("replica", ReplicaLoad(8, 0, 1, 100.0), {"general": workload(0.9, (1.0, 9.0, 9.0), 4)})
+
+    watched()
+    worker = loop.start()
+    eventually(lambda: [watched(), "cost more" in worker.status()["detail"]][1])
+    eventually(lambda: not watched())
+    since = time.monotonic()
+    while time.monotonic() < since + 1.5:
+        assert not watched()
+        time.sleep(0.05)
     loads.close()

@@ -13,6 +13,7 @@ _DOUBT = 1.0  # measurements that the first guess counts for
 _HOPE = 0.5  # tokens that a full call is first guessed to bring where recall knows nothing
 _LENGTH = 3  # tokens of a round, where it is guessed how many there are to come
 _SHARE_OF_PROBES = 0.005  # of the time, for calls that are not expected to pay
+_PATIENCE = 50  # such calls, after which half of that has to do
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Consulting:
     that it was asked in, of sequences that it had read.
 
     Because nothing is learnt of calls that are not made, a small share of the time goes to calls that are not expected
-    to pay.
+    to pay, the smaller the more of them there were since the weights changed.
     """
 
     def __init__(self, levels: int) -> None:
@@ -57,6 +58,7 @@ class Consulting:
         self._seen: list[list[int]] = []
         self._use = 1.0
         self._debt = 0.0
+        self._probes = 0
         self.renew()
 
     def renew(self) -> None:
@@ -65,7 +67,7 @@ class Consulting:
         shares = [level / self._levels for level in range(self._levels + 1)]
         self._gains = [[_HOPE * share * left for share in shares] for left in unsure]
         self._seen = [[0] * len(shares) for _ in unsure]
-        self._use = 1.0
+        self._use, self._probes = 1.0, 0
 
     def decide(self, candidates: Sequence[Candidate], worth: Worth, kind: str) -> Consulted:
         """For whom the trained drafter is asked in this round.
@@ -80,7 +82,8 @@ class Consulting:
         reading = [costs.reading(kind, one.missed) for one in candidates]
         calls = [max(self._use * one.left / _LENGTH, 1) for one in candidates]
         dues = [speed * seconds / count for seconds, count in zip(reading, calls, strict=True)]
-        self._debt = max(0.0, self._debt - _SHARE_OF_PROBES * float(worth.seconds[worth.rows]))
+        share = _SHARE_OF_PROBES / (1 + self._probes / _PATIENCE)
+        self._debt = max(0.0, self._debt - share * float(worth.seconds[worth.rows]))
         best, chosen = 0.0, Consulted([], 0)
         for levels in range(1, self._levels + 1):
             net = [gain[levels] - due for gain, due in zip(gains, dues, strict=True)]
@@ -97,6 +100,7 @@ class Consulting:
         if not chosen.members and self._debt <= 0:
             likely = min(range(len(candidates)), key=lambda b: reading[b])
             self._debt = reading[likely] + costs.proposal(kind, 1, self._levels)
+            self._probes += 1
             return Consulted([likely], self._levels)
         return chosen
 

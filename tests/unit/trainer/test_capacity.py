@@ -22,7 +22,7 @@ class ScriptedLoads:
         self.gone = False
         self.reads = 0
 
-    def read(self):
+    def read(self, glance=False):
         self.reads += 1
         if self.gone:
             raise RedisConnectionError("gone")

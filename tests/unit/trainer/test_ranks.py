@@ -50,7 +50,7 @@ def make(config):
 class Idle:
     """Replicas that have nothing to do."""
 
-    def read(self):
+    def read(self, glance=False):
         return {}
 
 

@@ -98,6 +98,22 @@ def test_new_weights_are_tried_again() -> None:
     assert all(asked(consulting, 50, 0.3, model))
 
 
+def test_what_was_tried_for_long_without_gain_is_tried_less_often_until_the_weights_change() -> None:
+    model, consulting = costs(0.0005), Consulting(3)
+
+    def probes(rounds: int) -> int:
+        return sum(map(bool, asked(consulting, rounds, 0.05, model)))
+
+    asked(consulting, 300, 0.05, model)
+    first = probes(1000)
+    assert 20 <= first <= 34
+    asked(consulting, 10_000, 0.05, model)
+    assert 3 <= probes(1000) <= first / 2
+    consulting.renew()
+    asked(consulting, 300, 0.05, model)
+    assert abs(probes(1000) - first) <= 1
+
+
 def test_a_drafter_that_knows_nothing_costs_little() -> None:
     """At most 2 percent of the time, over a few hundred rounds, at whatever certainty recall has."""
     model, consulting = costs(0.0007), Consulting(3)
