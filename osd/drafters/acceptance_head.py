@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -13,9 +14,11 @@ from torch.nn import functional as F
 from osd.config import GrowthSettings
 from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession, autoregressive
 from osd.drafters.base import OPTIONAL, Drafter, DrafterError, Needs, check
-from osd.drafters.session import Runtime
+from osd.drafters.packed_head import PackedHead
+from osd.drafters.session import Chains, Runtime
 from osd.drafters.sizes import check_flags
 from osd.drafters.trainable import Batch, Loss, Objective, Trainable
+from osd.runtime.native import kernels
 from osd.speculation.growth import make_growth
 
 _CONFIG = "acceptance_head"
@@ -149,11 +152,21 @@ class JudgingSession(WrappedSession):
     def __init__(self, session: AutoregressiveSession, head: AcceptanceHead, device: torch.device) -> None:
         super().__init__(session)
         self._head, self._device = deepcopy(head).to(device), device
+        self._packed: PackedHead | None = None  # until chains ask for it
 
     @torch.inference_mode()
     def acceptance(self) -> Tensor:
         """See ``AutoregressiveSession.acceptance``."""
         return self._head(self.states).sigmoid()
+
+    def judged_chains(
+        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
+    ) -> Chains | None:
+        """See ``AutoregressiveSession.judged_chains``: by its own head."""
+        if kernels() is None or self._device.type != "cpu":
+            return None
+        self._packed = self._packed or PackedHead(self._head.blocks, self._head.odds)
+        return self._session.judged_chains(slots, limits, most, self._packed)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
@@ -164,6 +177,7 @@ class JudgingSession(WrappedSession):
         """See ``Session.load``."""
         super().load({name: value for name, value in staged.items() if not name.startswith(OPTIONAL)})
         _take(self._head, staged)
+        self._packed = None
 
 
 def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.base import DrafterError
+from osd.drafters.packed_head import PackedHead
 from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, Kept, Origin, Proposal, Session
 from osd.runtime.device import between, lists, mark, sent
 from osd.runtime.memory import recycled
@@ -50,22 +51,26 @@ class AutoregressiveSession(Session, ABC):
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         """See ``Session.propose``."""
-        floor = growth.stops_below
-        if floor is not None and asked.penalties is None:
-            limits = [limit if self.levels is None else min(limit, self.levels) for limit in asked.limits]
-            if asked.greedy:
-                chains = self.chains(asked.slots, limits, floor)
-            else:
-                chains = self.drawn_chains(asked.slots, limits, floor, asked.sampling, noise)
-            if chains is not None:
-                return Proposal.of_chains(chains, limits, self.source, self.support)
-        expansion, limits = _Expansion(self, asked), sent(asked.limits, asked.device)
+        limits = [limit if self.levels is None else min(limit, self.levels) for limit in asked.limits]
+        chains = None if asked.penalties is not None else self._chains(asked, limits, growth, noise)
+        if chains is not None:
+            return Proposal.of_chains(chains, limits, self.source, self.support)
+        expansion, allowed = _Expansion(self, asked), sent(asked.limits, asked.device)
         if asked.worth is None:
-            draft = growth.grow(expansion, asked.sampling, noise, limits)
+            draft = growth.grow(expansion, asked.sampling, noise, allowed)
         else:
             bill = Bill(asked.worth, expansion.seconds)
-            draft = growth.grow_paying(expansion, asked.sampling, noise, limits, bill)
+            draft = growth.grow_paying(expansion, asked.sampling, noise, allowed, bill)
         return replace(Proposal.of(draft, self.source, expansion.logits), exits=self.take_exits(asked.slots))
+
+    def _chains(self, asked: Asked, limits: Sequence[int], growth: Growth, noise: Noise) -> Chains | None:
+        """What ``growth`` would draft, in one call; None where it takes several."""
+        floor, most = growth.stops_below, growth.stops_above
+        if floor is not None and asked.greedy:
+            return self.chains(asked.slots, limits, floor)
+        if floor is not None:
+            return self.drawn_chains(asked.slots, limits, floor, asked.sampling, noise)
+        return self.judged_chains(asked.slots, limits, most) if most is not None and asked.greedy else None
 
     @abstractmethod
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
@@ -77,6 +82,16 @@ class AutoregressiveSession(Session, ABC):
 
         Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor``; that one is kept.
         """
+
+    def judged_chains(  # most are asked node by node
+        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
+    ) -> Chains | None:
+        """The same where a draft ends by what an acceptance ``head`` says; None where ``expand`` is the only way.
+
+        It ends after the token before which one of those that the drafter has read is rejected more probably than
+        ``most``, as growth ``acceptance_head`` ends it.
+        """
+        return None
 
     def drawn_chains(  # most ask the host between two tokens
         self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise
@@ -156,6 +171,12 @@ class WrappedSession(AutoregressiveSession):
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""
         return self._session.chains(slots, limits, floor)
+
+    def judged_chains(
+        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
+    ) -> Chains | None:
+        """See ``AutoregressiveSession.judged_chains``."""
+        return self._session.judged_chains(slots, limits, most, head)
 
     def drawn_chains(
         self, slots: Sequence[int], limits: Sequence[int], floor: float, sampling: SamplingBatch, noise: Noise

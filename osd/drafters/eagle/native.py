@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from osd.drafters.eagle.shape import EagleShape
+from osd.drafters.graph_chains import NewTokens
 from osd.drafters.session import Chains
 from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
@@ -96,29 +97,29 @@ class NativeEagle:
         return output[last], logits
 
     def chains(
-        self, places: list[tuple[int, int, int]], limits: Sequence[int], tokens: list[int], hidden: Tensor, floor: float
+        self, new: NewTokens, limits: Sequence[int], floor: float = 0.0, judge: structs.Judge | None = None
     ) -> Chains:
-        """Draft greedily, every sequence to its limit or until a token is less probable than ``floor``.
+        """Draft greedily, every sequence to its limit or until it is doubted.
 
         Args:
-            places: of each sequence its slot, the places committed there, and how many pending pairs follow.
+            new: what was committed since the last draft, with the target's states before it.
             limits: tokens of each draft, 0 for none.
-            tokens: [pairs] of all sequences, one after the other.
-            hidden: [pairs, taps * hidden] the target's states before them.
             floor: a chain ends after a token of less probability.
+            judge: says when else it ends, None for not at all.
         """
         library = kernels()
         assert library is not None  # noqa: S101
         count, levels = len(limits), max(limits)
-        narrow = torch.tensor([*zip(*places, strict=True), limits], dtype=torch.int32)
-        ids, hidden = torch.tensor(tokens), hidden.contiguous()
+        assert new.states is not None  # noqa: S101  the layers that it taps
+        narrow = torch.tensor([*zip(*new.places, strict=True), limits], dtype=torch.int32)
+        ids, hidden = torch.tensor(new.tokens), new.states.contiguous()
         drafted, sizes = torch.empty(count, levels, dtype=torch.int64), torch.empty(count, dtype=torch.int32)
         logits = torch.empty(count, levels, self._vocabulary)
         self._shape.threads = torch.get_num_threads()
         chains = structs.Chains(
             *(part.data_ptr() for part in (*narrow, ids, hidden, drafted, sizes, logits)),
-            count, len(tokens), levels, floor, DTYPES[hidden.dtype],
-        )  # fmt: skip
+            *(count, len(new.tokens), levels, judge and ctypes.addressof(judge), floor, DTYPES[hidden.dtype]),
+        )
         failed = library.osd_eagle_chains(
             ctypes.byref(self._layer), ctypes.byref(self._shape), ctypes.byref(self._eagle), ctypes.byref(chains)
         )

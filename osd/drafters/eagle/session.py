@@ -14,6 +14,7 @@ from osd.drafters.draft_vocabulary import check_maps, draft_ids
 from osd.drafters.eagle.native import NativeEagle
 from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.graph_chains import GraphChains, NewTokens
+from osd.drafters.packed_head import PackedHead
 from osd.drafters.rotary import rotate
 from osd.drafters.rows import TreeRows
 from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
@@ -133,10 +134,17 @@ class EagleSession(AutoregressiveSession):
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""
         if self._native is not None:
-            new = self._taken(slots, limits)
-            assert new.states is not None  # noqa: S101  the layers that it taps
-            return self._native.chains(new.places, limits, new.tokens, new.states, floor)
+            return self._native.chains(self._taken(slots, limits), limits, floor)
         return None if self._graphs is None else self._graphs.chains(self._taken(slots, limits), limits, floor)
+
+    @torch.inference_mode()
+    def judged_chains(
+        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
+    ) -> Chains | None:
+        """See ``AutoregressiveSession.judged_chains``."""
+        if self._native is None or head is None:
+            return None
+        return self._native.chains(self._taken(slots, limits), limits, judge=head.until(most))
 
     @torch.inference_mode()
     def drawn_chains(

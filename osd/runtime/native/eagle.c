@@ -2,7 +2,11 @@
  *
  * Its layer's attention reads [norm(embedded), norm(features)]; the input_norm of the layer is that of the features.
  */
+#include <float.h>
+
 #include "layer.h"
+
+#define JUDGE_BLOCKS 3
 
 /* What a drafter has beside its layer. */
 typedef struct {
@@ -15,6 +19,14 @@ typedef struct {
   int32_t embedding_dtype;
 } Eagle;
 
+/* An acceptance head, see osd.drafters.acceptance_head: blocks x + silu(W x + b), then odds [hidden] . x + bias. A chain
+ * ends when one of the tokens that the drafter has read is rejected more probably than `most`. */
+typedef struct {
+  Linear blocks[JUDGE_BLOCKS];
+  const float *odds;
+  float bias, most;
+} Judge;
+
 /* `count` sequences that draft greedily. Sequence b continues from its fresh[b] pending pairs (its next tokens and the
  * hidden states before them), which go to the places behind lengths[b]. */
 typedef struct {
@@ -25,7 +37,8 @@ typedef struct {
   int32_t *sizes;                                  /* [count] */
   float *logits;                                   /* [count, levels, vocabulary] */
   int64_t count, pairs, levels;
-  float floor; /* a chain ends after a token of less probability */
+  const Judge *judge; /* or null */
+  float floor;        /* a chain ends after a token of less probability */
   int32_t hidden_dtype;
 } Chains;
 
@@ -62,7 +75,8 @@ int osd_eagle(const Layer *layer, const Shape *shape, const Eagle *e, const Rows
 /* The rows of one level of the chains, and what is computed with them. */
 typedef struct {
   char *all;
-  float *embedded, *features, *logits;
+  float *embedded, *features, *logits, *judged, *odds; /* the last two of the chains that go on */
+  double *unbroken;                                     /* [count] that all tokens read so far are accepted */
   int32_t *slots, *stores, *from, *visible;
   int64_t *positions, *last, *owners; /* of the chains that go on: their last row and their index */
   int64_t asked;
@@ -71,15 +85,19 @@ typedef struct {
 
 static int make_level(Level *l, const Shape *shape, const Eagle *e, const Chains *c) {
   const int64_t h = shape->hidden, rows = c->pairs > c->count ? c->pairs : c->count;
-  const int64_t floats = rows * 2 * h + c->count * e->vocabulary;
-  if (posix_memalign((void **)&l->all, 64, (size_t)(16 * c->count + 4 * floats + 24 * rows))) return 1;
+  const int64_t judged = c->judge ? c->count * (h + 1) : 0;
+  const int64_t floats = rows * 2 * h + c->count * e->vocabulary + judged;
+  if (posix_memalign((void **)&l->all, 64, (size_t)(24 * c->count + 4 * floats + 24 * rows))) return 1;
   l->last = (int64_t *)l->all;
   l->owners = l->last + c->count;
   l->positions = l->owners + c->count;
-  l->embedded = (float *)(l->positions + rows);
+  l->unbroken = (double *)(l->positions + rows);
+  l->embedded = (float *)(l->unbroken + c->count);
   l->features = l->embedded + rows * h;
   l->logits = l->features + rows * h;
-  l->slots = (int32_t *)(l->logits + c->count * e->vocabulary);
+  l->judged = l->logits + c->count * e->vocabulary;
+  l->odds = l->judged + (judged ? c->count * h : 0);
+  l->slots = (int32_t *)(l->judged + judged);
   l->stores = l->slots + rows;
   l->from = l->stores + rows;
   l->visible = l->from + rows;
@@ -104,6 +122,7 @@ static void first_level(Level *l, const Shape *shape, const Eagle *e, const Chai
   l->asked = 0;
   for (int64_t b = 0; b < c->count; b++) {
     c->sizes[b] = 0;
+    l->unbroken[b] = 1;
     if (!c->limits[b]) continue;
     for (int32_t i = 0; i < c->fresh[b]; i++, pair++)
       add_row(l, shape, e, c->slots[b], c->lengths[b] + i, c->tokens[pair]);
@@ -143,6 +162,46 @@ static void fuse_taps(const Member *m, const Shape *shape, const Eagle *e, const
   for (int64_t item; (item = take(m, step.count)) >= 0;)
     osd_linear_chunk(&fuse, &in, features, c->pairs, item, REPLACE, FLOAT32, reads_on(m, &step, NULL, c->pairs, item));
   meet(m);
+}
+
+/* odds [asked] = what the head says of the tokens that the rows last[0..asked) of x [rows, hidden] have read. `widened`
+ * is all members' own. */
+static void judge_rows(const Member *m, const Judge *judge, const float *x, const int64_t *last, int64_t asked, Own own,
+                       float *widened, float *odds) {
+  const int64_t h = judge->blocks[0].inputs;
+  float *const states = own.normed;
+  for (int64_t i = 0; i < asked; i++) {
+    const float *row = x + last[i] * h;
+    float total = 0;
+    for (int64_t j = 0; j < h; j++) total += row[j] * row[j];
+    const float scale = 1.0f / sqrtf(total / (float)h + FLT_EPSILON);
+    for (int64_t j = 0; j < h; j++) states[i * h + j] = row[j] * scale;
+  }
+  for (int b = 0; b < JUDGE_BLOCKS; b++) {
+    const Linear *block = judge->blocks + b;
+    const Input in = osd_input(states, asked, h, block->dtype, own.narrow);
+    const Step step = step_of(block, NULL, NULL, asked);
+    for (int64_t item; (item = take(m, step.count)) >= 0;)
+      osd_linear_chunk(block, &in, widened, asked, item, REPLACE, FLOAT32, reads_on(m, &step, NULL, asked, item));
+    meet(m);
+    int64_t i = 0;
+    for (; i + WIDTH <= asked * h; i += WIDTH) put(states + i, load(states + i) + silu(load(widened + i)));
+    for (; i < asked * h; i++) states[i] += widened[i] / (1.0f + expf(-widened[i]));
+    meet(m); /* before the next block replaces what others still read */
+  }
+  for (int64_t i = m->me; i < asked; i += m->count) {
+    odds[i] = judge->bias;
+    for (int64_t j = 0; j < h; j++) odds[i] += states[i * h + j] * judge->odds[j];
+  }
+}
+
+/* Whether chains end by what the head says of what they have read. */
+static void doubt(Level *l, const Judge *judge, uint8_t *doubts) {
+  for (int64_t i = 0; i < l->asked; i++) {
+    double *unbroken = l->unbroken + l->owners[i];
+    *unbroken /= 1 + exp(-(double)l->odds[i]);
+    doubts[i] |= 1 - *unbroken > judge->most;
+  }
 }
 
 /* The first most probable of logits [count], and whether its probability is below `floor`. */
@@ -190,6 +249,7 @@ int osd_eagle_chains(const Layer *layer, const Shape *shape, const Eagle *e, con
       join(layer, shape, e, l.embedded, l.features, own.normed, l.rows.count);
       const Step then = step_of(&head, NULL, NULL, l.asked);
       run_layer(&m, layer, 0, shape, &l.rows, &s, l.features, own, 2 * h, &then);
+      if (c->judge && level) judge_rows(&m, c->judge, l.features, l.last, l.asked, own, l.judged, l.odds);
       to_logits(&m, shape, e->final_norm, &head, l.features, l.last, l.asked, own, l.logits);
       for (int64_t i; (i = take(&m, l.asked)) >= 0;) {
         const int64_t b = l.owners[i], at = b * c->levels + level;
@@ -200,6 +260,7 @@ int osd_eagle_chains(const Layer *layer, const Shape *shape, const Eagle *e, con
       }
     }
     free_space(&s);
+    if (c->judge && level) doubt(&l, c->judge, doubts);
     next_level(&l, shape, e, c, doubts);
   }
   free(doubts);

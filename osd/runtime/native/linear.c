@@ -200,11 +200,8 @@ void osd_gated_chunk(const Linear *gate, const Linear *up, const Input *x, float
     chunk_sums(up, x, start, ups, count, first, width, next);
     for (int64_t r = 0; r < count; r++) {
       float *row = gates + r * stride;
-      for (int64_t o = 0; o < width; o += WIDTH) { /* the padding beyond width is zero */
-        const Vector value = load(row + o), small = exp_nonpositive(choose(value > 0, -value, value)); /* exp(-|value|) */
-        const Vector sigmoid = choose(value >= 0, all(1), small) / (1 + small);
-        put(row + o, value * sigmoid * load(ups + r * stride + o));
-      }
+      for (int64_t o = 0; o < width; o += WIDTH) /* the padding beyond width is zero */
+        put(row + o, silu(load(row + o)) * load(ups + r * stride + o));
       memcpy(y + (start + r) * gate->outputs + first, row, (size_t)width * 4);
     }
   }

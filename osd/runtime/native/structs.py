@@ -129,6 +129,12 @@ class Eagle(ctypes.Structure):
     ]
 
 
+class Judge(ctypes.Structure):
+    """An acceptance head, and how probably a token may be rejected that a chain goes on behind."""
+
+    _fields_ = [("blocks", Linear * 3), ("odds", ctypes.c_void_p), ("bias", ctypes.c_float), ("most", ctypes.c_float)]
+
+
 class Chains(ctypes.Structure):
     """Sequences that draft greedily, and room for their drafts."""
 
@@ -136,6 +142,7 @@ class Chains(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slots", "lengths", "fresh", "limits", "tokens", "hidden")),
         *((name, ctypes.c_void_p) for name in ("drafted", "sizes", "logits")),
         *((name, ctypes.c_int64) for name in ("count", "pairs", "levels")),
+        ("judge", ctypes.c_void_p),
         ("floor", ctypes.c_float),
         ("hidden_dtype", ctypes.c_int32),
     ]

@@ -97,6 +97,13 @@ INLINE Vector exp_nonpositive(Vector x) {
   return y * (Vector)power;
 }
 
+/* x sigmoid(x) */
+INLINE Vector silu(Vector x) {
+  const Vector small = exp_nonpositive(choose(x > 0, -x, x)); /* exp(-|x|) */
+  const Vector sigmoid = choose(x >= 0, all(1), small) / (1 + small);
+  return x * sigmoid;
+}
+
 /* scores [whole vectors] -> exp(score - the largest, `best`), in place; the sum of them. */
 INLINE float exponentials(float *scores, int64_t whole, float *best) {
   Vector most = all(-INFINITY), total = all(0);

@@ -107,6 +107,9 @@ class Growth(ABC):
     stops_below: float | None = None
     """The probability of a token below which its chain ends, None where that is not all that decides: greedy drafts of
     such a chain need nobody between two tokens."""
+    stops_above: float | None = None
+    """The probability that a token read so far is rejected, as an acceptance head says it, above which a chain ends,
+    None where no head decides."""
     by_worth: ClassVar[bool] = False
     """Whether drafts are as large as pays in each round, of all its sequences together: nobody plans them before."""
     needs_acceptance_head: ClassVar[bool] = False

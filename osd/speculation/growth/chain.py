@@ -160,7 +160,7 @@ class AcceptanceHead(Chain):
         super().__init__(depth)
         if not 0 <= h <= 1:
             raise ValueError(f"h must be between 0 and 1, not {h}")
-        self.h = h
+        self.h = self.stops_above = h
 
     def _watch(self, expand: Expander, limits: Tensor) -> GoesOn:
         unbroken = torch.ones(len(limits), dtype=torch.float64, device=limits.device)  # [B]

@@ -12,7 +12,12 @@ from torch import Tensor
 from osd.config import EagleSettings, LanguageModelSettings
 from osd.drafters import DrafterError, from_config, initial
 from osd.drafters.acceptance_head import WithAcceptanceHead
-from osd.drafters.session import Kept, Runtime, Session
+from osd.drafters.eagle.session import EagleSession
+from osd.drafters.session import Asked, Kept, Runtime, Session
+from osd.runtime.native import kernels
+from osd.speculation.growth.chain import AcceptanceHead
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import GREEDY
 from osd.speculation.tree import TreeBuilder
 from tests.unit.drafters.sequences import at_places, expand_chain
 
@@ -76,6 +81,40 @@ def test_serving_and_training_judge_the_same_states(drafter: WithAcceptanceHead)
             goal = drafter.head(states[d]).sigmoid()[2 * d : 2 * d + 2]
             assert (got[1 + d] - goal).abs().max() < 5e-3  # language models draft in bfloat16
             assert not torch.allclose(goal, drafter.head(states[d]).sigmoid()[[2 * d + 1, 2 * d]], atol=0.02)
+
+
+@pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
+def test_chains_drafted_in_one_call_end_where_the_head_ends_those_that_are_drafted_step_by_step(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, depth, ends = make("eagle", target_dir), 6, [7, 19]
+    tokens, hidden = sequences()
+
+    def drafted(most: float, limits: list[int]) -> list[list[int]]:
+        session = drafter.session(Runtime(2, LENGTH, depth + 1))
+        for row, end in enumerate(ends):
+            session.open(row, int(tokens[row, 0]))
+            session.commit(row, Kept(tokens[row, 1:end].tolist(), hidden[row, : end - 1]))
+        asked, noise = Asked([0, 1], limits, [GREEDY] * 2), Noise.of_seeds([0, 1], [0, 0], torch.device("cpu"))
+        with monkeypatch.context() as patch:
+            patch.setattr(EagleSession, "expand", None)
+            proposal = session.propose(asked, AcceptanceHead(most, depth), noise)
+        return [tree.tokens for tree in proposal.trees]
+
+    far = drafted(1.0, [depth, depth])
+    assert [len(chain) for chain in far] == [depth, depth]
+    judged = said(drafter.session(Runtime(2, LENGTH, depth + 1)), torch.tensor(far), ends)[1:]
+    broken = 1 - torch.stack(judged)[: depth - 1].cumprod(0).T  # [2, 5] after each token that could end a chain
+    steps = broken.flatten().sort().values
+    found = set()
+    for below, above in zip(steps[:-1].tolist(), steps[1:].tolist(), strict=True):
+        if above - below > 0.01:  # the kernels round to bfloat16
+            most = (below + above) / 2
+            sizes = [1 + int((row <= most).sum()) + 1 if (row > most).any() else depth for row in broken]
+            assert drafted(most, [depth, depth]) == [chain[:size] for chain, size in zip(far, sizes, strict=True)]
+            assert drafted(most, [0, 3]) == [[], far[1][: min(sizes[1], 3)]]
+            found.add(tuple(sizes))
+    assert len(found) > 3
 
 
 def test_a_new_head_and_no_head_say_one_half(drafter: WithAcceptanceHead, target_dir: Path) -> None:
