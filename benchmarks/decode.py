@@ -18,6 +18,7 @@ from benchmarks.report import columns
 from benchmarks.streams import Arrivals, decoding_rate, updates_of
 from osd.drafters.autoregressive import AutoregressiveSession, WrappedSession, autoregressive
 from osd.drafters.base import Drafter
+from osd.drafters.packed_head import PackedHead
 from osd.drafters.session import Asked, Chains, Proposal, Session
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
@@ -111,7 +112,15 @@ class Counted(WrappedSession):
 
         One where that says everything.
         """
-        chains = super().chains(slots, limits, floor)
+        return self._counted(super().chains(slots, limits, floor))
+
+    def judged_chains(
+        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
+    ) -> Chains | None:
+        """As many forwards as ``chains``."""
+        return self._counted(super().judged_chains(slots, limits, most, head))
+
+    def _counted(self, chains: Chains | None) -> Chains | None:
         if chains is not None and self.levels is not None:
             self._calls.made += 1
         elif chains is not None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ from benchmarks.synthetic import Synthetic, forced, longest_path
 from osd.cli.app import app
 from osd.config import GROWTH_SETTINGS, ChainSettings
 from osd.drafters.autoregressive import AutoregressiveSession
+from osd.drafters.packed_head import PackedHead
 from osd.drafters.session import NOBODY, Asked, Chains, Kept, Origin
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.metrics import SpeculationCounts
-from osd.speculation.growth.chain import Chain
+from osd.speculation.growth.chain import AcceptanceHead, Chain
 from osd.speculation.noise import Noise
 from osd.speculation.tree import ROOT, TreeBuilder
 from tests.unit.engine.harness import prompts, running
@@ -89,6 +91,11 @@ class Blocks(AutoregressiveSession):
         drafted = torch.zeros(len(limits), max(limits), dtype=torch.int64)
         return Chains(drafted, sizes, torch.zeros(*drafted.shape, 4))
 
+    def judged_chains(
+        self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
+    ) -> Chains:
+        return self.chains(slots, limits, 0.0)
+
     def acceptance(self) -> Tensor:
         return torch.tensor([0.9])
 
@@ -106,10 +113,13 @@ class Blocks(AutoregressiveSession):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("depth", "made"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
-def test_a_call_that_says_several_tokens_is_counted_once(temperature: float, depth: int, made: int):
+@pytest.mark.parametrize("growth", [Chain, partial(AcceptanceHead, 1.0)], ids=["chain", "acceptance_head"])
+def test_a_call_that_says_several_tokens_is_counted_once(
+    temperature: float, depth: int, made: int, growth: Callable[[int], Chain]
+):
     calls, index = Calls(), torch.zeros(2, dtype=torch.int64)
     session, asked = Counted(Blocks(), calls), Asked([0, 1], [depth, 1], [SamplingParams(temperature=temperature)] * 2)
-    session.propose(asked, Chain(depth), Noise(torch.arange(2), index, index))
+    session.propose(asked, growth(depth), Noise(torch.arange(2), index, index))
     assert calls.made == made
 
 
