@@ -26,7 +26,7 @@ from trainer.status import Status
 
 logger = logging.getLogger(__name__)
 
-_READ_RECORDS = 16
+_READ_RECORDS, _READ_MS = 16, 1
 _GATHER_SECONDS, _GATHER_READS = 1.0, 32
 _DAY = 86_400.0
 _EXPIRE_SECONDS = 30.0
@@ -79,15 +79,15 @@ class Intake:
         """Have so much room for replay, from the next ``read`` on; from any thread."""
         self._room = tokens, megabytes
 
-    def read(self, learner: Learner, wait_ms: int) -> bool:
-        """Give the learner what the stream has; waits for a first record for ``wait_ms`` at most.
+    def read(self, learner: Learner) -> bool:
+        """Give the learner what the stream has.
 
         Says whether there may be more. The status says each second what is not acknowledged.
         """
         if self._resized != self._room:
             self._resized = tokens, megabytes = self._room
             self.finish(self._replay.resize(tokens, megabytes << 20))
-        deliveries = self._reader.read(_READ_RECORDS, wait_ms)
+        deliveries = self._reader.read(_READ_RECORDS, _READ_MS)
         for delivery in deliveries:
             self._take(delivery.place, delivery.record, learner)
         if time.monotonic() >= self._measure_at:
@@ -109,7 +109,7 @@ class Intake:
         over.wait(max(self._gather_at - time.monotonic(), 0.0))
         self._gather_at = time.monotonic() + _GATHER_SECONDS
         for _ in range(_GATHER_READS):
-            if not self.read(learner, 1):
+            if not self.read(learner):
                 break
 
     def purge(self, asked: str) -> int:

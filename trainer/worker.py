@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 CHECKPOINT_SECONDS = 30.0
 """Training that a crash may lose, and how long a record that was trained on waits for its acknowledgement."""
 
-_READ_MS = 1
 _PATIENCE = 0.5  # seconds without the turn, after which the stream is read again
 _TELL_SECONDS = 1.0
 
@@ -192,7 +191,7 @@ class Worker:
         if not (ready := self._ready(learner)):
             self._scheduler.give(self._domain)
         if ready:
-            self.intake.read(learner, _READ_MS)
+            self.intake.read(learner)
         else:
             self.intake.gather(learner, self._spare_time.over)
         if self._ready(learner):

@@ -162,11 +162,10 @@ class JudgingSession(WrappedSession):
     def judged_chains(
         self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
     ) -> Chains | None:
-        """See ``AutoregressiveSession.judged_chains``: by its own head."""
-        if kernels() is None or self._device.type != "cpu":
-            return None
-        self._packed = self._packed or PackedHead(self._head.blocks, self._head.odds)
-        return self._session.judged_chains(slots, limits, most, self._packed)
+        """See ``AutoregressiveSession.judged_chains``."""
+        if head is None and kernels() is not None and self._device.type == "cpu":
+            head = self._packed = self._packed or PackedHead(self._head.blocks, self._head.odds)
+        return super().judged_chains(slots, limits, most, head)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``Session.stage``."""
@@ -182,7 +181,7 @@ class JudgingSession(WrappedSession):
 
 def suited(drafter: Drafter, growth: GrowthSettings) -> Drafter:
     """The drafter, with an acceptance head where the growth policy needs one."""
-    if make_growth(growth).needs_acceptance_head and isinstance(drafter, Trainable) and drafter.acceptance is None:
+    if make_growth(growth).stops_above is not None and isinstance(drafter, Trainable) and drafter.acceptance is None:
         return WithAcceptanceHead(drafter)
     return drafter
 

@@ -86,7 +86,7 @@ class AutoregressiveSession(Session, ABC):
     def judged_chains(  # most are asked node by node
         self, slots: Sequence[int], limits: Sequence[int], most: float, head: PackedHead | None = None
     ) -> Chains | None:
-        """The same where a draft ends by what an acceptance ``head`` says; None where ``expand`` is the only way.
+        """The same where a draft ends by what an acceptance head says: ``head``, else the session's own if it has any.
 
         It ends after the token before which one of those that the drafter has read is rejected more probably than
         ``most``, as growth ``acceptance_head`` ends it.

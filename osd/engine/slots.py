@@ -94,7 +94,7 @@ class SlotManager:
             s.fed = start + len(offsets)
 
     def keep_states(self, slot: int, start: int, states: Tensor) -> None:
-        """Keep the target's ``states`` [n, taps * hidden] of the tokens from ``start`` on, for prompts alike."""
+        """Keep the target's ``states`` [n, taps * hidden] of tokens from ``start`` on, for prompts that begin alike."""
         if self._states is not None:
             self._states_dtype = states.dtype
             self._states[slot, start : start + len(states)] = states

@@ -44,15 +44,6 @@ typedef struct {
 
 enum { STOPS = 0, LEAVES = 1, GOES_ON = 2 }; /* what a controller may say, see osd.runtime.exit_controller */
 
-static float product(const float *a, const float *b, int64_t count) {
-  Vector sums = all(0);
-  int64_t i = 0;
-  for (; i + WIDTH <= count; i += WIDTH) sums += load(a + i) * load(b + i);
-  float total = sum_of(sums);
-  for (; i < count; i++) total += a[i] * b[i];
-  return total;
-}
-
 /* Whether row `row` of x [rows, hidden] leaves behind so many layers; every member finds the same. */
 static int leaves(const Leaving *l, const float *x, int64_t row, int64_t hidden, int64_t layers) {
   int exit = 0;

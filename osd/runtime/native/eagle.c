@@ -165,16 +165,14 @@ static void fuse_taps(const Member *m, const Shape *shape, const Eagle *e, const
 }
 
 /* odds [asked] = what the head says of the tokens that the rows last[0..asked) of x [rows, hidden] have read. `widened`
- * is all members' own. */
+ * [asked, hidden] is shared by all members. */
 static void judge_rows(const Member *m, const Judge *judge, const float *x, const int64_t *last, int64_t asked, Own own,
                        float *widened, float *odds) {
   const int64_t h = judge->blocks[0].inputs;
   float *const states = own.normed;
   for (int64_t i = 0; i < asked; i++) {
     const float *row = x + last[i] * h;
-    float total = 0;
-    for (int64_t j = 0; j < h; j++) total += row[j] * row[j];
-    const float scale = 1.0f / sqrtf(total / (float)h + FLT_EPSILON);
+    const float scale = 1.0f / sqrtf(product(row, row, h) / (float)h + FLT_EPSILON);
     for (int64_t j = 0; j < h; j++) states[i * h + j] = row[j] * scale;
   }
   for (int b = 0; b < JUDGE_BLOCKS; b++) {
@@ -189,10 +187,7 @@ static void judge_rows(const Member *m, const Judge *judge, const float *x, cons
     for (; i < asked * h; i++) states[i] += widened[i] / (1.0f + expf(-widened[i]));
     meet(m); /* before the next block replaces what others still read */
   }
-  for (int64_t i = m->me; i < asked; i += m->count) {
-    odds[i] = judge->bias;
-    for (int64_t j = 0; j < h; j++) odds[i] += states[i * h + j] * judge->odds[j];
-  }
+  for (int64_t i = m->me; i < asked; i += m->count) odds[i] = judge->bias + product(states + i * h, judge->odds, h);
 }
 
 /* Whether chains end by what the head says of what they have read. */

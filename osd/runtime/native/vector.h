@@ -104,6 +104,16 @@ INLINE Vector silu(Vector x) {
   return x * sigmoid;
 }
 
+/* The inner product of a and b [count]. */
+INLINE float product(const float *a, const float *b, int64_t count) {
+  Vector sums = all(0);
+  int64_t i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) sums += load(a + i) * load(b + i);
+  float total = sum_of(sums);
+  for (; i < count; i++) total += a[i] * b[i];
+  return total;
+}
+
 /* scores [whole vectors] -> exp(score - the largest, `best`), in place; the sum of them. */
 INLINE float exponentials(float *scores, int64_t whole, float *best) {
   Vector most = all(-INFINITY), total = all(0);

@@ -109,11 +109,9 @@ class Growth(ABC):
     such a chain need nobody between two tokens."""
     stops_above: float | None = None
     """The probability that a token read so far is rejected, as an acceptance head says it, above which a chain ends,
-    None where no head decides."""
+    None where no head decides: ``Expander.acceptance`` is not asked."""
     by_worth: ClassVar[bool] = False
     """Whether drafts are as large as pays in each round, of all its sequences together: nobody plans them before."""
-    needs_acceptance_head: ClassVar[bool] = False
-    """Whether it asks ``Expander.acceptance``."""
 
     @property
     def rule(self) -> str:

@@ -153,7 +153,6 @@ class AcceptanceHead(Chain):
 
     name: ClassVar[str] = "acceptance_head"
     stops_below = None
-    needs_acceptance_head = True
 
     def __init__(self, h: float, depth: int) -> None:
         """Stop above probability ``h`` in [0, 1], and after ``depth`` tokens."""

@@ -58,4 +58,4 @@ def test_what_a_policy_does_not_say_is_what_most_do() -> None:
     growth = PairThenTwins()
     assert growth.first_limit == growth.next_limit(2, drafted=2, accepted=0) == 4
     assert growth.observe([DraftOutcome([ROOT], [0])], lambda together: {1: together}) is False
-    assert not growth.needs_acceptance_head
+    assert growth.stops_above is None

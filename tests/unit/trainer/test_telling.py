@@ -121,6 +121,7 @@ def test_hidden_states_are_wanted_of_as_many_records_as_it_comes_along_with(scen
             replay.add(make_trace(f"r{name}", seed=name % 7))
         begin().tell(object(), None)
         wanted.append(reports.kept["general"].states_wanted)
+        assert wanted[-1] == pytest.approx(max(0.1, min(1.0, 2 - replay.fresh_records / 32)))
     assert wanted[0] == 1.0
     assert 0.1 < wanted[1] < 1.0
     assert wanted[2] == 0.1
