@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from osd.capture.trace import ACCEPTED, Trace
 from osd.config import TrainerSettings
 from osd.learning.replay import is_held_out
+from osd.learning.wanted_states import states_chance
 from osd.registry.training import TrainingReports
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class RecordWorth:
         """
         self._look(trace.domain)
         wanted = self._states.get(trace.domain, 1.0)
-        return max(wanted, HELD_OUT) if is_held_out(trace.request_id, self._held_out) else wanted
+        return states_chance(wanted, is_held_out(trace.request_id, self._held_out))
 
     def close(self) -> None:
         """Close the connection."""

@@ -12,18 +12,13 @@ from redis.exceptions import RedisError
 from osd.learning.online import Learner
 from osd.learning.replay import Replay
 from osd.learning.value import Investment
+from osd.learning.wanted_states import states_wanted
 from osd.registry.training import Expected, Training, TrainingReports
 from trainer.accounts import Accounts
 
 logger = logging.getLogger(__name__)
 
 _TELL_SECONDS = 1.0
-
-_AHEAD = 32
-"""Records that were never trained on, as many as which a trainer may always have; of twice as many it needs few."""
-
-_LEAST = 0.1
-"""Of the records, the share whose hidden states are wanted whatever lies there: traffic changes."""
 
 
 class Telling:
@@ -96,5 +91,5 @@ class Telling:
             lag_seconds=status.lag_seconds,
             loss=status.loss,
             expected=expected,
-            states_wanted=max(_LEAST, min(1.0, 2 - replay.fresh_records / _AHEAD)),
+            states_wanted=states_wanted(replay.fresh_records),
         )

@@ -273,7 +273,8 @@ class Deployment:
         now, copies, capture = self.env.now, self.copies, self._settings.capture
         width = self._scenario.capture.hidden_width
         width = self._costs.hidden_width if width is None else width
-        size = record_bytes(asked.prompt, asked.answer, width, capture, drafts=True)
+        trainee = self._trainees[asked.domain]
+        size = record_bytes(asked.prompt, asked.answer, width, capture, drafts=True, share=trainee.states)
         weight: float | None = 1.0
         if self._budgets:
             self._offered += 1
@@ -289,7 +290,7 @@ class Deployment:
         self._captured.read_bytes += size * read
         served = self._serving[replica][asked.domain]
         acceptance = self.knowledge[asked.domain].acceptance(served)
-        self._trainees[asked.domain].arrive(asked.answer, read, weight, acceptance)
+        trainee.arrive(asked.answer, read, weight, acceptance)
 
     def _publish(self, version: SimulatedVersion) -> None:
         have = self._pulls.pull(self.env.now, self._pull_chance)

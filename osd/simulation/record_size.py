@@ -11,8 +11,10 @@ _ID, _LOG, _VERDICT, _SOURCE = 4, 2, 1, 1  # bytes of int32, half precision and 
 _FRAME = 620  # names, types and shapes of a record's arrays, and what it says of its request
 
 
-def record_bytes(prompt: int, answer: int, width: int, capture: CaptureSettings, drafts: bool) -> int:
-    """Bytes of all records of an answer.
+def record_bytes(
+    prompt: int, answer: int, width: int, capture: CaptureSettings, drafts: bool, share: float = 1.0
+) -> int:
+    """Bytes of all records of an answer, on average.
 
     Args:
         prompt: tokens of the prompt.
@@ -21,13 +23,14 @@ def record_bytes(prompt: int, answer: int, width: int, capture: CaptureSettings,
         capture: how they are kept, and how long a record is; each further one of an answer has as many tokens before it
             as its prompt.
         drafts: whether what the drafter said is kept too.
+        share: of the records that have their hidden states.
     """
     place = 2 * _ID + _VERDICT + _SOURCE + 2 * _LOG + (1 + drafts) * capture.top_k * (_ID + _LOG)
     states = _STATES[capture.states]
     total, context, left = 0, prompt, answer
     while left > 0:
         tokens = min(left, capture.segment)
-        total += _FRAME + context * _ID + tokens * place + states(context + tokens - 1, width)
+        total += _FRAME + context * _ID + tokens * place + round(share * states(context + tokens - 1, width))
         context, left = min(context + tokens, capture.segment), left - tokens
     return total
 

@@ -9,9 +9,11 @@ from osd.learning.drift import Cusum
 from osd.learning.gate import MIN_POSITIONS, TOLERANCE
 from osd.learning.online import ENOUGH_TOKENS, PASSES, WORTHWHILE
 from osd.learning.value import SLICE, Value
+from osd.learning.wanted_states import states_chance, states_wanted
 from osd.simulation.knowledge import Knowledge, SimulatedVersion
 
 _FIRST_HELD_OUT = 1 / 3  # of the records, until there are enough to judge by
+_FRESH_SHARE = 0.5  # of a micro-batch, for records that were never trained on
 
 
 class Trainee:
@@ -38,6 +40,7 @@ class Trainee:
         self.trained = 0.0
         """Tokens trained on since the beginning, repeats included."""
         self._held_out = self._budget = self._parts = 0.0
+        self._fresh = self._answers = self._arrived = 0.0
         self._improving, self._best = True, 0.0
         self._watch = Cusum(settings.drift_fall, settings.drift_records)
 
@@ -46,9 +49,12 @@ class Trainee:
 
         Each stands for ``weight`` requests. Of parts of a record the next whole one is counted.
         """
-        share = self._settings.held_out if self._held_out >= ENOUGH_TOKENS else _FIRST_HELD_OUT
-        self._held_out += share * answer * copies
-        self._budget += (1 - share) * answer * copies * PASSES
+        share, wanted = self._held_out_share, states_wanted(self._fresh)
+        self._held_out += share * states_chance(wanted, held_out=True) * answer * copies
+        kept = (1 - share) * states_chance(wanted, held_out=False) * copies
+        self._fresh += kept
+        self._answers, self._arrived = self._answers + answer * copies, self._arrived + copies
+        self._budget += kept * answer * PASSES
         self._parts += copies
         whole = int(self._parts)
         self._parts -= whole
@@ -64,6 +70,12 @@ class Trainee:
             self._improving = True
 
     @property
+    def states(self) -> float:
+        """The share of the records that now come whose hidden states are written."""
+        share, wanted = self._held_out_share, states_wanted(self._fresh)
+        return share * states_chance(wanted, held_out=True) + (1 - share) * states_chance(wanted, held_out=False)
+
+    @property
     def ready(self) -> bool:
         """Whether there is something to train on."""
         return self.records >= self._settings.min_records and (self._budget > 0 or self._improving)
@@ -74,6 +86,9 @@ class Trainee:
         self.knowledge.trained += tokens
         self.trained += tokens
         self._budget = max(self._budget - tokens, 0.0)
+        if self._arrived:
+            fresh = _FRESH_SHARE * tokens / (self._answers / self._arrived)
+            self._fresh = max(self._fresh - fresh, 0.0)
         self.value.learned(seconds)
         if begun < SLICE <= self.value.seconds:
             self.candidate_due = min(self.candidate_due, self.trained)
@@ -110,6 +125,10 @@ class Trainee:
     def changed(self) -> None:
         """The traffic is another one: what the best candidate was is forgotten."""
         self._best = 0.0
+
+    @property
+    def _held_out_share(self) -> float:
+        return self._settings.held_out if self._held_out >= ENOUGH_TOKENS else _FIRST_HELD_OUT
 
     def _new_watch(self) -> None:
         self._watch = Cusum(self._settings.drift_fall, self._settings.drift_records)

@@ -51,6 +51,13 @@ def within(**capture):
     return run(trainer={**FAST, "capture": capture})
 
 
+def test_states_of_few_records_are_written_where_a_trainer_does_not_come_along():
+    traced = [Arrival(0.1 * n, 20, 30) for n in range(1000)]
+    fast, slow = (run(traced=traced, replicas=1, trainers={"tokens_per_second": speed}) for speed in (10_000, 1))
+    assert slow.captured.records == fast.captured.records == 1000
+    assert slow.captured.written < 0.6 * fast.captured.written
+
+
 def test_what_is_written_is_within_the_budget_and_what_is_not_is_counted():
     free = run()
     assert free.captured.over_budget == 0

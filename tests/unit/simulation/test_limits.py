@@ -85,3 +85,12 @@ def test_a_record_is_as_large_as_the_product_makes_it(prompt, answer, top_k, wid
     capture = CaptureSettings(top_k=top_k, segment=segment, states=states)
     found = record_bytes(prompt, answer, width, capture, drafts)
     assert found == pytest.approx(written, rel=0.03, abs=150)  # names of arrays that are not there
+
+
+def test_states_of_a_share_of_the_records_are_so_much_of_them_on_average():
+    capture = CaptureSettings(top_k=8, segment=512)
+    none, all_ = (record_bytes(300, 700, 64, capture, drafts=True, share=share) for share in (0.0, 1.0))
+    assert none == record_bytes(300, 700, 0, capture, drafts=True)
+    assert record_bytes(300, 700, 64, capture, drafts=True, share=0.25) == pytest.approx(
+        none + (all_ - none) / 4, abs=2
+    )

@@ -108,3 +108,21 @@ def test_records_of_a_sample_make_the_curve_stale_by_what_they_stand_for():
     assert one.value.seconds == 60
     one.arrive(100, 1.0, 100.0, 0.5)
     assert one.value.seconds == 0
+
+
+def test_the_states_of_all_records_are_wanted_and_of_few_where_nobody_trains():
+    one = trainee(held_out=0.2)
+    assert one.states == 1
+    fed(one, 200)
+    assert one.states == pytest.approx(0.8 * 0.1 + 0.2 * 0.5)  # more of those that judge
+    one.learn(100 * 400, 10)  # a half of it on what was never trained on
+    assert one.states == 1
+
+
+def test_what_has_no_states_is_watched_and_gives_nothing_to_train_on():
+    one = fed(trainee(), 1000)
+    assert one.records == 1000
+    one.learn(PASSES * 100 * 300, 1)
+    one.judge(3.0)
+    one.judge(3.0)  # nothing gained since
+    assert not one.ready

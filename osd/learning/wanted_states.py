@@ -1,0 +1,22 @@
+"""Of how many records a trainer wants hidden states: all it can train on, and of further ones a few."""
+
+from __future__ import annotations
+
+AHEAD = 32
+"""Records that were never trained on, as many as which a trainer may always have; of twice as many it needs few."""
+
+LEAST = 0.1
+"""The share that is wanted whatever lies there: traffic changes."""
+
+HELD_OUT = 0.5
+"""The share of held-out records that is wanted at least: those that judge are best alike."""
+
+
+def states_wanted(fresh: float) -> float:
+    """The share of records to train on whose states are wanted by whoever has so many that were never trained on."""
+    return max(LEAST, min(1.0, 2 - fresh / AHEAD))
+
+
+def states_chance(wanted: float, held_out: bool) -> float:
+    """The chance that a record's states are written, by the share that is ``wanted`` of those to train on."""
+    return max(wanted, HELD_OUT) if held_out else wanted
