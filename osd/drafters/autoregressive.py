@@ -31,9 +31,6 @@ class AutoregressiveSession(Session, ABC):
     """Tokens of the longest path that it drafts: all of their distributions come of one call, and asking for more of
     them is a look. None where there is no end."""
 
-    def reach(self, slots: Sequence[int]) -> Reach | None:  # most see as far in all of them
-        """How far it sees in each of ``slots``; None where that is as far as ``levels`` in all of them."""
-
     block: int = 1
     """Tokens of a path that come of one call where there is no end: a call for every so many levels."""
 
@@ -200,12 +197,12 @@ class WrappedSession(AutoregressiveSession):
         """See ``Session.early_heads``."""
         return self._session.early_heads()
 
-    def ride(self, asked: Asked, growth: Growth, proposal: Proposal) -> Proposal:
+    def ride(self, asked: Asked, growth: Growth, proposal: Proposal, added: Sequence[float] | None = None) -> Proposal:
         """See ``Session.ride``."""
-        return self._session.ride(asked, growth, proposal)
+        return self._session.ride(asked, growth, proposal, added)
 
     def reach(self, slots: Sequence[int]) -> Reach | None:
-        """See ``AutoregressiveSession.reach``."""
+        """See ``Session.reach``."""
         return self._session.reach(slots)
 
 

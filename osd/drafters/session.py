@@ -15,7 +15,7 @@ from osd.runtime.device import lists
 from osd.runtime.interface import Target
 from osd.runtime.native import kernels
 from osd.runtime.top import Top
-from osd.speculation.growth import Growth
+from osd.speculation.growth import Growth, Reach
 from osd.speculation.masks import Constraint
 from osd.speculation.noise import Noise
 from osd.speculation.penalties import Penalties
@@ -223,6 +223,7 @@ class Proposal:
         expected: tokens of it that are expected to be kept, where that is known.
         exits: what the drafter ran of the target itself, an entry for each layer that it left behind; the rows before
             one that it ran are there too.
+        chances: of candidates that were chosen, that each node of each tree is kept; empty where nobody knows.
         embedded: [K, hidden] what riders that are no tokens are read as, the same tensor while the weights stay; None
             where all are tokens.
     """
@@ -236,6 +237,7 @@ class Proposal:
     pending: Chains | None = None
     expected: float = 0.0
     exits: Sequence[Exits] = ()
+    chances: Sequence[Sequence[float]] = ()
     embedded: Tensor | None = None
 
     @classmethod
@@ -261,9 +263,15 @@ class Proposal:
         return cls(trees, draft, logits=chains.logits, support=support, pending=None if chains.settled else chains)
 
     @classmethod
-    def of_choice(cls, trees: Sequence[Tree], expected: float = 0.0, drawn: LastDrawn | None = None) -> Proposal:
+    def of_choice(
+        cls,
+        trees: Sequence[Tree],
+        expected: float = 0.0,
+        drawn: LastDrawn | None = None,
+        chances: Sequence[Sequence[float]] = (),
+    ) -> Proposal:
         """Trees whose tokens were chosen deterministically, such as a retrieved continuation, but for the ``drawn``."""
-        return cls(trees, chosen=True, drawn=drawn, expected=expected)
+        return cls(trees, chosen=True, drawn=drawn, expected=expected, chances=chances)
 
     def check(self, asked: Asked, riders: int) -> None:
         """Check that each tree keeps to its limit and has at most so many ``riders``: there is room for no more rows.
@@ -323,9 +331,17 @@ class Session(Protocol):
         """
         ...
 
-    def ride(self, asked: Asked, growth: Growth, proposal: Proposal) -> Proposal:
-        """The same proposal, whoever made it, with this drafter's own rows behind the nodes; most have none."""
+    def ride(self, asked: Asked, growth: Growth, proposal: Proposal, added: Sequence[float] | None = None) -> Proposal:
+        """The same proposal, whoever made it, with this drafter's own rows behind the nodes; most have none.
+
+        ``added`` are the tokens that a draft of 0, 1, 2, ... of its tokens adds to what others draft, None where
+        nobody else does.
+        """
         return proposal
+
+    def reach(self, slots: Sequence[int]) -> Reach | None:
+        """How far it sees in each of ``slots``; None where that is as far in all of them, as with most."""
+        return None
 
     def behind(self, asked: Asked, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal | None:
         """Draft behind ``chains`` of tokens, one of each sequence, of which it is certain that they come first.

@@ -128,6 +128,13 @@ class Found:
     levels: list[int]
     chances: list[float]
 
+    def kept(self, count: int, sequences: int) -> list[list[float]]:
+        """Of each of so many sequences the chances of its nodes among the first ``count``, in their order."""
+        chances: list[list[float]] = [[] for _ in range(sequences)]
+        for owner, chance in zip(self.owners[:count], self.chances[:count], strict=True):
+            chances[owner].append(chance)
+        return chances
+
     def numbers(self, sequences: int) -> list[list[int]]:
         """Of each of so many sequences the places of its nodes, in their order."""
         places: list[list[int]] = [[] for _ in range(sequences)]

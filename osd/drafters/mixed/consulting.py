@@ -56,6 +56,7 @@ class Consulting:
         self._levels = levels
         self._gains: list[list[float]] = []  # by bucket and levels
         self._seen: list[list[int]] = []
+        self._usual: list[float] = []
         self._use = 1.0
         self._debt = 0.0
         self._probes = 0
@@ -67,7 +68,13 @@ class Consulting:
         shares = [level / self._levels for level in range(self._levels + 1)]
         self._gains = [[_HOPE * share * left for share in shares] for left in unsure]
         self._seen = [[0] * len(shares) for _ in unsure]
+        self._usual = [_HOPE * share for share in shares]
         self._use, self._probes = 1.0, 0
+
+    @property
+    def added(self) -> list[float]:
+        """What drafts of 0, 1, 2, ... tokens are expected to bring in the next round, where they are at hand."""
+        return [self._use * gain for gain in self._usual]
 
     def decide(self, candidates: Sequence[Candidate], worth: Worth, kind: str) -> Consulted:
         """For whom the trained drafter is asked in this round.
@@ -77,6 +84,8 @@ class Consulting:
             worth: of the round with what recall drafts.
             kind: by which the costs of the calls are known.
         """
+        if not candidates:
+            return Consulted([], 0)
         speed, costs = worth.speed, worth.costs
         gains = [self._gains[_bucket(one.sure)] for one in candidates]
         reading = [costs.reading(kind, one.missed) for one in candidates]
@@ -104,13 +113,14 @@ class Consulting:
             return Consulted([likely], self._levels)
         return chosen
 
-    def observe(self, sure: Sequence[float], gains: Sequence[float], levels: int) -> None:
-        """Take in what a call of so many levels brought to each of its sequences, in tokens."""
-        for chance, gain in zip(sure, gains, strict=True):
+    def observe(self, sure: Sequence[float], gains: Sequence[float], levels: Sequence[int]) -> None:
+        """Take in what a call brought to each of its sequences, in tokens, with drafts of so many ``levels``."""
+        for chance, gain, count in zip(sure, gains, levels, strict=True):
             bucket = _bucket(chance)
-            self._seen[bucket][levels] += 1
-            step = max(_STEP, 1 / (self._seen[bucket][levels] + _DOUBT))
-            self._gains[bucket][levels] += step * (gain - self._gains[bucket][levels])
+            self._seen[bucket][count] += 1
+            step = max(_STEP, 1 / (self._seen[bucket][count] + _DOUBT))
+            self._gains[bucket][count] += step * (gain - self._gains[bucket][count])
+            self._usual[count] += _STEP * (gain - self._usual[count])
 
 
 def _bucket(chance: float) -> int:

@@ -62,7 +62,8 @@ class MixedSession(Session):
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         """See ``Session.propose``; without ``Asked.worth`` the trained drafter is always asked."""
-        return self._trained.ride(asked, growth, self._mixture(asked, growth, noise))
+        mixture = self._mixture(asked, growth, noise)
+        return self._trained.ride(asked, growth, mixture, None if asked.worth is None else self._consulting.added)
 
     def behind(self, asked: Asked, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
         """See ``Session.behind``: recall alone, which needs no states."""
@@ -70,7 +71,9 @@ class MixedSession(Session):
 
     def _mixture(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         worth, several = asked.worth, len(asked.slots)
-        may = [b for b, limit in enumerate(asked.limits) if limit]
+        reach = self._trained.reach(asked.slots)
+        sees = [True] * several if reach is None else [tokens > 0 for tokens in reach.tokens]
+        may = [b for b, limit in enumerate(asked.limits) if limit and sees[b]]
         sought = self._recall.sought(asked)
         found = self._recall.draft(sought, asked, growth)
         if worth is None:
@@ -96,7 +99,7 @@ class MixedSession(Session):
         price = worth.price(max(count, more))
         before, after = _value(found, count, several, price), _value(better, more, several, price)
         gains = [after[b] - before[b] for b in members]
-        self._consulting.observe([sure[b] for b in members], gains, consulted.levels)
+        self._consulting.observe([sure[b] for b in members], gains, [len(said[b].path) for b in members])
         return replace(self._recall.proposal(both, better, asked, self._kind), exits=exits)
 
     def _ask(

@@ -58,7 +58,7 @@ class PromptTokensSession(AutoregressiveSession):
         """None: the whole vocabulary."""
 
     def reach(self, slots: Sequence[int]) -> Reach:
-        """See ``AutoregressiveSession.reach``."""
+        """See ``Session.reach``."""
         return Reach([len(self._said.get(slot, ())) for slot in slots], self._copies)
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
@@ -99,10 +99,10 @@ class PromptTokensSession(AutoregressiveSession):
         """See ``Session.propose``."""
         return self.ride(asked, growth, super().propose(asked, growth, noise))
 
-    def ride(self, asked: Asked, growth: Growth, proposal: Proposal) -> Proposal:
+    def ride(self, asked: Asked, growth: Growth, proposal: Proposal, added: Sequence[float] | None = None) -> Proposal:
         """See ``Session.ride``."""
         table, trees = self._table.by_depth(), proposal.trees
-        shares = [kept_shares(tree.parents, table) for tree in trees]
+        shares = proposal.chances or [kept_shares(tree.parents, table) for tree in trees]
         places = [ends(tree.parents, mine) for tree, mine in zip(trees, shares, strict=True)]
         given = zip(asked.slots, asked.limits, trees, strict=True)
         rooms = [self._room(slot, tree, growth) if limit else 0 for slot, limit, tree in given]
@@ -112,10 +112,10 @@ class PromptTokensSession(AutoregressiveSession):
         else:
             worth = asked.worth.after(sum(map(len, shares)), sum(map(sum, shares)))
             price = worth.price(1)
-            gains = expected_accepted(table, growth.max_nodes, price)
+            gains = expected_accepted(table, growth.max_nodes, price) if added is None else added[: 1 + self._tokens]
             both = zip(places, rooms, strict=True)
             counts = [paying(mine, gains, room, price * self._copies) for mine, room in both]
-            self._probe(worth, counts, rooms)
+            self._probe(worth, counts, rooms, places)
         ridden = [self._with_riders(tree, mine) for tree, mine in zip(trees, counts, strict=True)]
         return replace(proposal, trees=ridden, embedded=self._embedded)
 
@@ -126,14 +126,17 @@ class PromptTokensSession(AutoregressiveSession):
         wanted = growth.rider_rows(len(self._said.get(slot, ())))
         return (self._rows if wanted is None else min(self._rows, wanted)) // self._copies
 
-    def _probe(self, worth: Worth, counts: list[list[int]], rooms: Sequence[int]) -> None:
+    def _probe(
+        self, worth: Worth, counts: list[list[int]], rooms: Sequence[int], places: Sequence[Sequence[float]]
+    ) -> None:
         """Send some along now and then where none pay: nothing is learnt of those that are not sent."""
         self._debt = max(0.0, self._debt - _SHARE_OF_PROBES * float(worth.seconds[worth.rows]))
         if self._debt > 0 or any(map(any, counts)) or not any(rooms):
             return
         chosen = max(range(len(rooms)), key=rooms.__getitem__)
-        counts[chosen][0] = min(self._tokens, rooms[chosen])
-        rows = min(worth.rows + counts[chosen][0] * self._copies, len(worth.seconds) - 1)
+        likely = max(range(len(places[chosen])), key=places[chosen].__getitem__)
+        counts[chosen][likely] = min(self._tokens, rooms[chosen])
+        rows = min(worth.rows + counts[chosen][likely] * self._copies, len(worth.seconds) - 1)
         self._debt = float(worth.seconds[rows] - worth.seconds[worth.rows])
 
     def _with_riders(self, tree: Tree, counts: Sequence[int]) -> Tree:

@@ -97,7 +97,8 @@ class RecallSession(Session):
         if asked.keys and count:
             found, sampled = self.draw(sought, asked, found.chances[count - 1])
             drawn, count = _by_sequence(found, sampled, several), len(found.tokens)
-        return Proposal.of_choice(trees_of(found, count, several, other), sum(found.chances[:count]), drawn)
+        trees, chances = trees_of(found, count, several, other), found.kept(count, several)
+        return Proposal.of_choice(trees, sum(found.chances[:count]), drawn, chances)
 
     def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""

@@ -177,6 +177,23 @@ def test_where_rows_must_pay_only_those_that_do_ride_and_now_and_then_one_that_d
     assert set(wrong) == {0, TOKENS}
 
 
+def test_beside_others_rows_pay_by_what_they_add_and_hang_where_the_draft_is_expected_to_end(target_dir: Path) -> None:
+    def ridden(added: Sequence[float], chances: Sequence[float], rounds: int = 1) -> list[list[int]]:
+        """The nodes, and further riders, that the riders of each round hang on."""
+        session = made(target_dir).session(Runtime(1, 64, 9))
+        session.open(0, 1)
+        session.commit(0, Kept([2, 3]))
+        paying = replace(asked([8]), worth=Worth(1.0, 1, 1 + 0.05 * np.arange(40), None, CostModel()))
+        others = Proposal.of_choice([Tree.chain([7, 8, 9, 10, 11], "recall")], chances=[chances])
+        growth = GROWTHS["best_first"](budget=8)
+        return [list(session.ride(paying, growth, others, added).trees[0].rider_parents) for _ in range(rounds)]
+
+    useful, useless = [0.0, 0.4, 0.4, 0.4], [0.0] * 4
+    assert ridden(useful, [0.1, 0.05, 0.02, 0.01, 0.0]) == [[ROOT]]
+    assert ridden(useful, [0.9] * 5) == [[4]]
+    assert ridden(useless, [0.9, 0.8, 0.1, 0.0, 0.0], 20) == [[1, 5, 6]] + [[]] * 19  # the first one is a try
+
+
 def test_the_states_that_a_head_judges_are_those_of_the_session(target_dir: Path) -> None:
     drafter, text = made(target_dir), some_tokens(1)[0]
     session = drafter.session(Runtime(1, 64, 9, states=True))

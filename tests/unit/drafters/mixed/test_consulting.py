@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from osd.drafters.mixed.consulting import Candidate, Consulting
 from osd.speculation.cost_model import CostModel
@@ -35,7 +36,7 @@ def asked(consulting: Consulting, rounds: int, gain: float, model: CostModel, su
         found = consulting.decide(of(sure), worth(model), "eagle")
         levels.append(found.levels if found.members else 0)
         if found.members:
-            consulting.observe([sure], [gain * found.levels / 3], found.levels)
+            consulting.observe([sure], [gain * found.levels / 3], [found.levels])
     return levels
 
 
@@ -55,7 +56,7 @@ def test_only_the_sequences_that_recall_is_unsure_about_are_asked_for() -> None:
     for _ in range(100):
         for sure, gain in ((0.15, 0.8), (0.95, 0.0)):
             for levels in (1, 2, 3):
-                consulting.observe([sure], [gain], levels)
+                consulting.observe([sure], [gain], [levels])
     found = consulting.decide([*of(0.95), *of(0.15)] * 2, worth(model, 4), "eagle")
     assert found.members == [1, 3]
     assert found.levels == 1  # further tokens brought nothing more
@@ -66,7 +67,7 @@ def test_a_prompt_is_not_read_for_the_last_tokens_of_a_request() -> None:
     model.observe_proposal("eagle", 1, 3, 0.05, missed=500)
     for _ in range(100):
         for levels in (1, 2, 3):
-            consulting.observe([0.3], [0.4], levels)
+            consulting.observe([0.3], [0.4], [levels])
     assert consulting.decide(of(0.3, 500, 1000), worth(model), "eagle").members == [0]
     consulting.decide(of(0.3, 500, 3), worth(model), "eagle")  # may be a probe
     assert consulting.decide(of(0.3, 500, 3), worth(model), "eagle").members == []
@@ -78,8 +79,8 @@ def test_a_prompt_is_not_read_where_hardly_any_round_asks() -> None:
     model.observe_proposal("eagle", 1, 3, 0.05, missed=500)
     for _ in range(100):
         for levels in (1, 2, 3):
-            consulting.observe([0.3], [0.4], levels)
-            consulting.observe([0.95], [0.0], levels)
+            consulting.observe([0.3], [0.4], [levels])
+            consulting.observe([0.95], [0.0], [levels])
     prompt = of(0.3, 500, 200, asked=False)
     assert consulting.decide(prompt, worth(model), "eagle").members == [0]
     for _ in range(200):
@@ -124,5 +125,25 @@ def test_a_drafter_that_knows_nothing_costs_little() -> None:
         found = consulting.decide(of(sure), worth(model), "eagle")
         if found.members:
             spent += model.proposal("eagle", 1, found.levels)
-            consulting.observe([sure], [0.0], found.levels)
+            consulting.observe([sure], [0.0], [found.levels])
     assert 0 < spent < 0.02 * 600 * FORWARD
+
+
+def test_what_is_at_hand_is_expected_to_add_what_it_brought_as_often_as_it_was_asked_for() -> None:
+    model, consulting = costs(0.0005), Consulting(3)
+    before = consulting.added
+    assert before[0] == 0
+    assert before[1] < before[2] < before[3]
+    for _ in range(200):
+        consulting.decide(of(0.3), worth(model), "eagle")
+        consulting.observe([0.3], [0.6], [2])
+    assert consulting.added[2] == pytest.approx(0.6, abs=0.01)
+    for _ in range(200):
+        consulting.decide(of(0.95), worth(model), "eagle")
+    assert consulting.added[2] < 0.05
+    consulting.renew()
+    assert consulting.added == before
+
+
+def test_nobody_is_asked_for_where_the_drafter_sees_nothing() -> None:
+    assert Consulting(3).decide([], worth(costs(0.0005)), "eagle").members == []
