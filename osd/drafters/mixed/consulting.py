@@ -14,6 +14,9 @@ _HOPE = 0.5  # tokens that a full call is first guessed to bring where recall kn
 _LENGTH = 3  # tokens of a round, where it is guessed how many there are to come
 _SHARE_OF_PROBES = 0.005  # of the time, for calls that are not expected to pay
 _PATIENCE = 50  # such calls, after which half of that has to do
+_SELDOM = 0.02  # of the rounds of a sequence: where fewer ask, most sequences do without
+_SAMPLE = 8  # sequences, of which one may still ask
+_HABIT = 0.01  # of a round in the running share of those that ask
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class Consulting:
     that it was asked in, of sequences that it had read.
 
     Because nothing is learnt of calls that are not made, a small share of the time goes to calls that are not expected
-    to pay, the smaller the more of them there were since the weights changed.
+    to pay, the smaller the more of them there were since the weights changed. Where hardly any call pays, one of a few
+    sequences finds out whether that is still so, and the others leave the drafter alone: following a text costs time
+    even where nothing is asked.
     """
 
     def __init__(self, levels: int) -> None:
@@ -57,7 +62,8 @@ class Consulting:
         self._gains: list[list[float]] = []  # by bucket and levels
         self._seen: list[list[int]] = []
         self._usual: list[float] = []
-        self._use = 1.0
+        self._use = self._pays = 1.0
+        self._begun = 0
         self._debt = 0.0
         self._probes = 0
         self.renew()
@@ -69,7 +75,12 @@ class Consulting:
         self._gains = [[_HOPE * share * left for share in shares] for left in unsure]
         self._seen = [[0] * len(shares) for _ in unsure]
         self._usual = [_HOPE * share for share in shares]
-        self._use, self._probes = 1.0, 0
+        self._use, self._pays, self._probes = 1.0, 1.0, 0
+
+    def may_ask(self) -> bool:
+        """Whether the drafter may be asked for a sequence that begins now."""
+        self._begun += 1
+        return self._pays >= _SELDOM or self._begun % _SAMPLE == 0
 
     @property
     def added(self) -> list[float]:
@@ -104,8 +115,10 @@ class Consulting:
                 if value > best:
                     best, chosen = value, Consulted(sorted(paying[:count]), levels)
         for number, one in enumerate(candidates):
+            pays = number in chosen.members
+            self._pays += _HABIT * (pays - self._pays)
             if one.asked:
-                self._use += _STEP * ((number in chosen.members) - self._use)
+                self._use += _STEP * (pays - self._use)
         if not chosen.members and self._debt <= 0:
             likely = min(range(len(candidates)), key=lambda b: reading[b])
             self._debt = reading[likely] + costs.proposal(kind, 1, self._levels)

@@ -43,6 +43,7 @@ class MixedSession(Session):
 
     Recall drafts first. Where the trained drafter is expected to add more than its call takes, it drafts a chain of
     its most probable tokens; along that chain its distributions are mixed into recall's, and the draft is made again.
+    Where it hardly ever is, most sequences do without it from their beginning to their end.
     """
 
     def __init__(self, recall: RecallSession, trained: Session, kind: str) -> None:
@@ -51,17 +52,20 @@ class MixedSession(Session):
         self._calls = f"chains of {kind}"  # by which their costs are known, apart from those of whole rounds
         self._consulting = Consulting(_LEVELS)
         self._chains = [Chain(levels) for levels in range(1, _LEVELS + 1)]
-        self._unread: dict[int, _Unread] = {}
+        self._unread: dict[int, _Unread] = {}  # of those for whom the trained drafter may be asked
         self._said: dict[int, Other] = {}  # in this round, by slot
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
         self._recall.open(slot, token, origin)
-        self._trained.open(slot, token, origin)
-        self._unread[slot] = _Unread(1, 0)
+        if self._trained.reach(()) is not None or self._consulting.may_ask():  # what is at hand costs no call
+            self._trained.open(slot, token, origin)
+            self._unread[slot] = _Unread(1, 0)
 
     def propose(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         """See ``Session.propose``; without ``Asked.worth`` the trained drafter is always asked."""
+        if not any(slot in self._unread for slot in asked.slots):
+            return self._recall.propose(asked, growth, noise)
         mixture = self._mixture(asked, growth, noise)
         return self._trained.ride(asked, growth, mixture, None if asked.worth is None else self._consulting.added)
 
@@ -71,9 +75,7 @@ class MixedSession(Session):
 
     def _mixture(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         worth, several = asked.worth, len(asked.slots)
-        reach = self._trained.reach(asked.slots)
-        sees = [True] * several if reach is None else [tokens > 0 for tokens in reach.tokens]
-        may = [b for b, limit in enumerate(asked.limits) if limit and sees[b]]
+        may = self._askable(asked)
         sought = self._recall.sought(asked)
         found = self._recall.draft(sought, asked, growth)
         if worth is None:
@@ -101,6 +103,13 @@ class MixedSession(Session):
         gains = [after[b] - before[b] for b in members]
         self._consulting.observe([sure[b] for b in members], gains, [len(said[b].path) for b in members])
         return replace(self._recall.proposal(both, better, asked, self._kind), exits=exits)
+
+    def _askable(self, asked: Asked) -> list[int]:
+        """The numbers of the sequences for which the trained drafter may have something to say."""
+        reach = self._trained.reach(asked.slots)
+        sees = [1] * len(asked.slots) if reach is None else reach.tokens
+        both = zip(asked.slots, asked.limits, sees, strict=True)
+        return [b for b, (slot, limit, tokens) in enumerate(both) if limit and tokens and slot in self._unread]
 
     def _ask(
         self, asked: Asked, members: Sequence[int], levels: int, noise: Noise, worth: Worth | None = None
@@ -139,6 +148,9 @@ class MixedSession(Session):
 
     def commit(self, slot: int, kept: Kept) -> None:
         """See ``Session.commit``."""
+        if slot not in self._unread:
+            self._recall.commit(slot, kept)
+            return
         said, rows = self._said.pop(slot, None), kept.rows
         others = None if said is None or rows is None else _beside(rows.tree, said)
         self._recall.remember(slot, kept, others)
@@ -149,9 +161,9 @@ class MixedSession(Session):
     def close(self, slot: int) -> None:
         """See ``Session.close``."""
         self._recall.close(slot)
-        self._trained.close(slot)
-        self._said.pop(slot, None)
-        self._unread.pop(slot, None)
+        if self._unread.pop(slot, None) is not None:
+            self._trained.close(slot)
+            self._said.pop(slot, None)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Any]:
         """See ``Session.stage``."""

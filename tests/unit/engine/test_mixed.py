@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
 import pytest
 
 from osd.config import BestFirstSettings, ChainSettings, GrowthSettings
+from osd.drafters.mixed.consulting import Consulting
 from osd.drafters.mixed.drafter import Mixed
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
@@ -43,6 +45,23 @@ def test_greedy_output_is_that_of_transformers_and_nodes_say_where_they_come_fro
     if not growth.governed:
         assert counts.by_source[kind].drafted > 0
         assert counts.by_source["recall"].accepted > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
+def test_sequences_that_do_without_the_trained_drafter_go_on_beside_those_that_ask(
+    target_dir: Path, oracle: Oracle, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = itertools.count()
+    monkeypatch.setattr(Consulting, "may_ask", lambda consulting: next(begun) % 2 == 0)
+    goals = [oracle.greedy(prompt, 24) for prompt in prompts(LENGTHS)]
+    growth = BestFirstSettings(governed=False)
+    with running(target_dir, drafter=mixed(kind, target_dir), growth=growth) as client:
+        for index, prompt in enumerate(prompts(LENGTHS)):
+            client.submit(str(index), prompt, 24, ignore_eos=True, capture=True)
+        results = client.wait()
+    assert [results[str(index)].tokens for index in range(len(LENGTHS))] == goals
+    asked = {index for index, one in results.items() if one.counts is not None and kind in one.counts.by_source}
+    assert asked == {"0", "2", "4"}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -147,3 +147,30 @@ def test_what_is_at_hand_is_expected_to_add_what_it_brought_as_often_as_it_was_a
 
 def test_nobody_is_asked_for_where_the_drafter_sees_nothing() -> None:
     assert Consulting(3).decide([], worth(costs(0.0005)), "eagle").members == []
+
+
+def test_where_hardly_any_call_pays_few_sequences_may_still_ask_until_the_weights_change() -> None:
+    model, consulting = costs(0.0005), Consulting(3)
+
+    def open_to(sequences: int, gain: float) -> int:
+        may = 0
+        for _ in range(sequences):
+            if consulting.may_ask():
+                may += 1
+                asked(consulting, 30, gain, model)
+        return may
+
+    assert open_to(20, 0.3) == 20
+    open_to(60, 0.0)
+    assert open_to(80, 0.0) == 10
+    assert open_to(16, 0.0) == 2
+    consulting.renew()
+    assert open_to(20, 0.3) == 20
+
+
+def test_those_that_ask_find_out_that_it_pays_again() -> None:
+    model, consulting = costs(0.0005), Consulting(3)
+    asked(consulting, 2000, 0.0, model)
+    assert sum(consulting.may_ask() for _ in range(80)) == 10
+    asked(consulting, 2000, 0.4, model)  # of one of them
+    assert all(consulting.may_ask() for _ in range(80))
