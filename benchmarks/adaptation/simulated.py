@@ -95,44 +95,52 @@ class Stored:
         """What came at a load. Answers end where the target ends them: all are as much shorter as the plain ones."""
         traffic = Traffic([], self.common.arrivals, self.common.valley).at(load * self.capacity.requests_per_second)
         asked = sum(one.tokens for one in traffic.arrivals)
-        told = sum(one.prompt for one in traffic.arrivals)
         shorter = plain.end.tokens / asked
-        read = (plain.prompt_tokens - plain.cached_tokens) / told if told else 1.0
-        return [
-            replace(one, tokens=max(round(one.tokens * shorter), 1), prompt=max(round(one.prompt * read), 1))
-            for one in traffic.arrivals
-        ]
+        return [replace(one, tokens=max(round(one.tokens * shorter), 1)) for one in traffic.arrivals]
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What training adds in the end, after how many trained tokens 1 / e of it is left, and those of a CPU second."""
+
+    most: float = 0.0
+    tokens: float = 1.0
+    per_second: float = 1.0
 
 
 @dataclass(frozen=True)
 class Fitted:
     """How drafts do on the traffic, by the passes of one load: tokens per round of drafts of eight tokens.
 
-    ``recall`` and ``trained`` are what recall and training add, and after how many tokens 1 / e of it is left;
-    ``frozen`` and ``beside`` what the first version gives, alone and beside recall.
+    ``recall`` is what recall adds, and after how many answered tokens 1 / e of it is left; ``frozen`` and ``beside``
+    what the first version gives, alone and beside recall, and ``trained`` and ``trained_beside`` what training adds.
     """
 
     certainty: float
     recall: tuple[float, float]
     frozen: float
     beside: float
-    trained: tuple[float, float]
-    tokens_per_second: float
+    trained: Learnt
+    trained_beside: Learnt
+
+    def learnt(self, way: str) -> Learnt:
+        """What training adds in a way."""
+        return {TRAINED: self.trained, RECALL_TRAINED: self.trained_beside}.get(way, Learnt())
 
     def domains(self, way: str) -> DomainsAssumed:
         """What a simulation of a way assumes."""
         recalls, first = way in (RECALL, RECALL_FROZEN, RECALL_TRAINED), self.frozen
         if recalls:
             first = self.beside if way != RECALL else 0.0
-        gain, tokens = self.trained if way in (TRAINED, RECALL_TRAINED) else (0.0, 1.0)
+        learnt = self.learnt(way)
         recall, remembered = self.recall if recalls else (0.0, 1.0)
         return DomainsAssumed(
             depth=_DEPTH,
             length=1 + max(first, 0.0),
             recall_gain=recall,
             recall_tokens=remembered,
-            gain=gain,
-            tokens=tokens,
+            gain=learnt.most,
+            tokens=learnt.tokens,
             certainty=self.certainty,
         )
 
@@ -188,23 +196,22 @@ def fit(stored: Stored, key: tuple[float, int]) -> Fitted:
         lengths = {way: _lengths(turn, certainty) for way, turn in ways.items() if way != PLAIN}
         recall = _saturating([(tokens, length - 1) for tokens, _, length in lengths[RECALL]])
         frozen = statistics.fmean(length for *_, length in lengths[FROZEN]) - 1 if FROZEN in lengths else 0.0
-        beside, speed, trained = 0.0, 1.0, (0.0, 1.0)
+        beside = 0.0
+        trained: dict[str, Learnt] = {TRAINED: Learnt(), RECALL_TRAINED: Learnt()}
         if RECALL_FROZEN in lengths:
             beside = statistics.fmean(length - 1 - _at(recall, at) for at, _, length in lengths[RECALL_FROZEN])
-        for way, base in ((TRAINED, frozen), (RECALL_TRAINED, beside)):
+        for way, base, recalls in ((TRAINED, frozen, (0.0, 1.0)), (RECALL_TRAINED, beside, recall)):
             if way not in lengths:
                 continue
             turn = ways[way]
             speed = max(turn.trainer["tokens"], 1) / max(turn.end.training, 1e-3)
-            recalls = recall if way == RECALL_TRAINED else (0.0, 1.0)
             points = [
                 Gate(spent_then, length - 1 - base - _at(recalls, at), _CURVE_ERROR)
                 for at, spent_then, length in lengths[way]
             ]
-            curve = LearningCurve(points=points)
-            trained = max(curve.most, 0.0), curve.seconds * speed
-        most = _DEPTH - max(frozen, recall[0] + max(beside, 0.0))
-        return Fitted(certainty, recall, frozen, beside, (min(trained[0], most), trained[1]), speed)
+            curve, room = LearningCurve(points=points), _DEPTH - recalls[0] - max(base, 0.0)
+            trained[way] = Learnt(min(max(curve.most, 0.0), room), curve.seconds * speed, speed)
+        return Fitted(certainty, recall, frozen, beside, trained[TRAINED], trained[RECALL_TRAINED])
 
     def off(fitted: Fitted) -> float:
         observed, predicted = ways[RECALL], simulate(stored, fitted, key[0], ways[PLAIN], RECALL)
@@ -218,9 +225,14 @@ def simulate(stored: Stored, fitted: Fitted, load: float, plain: Turn, way: str)
     settings = settings_of(stored.settings, way, stored.settings.home)
     own = {PLAIN: knowledge.PLAIN, TRAINED: knowledge.TRAINED, RECALL_TRAINED: knowledge.TRAINED}
     # What gates take is in the speed.
-    trainers = {"dedicated": False, "tokens_per_second": fitted.tokens_per_second, "gate_seconds": 0}
+    trainers = {"dedicated": False, "tokens_per_second": fitted.learnt(way).per_second, "gate_seconds": 0}
     scenario = Scenario.model_validate(
-        {"domains": fitted.domains(way), "replicas": settings.serving.replicas, "trainers": trainers}
+        {
+            "arrivals": {"cached": plain.cached_tokens / max(plain.prompt_tokens, 1)},
+            "domains": fitted.domains(way),
+            "replicas": settings.serving.replicas,
+            "trainers": trainers,
+        }
     )
     kind = settings.drafter.kind
     measured = stored.common.costs.get(kind) or next(iter(stored.common.costs.values()))
@@ -307,13 +319,16 @@ def _lengths(turn: Turn, certainty: float) -> list[tuple[float, float, float]]:
 
 def _acceptance(nodes: float, kept: float, certainty: float) -> float:
     """The mean chance of a drafted token with which so many ``nodes`` a round, the surest, give ``kept`` of them."""
+
+    def gives(hundredths: int) -> float:
+        curve = draft_curve(hundredths, _DEPTH, certainty, DomainsAssumed().second)
+        return float(np.interp(nodes, curve.nodes, curve.lengths)) - 1
+
     low, high = 0, 100
     while high - low > 1:
         middle = (low + high) // 2
-        curve = draft_curve(middle, _DEPTH, certainty)
-        gives = float(np.interp(nodes, curve.nodes, curve.lengths)) - 1
-        low, high = (middle, high) if gives < kept else (low, middle)
-    return high / 100
+        low, high = (middle, high) if gives(middle) < kept else (low, middle)
+    return float(np.interp(kept, [gives(low), gives(high)], [low, high])) / 100
 
 
 def _saturating(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

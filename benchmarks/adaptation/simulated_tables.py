@@ -11,12 +11,15 @@ from benchmarks.adaptation.simulated import Compared, Fitted
 def fitted_table(fit: Fitted) -> Table:
     """What was taken from the passes."""
     curve = "{0[0]:.2f} tokens per round, all but 1 / e of it after {0[1]:.0f} tokens".format
+    learnt = "{:.2f} tokens per round, all but 1 / e of it after {:.0f} tokens, {:.0f} in a CPU second"
     rows = [
         ("recall learns", curve(fit.recall)),
-        ("training adds", curve(fit.trained)),
+        *(
+            (name, learnt.format(one.most, one.tokens, one.per_second))
+            for name, one in (("training adds", fit.trained), ("beside recall", fit.trained_beside))
+        ),
         ("the first version gives", f"{fit.frozen:.2f} tokens per round, {fit.beside:.2f} beside recall"),
         ("a + b of the chances", f"{fit.certainty:g}"),
-        ("trained in a CPU second", f"{fit.tokens_per_second:.0f} tokens"),
     ]
     return Table("fitted to the passes of one load", ("", "drafts of up to eight tokens"), rows)
 

@@ -45,6 +45,9 @@ CostsSettings = Annotated[_Costs, Field(discriminator="kind"), of_kind(COSTS_SET
 """What a replica's rounds cost."""
 
 
+_CACHED = "share of a prompt's tokens that a slot holds already, and that are not read again"
+
+
 class DiurnalArrivals(Assumed):
     """Independent users, of whom more come by day: a Poisson stream whose rate is a sine over the day."""
 
@@ -57,6 +60,7 @@ class DiurnalArrivals(Assumed):
     lengths: Literal["exponential", "constant"] = Field(
         default="exponential", description="how both are distributed around these"
     )
+    cached: float = Field(default=0.0, ge=0, lt=1, description=_CACHED)
 
 
 class TraceArrivals(Assumed):
@@ -65,6 +69,7 @@ class TraceArrivals(Assumed):
     kind: Literal["trace"] = "trace"
     file: Path = Field(description="CSV with TIMESTAMP, ContextTokens and GeneratedTokens, as Azure publishes them")
     rate: float = Field(default=1.0, gt=0, description="requests a second for each replica: the trace is stretched")
+    cached: float = Field(default=0.0, ge=0, lt=1, description=_CACHED)
 
 
 _Arrivals = DiurnalArrivals | TraceArrivals
@@ -88,6 +93,9 @@ class DomainsAssumed(Assumed):
         default=1.0,
         gt=0,
         description="a + b of the beta distribution of chances: low where tokens are sure or hopeless",
+    )
+    second: float = Field(
+        default=0.5, ge=0, le=1, description="a second choice is right this times c (1 - c) where the first is c"
     )
     drift_hours: float | None = Field(default=None, gt=0, description="mean time until traffic changes, none: never")
     drift_loss: float = Field(default=0.5, gt=0, le=1, description="share of what was learnt that is lost then")

@@ -18,12 +18,16 @@ _AT_ONCE = 4096  # draws
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: ``due`` seconds after the start, ``prompt`` and ``answer`` tokens, of a domain by its number."""
+    """A request: ``due`` seconds after the start, ``prompt`` and ``answer`` tokens, of a domain by its number.
+
+    Of the prompt ``cached`` tokens need not be read.
+    """
 
     due: float
     prompt: int
     answer: int
     domain: int
+    cached: int = 0
 
 
 def domain_shares(domains: DomainsAssumed) -> np.ndarray:
@@ -47,7 +51,8 @@ def arriving(scenario: Scenario, replicas: int, traced: Sequence[Arrival] | None
     while batch := [one for one, _ in zip(coming, range(_AT_ONCE), strict=False)]:
         drawn = np.minimum(np.searchsorted(shares, chance.random(len(batch)), "right"), len(shares) - 1)
         for one, domain in zip(batch, drawn.tolist(), strict=True):
-            yield Asked(one.due, max(one.prompt, 1), one.tokens, domain)
+            prompt = max(one.prompt, 1)
+            yield Asked(one.due, prompt, one.tokens, domain, int(scenario.arrivals.cached * prompt))
 
 
 def _diurnal(settings: DiurnalArrivals, replicas: int, chance: np.random.Generator) -> Iterator[Arrival]:

@@ -53,7 +53,7 @@ class Capacity:
     def tokens_per_second(self, length: float) -> float:
         """With tokens per round of the longest drafts; 1 is plain decoding."""
         depth, slots = self._domains.depth, self._slots
-        curve = draft_curve(round(100 * alike(length, depth)), depth, self._domains.certainty)
+        curve = draft_curve(round(100 * alike(length, depth)), depth, self._domains.certainty, self._domains.second)
         fits = slots * curve.nodes <= (MOST_NODES if length > 1 else 0)
         seconds = self._costs.seconds(slots, curve.nodes[fits], 0) / curve.lengths[fits]
         return slots / (float(seconds.min()) + slots * self._reading)

@@ -137,7 +137,7 @@ class DecodingReplica:
         while self._waiting and self.running < self._slots:
             asked = self._waiting.popleft()
             self.work.waited += self._env.now - asked.due
-            self._reading.append(_Reading(asked, float(asked.prompt)))
+            self._reading.append(_Reading(asked, float(asked.prompt - asked.cached)))
         self._plan()
         wait = self._next()
         if wait is None:

@@ -79,4 +79,4 @@ def _after(seen: float, most: float, kept: float) -> float:
 def curve_of(way: str, assumed: DomainsAssumed, acceptance: float) -> DraftCurve:
     """How drafts do; plain decoding has none."""
     hundredths = 0 if way == PLAIN else round(100 * acceptance)
-    return draft_curve(hundredths, assumed.depth, assumed.certainty)
+    return draft_curve(hundredths, assumed.depth, assumed.certainty, assumed.second)

@@ -121,3 +121,8 @@ def test_a_replica_that_is_slowed_takes_so_much_longer():
     one.slow(1.5)
     env.run()
     assert ended == [pytest.approx(15.0)]
+
+
+def test_what_a_slot_holds_of_a_prompt_is_not_read_again():
+    _, ended = served(Toy(base=1.0, read=0.1), [Asked(0.0, 40, 1, 0, 30)], slots=2, chunk=10)
+    assert ended[0][1] == pytest.approx(2.0)

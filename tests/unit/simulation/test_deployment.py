@@ -81,7 +81,7 @@ def test_what_a_trainer_cannot_read_is_trimmed_and_counted():
 def test_more_trainers_never_learn_later():
     goal, reached = 0.1, []
     for count in (1, 2, 3):
-        found = run(seconds=120, domains={"skew": 0.0, "tokens": 30_000}, trainers={"count": count})
+        found = run(seconds=200, domains={"skew": 0.0, "tokens": 30_000}, trainers={"count": count})
         levels = [one for one in found.versions if one.level >= goal]
         first = {domain: min((one.made for one in levels if one.domain == domain), default=1e9) for domain in range(3)}
         reached.append(sorted(first.values()))

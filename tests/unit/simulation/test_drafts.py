@@ -30,8 +30,21 @@ def test_the_surer_a_token_has_to_be_the_fewer_are_drafted_and_the_more_of_them_
     assert (rate >= THRESHOLDS[1:]).all()
 
 
-def test_a_better_drafter_gives_more_at_every_threshold():
-    curves = [draft_curve(hundredths, 6, 1.0) for hundredths in range(5, 100, 5)]
+def test_second_choices_add_tokens_at_every_threshold_and_each_asks_for_the_same_chance():
+    alone, both = draft_curve(60, 6, 1.0), draft_curve(60, 6, 1.0, 0.5)
+    unsure = THRESHOLDS < 1 / 8  # a second choice is right with no more
+    nodes, lengths = both.nodes - alone.nodes, both.lengths - alone.lengths
+    assert (nodes[unsure] > 0).all()
+    assert (lengths[unsure] / nodes[unsure] >= THRESHOLDS[unsure]).all()
+    assert not nodes[~unsure].any()
+    assert (both.lengths[0], both.nodes[0], both.surplus[0]) == (1, 0, 0)
+    # Of one token that is right with a chance of .6 the second is with half of .6 times .4.
+    assert draft_curve(60, 1, 1e6, 0.5).lengths[-1] == pytest.approx(1 + 0.6 + 0.5 * 0.6 * 0.4, rel=1e-3)
+
+
+@pytest.mark.parametrize("second", [0.0, 0.5])
+def test_a_better_drafter_gives_more_at_every_threshold(second):
+    curves = [draft_curve(hundredths, 6, 1.0, second) for hundredths in range(5, 100, 5)]
     for worse, better in itertools.pairwise(curves):
         assert (better.lengths >= worse.lengths).all()
 

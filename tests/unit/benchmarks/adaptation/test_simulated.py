@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.adaptation import simulated
 from benchmarks.adaptation.net import FROZEN, PLAIN, RECALL, RECALL_FROZEN, RECALL_TRAINED, WAYS, Capacity, Passes
-from benchmarks.adaptation.simulated import Fitted, PassesError, Stored, compare, simulate
+from benchmarks.adaptation.simulated import Fitted, Learnt, PassesError, Stored, compare, simulate
 from benchmarks.adaptation.simulated_tables import compared_table, fitted_table
 from osd.config import Settings
 from osd.simulation.round_costs import Measured
@@ -18,7 +18,7 @@ from osd.speculation.cost_model import CostTable
 from osd.traffic.arrivals import Arrival
 from tests.unit.test_cli import osd, refusal
 
-LAW = Fitted(1.0, (1.2, 3000.0), 0.5, 0.2, (0.8, 15_000.0), 400.0)
+LAW = Fitted(1.0, (1.2, 3000.0), 0.5, 0.2, Learnt(0.8, 15_000.0, 400.0), Learnt(0.4, 10_000.0, 300.0))
 COSTS = Measured("a CPU", "eagle", 1, 1728, 1e7, 400.0, CostTable({1: 0.01, 8: 0.011, 16: 0.018, 64: 0.06}))
 TOLERANCE = 0.15
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
     for load in (0.25, 0.6):
         for way in WAYS:
             turn = simulate(stored, LAW, load, plain, way)
-            said = {"tokens": LAW.tokens_per_second * turn.end.training} if turn.end.training else {}
+            said = {"tokens": LAW.learnt(way).per_second * turn.end.training} if turn.end.training else {}
             # Another machine, a little slower at everything: figures are normalised by plain decoding.
             slower = [replace(point, busy=1.1 * point.busy) for point in turn.curve]
             turn = replace(turn, trainer=said, curve=slower, prompt_tokens=6000.0)
@@ -75,7 +75,7 @@ def test_passes_that_follow_the_laws_of_the_simulation_are_predicted(folder, com
         assert all(each == pytest.approx(1, abs=2 * TOLERANCE) for each in one.quarters)
     trained = [one for one in found if one.way == RECALL_TRAINED]
     assert all(one.written == pytest.approx(1, abs=TOLERANCE) for one in trained)
-    assert fit.tokens_per_second == pytest.approx(400)
+    assert (fit.trained.per_second, fit.trained_beside.per_second) == (pytest.approx(400), pytest.approx(300))
     told = sum(one.tokens for one in Stored.read(folder).common.arrivals)
     at_end = [curve[0] * -np.expm1(-told / curve[1]) for curve in (fit.recall, LAW.recall)]
     assert at_end[0] == pytest.approx(at_end[1], rel=0.1)
@@ -103,7 +103,7 @@ def test_a_pass_without_recall_s_beside_it_is_left_out_and_a_load_is_chosen(fold
     )
     fit, found = compare(Stored.read(tmp_path), 0.6)
     assert {(one.load, one.way, one.fitted) for one in found} == {(0.25, RECALL, False), (0.6, RECALL, True)}
-    assert fit.trained == (0.0, 1.0)
+    assert fit.trained == fit.trained_beside == Learnt()
     with pytest.raises(PassesError, match=r"no load 0\.5"):
         compare(Stored.read(tmp_path), 0.5)
 
