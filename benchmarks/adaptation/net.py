@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -20,10 +20,8 @@ from benchmarks.adaptation.turn import Turn, turn_of
 from benchmarks.pair import BenchError
 from deploy.embedded import Embedded
 from osd import files
-from osd.capture.trace import FIELD
 from osd.config import DrafterSettings, MixedSettings, NoDrafterSettings, RecallDrafterSettings, Settings
 from osd.drafters.trainable import Trainable
-from osd.redis_client import connect
 from osd.registry.place import storage_of
 from osd.registry.versions import Registry
 from osd.runtime.machine import Machine
@@ -41,7 +39,6 @@ FIRST_VERSION = 1
 
 _START_SECONDS = 120.0
 _TOLD_SECONDS = 2.5  # after which the ledger has what was spent until now
-_REDIS_SECONDS, _AT_ONCE = 5.0, 8  # records of one answer: with hidden states each may take a megabyte
 
 Report = Callable[[str], None]
 _T = TypeVar("_T")
@@ -262,31 +259,15 @@ def _served(settings: Settings, first: First, traffic: Traffic, way: str, report
             if service.trainer is not None:
                 _ask(service, "pause")  # what the last counters say is what the traffic cost
                 said = _ask(service, "status")
-        size = record_bytes(service.redis_url, settings.capture.stream)
     if clients.tally.failed:
         reason, _ = clients.tally.errors.most_common(1)[0]
         raise BenchError(f"{clients.tally.failed} of {clients.tally.sent} requests failed: {reason}")
     if said.get("failure"):
         raise BenchError(f"the trainer failed: {said['failure']}")
-    turn = turn_of(way, clients.figures(), sampler, settings, said, size)
+    turn = turn_of(way, clients.figures(), sampler, settings, said)
     if trainable and (not turn.versions or turn.versions[0].number != FIRST_VERSION):
         raise BenchError("the service did not begin with the first drafter: it does not fit the drafter's settings")
     return turn
-
-
-def record_bytes(redis_url: str, prefix: str) -> float:
-    """What a record on the streams whose keys begin with ``prefix`` takes on average, 0 where there is none."""
-    sizes: list[int] = []
-    client = connect(redis_url, timeout=_REDIS_SECONDS)
-    try:
-        for key in client.scan_iter(f"{prefix}*", _type="stream"):
-            last = "-"
-            while entries := cast(list[Any], client.xrange(key, min=last, count=_AT_ONCE)):
-                sizes += [len(fields[FIELD]) for _, fields in entries]
-                last = f"({entries[-1][0].decode()}"
-    finally:
-        client.close()
-    return sum(sizes) / len(sizes) if sizes else 0.0
 
 
 def _ask(service: Embedded, method: str) -> Any:

@@ -42,6 +42,7 @@ from osd.traffic.arrivals import Arrival
 _PASS = re.compile(r"load (?P<load>[\d.e-]+), turn (?P<turn>\d+), (?P<way>.+)")
 _DEPTH = 8
 _CERTAINTIES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_SLOWINGS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 _QUARTERS = 4
 _CURVE_ERROR = 0.05  # tokens per round that a point of a pass may be off
 
@@ -113,7 +114,8 @@ class Fitted:
     """How drafts do on the traffic, by the passes of one load: tokens per round of drafts of eight tokens.
 
     ``recall`` is what recall adds, and after how many answered tokens 1 / e of it is left; ``frozen`` and ``beside``
-    what the first version gives, alone and beside recall, and ``trained`` and ``trained_beside`` what training adds.
+    what the first version gives, alone and beside recall, ``trained`` and ``trained_beside`` what training adds, and
+    ``slowing`` the seconds that replicas lose by each second of training on their machine.
     """
 
     certainty: float
@@ -122,6 +124,7 @@ class Fitted:
     beside: float
     trained: Learnt
     trained_beside: Learnt
+    slowing: float = 0.0
 
     def learnt(self, way: str) -> Learnt:
         """What training adds in a way."""
@@ -217,7 +220,15 @@ def fit(stored: Stored, key: tuple[float, int]) -> Fitted:
         observed, predicted = ways[RECALL], simulate(stored, fitted, key[0], ways[PLAIN], RECALL)
         return abs(np.log(acceptance_rate(predicted.end.accepted, predicted.end.drafted) / observed.acceptance))
 
-    return min(map(with_certainty, _CERTAINTIES), key=off)
+    fitted = min(map(with_certainty, _CERTAINTIES), key=off)
+    trained = [way for way in (TRAINED, RECALL_TRAINED) if way in ways]
+
+    def as_slow(slowing: float) -> float:
+        slowed = replace(fitted, slowing=slowing)
+        predicted = {way: simulate(stored, slowed, key[0], ways[PLAIN], way) for way in (PLAIN, *trained)}
+        return sum(abs(float(np.log(_speed(way, predicted, ways)))) for way in trained)
+
+    return replace(fitted, slowing=min(_SLOWINGS, key=as_slow)) if trained else fitted
 
 
 def simulate(stored: Stored, fitted: Fitted, load: float, plain: Turn, way: str) -> Turn:
@@ -225,13 +236,19 @@ def simulate(stored: Stored, fitted: Fitted, load: float, plain: Turn, way: str)
     settings = settings_of(stored.settings, way, stored.settings.home)
     own = {PLAIN: knowledge.PLAIN, TRAINED: knowledge.TRAINED, RECALL_TRAINED: knowledge.TRAINED}
     # What gates take is in the speed.
-    trainers = {"dedicated": False, "tokens_per_second": fitted.learnt(way).per_second, "gate_seconds": 0}
+    trainers = {
+        "dedicated": False,
+        "tokens_per_second": fitted.learnt(way).per_second,
+        "gate_seconds": 0,
+        "slowing": fitted.slowing,
+    }
     scenario = Scenario.model_validate(
         {
             "arrivals": {"cached": plain.cached_tokens / max(plain.prompt_tokens, 1)},
             "domains": fitted.domains(way),
             "replicas": settings.serving.replicas,
             "trainers": trainers,
+            "versions": {"replicas_per_node": settings.serving.replicas},
         }
     )
     kind = settings.drafter.kind
@@ -266,7 +283,7 @@ def compared(
 ) -> Compared:
     """A way's pass at a load and turn beside its simulation; both with what they are compared with."""
     one, other = simulated[way], ways[way]
-    speed = (one.speed / simulated[PLAIN].speed) / (other.speed / ways[PLAIN].speed)
+    speed = _speed(way, simulated, ways)
     paid = None
     untrained = {TRAINED: FROZEN, RECALL_TRAINED: RECALL}.get(way)
     if untrained is not None and untrained in simulated:
@@ -287,6 +304,12 @@ def compared(
         ratio,
         paid,
     )
+
+
+def _speed(way: str, predicted: Mapping[str, Turn], observed: Mapping[str, Turn]) -> float:
+    """Predicted over observed speed, both beside plain decoding."""
+    one, other = (turns[way].speed / turns[PLAIN].speed for turns in (predicted, observed))
+    return one / other
 
 
 def _quarters(turn: Turn) -> list[float]:

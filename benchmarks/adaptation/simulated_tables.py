@@ -19,6 +19,7 @@ def fitted_table(fit: Fitted) -> Table:
             for name, one in (("training adds", fit.trained), ("beside recall", fit.trained_beside))
         ),
         ("the first version gives", f"{fit.frozen:.2f} tokens per round, {fit.beside:.2f} beside recall"),
+        ("a second of training takes", f"{fit.slowing:g} s of replicas beside it"),
         ("a + b of the chances", f"{fit.certainty:g}"),
     ]
     return Table("fitted to the passes of one load", ("", "drafts of up to eight tokens"), rows)

@@ -17,7 +17,7 @@ from osd.metrics import acceptance_rate
 _REQUESTS = "osd_requests"
 _DRAFTED, _ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 _TOKENS, _BUSY, _TRAINING = "osd_completion_tokens", "osd_busy_seconds", "osd_training_cpu_seconds"
-_PROMPTS, _CACHED, _WRITTEN = "osd_prompt_tokens", "vllm:prefix_cache_hits", "osd_traces_written"
+_PROMPTS, _CACHED, _WRITTEN = "osd_prompt_tokens", "vllm:prefix_cache_hits", "osd_traces_bytes"
 _POINTS = 20  # of a curve
 
 
@@ -140,12 +140,8 @@ def turn_of(
     looked: ServiceSampler,
     settings: Settings,
     said: dict[str, Any],
-    record_bytes: float = 0.0,
 ) -> Turn:
-    """What a pass did, by what its clients saw, the looks at its service and what its trainer ``said``.
-
-    ``record_bytes`` is what a record on the stream takes on average.
-    """
+    """What a pass did, by what its clients saw, the looks at its service and what its trainer ``said``."""
     begin, end = looked.samples[0], looked.samples[-1]
     cores = settings.engine.threads or os.cpu_count() or 1
     return Turn(
@@ -157,7 +153,7 @@ def turn_of(
         versions=versions(looked.samples, looked.dashboard, settings.domain, cores),
         curve=curve(looked.samples),
         trainer=said,
-        written=record_bytes * (end.count(_WRITTEN) - begin.count(_WRITTEN)),
+        written=end.count(_WRITTEN) - begin.count(_WRITTEN),
         prompt_tokens=end.count(_PROMPTS) - begin.count(_PROMPTS),
         cached_tokens=end.count(_CACHED) - begin.count(_CACHED),
     )

@@ -130,7 +130,7 @@ class VersionsAssumed(Assumed):
     """How versions come to the nodes: one copy for each."""
 
     mb: float | None = Field(default=None, gt=0, description="of a version; by default what costs say")
-    replicas_per_node: int = Field(default=1, ge=1, description="that share a copy")
+    replicas_per_node: int = Field(default=1, ge=1, description="on one machine, which share a copy of it")
     node_mb_per_second: float = Field(default=1000.0, gt=0, description="that a node reads")
     store_mb_per_second: float = Field(default=5000.0, gt=0, description="that the store gives to all together")
     poll_seconds: float = Field(default=0.5, ge=0, description="within which a node hears of a version")

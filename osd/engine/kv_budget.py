@@ -38,6 +38,11 @@ class KVBudget:
                     pages.in_small_pages()
             self._most = min(self._most, megabytes << 20)
 
+    @property
+    def unlimited(self) -> bool:
+        """Whether all slots may have all of their memory."""
+        return not self._limited
+
     def share(self, idle: Collection[int]) -> float:
         """The share of the memory that slots have which are not ``idle``."""
         return self._of(idle) / self._most

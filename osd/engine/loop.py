@@ -81,6 +81,7 @@ class DecodeLoop:
         try:
             several_cores(self._settings.engine.threads)
             most = self._settings.engine.slots * (1 + self._policy.growth.max_nodes)
+            self._slots.settle(self._rests)
             calibrate(self._target, most, self.planner.costs.measure, self._rests)
             self.health.resting()  # what came before is no round
             while self._wait():

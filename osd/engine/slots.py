@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -11,6 +12,10 @@ from osd.engine.kv_budget import KVBudget
 from osd.engine.sequence import Sequence
 from osd.runtime.interface import Target
 from osd.runtime.pages import Pages
+
+
+_USUAL = 256
+"""Places of a slot that most requests come to use."""
 
 
 class SlotManager:
@@ -40,6 +45,18 @@ class SlotManager:
             pages = Pages((settings.slots, self._cache.places, width), target.dtype, target.device)
             self._states = pages.tensor
         self._budget = KVBudget(target, pages, settings.kv_mb)
+
+    def settle(self, rests: Callable[[float], bool]) -> None:
+        """Have memory for the beginnings of all slots before a request has to wait until the system has found it.
+
+        That goes on as long as nothing else is wanted, which ``rests`` says of the next so many seconds.
+        """
+        for slot in list(self._free) if self._budget.unlimited else ():
+            if not rests(0.0):
+                return
+            self._cache.touch(slot, _USUAL)
+            if self._states is not None:
+                self._states[slot, :_USUAL] = 0
 
     @property
     def used(self) -> float:

@@ -82,6 +82,11 @@ class KVCache:
             cache[:, slot, :, places] = cache[:, source, :, places]
         self.length[slot] = start + count
 
+    def touch(self, slot: int, places: int) -> None:
+        """Have memory for the first so many places of a slot that holds nothing."""
+        for cache in (self.keys, self.values):
+            cache[:, slot, :, :places] = 0
+
     def clear(self, slot: int, start: int = 0) -> None:
         """Hold nothing of a slot from the place ``start`` on, and let the system have that memory."""
         self.length[slot] = min(self.length[slot], start)

@@ -135,6 +135,8 @@ class Deployment:
             )
             for number in range(self._simulated)
         ]
+        shared = scenario.versions.replicas_per_node
+        self._machines = [self.replicas[first : first + shared] for first in range(0, self._simulated, shared)]
         self._coming = arriving(scenario, self._simulated, traced)
         self._last = math.inf if traced is not None else scenario.seconds
         self._span = traced[-1].due if traced else scenario.seconds
@@ -186,19 +188,20 @@ class Deployment:
 
     def beside_requests(self, trainer: int) -> bool:
         """See ``Service``."""
-        return not self._scenario.trainers.dedicated and self._beside(trainer).running > 0
+        return not self._scenario.trainers.dedicated and any(replica.running for replica in self._beside(trainer))
 
     def spare(self, trainer: int) -> float:
         """See ``Service``: what ``trainer.capacity`` allows, or all of a machine of its own."""
         if self._scenario.trainers.dedicated:
             return 1.0
-        if self._beside(trainer).waiting:
+        if any(replica.waiting for replica in self._beside(trainer)):
             return 0.0
         return self._settings.trainer.duty if self.beside_requests(trainer) else 1.0
 
-    def _beside(self, trainer: int) -> DecodingReplica:
-        """The replica on a trainer's machine."""
-        return self.replicas[trainer % len(self.replicas)]
+    def _beside(self, trainer: int) -> Sequence[DecodingReplica]:
+        """The replicas on a trainer's machine."""
+        machines = self._machines
+        return machines[trainer % len(machines)]
 
     def _make_trainees(self) -> list[Trainee]:
         if self._way != TRAINED or not self._scenario.trainers.count:
@@ -336,9 +339,10 @@ class Deployment:
         """What trains beside a replica takes from its rounds."""
         while True:
             yield self.env.timeout(tick)
-            for number, replica in enumerate(self.replicas):
-                using = sum(one.using for one in self._trainers[number :: len(self.replicas)])
-                replica.slow(1 + self._scenario.trainers.slowing * using)
+            for number, machine in enumerate(self._machines):
+                using = sum(one.using for one in self._trainers[number :: len(self._machines)])
+                for replica in machine:
+                    replica.slow(1 + self._scenario.trainers.slowing * using)
 
     def _look(self) -> ProcessGenerator:
         while True:

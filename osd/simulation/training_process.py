@@ -82,10 +82,10 @@ class TrainingProcess:
         """The process, without end."""
         threads = self._settings.trainer.threads
         while True:
+            room = tick * threads * self._service.spare(self._number)  # it does not see at once who comes
             yield self._env.timeout(tick)
             for trainee in self._trainees.values():
                 trainee.value.horizon.passed(tick)
-            room = tick * threads * self._service.spare(self._number)
             self.using = self._work(room) / tick if room else 0.0
 
     def _work(self, room: float) -> float:

@@ -5,11 +5,9 @@ import time
 import pytest
 
 from benchmarks.adaptation import served
-from benchmarks.adaptation.net import record_bytes
 from benchmarks.adaptation.served import captured
 from benchmarks.domain_streams import EACH, SINGLE, Plan, measure
 from benchmarks.pair import BenchError
-from osd.capture.server import open_redis
 from osd.capture.trace import encode
 from osd.capture.writer import TraceWriter
 from tests.unit.benchmarks.adaptation.conftest import made_up, small_experiment
@@ -53,19 +51,3 @@ def test_records_that_get_lost_are_an_error(experiment, traces, monkeypatch):
     monkeypatch.setattr(TraceWriter, "offer", lambda writer, trace: True)
     with pytest.raises(BenchError, match="of 3 records"):
         captured(experiment, experiment.fresh("eagle"), traces, 1, lambda step: None)
-
-
-def test_what_records_take_is_read_from_the_streams_of_redis(experiment, traces):
-    redis = open_redis(experiment.settings)
-    try:
-        settings = experiment.settings.capture
-        assert record_bytes(redis.url, settings.stream) == 0
-        writer = TraceWriter(redis.url, settings)
-        for trace in traces:
-            writer.offer(trace)
-        writer.close()
-        sizes = [len(encode(trace)) for trace in traces]
-        assert record_bytes(redis.url, settings.stream) == pytest.approx(sum(sizes) / len(sizes))
-        assert record_bytes(redis.url, "others") == 0
-    finally:
-        redis.close()

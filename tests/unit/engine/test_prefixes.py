@@ -272,3 +272,24 @@ def test_one_clients_prompt_is_no_part_of_anothers(target_dir: Path, oracle: Ora
     }  # fmt: skip
     for result in results.values():
         assert result.tokens == oracle.greedy(PROMPT, 4)
+
+
+@pytest.mark.parametrize("kv_mb", [None, 8])
+def test_slots_have_their_memory_before_a_request_waits_for_it_unless_it_is_scarce(
+    target_dir: Path, kv_mb: int | None
+) -> None:
+    target = SlotModel(load_model(target_dir, "float32", "cpu"), slots=4, context=64, scratch=8)
+    slots = SlotManager(target, EngineSettings(slots=4, context=64, kv_mb=kv_mb))
+    for cache in (target.cache.keys, target.cache.values):
+        cache.fill_(1)  # as it would not be if it had never been written
+
+    def touched() -> list[int]:
+        return [
+            slot for slot in range(4) if not target.cache.keys[:, slot].any() and not target.cache.values[:, slot].any()
+        ]
+
+    rests = iter([True, True, False])
+    slots.settle(lambda seconds: next(rests))
+    assert touched() == ([] if kv_mb else [0, 1])  # then somebody came
+    slots.settle(lambda seconds: True)
+    assert touched() == ([] if kv_mb else [0, 1, 2, 3])

@@ -129,6 +129,15 @@ def test_training_beside_a_replica_slows_it():
     assert slowed.work.busy / slowed.work.tokens > 1.02 * quiet.work.busy / quiet.work.tokens
 
 
+def test_a_trainer_yields_to_all_replicas_of_its_machine():
+    beside = {"trainers": {"dedicated": False, "tokens_per_second": 1000}, "arrivals": {"rate": 2.0}}
+    settled = {"trainer": {**FAST["trainer"], "duty": 0.01, "price": 0}}
+    alone, together = (
+        run(trainer=settled, replicas=2, versions={"replicas_per_node": count}, **beside) for count in (1, 2)
+    )
+    assert together.training < 0.8 * alone.training
+
+
 def test_drift_takes_what_was_learnt_and_it_is_learnt_again():
     calm = run(domains={"count": 1})
     drifting = run(domains={"count": 1, "drift_hours": 0.005, "drift_loss": 0.9})

@@ -65,6 +65,9 @@ def look(seconds, requests=0.0, tokens=0.0, busy=0.0, drafted=0.0, accepted=0.0,
         "vllm:spec_decode_num_accepted_tokens": accepted,
         "osd_training_cpu_seconds": training,
         "osd_swaps": version - 1.0,
+        "osd_traces_bytes": 1000 * requests,
+        "osd_prompt_tokens": 60 * requests,
+        "vllm:prefix_cache_hits": 20 * requests,
     }
     return Sample(seconds, counters, {"general": version, "code": 9}, cpu)
 
@@ -92,6 +95,7 @@ def test_a_turn_is_what_was_counted_since_its_first_look():
     assert found.charged_speed == pytest.approx(400 / (50 + 20 / 2))  # two cores compute for the trainer
     assert found.tokens_per_cpu_second == 4.0
     assert found.acceptance == 0.5
+    assert (found.written, found.prompt_tokens, found.cached_tokens) == (40_000, 2400, 800)
     assert json.loads(json.dumps(found.figures()))["charged_speed"] == found.charged_speed
 
 
@@ -175,7 +179,6 @@ class Service:
         monkeypatch.setattr(net, "Embedded", self.embedded)
         monkeypatch.setattr(net, "ServiceSampler", self.sampler)
         monkeypatch.setattr(net.serve, "measure", self.measure)
-        monkeypatch.setattr(net, "record_bytes", lambda redis_url, prefix: 1000.0)
 
     @contextmanager
     def embedded(self, settings):

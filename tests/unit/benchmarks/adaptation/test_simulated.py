@@ -18,7 +18,7 @@ from osd.speculation.cost_model import CostTable
 from osd.traffic.arrivals import Arrival
 from tests.unit.test_cli import osd, refusal
 
-LAW = Fitted(1.0, (1.2, 3000.0), 0.5, 0.2, Learnt(0.8, 15_000.0, 400.0), Learnt(0.4, 10_000.0, 300.0))
+LAW = Fitted(1.0, (1.2, 3000.0), 0.5, 0.2, Learnt(0.8, 15_000.0, 400.0), Learnt(0.4, 10_000.0, 300.0), 1.0)
 COSTS = Measured("a CPU", "eagle", 1, 1728, 1e7, 400.0, CostTable({1: 0.01, 8: 0.011, 16: 0.018, 64: 0.06}))
 TOLERANCE = 0.15
 
@@ -76,6 +76,7 @@ def test_passes_that_follow_the_laws_of_the_simulation_are_predicted(folder, com
     trained = [one for one in found if one.way == RECALL_TRAINED]
     assert all(one.written == pytest.approx(1, abs=TOLERANCE) for one in trained)
     assert (fit.trained.per_second, fit.trained_beside.per_second) == (pytest.approx(400), pytest.approx(300))
+    assert fit.slowing == LAW.slowing
     told = sum(one.tokens for one in Stored.read(folder).common.arrivals)
     at_end = [curve[0] * -np.expm1(-told / curve[1]) for curve in (fit.recall, LAW.recall)]
     assert at_end[0] == pytest.approx(at_end[1], rel=0.1)
@@ -132,7 +133,7 @@ def test_the_tables_have_a_row_for_each_pass(compared):
     table = compared_table(found)
     assert [row[0] for row in table.rows][:1] == [f"0.25, 1, {found[0].way} (fitted)"]
     assert len(table.rows) == 10
-    assert len(fitted_table(fit).rows) == 5
+    assert len(fitted_table(fit).rows) == 6
 
 
 @pytest.mark.parametrize(("name", "content"), [("service.json", None), ("capacity.json", "[]"), ("service.json", "{}")])
