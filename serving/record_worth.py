@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from osd.capture.trace import ACCEPTED, Trace
 from osd.config import TrainerSettings
 from osd.learning.replay import is_held_out
-from osd.learning.wanted_states import states_chance
+from osd.learning.wanted_states import LOOK_SECONDS, states_chance
 from osd.registry.training import TrainingReports
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ EVERYBODY = 0.2
 HELD_OUT = 0.5
 """The score of every held-out request: those that judge are best alike."""
 
-_LOOK_SECONDS = 5.0
 _DOMAINS = 64
 
 
@@ -76,7 +75,7 @@ class RecordWorth:
         now = self._clock()
         if known and now < self._look_at:
             return
-        self._look_at = now + _LOOK_SECONDS
+        self._look_at = now + LOOK_SECONDS
         try:
             found = self._reports.get(list(self._domains))
         except RedisError as error:

@@ -101,7 +101,7 @@ class CaptureSettings(Section):
         default=None, ge=1024, description="the same for all replicas together"
     )
     states: Literal["full", "int8"] = Field(
-        default="full", description="full: hidden states in 16 bits; int8: in 8, with a scale for each 64 numbers"
+        default="int8", description="int8: hidden states in 8 bits, with a scale for each 64 numbers; full: in 16"
     )
     segment: int = Field(default=512, ge=16, description="completion tokens of one record at most")
 

@@ -13,7 +13,6 @@ from osd.engine.sequence import Sequence
 from osd.runtime.interface import Target
 from osd.runtime.pages import Pages
 
-
 _USUAL = 256
 """Places of a slot that most requests come to use."""
 

@@ -11,6 +11,9 @@ LEAST = 0.1
 HELD_OUT = 0.5
 """The share of held-out records that is wanted at least: those that judge are best alike."""
 
+LOOK_SECONDS = 5.0
+"""After which those who write look again what is wanted."""
+
 
 def states_wanted(fresh: float) -> float:
     """The share of records to train on whose states are wanted by whoever has so many that were never trained on."""

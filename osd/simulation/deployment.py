@@ -15,6 +15,7 @@ from simpy.events import ProcessGenerator
 from osd.capture.budget import Budget
 from osd.config import Scenario, Settings
 from osd.demand import Demand, Workload
+from osd.learning.wanted_states import LOOK_SECONDS
 from osd.simulation.arriving import Asked, arriving, domain_shares
 from osd.simulation.decoding import DecodingReplica, Work
 from osd.simulation.knowledge import PLAIN, TRAINED, Knowledge, SimulatedVersion, curve_of
@@ -152,6 +153,7 @@ class Deployment:
         self._trainees = self._make_trainees()
         self._trainers = self._make_trainers()
         self._budgets, self._offered = self._make_budgets(), 0
+        self._told: dict[tuple[int, int], tuple[float, float]] = {}
         self._readers = self._make_readers()
 
     def run(self) -> Outcome:
@@ -276,8 +278,8 @@ class Deployment:
         now, copies, capture = self.env.now, self.copies, self._settings.capture
         width = self._scenario.capture.hidden_width
         width = self._costs.hidden_width if width is None else width
-        trainee = self._trainees[asked.domain]
-        size = record_bytes(asked.prompt, asked.answer, width, capture, drafts=True, share=trainee.states)
+        trainee, wanted = self._trainees[asked.domain], self._wanted(replica, asked.domain)
+        size = record_bytes(asked.prompt, asked.answer, width, capture, drafts=True, share=trainee.states(wanted))
         weight: float | None = 1.0
         if self._budgets:
             self._offered += 1
@@ -293,7 +295,14 @@ class Deployment:
         self._captured.read_bytes += size * read
         served = self._serving[replica][asked.domain]
         acceptance = self.knowledge[asked.domain].acceptance(served)
-        trainee.arrive(asked.answer, read, weight, acceptance)
+        trainee.arrive(asked.answer, read, weight, acceptance, wanted)
+
+    def _wanted(self, replica: int, domain: int) -> float:
+        """The share of states that a replica knows to be wanted: it looks now and then."""
+        looked, wanted = self._told.get((replica, domain), (-math.inf, 1.0))
+        if self.env.now - looked >= LOOK_SECONDS:
+            looked, wanted = self._told[replica, domain] = self.env.now, self._trainees[domain].wanted
+        return wanted
 
     def _publish(self, version: SimulatedVersion) -> None:
         have = self._pulls.pull(self.env.now, self._pull_chance)

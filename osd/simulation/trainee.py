@@ -44,12 +44,13 @@ class Trainee:
         self._improving, self._best = True, 0.0
         self._watch = Cusum(settings.drift_fall, settings.drift_records)
 
-    def arrive(self, answer: int, copies: float, weight: float, acceptance: float) -> None:
+    def arrive(self, answer: int, copies: float, weight: float, acceptance: float, wanted: float = 1.0) -> None:
         """Take in so many records of an answer, drafted for with this chance that a token is accepted.
 
-        Each stands for ``weight`` requests. Of parts of a record the next whole one is counted.
+        Each stands for ``weight`` requests. Of parts of a record the next whole one is counted. States are written as
+        if this share of them was ``wanted``.
         """
-        share, wanted = self._held_out_share, states_wanted(self._fresh)
+        share = self._held_out_share
         self._held_out += share * states_chance(wanted, held_out=True) * answer * copies
         kept = (1 - share) * states_chance(wanted, held_out=False) * copies
         self._fresh += kept
@@ -70,9 +71,13 @@ class Trainee:
             self._improving = True
 
     @property
-    def states(self) -> float:
-        """The share of the records that now come whose hidden states are written."""
-        share, wanted = self._held_out_share, states_wanted(self._fresh)
+    def wanted(self) -> float:
+        """The share of the records to train on whose hidden states it wants."""
+        return states_wanted(self._fresh)
+
+    def states(self, wanted: float) -> float:
+        """The share of all records whose hidden states are written where so much is ``wanted``."""
+        share = self._held_out_share
         return share * states_chance(wanted, held_out=True) + (1 - share) * states_chance(wanted, held_out=False)
 
     @property

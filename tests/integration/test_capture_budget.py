@@ -18,7 +18,7 @@ from osd.capture.writer import RecallWriter, TraceWriter
 from osd.config import CaptureSettings, Settings
 from osd.learning.batch import collate, cut
 
-SETTINGS = CaptureSettings(max_records=100_000, max_queue=100_000)
+SETTINGS = CaptureSettings(max_records=100_000, max_queue=100_000, states="full")
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_what_is_written_is_within_the_budget_and_what_is_not_is_counted():
         assert 0.6 * rate * found.seconds < found.captured.written < 1.4 * rate * (found.seconds + SECONDS)
         assert found.captured.records + found.captured.over_budget == found.work.answered
     wide = {"hidden_width": 8192}
-    whole, rounded = run(capture=wide), run(trainer={**FAST, "capture": {"states": "int8"}}, capture=wide)
+    whole, rounded = (run(trainer={**FAST, "capture": {"states": states}}, capture=wide) for states in ("full", "int8"))
     assert rounded.captured.written == pytest.approx(whole.captured.written * (1 + 2 / 64) / 2, rel=0.02)
 
 

@@ -112,17 +112,20 @@ def test_records_of_a_sample_make_the_curve_stale_by_what_they_stand_for():
 
 def test_the_states_of_all_records_are_wanted_and_of_few_where_nobody_trains():
     one = trainee(held_out=0.2)
-    assert one.states == 1
+    assert one.wanted == one.states(one.wanted) == 1
     fed(one, 200)
-    assert one.states == pytest.approx(0.8 * 0.1 + 0.2 * 0.5)  # more of those that judge
+    assert one.wanted == 0.1
+    assert one.states(0.1) == pytest.approx(0.8 * 0.1 + 0.2 * 0.5)  # more of those that judge
     one.learn(100 * 400, 10)  # a half of it on what was never trained on
-    assert one.states == 1
+    assert one.wanted == 1
 
 
 def test_what_has_no_states_is_watched_and_gives_nothing_to_train_on():
-    one = fed(trainee(), 1000)
+    one = trainee()
+    for _ in range(1000):
+        one.arrive(100, 1.0, 1.0, 0.5, 0.1)
     assert one.records == 1000
-    one.learn(PASSES * 100 * 300, 1)
+    one.learn(PASSES * 100 * 100, 1)
     one.judge(3.0)
     one.judge(3.0)  # nothing gained since
     assert not one.ready
