@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 
+import psutil
 from torch import Tensor
 
 from osd.config import EngineSettings
@@ -48,10 +49,12 @@ class SlotManager:
     def settle(self, rests: Callable[[float], bool]) -> None:
         """Have memory for the beginnings of all slots before a request has to wait until the system has found it.
 
-        That goes on as long as nothing else is wanted, which ``rests`` says of the next so many seconds.
+        That goes on as long as nothing else is wanted, which ``rests`` says of the next so many seconds, and as long as
+        the machine has half of its memory to spare.
         """
         for slot in list(self._free) if self._budget.unlimited else ():
-            if not rests(0.0):
+            memory = psutil.virtual_memory()
+            if not rests(0.0) or memory.available < memory.total / 2:
                 return
             self._cache.touch(slot, _USUAL)
             if self._states is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from torch import Tensor
 
@@ -276,7 +277,7 @@ def test_one_clients_prompt_is_no_part_of_anothers(target_dir: Path, oracle: Ora
 
 @pytest.mark.parametrize("kv_mb", [None, 8])
 def test_slots_have_their_memory_before_a_request_waits_for_it_unless_it_is_scarce(
-    target_dir: Path, kv_mb: int | None
+    target_dir: Path, kv_mb: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = SlotModel(load_model(target_dir, "float32", "cpu"), slots=4, context=64, scratch=8)
     slots = SlotManager(target, EngineSettings(slots=4, context=64, kv_mb=kv_mb))
@@ -288,6 +289,10 @@ def test_slots_have_their_memory_before_a_request_waits_for_it_unless_it_is_scar
             slot for slot in range(4) if not target.cache.keys[:, slot].any() and not target.cache.values[:, slot].any()
         ]
 
+    free = iter([0.3, *[0.6] * 20])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8.0, available=8 * next(free)))
+    slots.settle(lambda seconds: True)
+    assert touched() == []  # the machine has not enough
     rests = iter([True, True, False])
     slots.settle(lambda seconds: next(rests))
     assert touched() == ([] if kv_mb else [0, 1])  # then somebody came
