@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 
 from osd.capture.trace import ACCEPTED, Trace
 from osd.config import TrainerSettings
+from osd.hashing import unit_hash
 from osd.learning.replay import is_held_out
 from osd.learning.wanted_states import LOOK_SECONDS, states_chance
 from osd.registry.training import TrainingReports
@@ -27,7 +28,7 @@ _DOMAINS = 64
 
 
 class RecordWorth:
-    """Scores traces between 0.2 and 1, for one thread.
+    """Scores traces between 0.2 and 1, for one thread, and says of which requests hidden states are wanted.
 
     What is above 0.2 grows with the worth of its domain's next slice of learning beside that of the domain that is
     worth most, as the trainer says it each second, and with the share of its tokens that no draft gave: where drafts
@@ -51,15 +52,19 @@ class RecordWorth:
             return HELD_OUT
         return score(trace, self._worth.get(trace.domain, 0.0) if self._worth else 1.0)
 
-    def states(self, trace: Trace) -> float:
-        """The chance with which the trace's hidden states are written: all, as long as a trainer comes along with them.
-
-        One that has many records which it never trained on, because it may not or because that does not pay, says
-        which share it wants. Of held-out requests at least a half is.
-        """
+    def note(self, trace: Trace) -> None:
+        """Follow the trace's domain."""
         self._look(trace.domain)
-        wanted = self._states.get(trace.domain, 1.0)
-        return states_chance(wanted, is_held_out(trace.request_id, self._held_out))
+
+    def states_weight(self, domain: str, request: str) -> float:
+        """For how many requests of a domain the hidden states of one stand, 0 where they are not wanted.
+
+        All are as long as a trainer comes along with them. One that has many records which it never trained on, because
+        it may not or because that does not pay, says which share it wants. Of held-out requests at least a half is. Any
+        thread may ask: nothing is looked at.
+        """
+        chance = states_chance(self._states.get(domain, 1.0), is_held_out(request, self._held_out))
+        return 1 / chance if unit_hash(request.encode(), b"states") < chance else 0.0
 
     def close(self) -> None:
         """Close the connection."""

@@ -22,6 +22,7 @@ from osd.config import Settings
 from osd.engine.engine import Engine
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
+from osd.engine.tracing import StatesWanted, all_states
 from osd.recall.memory import KEPT
 from osd.registry.events import Events
 from osd.registry.place import storage_of
@@ -104,8 +105,10 @@ class Replica:
         self._worth = RecordWorth(TrainingReports(redis_url), settings.trainer)
         if settings.capture.enabled:
             recalled = RecallWriter(redis_url, settings.recalled, name, KEPT) if settings.shares_recall else None
-            self._writer = TraceWriter(redis_url, settings.capture, name, self._worth, recalled, self._worth.states)
-        self.engine = make_engine(settings, directory, self._tokenizer, start, self._writer, target.label)
+            self._writer = TraceWriter(redis_url, settings.capture, name, self._worth, recalled, self._worth.note)
+        self.engine = make_engine(
+            settings, directory, self._tokenizer, start, self._writer, target.label, self._worth.states_weight
+        )
         self._watchers: list[Watcher] = []
         uptake = Uptake(cores(settings.engine.threads))
         if start is not None:
@@ -258,10 +261,11 @@ def make_engine(
     start: Start | None,
     writer: TraceWriter | None,
     label: str = "",
+    states: StatesWanted = all_states,
 ) -> Engine:
     """Load the target from ``directory`` and put an engine around it; ``start`` None decodes plainly.
 
-    What ``writer`` is given says that it is of the target ``label``.
+    What ``writer`` is given says that it is of the target ``label``, and has hidden states where ``states`` wants them.
     """
     one_core()
     layers = load_config(directory).num_hidden_layers
@@ -284,7 +288,7 @@ def make_engine(
     sink = writer.offer if writer else None
     if start is None:
         return Engine(target, tokenizer, settings, sink=sink)
-    return Engine(target, tokenizer, settings, start.drafter, start.version, sink)
+    return Engine(target, tokenizer, settings, start.drafter, start.version, sink, states)
 
 
 def selection_of(settings: Settings) -> SelectionSizes | None:

@@ -20,7 +20,6 @@ from osd.capture.retention import Retention
 from osd.capture.streams import counter_key, index_key, stream_of
 from osd.capture.trace import Trace, encode, rounded_bytes
 from osd.config import CaptureSettings, in_tenant, tenant_of
-from osd.hashing import unit_hash
 from osd.redis_client import Backoff, connect
 
 logger = logging.getLogger(__name__)
@@ -221,10 +220,7 @@ class RecallWriter(StreamWriter[Trace]):
 
 
 class TraceWriter(StreamWriter[Trace]):
-    """Puts traces on the streams: all of them, or a sample that keeps to ``capture.bytes_per_second``.
-
-    Hidden states are most of a trace. They are written of as many as somebody learns from, the others go without.
-    """
+    """Puts traces on the streams: all of them, or a sample that keeps to ``capture.bytes_per_second``."""
 
     def __init__(
         self,
@@ -233,20 +229,20 @@ class TraceWriter(StreamWriter[Trace]):
         replica: str = "",
         score: Callable[[Trace], float] = lambda trace: 1.0,
         recalled: RecallWriter | None = None,
-        states: Callable[[Trace], float] = lambda trace: 1.0,
+        noted: Callable[[Trace], object] = lambda trace: None,
     ) -> None:
         """Write to the Redis at ``url``, in the name of ``replica``.
 
-        Where not all can be kept, ``score``, above 0 and at most 1, says how much a trace is wanted beside others, and
-        ``states`` with which chance its hidden states are written. The writer's thread asks both. ``recalled`` is
-        offered every trace too, and closed with this.
+        Where not all can be kept, ``score``, above 0 and at most 1, says how much a trace is wanted beside others;
+        ``noted`` hears of every trace. Both are called by the writer's thread. ``recalled`` is offered every trace too,
+        and closed with this.
         """
         own, all_writers = settings.bytes_per_second, settings.service_bytes_per_second
         rates = [rate for rate in (own, all_writers) if rate is not None]
         self._most = own or math.inf
         self._budget = Budget(min(rates), score) if rates else None
         self._share: BudgetShare | None = None
-        self._recalled, self._states = recalled, states
+        self._recalled, self._noted = recalled, noted
         super().__init__(url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "traces")
         if all_writers is not None:
             self._share = BudgetShare(self._client, settings.stream, replica, all_writers)
@@ -271,7 +267,8 @@ class TraceWriter(StreamWriter[Trace]):
     def _drawn(self, record: Trace) -> Trace | None:
         """See ``StreamWriter``."""
         name = f"{record.request_id} {record.segment}"
-        record, budget = self._with_or_without_states(record, name), self._budget
+        budget = self._budget
+        self._noted(record)
         if budget is None:
             return self._rounded(record)
         if self._share is not None and self._share.due:
@@ -281,13 +278,6 @@ class TraceWriter(StreamWriter[Trace]):
                 logger.debug("the budget of other writers is not known, the share stays: %s", error)
         weight = budget.weight(record, name, self._size(record))
         return None if weight is None else msgspec.structs.replace(self._rounded(record), weight=weight)
-
-    def _with_or_without_states(self, record: Trace, name: str) -> Trace:
-        if record.hidden is None or (chance := self._states(record)) >= 1:
-            return record
-        if unit_hash(name.encode(), b"states") >= chance:
-            return record.without_states()
-        return msgspec.structs.replace(record, states_weight=1 / chance)
 
     def _rounded(self, record: Trace) -> Trace:
         return record.with_rounded_states() if self._settings.states == "int8" else record

@@ -19,7 +19,7 @@ from osd.engine.policy import Policy
 from osd.engine.pool import DomainHandle, DrafterPool
 from osd.engine.request import Request, Update
 from osd.engine.sequence import Sequence
-from osd.engine.tracing import TraceSink
+from osd.engine.tracing import StatesWanted, TraceSink, all_states
 from osd.runtime.interface import Target
 
 OnUpdate = Callable[[Update], None]
@@ -28,8 +28,8 @@ OnUpdate = Callable[[Update], None]
 class Engine:
     """Decodes requests on a target, speculatively when there is a drafter.
 
-    All work is done by one thread. Everything here may be called from any other; ``on_update`` and ``sink`` are called
-    on the engine's thread and must not block.
+    All work is done by one thread. Everything here may be called from any other; ``on_update``, ``sink`` and
+    ``states`` are called on the engine's thread and must not block.
     """
 
     def __init__(
@@ -40,18 +40,19 @@ class Engine:
         drafter: Drafter | None = None,
         version: int = 0,
         sink: TraceSink | None = None,
+        states: StatesWanted = all_states,
     ) -> None:
         """Make an engine on a target whose slots are all free, tapped at the layers that ``drafter`` reads.
 
         ``version`` is the number of ``drafter``; without one it decodes plainly. ``sink`` takes the traces of requests
-        that allow it. Of the settings ``engine``, ``growth``, ``verification``, ``capture`` and ``trainer.samples`` are
-        read.
+        that allow it, with hidden states where ``states`` wants them. Of the settings ``engine``, ``growth``,
+        ``verification``, ``capture`` and ``trainer.samples`` are read.
         """
         self.target, self.tokenizer, self.settings = target, tokenizer, settings
         self._policy = Policy.of(settings.growth, settings.verification)
         self._version = version
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids)
-        self.loop = DecodeLoop(target, settings, self._policy, drafter, version, sink)
+        self.loop = DecodeLoop(target, settings, self._policy, drafter, version, sink, states)
         self._changed = self.loop.changed
         self._thread: threading.Thread | None = None
 

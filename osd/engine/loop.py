@@ -23,7 +23,7 @@ from osd.engine.savings import plain_round, savings
 from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import Sequence
 from osd.engine.slots import SlotManager
-from osd.engine.tracing import Tracer, TraceSink
+from osd.engine.tracing import StatesWanted, Tracer, TraceSink
 from osd.runtime.device import several_cores
 from osd.runtime.interface import Target, TargetLostError
 from osd.speculation.cost_model import CostModel
@@ -52,7 +52,7 @@ class DecodeLoop:
 
     def __init__(
         self, target: Target, settings: Settings, policy: Policy, drafter: Drafter | None, version: int,
-        sink: TraceSink | None,
+        sink: TraceSink | None, states: StatesWanted,
     ) -> None:  # fmt: skip
         """See ``osd.engine.engine.Engine``; ``policy`` is that of requests without one of their own."""
         self._target, self._settings, self._policy, self._version = target, settings, policy, version
@@ -65,7 +65,7 @@ class DecodeLoop:
                 self.router = RequestRouter(self.pool, target)
         self.planner = Planner(policy, target.context, CostModel(), settings.growth.governed)
         self._slots = SlotManager(target, settings.engine)
-        self._tracer = Tracer(sink, settings, target.label)
+        self._tracer = Tracer(sink, settings, target.label, states)
         self.scheduler = Scheduler(settings.engine, self._slots, self.planner, self.pool, self.router, self._tracer)
         self._keeping = Keeping(settings.capture.top_k, settings.trainer.samples != "teacher")
         self.counters = EngineCounters()

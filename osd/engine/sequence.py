@@ -204,8 +204,10 @@ class Sequence:
         known = max(self._told - self._handed, 0)
         self._handed += len(tokens)
         self._told = max(self._told, self._handed)
-        if self.trace is not None and self.learner is not None and states is not None and known < len(tokens):
-            self.trace.feed(self.learner.hidden(states[known:]))
+        trace, learner = self.trace, self.learner
+        if trace is None or not trace.states_weight or learner is None or states is None or known >= len(tokens):
+            return
+        trace.feed(learner.hidden(states[known:]))
 
     def tell(self, logprobs: list[TokenLogprobs]) -> None:
         """Report these with the tokens that were appended."""

@@ -37,12 +37,14 @@ class _Place:
 class TraceBuilder:
     """The growing record of one request; emits segments of at most ``size`` completion tokens.
 
-    A later segment carries the ``size`` tokens before it as its prompt, so that a drafter has context.
+    A later segment carries the ``size`` tokens before it as its prompt, so that a drafter has context. Its hidden
+    states stand for those of ``states_weight`` requests; with 0 it has none.
     """
 
     request: Request
     target: str
     size: int
+    states_weight: float = 1.0
     number: int = 0
     _context: list[int] = field(default_factory=list)
     _hidden: list[Tensor] = field(default_factory=list)
@@ -58,7 +60,7 @@ class TraceBuilder:
 
     def feed(self, hidden: Tensor | None) -> None:
         """Keep the hidden states [n, taps * hidden] of tokens that were fed and stay."""
-        if hidden is not None:
+        if hidden is not None and self.states_weight:
             self._hidden.append(hidden.to(torch.bfloat16))
 
     def add(
@@ -144,6 +146,7 @@ class TraceBuilder:
             after_logp=after[1],
             after_tail=after[2],
             completes=self.request.completes and not self.number,
+            states_weight=self.states_weight,
         )
         self._next(hidden, places)
         return trace

@@ -23,19 +23,29 @@ log = logging.getLogger(__name__)
 
 TraceSink = Callable[[Trace], object]
 
+StatesWanted = Callable[[str, str], float]
+"""For how many requests of a domain the hidden states of one, by its id, would stand; 0 where nobody wants them."""
+
+
+def all_states(domain: str, request: str) -> float:
+    """Those of every request."""
+    return 1.0
+
 
 class Tracer:
     """Begins traces where requests allow it, and hands on what is complete; without a sink there are none."""
 
-    def __init__(self, sink: TraceSink | None, settings: Settings, target: str) -> None:
-        """Hand traces of the target of this label to ``sink``."""
+    def __init__(self, sink: TraceSink | None, settings: Settings, target: str, states: StatesWanted) -> None:
+        """Hand traces of the target of this label to ``sink``, with hidden states where ``states`` says so."""
         self._sink = sink if settings.capture.enabled else None
-        self._target, self._size = target, settings.capture.segment
+        self._target, self._size, self._states = target, settings.capture.segment, states
 
     def begin(self, s: Decoding) -> None:
         """Have a trace for a sequence that may be captured."""
         if self._sink is not None and s.request.teaches:
-            s.trace = TraceBuilder(s.request, self._target, self._size)
+            # Whose an unrouted one is will be known when its prompt has been read.
+            weight = 1.0 if s.unrouted is not None else self._states(s.domain, s.request.id)
+            s.trace = TraceBuilder(s.request, self._target, self._size, weight)
 
     def emit(self, s: Decoding, domain: str, version: int) -> None:
         """Hand on what is complete of a sequence that the drafter ``version`` of ``domain`` drafts for."""

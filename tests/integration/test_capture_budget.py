@@ -134,25 +134,6 @@ def test_hidden_states_are_written_in_8_bits_where_the_settings_say_so(redis_url
     np.testing.assert_array_equal(part.states, batch.hidden[0, : len(part.states)].numpy())
 
 
-def test_hidden_states_are_written_of_a_sample_where_more_are_of_no_use_and_say_what_they_stand_for(
-    redis_url, make_trace
-):
-    states = Array.of(np.ones((6, 300), np.float32))
-    trace = msgspec.structs.replace(make_trace(padding=300), hidden=states)
-    writer = TraceWriter(redis_url, SETTINGS, states=lambda trace: 0.25)
-    for number in range(400):
-        assert writer.offer(msgspec.structs.replace(trace, request_id=f"r{number}"))
-    writer.close()
-    reader = TraceReader(redis_url, SETTINGS, "general", "g", "c")
-    found = [given.record for given in reader.read(1000, 1000)]
-    reader.close()
-    assert len(found) == 400
-    weights = [one.states_weight for one in found]
-    assert {(one.hidden is not None, one.states_weight) for one in found} == {(True, 4.0), (False, 0.0)}
-    assert sum(weights) == pytest.approx(400, rel=0.2)
-    assert all(one.weight == 1 for one in found)
-
-
 def test_what_tables_learn_is_written_of_every_trace_to_the_stream_of_its_table(redis_url, redis_client, make_trace):
     recalled = Settings().recalled.model_copy(update={"max_queue": 1000})
     tables = RecallWriter(redis_url, recalled, "a", 8)

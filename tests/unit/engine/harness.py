@@ -31,6 +31,7 @@ from osd.config import (
 from osd.drafters import Drafter, Trainable, initial, taps_beside
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, TokenLogprobs, Update
+from osd.engine.tracing import StatesWanted, all_states
 from osd.metrics import SpeculationCounts
 from osd.runtime.causal_lm import decoder_layers
 from osd.runtime.model import SlotModel
@@ -133,6 +134,7 @@ def running(
     *,
     drafter: Drafter | None = None,
     traces: list[Trace] | None = None,
+    states: StatesWanted = all_states,
     taps: tuple[int, ...] = (),
     bucketed: bool = False,
     int8: bool = True,
@@ -158,7 +160,7 @@ def running(
         bucketed=bucketed or None,  # a GPU's always are
         embeddings=chosen.engine.slots * max(drafter.needs.embeddings if drafter else 0, embeddings),
     )
-    engine = Engine(target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append)
+    engine = Engine(target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append, states)
     engine.start()
     try:
         yield Client(engine)

@@ -171,3 +171,31 @@ def test_a_record_tells_what_the_target_would_say_after_each_rejected_token(
 def test_nothing_is_told_where_nobody_learns_from_the_drafters_own_samples(target_dir: Path) -> None:
     grouped, _ = traces_of(target_dir, make_drafter("eagle", target_dir), SamplingParams(0.0))
     assert all(trace.after == (None, None, None) for traces in grouped.values() for trace in traces)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_hidden_states_are_kept_of_requests_whose_are_wanted_and_say_what_they_stand_for(
+    target_dir: Path, prefix_cache: bool
+) -> None:
+    found: list[Trace] = []
+    asked: list[tuple[str, str]] = []
+
+    def wanted(domain: str, request: str) -> float:
+        asked.append((domain, request))
+        return {"1": 4.0, "2": 1.0}.get(request, 0.0)
+
+    drafter, prompt = make_drafter("eagle", target_dir), prompts([21])[0]
+    more: dict[str, Any] = {"traces": found, "states": wanted, "prefix_cache": prefix_cache, "segment": 16}
+    with running(target_dir, drafter=drafter, **more) as client:
+        for number in range(4):
+            client.submit(str(number), prompt, 30, ignore_eos=True, capture=True, domain="poems")
+        client.wait()
+    assert sorted(asked) == [("poems", str(number)) for number in range(4)]
+    said = {(one.request_id, one.segment): decode(encode(one)) for one in found}
+    assert len(said) == 8  # two records each
+    for (request, _), one in said.items():
+        assert one.states_weight == {"1": 4.0, "2": 1.0}.get(request, 0.0)
+        assert (one.hidden is None) == (one.states_weight == 0)
+    for segment in (0, 1):
+        assert said["1", segment].hidden == said["2", segment].hidden  # the same text
+        assert said["0", segment].target_ids == said["2", segment].target_ids

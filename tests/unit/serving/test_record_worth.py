@@ -100,8 +100,16 @@ def test_no_more_domains_are_followed_than_have_drafters():
 
 
 def test_states_are_wanted_by_a_trainer_that_comes_along_with_them_and_half_of_those_that_judge():
-    worth = worth_of(Reports(general=Training(states_wanted=0.2), code=Training()))
-    for domain, expected in (("general", 0.2), ("code", 1.0), ("nobody-trains", 1.0)):
-        worth.states(record(domain))
-        assert worth.states(record(domain)) == expected
-    assert worth.states(record(held_out=True)) == HELD_OUT
+    reports = Reports(general=Training(states_wanted=0.2), code=Training())
+    worth = worth_of(reports)
+    for domain in ("general", "code", "nobody-trains"):
+        worth.note(record(domain))
+    looked = len(reports.asked)
+    requests = [f"r{number}" for number in range(4000)]
+    held = [request for request in requests if is_held_out(request, 0.1)]
+    for domain, trained, judged in (("general", 0.2, 0.5), ("code", 1.0, 1.0), ("nobody-trains", 1.0, 1.0)):
+        for some, chance in ((held, judged), ([one for one in requests if one not in held], trained)):
+            weights = [worth.states_weight(domain, request) for request in some]
+            assert set(weights) <= {0.0, 1 / chance}
+            assert sum(weights) == pytest.approx(len(some), rel=0.15)  # they stand for all of them
+    assert len(reports.asked) == looked  # whoever asks does not wait for Redis
