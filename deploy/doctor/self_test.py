@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as progress
 
-from osd.config import EngineSettings, Settings, TargetSettings
+from osd.config import BestFirstSettings, EngineSettings, Settings, TargetSettings
 from osd.drafters.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
@@ -46,6 +46,7 @@ def self_test(settings: Settings, directory: Path) -> str:
     tiny = Settings(
         target=TargetSettings(source=str(directory), dtype="float32", device=settings.target.device),
         engine=EngineSettings(slots=1, context=128, threads=settings.engine.threads),
+        growth=BestFirstSettings(governed=False),  # drafts are made however busy the machine is
     )
     engine = make_engine(tiny, directory, _tokenizer(), Start(Recall(), 1), None)
     drafted = kept = 0
