@@ -160,6 +160,7 @@ class Scheduler:
             self.release(s)
         elif s.unrouted is not None and self._router is not None:
             self._router.route(s)
+            self._tracer.routed(s)
 
     def release(self, s: Sequence, forget: bool = False) -> None:
         """Take back what a running sequence holds; with ``forget`` nothing in its slot can be relied on."""

@@ -54,6 +54,12 @@ class TraceBuilder:
         """Start with the prompt."""
         self._context = list(self.request.prompt_ids)
 
+    def stand_for(self, weight: float) -> None:
+        """Let the states be those of so many requests, with 0 of none: then there are none any more."""
+        self.states_weight = weight
+        if not weight:
+            self.forget_states()
+
     def forget_states(self) -> None:
         """Keep none of the hidden states so far: another drafter reads others."""
         self._hidden = []

@@ -43,9 +43,13 @@ class Tracer:
     def begin(self, s: Decoding) -> None:
         """Have a trace for a sequence that may be captured."""
         if self._sink is not None and s.request.teaches:
-            # Whose an unrouted one is will be known when its prompt has been read.
             weight = 1.0 if s.unrouted is not None else self._states(s.domain, s.request.id)
             s.trace = TraceBuilder(s.request, self._target, self._size, weight)
+
+    def routed(self, s: Decoding) -> None:
+        """Keep the states of a sequence whose domain has come to be known only where they are wanted."""
+        if s.trace is not None:
+            s.trace.stand_for(self._states(s.domain, s.request.id))
 
     def emit(self, s: Decoding, domain: str, version: int) -> None:
         """Hand on what is complete of a sequence that the drafter ``version`` of ``domain`` drafts for."""
