@@ -173,7 +173,10 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, hidden=None, hidden_scale=None, states_weight=0.0)
 
     def with_rounded_states(self) -> Trace:
-        """The same with hidden states in 8 bits, about half as large; as it is where it has none, or has such ones."""
+        """The same with hidden states in 8 bits, about half as large; as it is where it has none, or has such ones.
+
+        It stays as it is, too, where numbers are too large for a scale in half precision.
+        """
         states = self.states
         if states is None or self.hidden_scale is not None:
             return self
@@ -182,7 +185,10 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         groups.reshape(rows, -1)[:, :width] = states
         largest = np.abs(groups).max(2)
         # Rounded up, so that no number is beyond 127; the smallest half keeps zeros apart from the rest.
-        scale = np.nextafter((largest / 127).astype(np.float16), np.float16(np.inf))
+        with np.errstate(over="ignore"):
+            scale = np.nextafter((largest / 127).astype(np.float16), np.float16(np.inf))
+        if np.isinf(scale).any():
+            return self
         with np.errstate(invalid="ignore"):  # a scale that is no number says so of all that it multiplies
             whole = np.rint(groups / scale[:, :, None].astype(np.float32)).astype(np.int8)
         rounded = whole.reshape(rows, -1)[:, :width]

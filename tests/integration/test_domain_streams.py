@@ -25,7 +25,7 @@ from osd.config import CaptureSettings, load_settings
 from osd.redis_client import connect
 
 DAY = 86_400.0
-SETTINGS = CaptureSettings(max_queue=10_000)
+SETTINGS = CaptureSettings(max_queue=10_000, states="full")
 PREFIX = SETTINGS.stream
 
 

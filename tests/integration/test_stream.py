@@ -18,8 +18,8 @@ from osd.capture.trace import Trace
 from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
 
-SETTINGS = CaptureSettings(max_records=20, max_queue=8)
-WIDE = CaptureSettings(max_records=10_000, max_queue=10_000)
+SETTINGS = CaptureSettings(max_records=20, max_queue=8, states="full")
+WIDE = CaptureSettings(max_records=10_000, max_queue=10_000, states="full")
 STREAM = stream_of(SETTINGS.stream, "general")
 
 

@@ -253,6 +253,13 @@ def test_states_that_are_no_numbers_stay_recognisable():
     assert not np.isfinite(found).all()
 
 
+def test_states_that_are_too_large_for_8_bits_stay_as_they_are():
+    states = np.ones((3, 200), np.float32)
+    states[2, 150] = 1e8
+    trace = states_trace(states)
+    assert trace.with_rounded_states() is trace
+
+
 def test_a_record_that_lost_its_states_says_so_and_no_other_does():
     trace = msgspec.structs.replace(states_trace(np.ones((6, 200))), states_weight=4.0)
     assert decode(encode(trace)).states_weight == 4
