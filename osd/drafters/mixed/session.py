@@ -186,10 +186,7 @@ def _first(found: Found, sequences: int) -> list[float]:
 
 def _value(found: Found, count: int, sequences: int, price: float) -> list[float]:
     """The tokens expected of each sequence's part of the first ``count`` nodes, less the worth of its rows."""
-    value = [0.0] * sequences
-    for owner, chance in zip(found.owners[:count], found.chances[:count], strict=True):
-        value[owner] += chance - price
-    return value
+    return [sum(chances) - price * len(chances) for chances in found.kept(count, sequences)]
 
 
 def _along(proposal: Proposal, paths: Sequence[list[int]], levels: int) -> list[Other]:
