@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, quantise
+from osd.runtime.linear import OneDnnLinear, PackedLinear, PlainLinear, accelerate, gather, quantise
 from osd.runtime.native import kernels, libraries, load
 
 native = pytest.mark.usefixtures("library")
@@ -151,3 +151,34 @@ def test_an_accelerated_model_computes_the_same() -> None:
     accelerate(model)
     with torch.inference_mode():
         torch.testing.assert_close(model(x), goal, rtol=1e-5, atol=1e-5)
+
+
+@native
+@pytest.mark.parametrize("dtype", [None, torch.int8])
+def test_the_weights_of_a_model_lie_side_by_side_in_large_pages(dtype: torch.dtype | None) -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        pytest.skip("this system has no large pages")
+    torch.manual_seed(0)
+    weights = [torch.randn(outputs, 40) for outputs in (60, 24, 7)]
+    model = nn.Sequential(*(PackedLinear(weight, dtype=dtype) for weight in weights))
+    x = torch.randn(5, 40)
+    goal = [layer(x) for layer in model]
+    gather(model)
+    assert all(torch.equal(layer(x), y) for layer, y in zip(model, goal, strict=True))
+    places = [(layer.packed.data_ptr(), layer.packed.nbytes) for layer in model]
+    assert all(place % 64 == 0 for place, _ in places)
+    assert sum(places[-1]) - places[0][0] < sum(size for _, size in places) + 64 * len(places)
+    assert all(flags_of(place) >= {"hg"} for place, _ in places)
+
+
+def flags_of(address: int) -> set[str]:
+    """What the system was told of the memory at an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(number, 16) for number in name.split("-"))
+            inside = begin <= address < end
+        elif inside and name == "VmFlags:":
+            return set(rest)
+    return set()
