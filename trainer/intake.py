@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -27,7 +26,7 @@ from trainer.status import Status
 logger = logging.getLogger(__name__)
 
 _READ_RECORDS, _READ_MS = 16, 1
-_GATHER_SECONDS, _GATHER_READS = 1.0, 32
+_GATHER_READS = 32
 _DAY = 86_400.0
 _EXPIRE_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
@@ -58,7 +57,7 @@ class Intake:
         ages = [days * _DAY for days in (trainer.replay_days, settings.capture.keep_days) if days is not None]
         self._oldest = min(ages, default=None)
         self.purged: set[str] = set()
-        self._expire_at = self._measure_at = self._gather_at = 0.0
+        self._expire_at = self._measure_at = self._gathered_at = 0.0
         self._every_domain = trainer.domains == "all"
         self._context, self._status, self._observe = context, status, observe
         self._replay, self._recalled = replay, recalled
@@ -104,10 +103,10 @@ class Intake:
                     self._recalled.expire(oldest)
         return len(deliveries) == _READ_RECORDS
 
-    def gather(self, learner: Learner, over: threading.Event) -> None:
-        """Give the learner at once what came within a second, unless it is ``over``: nobody waits for it."""
-        over.wait(max(self._gather_at - time.monotonic(), 0.0))
-        self._gather_at = time.monotonic() + _GATHER_SECONDS
+    def gather(self, learner: Learner, seconds: float, sleep: Callable[[float], object]) -> None:
+        """Give the learner at once what came within some seconds: nobody waits for it."""
+        sleep(self._gathered_at + seconds - time.monotonic())
+        self._gathered_at = time.monotonic()
         for _ in range(_GATHER_READS):
             if not self.read(learner):
                 break

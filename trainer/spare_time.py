@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +12,8 @@ from functools import partial
 from trainer.capacity import Capacity
 from trainer.domain_scheduler import DomainScheduler
 from trainer.yielding import yielding
+
+_GLANCE = 0.25  # seconds after which a worker that sleeps sees that it is to pause
 
 
 class SpareTime:
@@ -47,6 +50,12 @@ class SpareTime:
         if why == "paused":
             self._resting.set()
             self.over.wait(0.02)
+
+    def sleep(self, seconds: float) -> None:
+        """Do nothing for so long, or until it is to pause or over."""
+        until = time.monotonic() + seconds
+        while not self.paused and (left := until - time.monotonic()) > 0 and not self.over.wait(min(left, _GLANCE)):
+            pass
 
     def wait(self, idle: Callable[[], None], patience: float = math.inf) -> bool:
         """Wait until a micro-step may run; False when it is over, or other domains had the turn for so long.

@@ -8,7 +8,7 @@ oneDNN with weights packed once (fast where the CPU multiplies bfloat16), and Py
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import torch

@@ -17,6 +17,7 @@ import torch
 
 from osd.capture.writer import TraceWriter
 from osd.config import Settings
+from osd.learning.online import Learner
 from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.pointer_file import FencedError, PointerFiles
@@ -28,6 +29,7 @@ from tests.unit.learning.test_value import workload
 from tests.unit.learning.toys import HIDDEN, TARGET, VOCABULARY, Toy, make_trace
 from trainer.domain_workers import DomainWorkers
 from trainer.executor import TargetContext
+from trainer.intake import Intake
 
 Start = Callable[..., DomainWorkers]
 
@@ -111,10 +113,17 @@ def test_a_domain_without_traffic_costs_the_others_nothing_and_all_rest_when_tol
     eventually(lambda: workers.status()["extra_domains"]["code"]["steps"] > steps)
 
 
-def test_the_next_slice_goes_where_its_value_is_highest_and_who_cannot_pay_gets_none(
-    start: Start, redis_url: str, eventually
+def test_the_next_slice_goes_where_its_value_is_highest_and_who_cannot_pay_gets_none_and_looks_seldom(
+    start: Start, redis_url: str, eventually, monkeypatch
 ) -> None:
     """Both have records; rounds of the one are so dear with drafts that no drafter could ever save anything."""
+    gather, waited = Intake.gather, []
+
+    def watched(intake: Intake, learner: Learner, seconds: float, sleep: Callable[[float], object]) -> None:
+        waited.append((learner.counters.records > 0, seconds))
+        gather(intake, learner, seconds, sleep)
+
+    monkeypatch.setattr(Intake, "gather", watched)
     dear = workload(0.9, (1.0, 3.0, 5.0, 7.0), 8)
     with ReplicaLoads(redis_url) as loads:
         loads.report("r1", ReplicaLoad(0, 0, 1, 0.0), {"general": dear, "code": workload(0.5, (1.0, 1.1, 1.2, 1.3))})
@@ -124,6 +133,8 @@ def test_the_next_slice_goes_where_its_value_is_highest_and_who_cannot_pay_gets_
         status = workers.status()
         assert (status["steps"], status["records"]) == (0, 40)
         assert status["detail"] == "further training would cost more than it is expected to save"
+        eventually(lambda: waited[-1] == (True, 3.0))
+        assert (False, 1.0) in waited, "what comes first is looked for each second"
         # Now it is the other way round.
         loads.report("r1", ReplicaLoad(0, 0, 1, 0.0), {"general": workload(0.5, (1.0, 1.1, 1.2, 1.3)), "code": dear})
         eventually(lambda: workers.status()["steps"] > 10)

@@ -103,6 +103,20 @@ def test_within_a_micro_step_it_keeps_its_turn_and_looks_around_while_serving_le
 
 
 @pytest.mark.parametrize("ends", [lambda spare: spare.pause(0.0), lambda spare: spare.over.set()])
+def test_sleep_is_as_long_as_it_is_said_and_a_pause_or_the_end_cut_it_short(scene, ends):
+    spare, *_ = scene
+    began = time.monotonic()
+    spare.sleep(0.3)
+    spare.sleep(-1.0)
+    assert 0.3 <= time.monotonic() - began < 5
+    worker = threading.Thread(target=spare.sleep, args=(60.0,), daemon=True)
+    worker.start()
+    ends(spare)
+    worker.join(5)
+    assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("ends", [lambda spare: spare.pause(0.0), lambda spare: spare.over.set()])
 def test_a_pause_or_the_end_waits_for_no_more_than_the_rest_of_a_micro_step(scene, ends):
     spare, *_ = scene
     worker = threading.Thread(target=spare.give_way, args=(lambda: None,), daemon=True)
