@@ -109,7 +109,7 @@ def copied(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 def one_core() -> None:
     """Let the calling thread, and those that start after it, compute on one core."""
-    torch.set_num_threads(1)
+    _compute_on(1)
 
 
 def cores(count: int) -> int:
@@ -119,4 +119,11 @@ def cores(count: int) -> int:
 
 def several_cores(count: int) -> None:
     """Let the calling thread compute on ``count`` cores, 0 for all of the machine."""
-    torch.set_num_threads(cores(count))
+    _compute_on(cores(count))
+
+
+def _compute_on(count: int) -> None:
+    # What any thread sets is what each thread begins with, when PyTorch first asks in it: after ``set_num_threads``
+    # as before, unless it has asked already.
+    torch.get_num_threads()
+    torch.set_num_threads(count)

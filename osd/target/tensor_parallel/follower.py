@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils import logging as progress
 
+from osd.runtime.device import several_cores
 from osd.runtime.model import SlotModel
 from osd.target.tensor_parallel.messages import (
     Clear,
@@ -132,7 +133,7 @@ def follow(rank: int, link: Connection) -> None:
     progress.disable_progress_bar()
     try:
         plan = msgspec.msgpack.decode(link.recv_bytes(), type=Plan)
-        torch.set_num_threads(plan.threads)
+        several_cores(plan.threads)
         link.send_bytes(b"")
         plan.join(rank)
         follower = Follower(plan, rank)
