@@ -94,9 +94,13 @@ class MixedSession(Session):
         if not consulted.members:
             return self._recall.proposal(sought, found, asked, self._kind)
         members = [may[number] for number in consulted.members]
-        said, exits = self._ask(asked, members, consulted.levels, noise, worth)
+        missed = sum(candidates[number].missed for number in consulted.members)
+        begun = mark(asked.device)
+        said, exits = self._ask(asked, members, consulted.levels, noise)
         both = [replace(one, other=said.get(b)) for b, one in enumerate(sought)]
         better = self._recall.draft(both, asked, growth)
+        seconds = between(begun, mark(asked.device))  # the second draft is made because the drafter was asked
+        worth.costs.observe_proposal(self._calls, len(members), consulted.levels, seconds, missed)
         more = worth.best(better.chances, several)
         price = worth.price(max(count, more))
         before, after = _value(found, count, several, price), _value(better, more, several, price)
@@ -112,7 +116,7 @@ class MixedSession(Session):
         return [b for b, (slot, limit, tokens) in enumerate(both) if limit and tokens and slot in self._unread]
 
     def _ask(
-        self, asked: Asked, members: Sequence[int], levels: int, noise: Noise, worth: Worth | None = None
+        self, asked: Asked, members: Sequence[int], levels: int, noise: Noise
     ) -> tuple[dict[int, Other], Sequence[Exits]]:
         """What the trained drafter says along its most probable tokens, by the numbers of the sequences.
 
@@ -120,7 +124,6 @@ class MixedSession(Session):
         """
         if not members:
             return {}, ()
-        begun = mark(asked.device)
         slots = [asked.slots[b] for b in members]
         limits = [min(levels, asked.limits[b]) for b in members]
         exits = [asked.exits[b] for b in members] if asked.exits else ()
@@ -129,13 +132,9 @@ class MixedSession(Session):
         proposal = self._trained.propose(mine, self._chains[levels - 1], chosen)
         paths = [tree.tokens for tree in proposal.trees] if proposal.pending is None else proposal.pending.tokens
         said = dict(zip(members, _along(proposal, paths, levels), strict=True))
-        missed = sum(self._unread[slot].before for slot in slots)
         for slot, other in zip(slots, said.values(), strict=True):
             self._unread[slot] = _Unread(0, 0, asked=True)
             self._said[slot] = other
-        if worth is not None:
-            seconds = between(begun, mark(asked.device))
-            worth.costs.observe_proposal(self._calls, len(slots), levels, seconds, missed)
         return said, [exits.spread(members, len(asked.slots)) for exits in proposal.exits]
 
     def judge(self, states: Tensor) -> Tensor | None:
