@@ -20,7 +20,6 @@ from osd.speculation.growth.chain import Chain
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import GREEDY
 from osd.speculation.tree import ROOT
-from osd.speculation.worth import Worth
 
 _LEVELS = 3
 """Tokens that the trained drafter drafts at most: recall goes on from there without a call."""
