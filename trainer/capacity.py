@@ -39,7 +39,7 @@ _BLIND_SECONDS = 5.0  # for which what was last known of the load may stand
 
 
 def lower_priority(threads: int) -> None:
-    """Give the calling thread, and every thread that it starts, the lowest priority and ``threads`` cores."""
+    """Give the calling thread ``threads`` cores, and it and every thread that it starts the lowest priority."""
     # On Linux the niceness belongs to the thread, so that status calls stay quick.
     os.nice(19)
     several_cores(threads)

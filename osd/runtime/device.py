@@ -3,12 +3,13 @@
 OpenMP keeps a team for every thread that ever used several cores, and when the teams together outnumber
 the cores its threads sleep between two parallel regions instead of waiting awake: a forward then takes
 twice as long. So one thread of a process, the engine's or the trainer's, computes on several cores, and
-every other one says ``one_core`` before it touches a tensor.
+every other one on one: those that come after it do so by themselves, those before say ``one_core``.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ def copied(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 
 def one_core() -> None:
-    """Let the calling thread, and those that start after it, compute on one core."""
+    """Let the calling thread compute on one core, and those that start after it."""
     _compute_on(1)
 
 
@@ -118,12 +119,17 @@ def cores(count: int) -> int:
 
 
 def several_cores(count: int) -> None:
-    """Let the calling thread compute on ``count`` cores, 0 for all of the machine."""
+    """Let the calling thread compute on ``count`` cores, 0 for all of the machine, and each that starts later on one.
+
+    What any thread says is what every thread begins with that PyTorch has not seen yet.
+    """
     _compute_on(cores(count))
+    other = threading.Thread(target=one_core)
+    other.start()
+    other.join()
 
 
 def _compute_on(count: int) -> None:
-    # What any thread sets is what each thread begins with, when PyTorch first asks in it: after ``set_num_threads``
-    # as before, unless it has asked already.
+    # A thread that PyTorch has not seen would forget this, and begin with what was said last when it first computes.
     torch.get_num_threads()
     torch.set_num_threads(count)

@@ -27,9 +27,21 @@ def test_what_other_threads_say_before_a_thread_computes_leaves_it_its_cores(
         torch.ones(100_000).sum()
         found.append(torch.get_num_threads())
 
-    before = torch.get_num_threads()
-    thread = threading.Thread(target=compute)
-    thread.start()
-    thread.join()
-    torch.set_num_threads(before)
+    in_threads(compute)
     assert found == [cores]
+
+
+def test_a_thread_that_starts_after_the_one_with_several_cores_has_one() -> None:
+    found: list[int] = []
+    in_threads(lambda: several_cores(2), lambda: found.append(torch.get_num_threads()))
+    assert found == [1]
+
+
+def in_threads(*steps: Callable[[], None]) -> None:
+    """Do each step in a thread of its own, one after the other, and leave those to come as many cores as before."""
+    before = torch.get_num_threads()
+    for step in steps:
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    torch.set_num_threads(before)
