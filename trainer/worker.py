@@ -51,8 +51,8 @@ CHECKPOINT_SECONDS = 30.0
 """Training that a crash may lose, and how long a record that was trained on waits for its acknowledgement."""
 
 _PATIENCE = 0.5  # seconds without the turn, after which the stream is read again
-_LOOK_SECONDS, _SELDOM_SECONDS = 1.0, 3.0  # from one look at the stream to the next, the other where training costs
-# more than it saves: a look takes some 10 ms
+_LOOK_SECONDS = 1.0  # from one look at the stream to the next, where there is nothing to train on
+_SELDOM_SECONDS = 3.0  # the same where training costs more than it saves: a look takes some 10 ms of a core
 _TELL_SECONDS = 1.0
 
 

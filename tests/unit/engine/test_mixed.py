@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from osd.config import BestFirstSettings, ChainSettings, GrowthSettings
-from osd.drafters.mixed.consulting import Consulting
+from osd.drafters.mixed.consulting import Consulted, Consulting
 from osd.drafters.mixed.drafter import Mixed
+from osd.drafters.recall.session import RecallSession
+from osd.drafters.session import Asked
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
+from osd.recall.memory import Found, Sought
+from osd.speculation.growth import Growth
 from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
 
 LENGTHS = (1, 5, 40, 16, 3)
@@ -62,6 +68,27 @@ def test_sequences_that_do_without_the_trained_drafter_go_on_beside_those_that_a
     assert [results[str(index)].tokens for index in range(len(LENGTHS))] == goals
     asked = {index for index, one in results.items() if one.counts is not None and kind in one.counts.by_source}
     assert asked == {"0", "2", "4"}
+
+
+def test_what_asking_takes_has_the_second_draft_of_recall_in_it(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, slow = RecallSession.draft, 0.01
+
+    def slower(session: RecallSession, sought: Sequence[Sought], asked: Asked, growth: Growth) -> Found:
+        if any(one.other is not None for one in sought):
+            time.sleep(slow)
+        return draft(session, sought, asked, growth)
+
+    monkeypatch.setattr(RecallSession, "draft", slower)
+    monkeypatch.setattr(
+        Consulting, "decide", lambda consulting, candidates, *_: Consulted([*range(len(candidates))], 2)
+    )
+    with running(target_dir, drafter=mixed("eagle", target_dir), growth=BestFirstSettings()) as client:
+        client.submit("one", prompts((16,))[0], 12, ignore_eos=True)
+        client.wait()
+        costs: Any = client.engine.loop.planner.costs
+    assert costs.proposal("chains of eagle", 1, 2) > slow
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
