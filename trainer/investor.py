@@ -22,6 +22,8 @@ from trainer.slowing import Slowing
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
+_GATHER_SECONDS = 1.0
+_SELDOM_SECONDS = 3.0  # where training costs more than it saves: a look takes some 10 ms of a core
 
 Tell = Callable[[Investment], None]
 
@@ -107,6 +109,11 @@ class Investor:
     def decided(self) -> Investment | None:
         """The last decision, None before the first."""
         return None if self._decided is None else self._decided[1]
+
+    @property
+    def patience(self) -> float:
+        """Seconds from one look at the stream to the next, where nothing is trained on."""
+        return _GATHER_SECONDS if self.decided is None or self.decided.pays else _SELDOM_SECONDS
 
     def worth(self, learner: Learner, decision: GateDecision) -> Worth | None:
         """What a candidate is expected to save and to take; None while the traffic is not known."""

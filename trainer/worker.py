@@ -51,8 +51,6 @@ CHECKPOINT_SECONDS = 30.0
 """Training that a crash may lose, and how long a record that was trained on waits for its acknowledgement."""
 
 _PATIENCE = 0.5  # seconds without the turn, after which the stream is read again
-_LOOK_SECONDS = 1.0  # from one look at the stream to the next, where there is nothing to train on
-_SELDOM_SECONDS = 3.0  # the same where training costs more than it saves: a look takes some 10 ms of a core
 _TELL_SECONDS = 1.0
 
 
@@ -195,9 +193,7 @@ class Worker:
         if ready:
             self.intake.read(learner)
         else:
-            decided = self._investor.decided
-            seconds = _SELDOM_SECONDS if decided is not None and not decided.pays else _LOOK_SECONDS
-            self.intake.gather(learner, seconds, self._spare_time.sleep)
+            self.intake.gather(learner, self._investor.patience, self._spare_time.sleep)
         if self._ready(learner):
             self._train(learner)
         self._candidates.decide()
