@@ -163,6 +163,7 @@ def test_the_weights_of_a_model_lie_side_by_side_in_large_pages(dtype: torch.dty
     model = nn.Sequential(*(PackedLinear(weight, dtype=dtype) for weight in weights))
     x = torch.randn(5, 40)
     goal = [layer(x) for layer in model]
+    assert all(flags_of(layer.packed.data_ptr()) >= {"hg"} for layer in model), "a layer by itself, too"
     gather(model)
     assert all(torch.equal(layer(x), y) for layer, y in zip(model, goal, strict=True))
     places = [(layer.packed.data_ptr(), layer.packed.nbytes) for layer in model]
