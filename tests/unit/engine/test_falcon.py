@@ -210,4 +210,4 @@ def test_what_does_not_fit_is_refused_and_the_running_version_stays(target_dir: 
 @pytest.mark.parametrize("name", test_law.POLICIES)
 def test_in_a_hundred_thousand_runs_no_policy_changes_the_law(model: LlamaForCausalLM, name: str, block: int) -> None:
     policy, drafter = test_law.named(name), Falcon.from_target(copy.deepcopy(model), block, 4)
-    assert test_law.p_value(model, SamplingParams(1.0), policy, count=100_000, slots=512, drafter=drafter) > 1e-4
+    assert test_law.p_value(model, SamplingParams(1.0), policy, count=100_000, drafter=drafter) > 1e-4

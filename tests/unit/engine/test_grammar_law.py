@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import queue
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from osd.drafters.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.grammar import Grammar
 from osd.engine.policy import Policy
-from osd.engine.request import Request, SamplingParams, Update
+from osd.engine.request import Request, SamplingParams
 from osd.runtime.generic import NAME
 from osd.runtime.model import SlotModel
 from osd.speculation import masks, penalties
@@ -36,7 +35,7 @@ from osd.speculation.noise import Noise
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
-from tests.unit.engine.harness import settings
+from tests.unit.engine.harness import settings, updates_of
 
 END, PROMPT, COUNT = 0, (3, 1, 4), 400
 TOKENS = [b"</s>", b"a", b"b", b"c", b"bc"]
@@ -138,21 +137,15 @@ def p_value(
         embeddings=64 * (needs.embeddings if needs else 0),
     )
     engine = Engine(target, Mute(), chosen, drafter, 1)  # type: ignore[arg-type]
-    updates: queue.Queue[Update] = queue.Queue()
     seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
-    for seed in range(count):
-        sampling = SamplingParams(temperature, seed=seed, repeatable=repeatable)
-        engine.submit(
-            Request(str(seed), PROMPT, 20, sampling, policy=policy, capture=True, grammar=grammar, speculate=drafts),
-            updates.put,
-        )
-    engine.start()
+    seeded = (SamplingParams(temperature, seed=seed, repeatable=repeatable) for seed in range(count))
+    requests = (
+        Request(str(one.seed), PROMPT, 20, one, policy=policy, capture=True, grammar=grammar, speculate=drafts)
+        for one in seeded
+    )
     try:
-        left = count
-        while left:
-            update = updates.get(timeout=60)
+        for update in updates_of(engine, requests):
             seen[update.request_id] += update.token_ids if update.finish_reason != "error" else FAILED
-            left -= update.finish_reason is not None
         counts = engine.counters().speculation()
     finally:
         engine.stop()

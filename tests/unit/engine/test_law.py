@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import queue
 import random
 from array import array
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from osd.drafters.recall.drafter import Recall
 from osd.drafters.recall.session import _by_sequence
 from osd.engine.engine import Engine
 from osd.engine.policy import Policy
-from osd.engine.request import Request, SamplingParams, Update
+from osd.engine.request import Request, SamplingParams
 from osd.registry.pointer import Rollout
 from osd.routing.clusters import Cluster
 from osd.routing.router import Pick
@@ -50,11 +49,11 @@ from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
 from osd.speculation.verification.draws import Drawing, LastDrawn, follow_draws
 from tests.unit.drafters.other_tokens import translated
-from tests.unit.engine.harness import settings
+from tests.unit.engine.harness import settings, updates_of
 from tests.unit.engine.toys import Lookup, Rider, Skip
 from tests.unit.speculation.test_penalties import written_out
 
-VOCABULARY, LENGTH, COUNT, PROMPT = 5, 3, 4000, (3, 1, 4)
+VOCABULARY, LENGTH, COUNT, SLOTS, PROMPT = 5, 3, 4000, 64, (3, 1, 4)
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +123,13 @@ def p_value(
     count: int = COUNT,
     length: int = LENGTH,
     cells: Callable[[Tensor], Tensor] | None = None,
-    slots: int = 64,
     drafter: Drafter | None = None,
     governor: Any = None,
     domain: str | None = "general",
     prepare: Callable[[Engine], None] = lambda engine: None,
     meanwhile: Callable[[Engine], None] = lambda engine: None,
 ) -> float:
-    """Decode many requests that differ in their seed only, ``slots`` at a time, and test the first ``length`` tokens.
+    """Decode many requests that differ in their seed only, ``SLOTS`` at a time, and test the first ``length`` tokens.
 
     Where there are several policies, the requests take turns with them.
     Without ``cells`` [n] of tokens [n, length], each of the V ** length outputs is a cell of its own.
@@ -141,36 +139,30 @@ def p_value(
     drafter = drafter or Eagle.from_target(copy.deepcopy(model), 4)
     slotted = copy.deepcopy(model)
     slotted.set_attn_implementation(NAME)
-    chosen = settings(Path("tiny"), slots=slots, depth=2, chunk=4096, governed=governor is not None)
+    chosen = settings(Path("tiny"), slots=SLOTS, depth=2, chunk=4096, governed=governor is not None)
     target = SlotModel(
         slotted,
-        slots=slots,
+        slots=SLOTS,
         context=128,
         scratch=chosen.engine.max_draft + 1 + drafter.needs.riders,
         taps=drafter.needs.taps,
-        embeddings=slots * drafter.needs.embeddings,
+        embeddings=SLOTS * drafter.needs.embeddings,
     )
     engine = Engine(target, Mute(), chosen, drafter, 1)  # type: ignore[arg-type]
     if governor is not None:
         engine.loop.planner.governor = lambda drafter: governor  # type: ignore[method-assign]
     prepare(engine)
-    updates: queue.Queue[Update] = queue.Queue()
     seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
     policies = [*policy] if isinstance(policy, Sequence) else [policy]
-    for seed in range(count):
-        one, mine = dataclasses.replace(sampling, seed=seed), policies[seed % len(policies)]
-        engine.submit(
-            Request(str(seed), PROMPT, length + 1, one, ignore_eos=True, capture=True, policy=mine, domain=domain),
-            updates.put,
-        )
-    engine.start()
+    seeded = (dataclasses.replace(sampling, seed=seed) for seed in range(count))
+    requests = (
+        Request(str(one.seed), PROMPT, length + 1, one, ignore_eos=True, capture=True, policy=mine, domain=domain)
+        for one, mine in zip(seeded, itertools.cycle(policies), strict=False)
+    )
     try:
-        left = count
-        while left:
-            update = updates.get(timeout=60)
+        for update in updates_of(engine, requests):
             meanwhile(engine)
             seen[update.request_id] += update.token_ids
-            left -= update.finish_reason is not None
         counts = engine.counters().speculation()
     finally:
         engine.stop()
@@ -262,7 +254,7 @@ def test_in_a_hundred_thousand_runs_heads_leave_the_law_alone(
     model: LlamaForCausalLM, name: str, temperature: float
 ) -> None:
     drafter = heads(model)
-    assert p_value(model, SamplingParams(temperature), named(name), count=100_000, slots=512, drafter=drafter) > 1e-4
+    assert p_value(model, SamplingParams(temperature), named(name), count=100_000, drafter=drafter) > 1e-4
 
 
 @pytest.mark.soak
@@ -273,7 +265,7 @@ def test_in_a_hundred_thousand_runs_heads_leave_the_law_alone(
 def test_in_a_hundred_thousand_runs_no_policy_changes_the_law(
     model: LlamaForCausalLM, name: str, temperature: float, top_p: float
 ) -> None:
-    assert p_value(model, SamplingParams(temperature, top_p=top_p), named(name), count=100_000, slots=512) > 1e-4
+    assert p_value(model, SamplingParams(temperature, top_p=top_p), named(name), count=100_000) > 1e-4
 
 
 @pytest.mark.soak
@@ -284,7 +276,7 @@ def test_in_a_hundred_thousand_runs_a_drafter_of_other_tokens_leaves_the_law_alo
 ) -> None:
     """It has six tokens of its own, and four of the target's five; the last one it spells with two."""
     drafter = translated(model, [[1], [2], [3], [4], [0, 5]], {0, 1, 2, 3}, 6, noise=0.1)
-    assert p_value(model, SamplingParams(1.0), named(name), count=100_000, slots=512, drafter=drafter) > 1e-4
+    assert p_value(model, SamplingParams(1.0), named(name), count=100_000, drafter=drafter) > 1e-4
 
 
 class Whim:
@@ -408,7 +400,7 @@ def test_in_a_hundred_thousand_runs_the_targets_own_first_layers_leave_the_law_a
     model: LlamaForCausalLM, name: str, temperature: float
 ) -> None:
     sampling = SamplingParams(temperature)
-    assert p_value(model, sampling, named(name), count=100_000, slots=512, drafter=kangaroo(model)) > 1e-4
+    assert p_value(model, sampling, named(name), count=100_000, drafter=kangaroo(model)) > 1e-4
 
 
 class Coin:

@@ -26,7 +26,7 @@ from tests.unit.engine.test_lookahead import looking
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 model = test_law.model
-SLOTS, COUNT, BROKEN = 512, 100_000, 20_000
+COUNT, BROKEN = 100_000, 20_000
 
 
 def told_wrongly(*parts: Any) -> LastDrawn:
@@ -50,7 +50,7 @@ def test_candidates_that_recall_draws_leave_the_law_alone(
         monkeypatch.setattr("osd.drafters.recall.session._by_sequence", told_wrongly)
     policy, drafter = Policy.of(GROWTH_SETTINGS["best_first"]()), recalling(model, mixes)  # type: ignore[arg-type]
     count, sampling = BROKEN if broken else COUNT, SamplingParams(temperature)
-    found = test_law.p_value(model, sampling, policy, count=count, slots=SLOTS, drafter=drafter)
+    found = test_law.p_value(model, sampling, policy, count=count, drafter=drafter)
     print(f"p = {found}")
     assert found < 1e-9 if broken else found > 1e-4
 
@@ -67,6 +67,6 @@ def test_what_one_call_of_a_draft_model_says_leaves_the_law_alone(
         monkeypatch.setattr(Proposal, "of", lambda draft, *more: whole(conditioned(draft), *more))
     drafter, count = looking(copy.deepcopy(model), 2), BROKEN if broken else COUNT
     policy = test_law.named(name)
-    found = test_law.p_value(model, SamplingParams(1.0), policy, count=count, slots=SLOTS, drafter=drafter)
+    found = test_law.p_value(model, SamplingParams(1.0), policy, count=count, drafter=drafter)
     print(f"p = {found}")
     assert found < 1e-9 if broken else found > 1e-4

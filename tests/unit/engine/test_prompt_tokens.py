@@ -268,7 +268,7 @@ def test_rows_of_its_own_leave_the_law_of_the_output_alone(model: LlamaForCausal
 @pytest.mark.parametrize("name", test_law.POLICIES)
 def test_in_a_hundred_thousand_runs_no_policy_changes_the_law(model: LlamaForCausalLM, name: str, copies: int) -> None:
     policy, drafter = test_law.named(name), WithAcceptanceHead(of_law(model, copies))
-    assert test_law.p_value(model, SamplingParams(1.0), policy, count=100_000, slots=512, drafter=drafter) > 1e-4
+    assert test_law.p_value(model, SamplingParams(1.0), policy, count=100_000, drafter=drafter) > 1e-4
 
 
 class Ahead(Rounds):

@@ -158,4 +158,4 @@ def test_in_a_hundred_thousand_runs_drafts_over_selected_tokens_leave_the_law_al
 ) -> None:
     drafter = drafter_of(SelectionSizes(initial=0, top=1, local=1, threshold=0.9))
     policy, sampling = test_law.named(name), SamplingParams(temperature)
-    assert test_law.p_value(model, sampling, policy, count=100_000, slots=512, drafter=drafter) > 1e-4
+    assert test_law.p_value(model, sampling, policy, count=100_000, drafter=drafter) > 1e-4
