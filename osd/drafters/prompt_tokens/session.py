@@ -159,6 +159,8 @@ class PromptTokensSession(AutoregressiveSession):
             drawn_by = torch.stack([mine[max(depth - 1, 0)] for mine, depth in zip(said, depths.tolist(), strict=True)])
             states = states_of(drawn_by, builder.tokens[rows, nodes.clamp(min=0)].clamp(min=0))
             self._states = torch.where((nodes < 0)[:, None], 0.0, states)  # a root's token was not drawn
+        else:
+            self._states = torch.empty(len(nodes), 0)
         return torch.stack([mine[depth] for mine, depth in zip(said, depths.tolist(), strict=True)])
 
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:

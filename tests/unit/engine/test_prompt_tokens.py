@@ -249,6 +249,12 @@ def test_what_there_is_no_room_for_or_what_is_not_this_drafters_is_refused_by_na
         assert client.engine.drafter_version == 1
 
 
+def test_without_a_head_each_token_is_as_probably_accepted_as_not(target_dir: Path, goals: list[list[int]]) -> None:
+    with running(target_dir, drafter=fresh(target_dir)) as client:
+        ask(client, goals, policy=test_law.named("acceptance head"))
+        assert client.engine.counters().speculation().drafted > 0
+
+
 def of_law(model: LlamaForCausalLM, copies: int = 1) -> PromptTokens:
     torch.manual_seed(5)
     drafter = PromptTokens.from_target(copy.deepcopy(model), 2, copies, 6)
