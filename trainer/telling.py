@@ -66,7 +66,7 @@ class Telling:
 
     def _training(self, learner: Learner, investment: Investment | None) -> Training:
         status, spent, replay = self._accounts.status_of(learner), self._accounts.cost.spent(), self._replay
-        expected = None
+        expected, pays = None, investment is None or investment.pays
         if investment is not None:
             expected = Expected(
                 investment.pays, investment.saving_rate, investment.horizon, investment.earns, investment.costs
@@ -91,5 +91,5 @@ class Telling:
             lag_seconds=status.lag_seconds,
             loss=status.loss,
             expected=expected,
-            states_wanted=states_wanted(replay.fresh_records),
+            states_wanted=states_wanted(replay.fresh_records, pays),
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-AHEAD = 32
-"""Records that were never trained on, as many as which a trainer may always have; of twice as many it needs few."""
+AHEAD, SPARE = 32, 8
+"""Records that were never trained on, as many as which a trainer may always have; of twice as many it needs few. The
+second is for one that finds that training does not pay: should it come to pay, all new ones have states."""
 
 LEAST = 0.1
 """The share that is wanted whatever lies there: traffic changes."""
@@ -15,9 +16,12 @@ LOOK_SECONDS = 5.0
 """After which those who write look again what is wanted."""
 
 
-def states_wanted(fresh: float) -> float:
-    """The share of records to train on whose states are wanted by whoever has so many that were never trained on."""
-    return max(LEAST, min(1.0, 2 - fresh / AHEAD))
+def states_wanted(fresh: float, pays: bool) -> float:
+    """The share of records to train on whose states are wanted by whoever has so many that were never trained on.
+
+    ``pays`` says whether training on them is expected to.
+    """
+    return max(LEAST, min(1.0, 2 - fresh / (AHEAD if pays else SPARE)))
 
 
 def states_chance(wanted: float, held_out: bool) -> float:

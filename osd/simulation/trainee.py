@@ -25,6 +25,7 @@ class Trainee:
     Attributes:
         published: the newest version, the first one to begin with.
         value: what the trainer reckons with.
+        pays: whether the next slice is expected to, as it was decided last.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Trainee:
         self.value.length = assumed.length
         self.published: SimulatedVersion = knowledge.version(1)
         self.records = self.gates = 0
+        self.pays = True
         self.candidate_due = float(settings.steps_per_candidate * settings.micro_batch_tokens)
         self.trained = 0.0
         """Tokens trained on since the beginning, repeats included."""
@@ -73,7 +75,7 @@ class Trainee:
     @property
     def wanted(self) -> float:
         """The share of the records to train on whose hidden states it wants."""
-        return states_wanted(self._fresh)
+        return states_wanted(self._fresh, self.pays)
 
     def states(self, wanted: float) -> float:
         """The share of all records whose hidden states are written where so much is ``wanted``."""

@@ -142,6 +142,7 @@ class TrainingProcess:
             if beside:
                 price, pace = trainer.price * (1 + self._cores * self._assumed.slowing), pace * trainer.duty
             investment = trainee.value.invest([workload], price, self._cores, pace)
+        trainee.pays = investment is None or investment.pays
         self._decided[domain] = (now, beside, investment)
         return investment
 

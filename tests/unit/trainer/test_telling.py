@@ -19,6 +19,7 @@ from trainer.status import Status
 from trainer.telling import Telling
 
 INVESTMENT = Investment(True, 30.0, 0.1, 0.02, 600.0, 1.0, 12.0, 5.0)
+LOSS = Investment(False, 30.0, 0.1, 0.002, 600.0, 1.0, 1.2, 5.0)
 
 
 class Silent:
@@ -113,15 +114,16 @@ def test_it_tells_once_a_second_and_nothing_before_there_is_a_learner(scene, mon
     assert reports.told == 1
 
 
-def test_hidden_states_are_wanted_of_as_many_records_as_it_comes_along_with(scene):
+@pytest.mark.parametrize(("investment", "ahead"), [(None, 32), (INVESTMENT, 32), (LOSS, 8)])
+def test_hidden_states_are_wanted_of_as_many_records_as_it_comes_along_with(scene, investment, ahead):
     _, reports, replay, begin = scene
     wanted = []
-    for number in (30, 50, 2000):
+    for number in (ahead, 2 * ahead, 2000):
         for name in range(number):
             replay.add(make_trace(f"r{name}", seed=name % 7))
-        begin().tell(object(), None)
+        begin().tell(object(), investment)
         wanted.append(reports.kept["general"].states_wanted)
-        assert wanted[-1] == pytest.approx(max(0.1, min(1.0, 2 - replay.fresh_records / 32)))
+        assert wanted[-1] == pytest.approx(max(0.1, min(1.0, 2 - replay.fresh_records / ahead)))
     assert wanted[0] == 1.0
     assert 0.1 < wanted[1] < 1.0
     assert wanted[2] == 0.1
