@@ -87,14 +87,16 @@ class Consulting:
         """What drafts of 0, 1, 2, ... tokens are expected to bring in the next round, where they are at hand."""
         return [self._use * gain for gain in self._usual]
 
-    def decide(self, candidates: Sequence[Candidate], worth: Worth, kind: str) -> Consulted:
+    def decide(self, candidates: Sequence[Candidate], worth: Worth, kind: str, silent: int = 0) -> Consulted:
         """For whom the trained drafter is asked in this round.
 
         Args:
             candidates: whoever may draft.
             worth: of the round with what recall drafts.
             kind: by which the costs of the calls are known.
+            silent: further sequences that the drafter follows, and has nothing to say of.
         """
+        self._pays *= (1 - _HABIT) ** silent
         if not candidates:
             return Consulted([], 0)
         speed, costs = worth.speed, worth.costs

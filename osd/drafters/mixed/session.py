@@ -57,7 +57,7 @@ class MixedSession(Session):
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
         self._recall.open(slot, token, origin)
-        if self._trained.reach(()) is not None or self._consulting.may_ask():  # what is at hand costs no call
+        if self._consulting.may_ask():
             self._trained.open(slot, token, origin)
             self._unread[slot] = _Unread(1, 0)
 
@@ -74,7 +74,7 @@ class MixedSession(Session):
 
     def _mixture(self, asked: Asked, growth: Growth, noise: Noise) -> Proposal:
         worth, several = asked.worth, len(asked.slots)
-        may = self._askable(asked)
+        may, followed = self._askable(asked)
         sought = self._recall.sought(asked)
         found = self._recall.draft(sought, asked, growth)
         if worth is None:
@@ -89,7 +89,7 @@ class MixedSession(Session):
         candidates = [
             Candidate(sure[b], one.before, asked.left[b], one.asked) for b, one in zip(may, unread, strict=True)
         ]
-        consulted = self._consulting.decide(candidates, present, self._calls)
+        consulted = self._consulting.decide(candidates, present, self._calls, followed - len(may))
         if not consulted.members:
             return self._recall.proposal(sought, found, asked, self._kind)
         members = [may[number] for number in consulted.members]
@@ -107,12 +107,12 @@ class MixedSession(Session):
         self._consulting.observe([sure[b] for b in members], gains, [len(said[b].path) for b in members])
         return replace(self._recall.proposal(both, better, asked, self._kind), exits=exits)
 
-    def _askable(self, asked: Asked) -> list[int]:
-        """The numbers of the sequences for which the trained drafter may have something to say."""
+    def _askable(self, asked: Asked) -> tuple[list[int], int]:
+        """Of those that may draft, whom the trained drafter may have something to say of, and how many it follows."""
         reach = self._trained.reach(asked.slots)
-        sees = [1] * len(asked.slots) if reach is None else reach.tokens
-        both = zip(asked.slots, asked.limits, sees, strict=True)
-        return [b for b, (slot, limit, tokens) in enumerate(both) if limit and tokens and slot in self._unread]
+        both = enumerate(zip(asked.slots, asked.limits, strict=True))
+        followed = [b for b, (slot, limit) in both if limit and slot in self._unread]
+        return [b for b in followed if reach is None or reach.tokens[b]], len(followed)
 
     def _ask(
         self, asked: Asked, members: Sequence[int], levels: int, noise: Noise

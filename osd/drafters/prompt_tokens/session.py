@@ -111,17 +111,21 @@ class PromptTokensSession(AutoregressiveSession):
             counts = [allotted(mine, gains, room) for mine, room in zip(places, rooms, strict=True)]
         else:
             worth = asked.worth.after(sum(map(len, shares)), sum(map(sum, shares)))
-            price = worth.price(1)
+            price = worth.price(self._tokens)
             gains = expected_accepted(table, growth.max_nodes, price) if added is None else added[: 1 + self._tokens]
-            both = zip(places, rooms, strict=True)
-            counts = [paying(mine, gains, room, price * self._copies) for mine, room in both]
+            counts = paying(places, gains, rooms, self._copies, worth)
             self._probe(worth, counts, rooms, places)
+        if not any(map(any, counts)):
+            return proposal
         ridden = [self._with_riders(tree, mine) for tree, mine in zip(trees, counts, strict=True)]
         return replace(proposal, trees=ridden, embedded=self._embedded)
 
     def _room(self, slot: int, tree: Tree, growth: Growth) -> int:
-        """Prompt tokens that a sequence may have, each with all its copies: none behind the target's last place."""
-        if self._lengths[slot] + len(tree.tokens) + self._tokens > self._context:
+        """Prompt tokens that a sequence may have, each with all its copies: none behind the target's last place.
+
+        None either for a sequence that was never opened, as beside recall most may be.
+        """
+        if slot not in self._lengths or self._lengths[slot] + len(tree.tokens) + self._tokens > self._context:
             return 0
         wanted = growth.rider_rows(len(self._said.get(slot, ())))
         return (self._rows if wanted is None else min(self._rows, wanted)) // self._copies

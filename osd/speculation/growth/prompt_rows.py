@@ -18,12 +18,16 @@ import numpy as np
 
 from osd.speculation.growth.tree_shape import best_paths, shape_of_paths
 from osd.speculation.tree import ROOT
+from osd.speculation.worth import Worth
 
 Table = Sequence[Sequence[float]]
 """How often the candidate of each rank is right after a right path, by depth and then by rank."""
 
 _MOST_TURNS = 8
 """Improvements of a plan, which is settled after two or three."""
+
+_LEAST = 0.01
+"""Tokens: a prompt token that brings less than that is not looked at where it has to pay."""
 
 _NEVER = 1e6
 """How many times as long as the largest that was measured a forward is taken to be that is larger, for each row."""
@@ -96,11 +100,57 @@ def allotted(places: Sequence[float], gains: Sequence[float], most: int) -> list
     return counts
 
 
-def paying(places: Sequence[float], gains: Sequence[float], most: int, price: float) -> list[int]:
-    """The same where each also has to be worth ``price`` tokens: a place may then have none."""
-    worth = [[pc * (gain - gains[0]) - price * count for count, gain in enumerate(gains)] for pc in places]
-    pays = [values.index(max(values)) for values in worth]
-    return [min(pair) for pair in zip(pays, allotted(places, gains, most), strict=True)]
+def paying(
+    places: Sequence[Sequence[float]], gains: Sequence[float], most: Sequence[int], copies: int, worth: Worth
+) -> list[list[int]]:
+    """How many prompt tokens each place gets where all together have to be worth the time of their rows.
+
+    Those that bring most for a row come first, of all sequences of the round, and as many of them ride as together
+    bring most: what rows cost rises in steps, so that one row may be free where three are not.
+
+    Args:
+        places: by sequence, how often the path ends at the root and at each node.
+        gains: F_0 to F_n.
+        most: prompt tokens that each sequence may have.
+        copies: rows of each.
+        worth: of the round without them.
+    """
+    counts, left = [[0] * len(mine) for mine in places], list(most)
+    steps = [
+        (pc * gain / (to - since), b, place, since, to)
+        for since, to, gain in _hull(gains)
+        for b, mine in enumerate(places)
+        for place, pc in enumerate(mine)
+        if pc * gain > _LEAST * (to - since)
+    ]
+    best, chosen, brought, rows = 0.0, 0, 0.0, worth.rows
+    taken: list[tuple[int, int, int]] = []
+    for each, b, place, since, to in sorted(steps, key=lambda step: -step[0]):
+        more = (to - since) * copies
+        if counts[b][place] != since or to - since > left[b] or rows + more >= len(worth.seconds):
+            continue
+        counts[b][place], left[b], rows = to, left[b] - (to - since), rows + more
+        brought += each * (to - since)
+        taken.append((b, place, to))
+        value = brought - worth.speed * float(worth.seconds[rows] - worth.seconds[worth.rows])
+        if value > best:
+            best, chosen = value, len(taken)
+    counts = [[0] * len(mine) for mine in places]
+    for b, place, to in taken[:chosen]:
+        counts[b][place] = to
+    return counts
+
+
+def _hull(gains: Sequence[float]) -> list[tuple[int, int, float]]:
+    """Steps (from, to, gain) from 0 on as long as they gain, each to where most is gained for a prompt token."""
+    found, at = [], 0
+    while at < len(gains) - 1:
+        to = max(range(at + 1, len(gains)), key=lambda count: (gains[count] - gains[at]) / (count - at))
+        if gains[to] <= gains[at]:
+            break
+        found.append((at, to, gains[to] - gains[at]))
+        at = to
+    return found
 
 
 def stationary(moves: Sequence[Sequence[float]]) -> list[float]:

@@ -23,6 +23,7 @@ from osd.config import (
     KangarooSettings,
     LanguageModelSettings,
     MedusaSettings,
+    PromptTokensSettings,
     RecallDrafterSettings,
     RecallSettings,
     Settings,
@@ -140,6 +141,7 @@ def make_drafter(kind: str, directory: Path) -> Trainable | None:
         "kangaroo": KangarooSettings(vocabulary=200, exit_layer=1),
         "language_model": LanguageModelSettings(layers=2),
         "medusa": MedusaSettings(vocabulary=200),
+        "prompt_tokens": PromptTokensSettings(),
     }
     return initial(settings[kind], directory, directory)
 

@@ -53,7 +53,7 @@ def test_greedy_output_is_that_of_transformers_and_nodes_say_where_they_come_fro
         assert counts.by_source["recall"].accepted > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
+@pytest.mark.parametrize("kind", ["eagle", "kangaroo", "prompt_tokens"])
 def test_sequences_that_do_without_the_trained_drafter_go_on_beside_those_that_ask(
     target_dir: Path, oracle: Oracle, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,13 @@ def test_where_hardly_any_call_pays_few_sequences_may_still_ask_until_the_weight
     assert open_to(20, 0.3) == 20
 
 
+def test_sequences_of_which_it_has_nothing_to_say_are_no_calls_that_pay() -> None:
+    consulting = Consulting(3)
+    for _ in range(100):
+        consulting.decide([], worth(costs(0.0005)), "prompt_tokens", silent=8)
+    assert sum(consulting.may_ask() for _ in range(80)) == 10
+
+
 def test_those_that_ask_find_out_that_it_pays_again() -> None:
     model, consulting = costs(0.0005), Consulting(3)
     asked(consulting, 2000, 0.0, model)
