@@ -159,13 +159,13 @@ class PromptTokensSession(AutoregressiveSession):
         """See ``AutoregressiveSession.expand``: a look at what was said."""
         said = [self._said[slots[row]] for row in rows.tolist()]
         depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)])
+        logits = torch.stack([mine[depth] for mine, depth in zip(said, depths.tolist(), strict=True)])
+        self._states = logits.new_empty(len(nodes), 0)
         if self._judged:
             drawn_by = torch.stack([mine[max(depth - 1, 0)] for mine, depth in zip(said, depths.tolist(), strict=True)])
             states = states_of(drawn_by, builder.tokens[rows, nodes.clamp(min=0)].clamp(min=0))
             self._states = torch.where((nodes < 0)[:, None], 0.0, states)  # a root's token was not drawn
-        else:
-            self._states = torch.empty(len(nodes), 0)
-        return torch.stack([mine[depth] for mine, depth in zip(said, depths.tolist(), strict=True)])
+        return logits
 
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""

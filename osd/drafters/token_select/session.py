@@ -77,8 +77,9 @@ class TokenSelectSession(AutoregressiveSession):
                 fed.tokens(slot, place, [self._last[slot]])
             else:
                 fed.node(slot, place + 1, node, ids[row][node], paths(parents[row][: node + 1])[node])
-        self._states = torch.empty(len(asked), 0)
-        return self._target.forward(replace(fed.build(), selection=self.selection), wanted).logits
+        logits = self._target.forward(replace(fed.build(), selection=self.selection), wanted).logits
+        self._states = logits.new_empty(len(asked), 0)
+        return logits
 
     def chains(self, slots: Sequence[int], limits: Sequence[int], floor: float) -> Chains | None:
         """See ``AutoregressiveSession.chains``."""
