@@ -128,13 +128,16 @@ def decoding_rate(arrivals: Arrivals) -> float:
     return sum(counts) / seconds if seconds else 0.0
 
 
-def updates_of(engine: Engine, requests: Sequence[Request], users: int | None = None) -> Iterator[tuple[float, Update]]:
+def updates_of(
+    engine: Engine, requests: Sequence[Request], users: int | None = None, patience: float | None = None
+) -> Iterator[tuple[float, Update]]:
     """Send ``requests`` at once, or as so many ``users`` do who wait for an answer before they ask again.
 
     Yields every update with the seconds since then, until all have ended.
 
     Raises:
         RuntimeError: one of them failed.
+        queue.Empty: nothing came for ``patience`` seconds.
     """
     updates: queue.Queue[tuple[float, Update]] = queue.Queue()
     later, begun = iter(requests), time.perf_counter()
@@ -146,7 +149,7 @@ def updates_of(engine: Engine, requests: Sequence[Request], users: int | None = 
     send(users)
     left = len(requests)
     while left:
-        moment, update = updates.get()
+        moment, update = updates.get(timeout=patience)
         if update.finish_reason == "error":
             raise RuntimeError(f"a request failed: {update.error}")
         yield moment, update

@@ -103,16 +103,19 @@ class PromptTokensSession(AutoregressiveSession):
         """See ``Session.ride``."""
         table, trees = self._table.by_depth(), proposal.trees
         shares = proposal.chances or [kept_shares(tree.parents, table) for tree in trees]
-        places = [ends(tree.parents, mine) for tree, mine in zip(trees, shares, strict=True)]
         given = zip(asked.slots, asked.limits, trees, strict=True)
         rooms = [self._room(slot, tree, growth) if limit else 0 for slot, limit, tree in given]
+        both = zip(trees, shares, rooms, strict=True)
+        places = [ends(tree.parents, mine) if room else [] for tree, mine, room in both]
         if asked.worth is None:
             gains = expected_accepted(table, growth.max_nodes)
             counts = [allotted(mine, gains, room) for mine, room in zip(places, rooms, strict=True)]
         else:
             worth = asked.worth.after(sum(map(len, shares)), sum(map(sum, shares)))
-            price = worth.price(self._tokens)
-            gains = expected_accepted(table, growth.max_nodes, price) if added is None else added[: 1 + self._tokens]
+            if added is None:
+                gains = expected_accepted(table, growth.max_nodes, worth.price(self._tokens))
+            else:
+                gains = list(added[: 1 + self._tokens])
             counts = paying(places, gains, rooms, self._copies, worth)
             self._probe(worth, counts, rooms, places)
         if not any(map(any, counts)):

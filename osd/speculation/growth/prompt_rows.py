@@ -124,20 +124,19 @@ def paying(
         if pc * gain > _LEAST * (to - since)
     ]
     best, chosen, brought, rows = 0.0, 0, 0.0, worth.rows
-    taken: list[tuple[int, int, int]] = []
+    taken: list[tuple[int, int, int]] = []  # places and what they had before
     for each, b, place, since, to in sorted(steps, key=lambda step: -step[0]):
         more = (to - since) * copies
         if counts[b][place] != since or to - since > left[b] or rows + more >= len(worth.seconds):
             continue
         counts[b][place], left[b], rows = to, left[b] - (to - since), rows + more
         brought += each * (to - since)
-        taken.append((b, place, to))
+        taken.append((b, place, since))
         value = brought - worth.speed * float(worth.seconds[rows] - worth.seconds[worth.rows])
         if value > best:
             best, chosen = value, len(taken)
-    counts = [[0] * len(mine) for mine in places]
-    for b, place, to in taken[:chosen]:
-        counts[b][place] = to
+    for b, place, since in reversed(taken[chosen:]):
+        counts[b][place] = since
     return counts
 
 

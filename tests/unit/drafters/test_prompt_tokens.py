@@ -132,6 +132,14 @@ def test_a_proposal_has_no_forward_and_each_draft_carries_the_next_one(target_di
     assert not tree.rider_tokens
 
 
+def test_where_none_ride_nothing_is_embedded(target_dir: Path) -> None:
+    session = drafting(made(target_dir))
+    session.open(0, 5)
+    nothing = Proposal.of_choice([Tree([], [], ())])
+    assert session.ride(asked([8]), GROWTHS["best_first"](budget=8), nothing).embedded is not None
+    assert session.ride(asked([0]), GROWTHS["best_first"](budget=8), nothing) is nothing
+
+
 def test_rows_are_no_more_than_there_is_room_for_and_those_of_least_worth_go(target_dir: Path) -> None:
     drafter = made(target_dir, rows=6)
     session, target = drafting(drafter, 1), target_of(target_dir, drafter)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -89,22 +88,6 @@ class Client:
         while any(result.finish is None for result in self.results.values()):
             self.next()
         return self.results
-
-
-def updates_of(engine: Engine, requests: Iterable[Request]) -> Iterator[Update]:
-    """Start an engine, and yield what it says of many requests; a few wait at a time, as it looks at all that do."""
-    updates: queue.Queue[Update] = queue.Queue()
-    coming, left = iter(requests), 0
-    engine.start()
-    while True:
-        for request in itertools.islice(coming, 128 - left):
-            engine.submit(request, updates.put)
-            left += 1
-        if not left:
-            return
-        update = updates.get(timeout=60)
-        left -= update.finish_reason is not None
-        yield update
 
 
 def settings(

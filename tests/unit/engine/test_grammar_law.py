@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import queue
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from osd.drafters.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.grammar import Grammar
 from osd.engine.policy import Policy
-from osd.engine.request import Request, SamplingParams
+from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.generic import NAME
 from osd.runtime.model import SlotModel
 from osd.speculation import masks, penalties
@@ -35,7 +36,7 @@ from osd.speculation.noise import Noise
 from osd.speculation.tree import DraftBatch
 from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
-from tests.unit.engine.harness import settings, updates_of
+from tests.unit.engine.harness import settings
 
 END, PROMPT, COUNT = 0, (3, 1, 4), 400
 TOKENS = [b"</s>", b"a", b"b", b"c", b"bc"]
@@ -137,15 +138,21 @@ def p_value(
         embeddings=64 * (needs.embeddings if needs else 0),
     )
     engine = Engine(target, Mute(), chosen, drafter, 1)  # type: ignore[arg-type]
+    updates: queue.Queue[Update] = queue.Queue()
     seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
-    seeded = (SamplingParams(temperature, seed=seed, repeatable=repeatable) for seed in range(count))
-    requests = (
-        Request(str(one.seed), PROMPT, 20, one, policy=policy, capture=True, grammar=grammar, speculate=drafts)
-        for one in seeded
-    )
+    for seed in range(count):
+        sampling = SamplingParams(temperature, seed=seed, repeatable=repeatable)
+        engine.submit(
+            Request(str(seed), PROMPT, 20, sampling, policy=policy, capture=True, grammar=grammar, speculate=drafts),
+            updates.put,
+        )
+    engine.start()
     try:
-        for update in updates_of(engine, requests):
+        left = count
+        while left:
+            update = updates.get(timeout=60)
             seen[update.request_id] += update.token_ids if update.finish_reason != "error" else FAILED
+            left -= update.finish_reason is not None
         counts = engine.counters().speculation()
     finally:
         engine.stop()

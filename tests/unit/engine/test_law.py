@@ -21,6 +21,7 @@ from scipy.stats import chi2
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.streams import updates_of
 from osd.config import GROWTH_SETTINGS, DynamicTreeSettings, StaticTreeSettings
 from osd.drafters import Drafter
 from osd.drafters.eagle.drafter import Eagle
@@ -49,7 +50,7 @@ from osd.speculation.verification.base import Verdict
 from osd.speculation.verification.chain import Chain
 from osd.speculation.verification.draws import Drawing, LastDrawn, follow_draws
 from tests.unit.drafters.other_tokens import translated
-from tests.unit.engine.harness import settings, updates_of
+from tests.unit.engine.harness import settings
 from tests.unit.engine.toys import Lookup, Rider, Skip
 from tests.unit.speculation.test_penalties import written_out
 
@@ -155,12 +156,14 @@ def p_value(
     seen: dict[str, list[int]] = {str(seed): [] for seed in range(count)}
     policies = [*policy] if isinstance(policy, Sequence) else [policy]
     seeded = (dataclasses.replace(sampling, seed=seed) for seed in range(count))
-    requests = (
+    requests = [
         Request(str(one.seed), PROMPT, length + 1, one, ignore_eos=True, capture=True, policy=mine, domain=domain)
         for one, mine in zip(seeded, itertools.cycle(policies), strict=False)
-    )
+    ]
+    engine.start()
     try:
-        for update in updates_of(engine, requests):
+        # Each step of the engine looks at all that wait.
+        for _, update in updates_of(engine, requests, 2 * SLOTS, patience=60):
             meanwhile(engine)
             seen[update.request_id] += update.token_ids
         counts = engine.counters().speculation()

@@ -70,6 +70,26 @@ def test_sequences_that_do_without_the_trained_drafter_go_on_beside_those_that_a
     assert asked == {"0", "2", "4"}
 
 
+@pytest.mark.parametrize(("kind", "silent"), [("eagle", False), ("prompt_tokens", True)])
+def test_rounds_without_a_word_of_the_trained_drafter_count_as_such(
+    target_dir: Path, kind: str, silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is known of prompt tokens before they rode once."""
+    found: list[int] = []
+    decide = Consulting.decide
+
+    def noted(consulting: Consulting, candidates: Any, worth: Any, name: str, silent: int = 0) -> Consulted:
+        found.append(silent)
+        return decide(consulting, candidates, worth, name, silent)
+
+    monkeypatch.setattr(Consulting, "decide", noted)
+    with running(target_dir, drafter=mixed(kind, target_dir), growth=BestFirstSettings()) as client:
+        client.submit("one", prompts((16,))[0], 12, ignore_eos=True)
+        client.wait()
+    assert found
+    assert max(found) == silent
+
+
 def test_what_asking_takes_has_the_second_draft_of_recall_in_it(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,13 @@ def test_the_states_of_all_records_are_wanted_and_of_few_where_nobody_trains():
     assert one.wanted == 1
 
 
+def test_states_are_wanted_of_fewer_records_where_training_would_not_pay():
+    one = fed(trainee(held_out=0.2), 20)
+    assert one.wanted == 1
+    one.pays = False
+    assert one.wanted < 0.5
+
+
 def test_what_has_no_states_is_watched_and_gives_nothing_to_train_on():
     one = trainee()
     for _ in range(1000):
