@@ -54,26 +54,37 @@ class First:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Prompts in order, when each arrives, and how long its answer may be; with a valley if ``valley`` says so."""
+    """Prompts in order, when each arrives, and how long its answer may be; with a valley if ``valley`` says so.
+
+    They are of so many ``streams``, one after the other, and as many of each.
+    """
 
     prompts: Sequence[Prompt]
     arrivals: Sequence[Arrival]
     valley: bool = False
+    streams: int = 1
 
     @classmethod
-    def of(cls, prompts: Iterable[Prompt], arrivals: Sequence[Arrival], requests: int, valley: bool = False) -> Traffic:
-        """The first ``requests`` of both; a prompt that came before is left out.
+    def of(
+        cls, streams: Sequence[Iterable[Prompt]], arrivals: Sequence[Arrival], requests: int, valley: bool = False
+    ) -> Traffic:
+        """The first ``requests`` of each stream, and as many arrivals; a prompt that came before is left out.
 
         Raises:
             TrafficError: there are not as many.
         """
-        distinct: dict[tuple[str | None, tuple[str, ...]], Prompt] = {}
-        for prompt in prompts:
-            distinct.setdefault((prompt.system, prompt.turns), prompt)
-        for name, there in (("distinct prompts", len(distinct)), ("arrivals", len(arrivals))):
-            if there < requests:
-                raise TrafficError(f"there are {there} {name} for {requests} requests")
-        return cls(list(distinct.values())[:requests], arrivals[:requests], valley)
+        came: set[tuple[str | None, tuple[str, ...]]] = set()
+        chosen: list[Prompt] = []
+        for stream in streams:
+            distinct: dict[tuple[str | None, tuple[str, ...]], Prompt] = {}
+            for prompt in stream:
+                if (prompt.system, prompt.turns) not in came:
+                    distinct.setdefault((prompt.system, prompt.turns), prompt)
+            _check(len(distinct), "distinct prompts", requests)
+            came |= distinct.keys()
+            chosen += list(distinct.values())[:requests]
+        _check(len(arrivals), "arrivals", len(chosen))
+        return cls(chosen, arrivals[: len(chosen)], valley, len(streams))
 
     @property
     def longest(self) -> int:
@@ -118,11 +129,15 @@ class Passes:
 
 @dataclass(frozen=True)
 class Found:
-    """What the service could take, its rate of requests, and the turns, each of them one turn of every way."""
+    """What the service could take, its rate of requests, and the turns, each of them one turn of every way.
+
+    ``begins`` has the number of the request that each stream of the traffic began with.
+    """
 
     capacity: Capacity
     rate: float
     turns: list[dict[str, Turn]]
+    begins: Sequence[int] = (0,)
 
     @property
     def ways(self) -> list[str]:
@@ -135,6 +150,11 @@ class Found:
         trained = [turn[way] for turn in self.turns for way in (TRAINED, RECALL_TRAINED) if way in turn]
         tokens, seconds = sum(one.trainer["tokens"] for one in trained), sum(one.end.training for one in trained)
         return tokens / seconds if seconds else 0.0
+
+
+def _check(there: int, what: str, requests: int) -> None:
+    if there < requests:
+        raise TrafficError(f"there are {there} {what} for {requests} requests")
 
 
 class Results:
@@ -209,7 +229,8 @@ def net(
     capacity = results.once("capacity", Capacity, burst)
     rate = load * capacity.requests_per_second
     report(f"{rate:.3f} requests a second are {load:.0%} of what it can take")
-    found = Found(capacity, rate, [])
+    size = len(traffic.prompts) // traffic.streams
+    found = Found(capacity, rate, [], [number * size for number in range(traffic.streams)])
     for turn in range(turns):
         done: dict[str, Turn] = {}
         for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):
@@ -264,7 +285,7 @@ def _served(settings: Settings, first: First, traffic: Traffic, way: str, report
         raise BenchError(f"{clients.tally.failed} of {clients.tally.sent} requests failed: {reason}")
     if said.get("failure"):
         raise BenchError(f"the trainer failed: {said['failure']}")
-    turn = turn_of(way, clients.figures(), sampler, settings, said)
+    turn = turn_of(way, clients.figures(), sampler, settings, said, traffic.streams)
     if trainable and (not turn.versions or turn.versions[0].number != FIRST_VERSION):
         raise BenchError("the service did not begin with the first drafter: it does not fit the drafter's settings")
     return turn

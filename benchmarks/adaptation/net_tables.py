@@ -23,6 +23,7 @@ _COMPARED = (
     (RECALL_TRAINED, RECALL_FROZEN),
     (RECALL_TRAINED, FROZEN),
 )
+_SOON = 100  # requests after a switch
 _LEARNING = ((TRAINED, FROZEN), (RECALL_TRAINED, RECALL))
 """What trains, beside the same without training."""
 
@@ -67,7 +68,8 @@ def net_tables(found: Found) -> list[Table]:
     for one, other in _present(_COMPARED, found):
         of_ways = [[_ratio(FIGURES[name], turn[one], turn[other]) for turn in found.turns] for name in _RATIOS]
         ratios.rows.append((f"{one} / {other}", *(_median(values, 3) for values in of_ways)))
-    return [figures, ratios, _paybacks(found), _predictions(found)]
+    switches = [_switches(found)] if len(found.begins) > 1 else []
+    return [figures, ratios, _paybacks(found), _predictions(found), *switches]
 
 
 def _paybacks(found: Found) -> Table:
@@ -92,6 +94,23 @@ def _predictions(found: Found) -> Table:
                 predicted = "-" if one.predicted is None else f"{one.predicted:.4f}"
                 figures = (f"{one.since:.0f}", f"{one.until:.0f}", predicted, f"{gain:.4f}")
                 table.rows.append((f"{number}, {way}, {one.number}", *figures))
+    return table
+
+
+def _switches(found: Found) -> Table:
+    """What part of training came soon after another stream had begun; before the first one was that of ``--before``."""
+    columns = ("turn", *(f"from request {begin}" for begin in found.begins), "all", f"within {_SOON} of these", "share")
+    table = Table("CPU seconds of training", columns, [])
+    for number, turn in enumerate(found.turns, 1):
+        for way in (TRAINED, RECALL_TRAINED):
+            if way in turn:
+                one, ends = turn[way], (*found.begins[1:], turn[way].end.requests)
+                until = one.trained_until
+                spent = [until(end) - until(begin) for begin, end in zip(found.begins, ends, strict=True)]
+                soon = sum(until(begin + _SOON) - until(begin) for begin in found.begins)
+                share = f"{soon / one.end.training:.2f}" if one.end.training else "-"
+                figures = [f"{seconds:.1f}" for seconds in (*spent, one.end.training, soon)]
+                table.rows.append((f"{number}, {way}", *figures, share))
     return table
 
 

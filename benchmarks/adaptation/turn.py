@@ -18,7 +18,7 @@ _REQUESTS = "osd_requests"
 _DRAFTED, _ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 _TOKENS, _BUSY, _TRAINING = "osd_completion_tokens", "osd_busy_seconds", "osd_training_cpu_seconds"
 _PROMPTS, _CACHED, _WRITTEN = "osd_prompt_tokens", "vllm:prefix_cache_hits", "osd_traces_bytes"
-_POINTS = 20  # of a curve
+_POINTS = 20  # of a curve, for each stream
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Turn:
         cores: threads of the engine.
         swaps: of drafters, counted in each replica.
         versions: of trained drafters, in the order in which they came into service.
-        curve: from nothing to the end, at each twentieth of the requests as far as looks can tell them apart.
+        curve: from nothing to the end, at each twentieth of a stream's requests as far as looks can tell them apart.
         trainer: what it said of itself in the end.
         written: bytes of the records on the stream.
         prompt_tokens: of all requests.
@@ -109,6 +109,11 @@ class Turn:
         """Accepted / drafted, 0 when nothing was drafted."""
         return acceptance_rate(self.end.accepted, self.end.drafted)
 
+    def trained_until(self, requests: float) -> float:
+        """CPU seconds of training until so many requests were answered."""
+        answered, trained = [point.requests for point in self.curve], [point.training for point in self.curve]
+        return float(np.interp(requests, answered, trained))
+
     def gains(self) -> list[tuple[Version, float]]:
         """Each version but the first, and what it saved in each second beyond what the one before would have.
 
@@ -140,8 +145,12 @@ def turn_of(
     looked: ServiceSampler,
     settings: Settings,
     said: dict[str, Any],
+    streams: int = 1,
 ) -> Turn:
-    """What a pass did, by what its clients saw, the looks at its service and what its trainer ``said``."""
+    """What a pass did, by what its clients saw, the looks at its service and what its trainer ``said``.
+
+    Its traffic had so many ``streams``.
+    """
     begin, end = looked.samples[0], looked.samples[-1]
     cores = settings.engine.threads or os.cpu_count() or 1
     return Turn(
@@ -151,7 +160,7 @@ def turn_of(
         cores=cores,
         swaps=end.count("osd_swaps") - begin.count("osd_swaps"),
         versions=versions(looked.samples, looked.dashboard, settings.domain, cores),
-        curve=curve(looked.samples),
+        curve=curve(looked.samples, _POINTS * streams),
         trainer=said,
         written=end.count(_WRITTEN) - begin.count(_WRITTEN),
         prompt_tokens=end.count(_PROMPTS) - begin.count(_PROMPTS),
@@ -175,7 +184,7 @@ def versions(samples: Sequence[Sample], dashboard: dict[str, Any], domain: str, 
     ]
 
 
-def curve(samples: Sequence[Sample], points: int = _POINTS) -> list[Point]:
+def curve(samples: Sequence[Sample], points: int) -> list[Point]:
     """What was done until each part of the requests was answered, as far as looks can tell them apart."""
     begin, end = samples[0], samples[-1]
     found = [_point(begin, begin)]

@@ -31,7 +31,10 @@ _CAPTURE_PROMPTS = 48  # of one engine's 16 slots three waves: records are writt
 
 def net(
     before: Annotated[Path, typer.Option(help="Prompts that the first drafter is distilled on.", metavar="FILE")],
-    stream: Annotated[Path, typer.Option(help="Prompts of the traffic, each sent once.", metavar="FILE")],
+    stream: Annotated[
+        list[Path],
+        typer.Option(help="Prompts of the traffic, each sent once; may be given again, to follow.", metavar="FILE"),
+    ],
     arrivals: Annotated[
         Path, typer.Option(help="CSV with TIMESTAMP and GeneratedTokens; it is stretched to the load.", metavar="FILE")
     ],
@@ -50,7 +53,7 @@ def net(
     full: Annotated[
         bool, typer.Option("--full", help="Answers may have all of --tokens, whatever the trace says.")
     ] = False,
-    requests: Annotated[int, typer.Option(min=16, help="Of each pass.")] = 300,
+    requests: Annotated[int, typer.Option(min=16, help="Of each stream in a pass.")] = 300,
     turns: Annotated[int, typer.Option(min=1, help="Passes of each way.")] = 3,
     records: Records = 100,
     tokens: Tokens = 48,
@@ -99,7 +102,8 @@ def net(
         arriving = read(arrivals)
         if full:
             arriving = [replace(one, tokens=tokens) for one in arriving]
-        traffic = bench.Traffic.of(prompts_of(stream), paced(arriving, None, tokens), requests, valley)
+        streams = [prompts_of(one) for one in stream]
+        traffic = bench.Traffic.of(streams, paced(arriving, None, tokens), requests, valley)
         check_port(settings.serving.host, settings.serving.port)
     except (TrafficError, *START_ERRORS) as error:
         fail(error)
@@ -137,7 +141,7 @@ def net(
         "drafter": drafter,
         "trainer": settings.trainer.model_dump(),
         "before": {"name": known.name, "records": len(known.arriving)},
-        "stream": {"name": stream.stem, "requests": requests, "tokens": tokens, "full": full},
+        "streams": {"names": [one.stem for one in stream], "requests": requests, "tokens": tokens, "full": full},
         "arrivals": {"name": arrivals.name, "valley": valley},
         "load": load,
         "capacity": asdict(found.capacity),

@@ -99,15 +99,16 @@ def test_no_more_domains_are_followed_than_have_drafters():
     assert max(map(len, reports.asked)) == 64
 
 
-def test_states_are_wanted_by_a_trainer_that_comes_along_with_them_and_half_of_those_that_judge():
-    reports = Reports(general=Training(states_wanted=0.2), code=Training())
+def test_states_are_wanted_by_a_trainer_that_comes_along_with_them_and_more_of_those_that_judge():
+    reports = Reports(general=Training(states_wanted=0.2), prose=Training(states_wanted=0.05), code=Training())
     worth = worth_of(reports)
-    for domain in ("general", "code", "nobody-trains"):
+    chances = {"general": (0.2, 0.5), "prose": (0.05, 0.25), "code": (1.0, 1.0), "nobody-trains": (1.0, 1.0)}
+    for domain in chances:
         worth.note(record(domain))
     looked = len(reports.asked)
-    requests = [f"r{number}" for number in range(4000)]
+    requests = [f"r{number}" for number in range(8000)]
     held = [request for request in requests if is_held_out(request, 0.1)]
-    for domain, trained, judged in (("general", 0.2, 0.5), ("code", 1.0, 1.0), ("nobody-trains", 1.0, 1.0)):
+    for domain, (trained, judged) in chances.items():
         for some, chance in ((held, judged), ([one for one in requests if one not in held], trained)):
             weights = [worth.states_weight(domain, request) for request in some]
             assert set(weights) <= {0.0, 1 / chance}

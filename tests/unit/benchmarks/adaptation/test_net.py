@@ -124,6 +124,12 @@ def test_a_curve_has_what_was_done_until_each_part_of_the_requests():
     assert [point.seconds for point in points] == [point.busy for point in points]
 
 
+def test_a_curve_is_as_fine_for_each_of_several_streams():
+    samples = [look(n, requests=n, tokens=10 * n, busy=n) for n in range(41)]
+    points = turn_of(FROZEN, CLIENTS, looked(*samples), Settings(), {}, streams=2).curve
+    assert [point.requests for point in points] == list(range(41))
+
+
 def test_looks_that_are_far_apart_make_a_curve_of_fewer_points():
     samples = [look(0.0), look(1.0, 10, 100, 10, 10, 1), look(2.0, 40, 400, 40, 40, 4)]
     assert [point.requests for point in turn_of(FROZEN, CLIENTS, looked(*samples), Settings(), {}).curve] == [0, 10, 40]
@@ -148,13 +154,24 @@ def test_an_account_sets_what_training_cost_against_the_seconds_that_the_engine_
 def test_traffic_is_the_first_of_the_stream_and_no_prompt_comes_again():
     prompts, arrivals = made_up(6), [Arrival(float(n), 8 + n) for n in range(5)]
     again = [prompts[0], replace(prompts[0], id="same words"), *prompts[1:]]
-    traffic = Traffic.of(again, arrivals, 4)
+    traffic = Traffic.of([again], arrivals, 4)
     assert traffic.prompts == prompts[:4]
     assert traffic.arrivals == arrivals[:4]
     with pytest.raises(TrafficError, match="there are 6 distinct prompts for 7 requests"):
-        Traffic.of(again, [*arrivals] * 2, 7)
+        Traffic.of([again], [*arrivals] * 2, 7)
     with pytest.raises(TrafficError, match="there are 5 arrivals for 6 requests"):
-        Traffic.of(again, arrivals, 6)
+        Traffic.of([again], arrivals, 6)
+
+
+def test_streams_follow_each_other_and_what_one_had_does_not_come_in_the_next():
+    prompts, arrivals = made_up(6), [Arrival(float(n), 8) for n in range(6)]
+    traffic = Traffic.of([prompts[:3], [prompts[1], *prompts[3:]]], arrivals, 2)
+    assert traffic.prompts == [prompts[0], prompts[1], prompts[3], prompts[4]]
+    assert (traffic.arrivals, traffic.streams) == (arrivals[:4], 2)
+    with pytest.raises(TrafficError, match="there are 2 distinct prompts for 3 requests"):
+        Traffic.of([prompts[:4], prompts[2:]], arrivals, 3)
+    with pytest.raises(TrafficError, match="there are 5 arrivals for 6 requests"):
+        Traffic.of([prompts[:3], prompts[3:]], arrivals[:5], 3)
 
 
 def test_a_burst_is_spread_over_the_traffic_and_keeps_each_prompt_with_its_length():
@@ -405,6 +422,19 @@ def test_the_tables_say_what_training_cost_when_it_paid_and_how_well_that_was_fo
     turns = [of_ways(trained={"versions": versions}, recall_trained={"versions": versions[:1]})]
     assert net_tables(net.Found(net.Capacity(8, 1, 1), 1, turns))[3].rows == [
         ("1, trained, 2", "10", "20", "0.2500", "0.3000")
+    ]
+
+
+def test_where_streams_follow_each_other_a_table_says_how_much_was_trained_soon_after_each_began():
+    curve = [Point(n, n, 10 * n, 0, 0, n, t) for n, t in ((0, 0), (50, 8), (200, 10), (300, 13), (400, 16))]
+    rested = [replace(one, training=0) for one in curve]
+    turns = [of_ways() | {TRAINED: replace(turn(), curve=curve), RECALL_TRAINED: replace(turn(), curve=rested)}]
+    alone, both = (net_tables(net.Found(net.Capacity(8, 1, 1), 1, turns, begins)) for begins in ((0,), (0, 200)))
+    assert len(both) == len(alone) + 1
+    assert both[-1].columns == ("turn", "from request 0", "from request 200", "all", "within 100 of these", "share")
+    assert both[-1].rows == [
+        ("1, trained", "10.0", "6.0", "16.0", "11.7", "0.73"),
+        ("1, recall + trained", "0.0", "0.0", "0.0", "0.0", "-"),
     ]
 
 
