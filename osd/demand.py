@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 QUEUE = 4
 """Requests that are told apart, for each that is decoded at once: beyond, a longer queue changes nothing."""
 
@@ -86,13 +88,16 @@ class Workload:
     rounds: tuple[tuple[float, ...], ...]
     uptake: float = 0.0
 
-    def busy(self, lengths: Sequence[float]) -> float:
-        """Busy seconds a token where drafts of 0, 1, 2, ... tokens give ``lengths`` tokens per round.
+    def busy(self, nodes: Sequence[float] | np.ndarray, lengths: Sequence[float] | np.ndarray) -> float:
+        """Busy seconds a token where drafts of so many ``nodes`` for each stream give ``lengths`` tokens per round.
 
-        Each stream drafts as many tokens as give the most.
+        Both are means over rounds, the first of them without drafts; streams draft as many as give the most. How
+        probable a token is the drafter says when it is asked for one: a round with drafts takes what one token for each
+        stream takes, at least.
         """
+        drafted = np.where(np.asarray(nodes) > 0, np.maximum(nodes, 1.0), 0.0)
         decoding = [
-            min(seconds / (streams * tokens) for tokens, seconds in zip(lengths, each, strict=False))
+            float((np.interp(drafted, np.arange(len(each)), each) / (streams * np.asarray(lengths))).min())
             for streams, each in enumerate(self.rounds, 1)
         ]
         decoding += decoding[-1:] * ((QUEUE - 1) * len(decoding))

@@ -35,8 +35,8 @@ from osd.metrics import acceptance_rate
 from osd.simulation import knowledge
 from osd.simulation.bill import payback
 from osd.simulation.deployment import Deployment, Outcome
-from osd.simulation.draft_curve import draft_curve
 from osd.simulation.round_costs import MeasuredRounds
+from osd.speculation.draft_curve import draft_curve
 from osd.traffic.arrivals import Arrival
 
 _PASS = re.compile(r"load (?P<load>[\d.e-]+), turn (?P<turn>\d+), (?P<way>.+)")

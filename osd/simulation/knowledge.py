@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from osd.config import DomainsAssumed
 from osd.learning.value import alike
-from osd.simulation.draft_curve import DraftCurve, draft_curve
+from osd.speculation.draft_curve import DraftCurve, draft_curve
 
 PLAIN, UNTRAINED, TRAINED = "plain", "untrained", "trained"
 WAYS = (PLAIN, UNTRAINED, TRAINED)

@@ -42,7 +42,9 @@ def test_more_than_can_be_decoded_is_decoded_with_as_many_at_once_as_there_can_b
 
 
 def saving_rate(work: Workload, now, after):
-    return work.share * (work.busy(now) - work.busy(after)) / work.busy(now)
+    """Where drafts of 0, 1, 2, ... tokens give so many tokens per round."""
+    was, would = (work.busy(range(len(lengths)), lengths) for lengths in (now, after))
+    return work.share * (was - would) / was
 
 
 def test_of_users_who_ask_again_at_once_the_same_number_is_saved_as_of_one_alone():
@@ -57,6 +59,14 @@ def test_where_users_are_independent_less_is_saved_as_fewer_requests_share_a_rou
     open_ = Demand(((0, 1, 0.35),), 10.0, 0.0)
     saved = [saving_rate(Workload(1.0, demand, rounds), before, after) for demand in (waiting, open_)]
     assert 0 < saved[1] < 0.8 * saved[0]
+
+
+def test_a_part_of_a_token_takes_a_part_of_its_round_and_to_ask_for_one_takes_what_one_does():
+    work = Workload(1.0, ALONE, ((1.0, 1.2, 1.6),))
+    assert work.busy([0.0, 1.5], [1.0, 1.75]) == pytest.approx(1.4 / 1.75)
+    assert work.busy([0.0, 0.25], [1.0, 1.25]) == pytest.approx(1.2 / 1.25)
+    assert work.busy([0.0, 0.25], [1.0, 1.15]) == pytest.approx(1.0)
+    assert work.busy([0.0, 5.0], [1.0, 3.0]) == pytest.approx(1.6 / 3.0)  # no more than the rounds have
 
 
 def test_a_workload_goes_through_redis_as_it_is():

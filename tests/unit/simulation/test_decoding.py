@@ -7,7 +7,7 @@ import pytest
 import simpy
 
 from osd.simulation.arriving import Asked
-from osd.simulation.draft_curve import draft_curve
+from osd.speculation.draft_curve import draft_curve
 from tests.unit.simulation.toys import PLAIN_CURVE, Toy, poisson, replica, served
 
 

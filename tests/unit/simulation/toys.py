@@ -8,7 +8,7 @@ import simpy
 from osd.config import Scenario, Settings
 from osd.simulation.arriving import Asked
 from osd.simulation.decoding import DecodingReplica
-from osd.simulation.draft_curve import draft_curve
+from osd.speculation.draft_curve import draft_curve
 
 
 class Toy:

@@ -1,4 +1,4 @@
-"""What drafts give, and what is known of a domain."""
+"""What drafts give whose tokens are more or less probable."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from osd.config import DomainsAssumed
 from osd.learning.value import chain_length
-from osd.simulation.draft_curve import THRESHOLDS, draft_curve
-from osd.simulation.knowledge import Knowledge
+from osd.speculation.draft_curve import THRESHOLDS, draft_curve, nodes_and_lengths
 
 
 @pytest.mark.parametrize("certainty", [0.3, 1.0, 5.0, 100.0])
@@ -61,19 +59,13 @@ def test_what_the_last_round_gives_too_much_is_what_renewal_theory_says():
     assert curve.surplus[-1] == pytest.approx(over.mean(), abs=0.05)
 
 
-def test_knowledge_saturates_and_a_change_takes_its_share_of_drafter_versions_and_recall():
-    assumed = DomainsAssumed(gain=0.8, tokens=1000, recall_gain=1.0, recall_tokens=500, length=1.5, drift_loss=0.25)
-    one = Knowledge(assumed, 0)
-    first = one.version(1)
-    one.trained, one.remembered = 1000.0, 1e9
-    assert one.gained == pytest.approx(0.8 * (1 - np.exp(-1)))
-    second = one.version(2)
-    assert one.length(first) == pytest.approx(2.5)
-    assert one.length(second) == pytest.approx(2.5 + one.gained)
-    before, adds = one.gained, one.adds(second)
-    one.change()
-    assert one.gained == pytest.approx(0.75 * before)
-    assert one.adds(second) == pytest.approx(0.75 * adds)
-    assert one.recalled == pytest.approx(0.75, abs=1e-6)
-    one.trained += 1e7
-    assert one.gained == pytest.approx(0.8)  # all of it can be learnt again
+def test_between_two_hundredths_nodes_and_lengths_change_smoothly():
+    for acceptance, hundredths in ((0.0, 0), (0.3, 30), (1.0, 100)):
+        nodes, lengths = nodes_and_lengths(acceptance, 4, 1.6)
+        curve = draft_curve(hundredths, 4, 1.6)
+        np.testing.assert_allclose(nodes, curve.nodes, atol=1e-9)
+        np.testing.assert_allclose(lengths, curve.lengths, atol=1e-9)
+    finely = [nodes_and_lengths(acceptance, 4, 1.6)[1] for acceptance in np.arange(0.3, 0.32, 0.001)]
+    steps = np.diff(finely, axis=0)[:, 1:]
+    assert (steps > 0).any(axis=0).all()
+    assert (steps < 0.01).all()
