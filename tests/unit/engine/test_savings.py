@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.streams import settled
+from osd.config import ChainSettings
 from osd.drafters.recall.drafter import Recall
 from osd.engine import round as rounds
 from osd.engine.counters import DecodeSeconds
 from osd.engine.planner import Planner
+from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.engine.round import Outcome
 from osd.engine.savings import PlainRound, plain_round, savings
@@ -194,6 +196,35 @@ def test_a_look_at_the_target_that_plain_decoding_needs_too_is_nobodys_upkeep(
     assert len(upkeep) > 1
     assert (min(upkeep) >= 0.1) is (temperature > 0)
     assert (max(upkeep) < 0.1) is (temperature == 0)
+
+
+def test_a_plain_round_after_a_drafter_that_computes_much_is_none_of_plain_decoding_alone():
+    costs = CostModel(MEASURED)
+    planner = Planner(Policy.of(ChainSettings(depth=3), None), 128, costs, governed=True)
+
+    def decoded(forward: float, drafted: int = 0, proposing: float = 0.0) -> None:
+        one = SimpleNamespace(sequence=SimpleNamespace(drafter=None), tree=SimpleNamespace(tokens=[0] * drafted))
+        asked = {DrafterOf("general", 1): proposing} if proposing else {}
+        outcome = SimpleNamespace(
+            sequences=[SimpleNamespace(**vars(one), proposed=False)], rows=1 + drafted, plain_rows=1,
+            draft_seconds=asked, upkeep_seconds={}, forward_seconds=forward, missed={}, exceptional=False,
+        )  # fmt: skip
+        planner.observe(outcome, forward + proposing)  # type: ignore[arg-type]
+
+    for _ in range(50):
+        decoded(0.017, drafted=7, proposing=0.004)
+        decoded(0.012)  # the target's weights have left the caches
+    assert costs.forward(1) == pytest.approx(0.010, rel=0.01)
+    assert costs.unsure(1), "so that a further round without drafts follows"
+    for _ in range(50):
+        decoded(0.017, drafted=7, proposing=0.004)
+        decoded(0.012)
+        decoded(0.009)
+    assert costs.forward(1) == pytest.approx(0.009, rel=0.01)
+    for _ in range(50):
+        decoded(0.017, drafted=7, proposing=0.001)  # a table says it
+        decoded(0.012)
+    assert costs.forward(1) == pytest.approx(0.012, rel=0.03)
 
 
 @pytest.mark.parametrize("unsure", [False, True])
