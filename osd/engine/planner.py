@@ -25,10 +25,11 @@ _SLOWER = 2.0
 _LEAST = 4
 """Tokens of prompts that any round reads."""
 
-_CROWDED = 0.1
-"""Of a forward's seconds, those of proposing after which the next forward finds less of the target in caches.
+_CROWDED, _RECOVERS = 0.1, 2
+"""Of a forward's seconds, those of proposing after which caches have less of the target; rounds until that is over.
 
-On two cores a plain round of one stream took 7.8 ms between rounds in which EAGLE drafted, and 7.1 ms after another.
+On two cores a round of one stream without drafts took 8.1 ms after one for which EAGLE drafted, a second one 7.8 ms, and
+7.5 ms where many follow each other.
 """
 
 MOST_NODES = 64
@@ -54,7 +55,7 @@ class Planner:
         self._policy, self._context, self._governed = policy, context, governed
         self._growths: WeakSet[Growth] = WeakSet()
         self._governors: WeakKeyDictionary[ActiveDrafter, Governor] = WeakKeyDictionary()
-        self._crowded = False
+        self._crowded = 0  # rounds without drafts that say nothing yet of plain decoding
 
     def limits(
         self, scheduled: Sequence[ScheduledSequence], running: int
@@ -63,7 +64,7 @@ class Planner:
 
         And what a round is worth without the drafts that are as large as pays, where there are such. A round that reads
         no prompt, of a size that was not seen for long, is one without drafts: it tells what these have to beat. After
-        a drafter that computes much it takes two of them, as the first is no round of plain decoding alone.
+        a drafter that computes much it takes several, as the first ones are dearer than those of plain decoding.
 
         Args:
             scheduled: what feeds in this round, without limits.
@@ -136,7 +137,8 @@ class Planner:
         self, outcome: Outcome, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]], seconds: float
     ) -> None:
         proposing, crowded = sum(outcome.draft_seconds.values()), self._crowded
-        self._crowded = proposing > _CROWDED * outcome.forward_seconds
+        crowds = proposing > _CROWDED * outcome.forward_seconds
+        self._crowded = _RECOVERS if crowds else max(crowded - 1, 0)
         if not crowded or outcome.rows > len(outcome.sequences):
             self.costs.observe_forward(outcome.rows, outcome.forward_seconds)
             host = seconds - proposing - outcome.forward_seconds
