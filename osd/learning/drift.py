@@ -29,12 +29,17 @@ def tested_tokens(trace: Trace) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Drift:
-    """An alarm: acceptance of ``version`` in ``domain`` was ``before`` and has fallen to about ``now``."""
+    """An alarm: acceptance of ``version`` in ``domain`` was ``before`` and has fallen to about ``now``.
+
+    ``since`` is when the first record was made that seems to belong to the fall, in seconds of the epoch; 0 where there
+    was none.
+    """
 
     domain: str
     version: int
     before: float
     now: float
+    since: float = 0.0
 
 
 class Cusum:
@@ -74,6 +79,11 @@ class Cusum:
             self._sum, self._since = 0.0, (0.0, 0.0)
         return acceptance_rate(*self._since) if self._sum > self._threshold else None
 
+    @property
+    def calm(self) -> bool:
+        """Whether nothing speaks for a fall now."""
+        return self._sum == 0
+
     def _settle(self) -> None:
         accepted, tested, weight = np.array(self._warm, float).T
         accepted, tested = weight * accepted, weight * tested
@@ -87,6 +97,14 @@ class Cusum:
         self._gains = math.log(p1 / p0) / phi, math.log((1 - p1) / (1 - p0)) / phi
 
 
+@dataclass
+class _Followed:
+    """A test, and when the first record was made that speaks for a fall."""
+
+    test: Cusum
+    since: float = 0.0
+
+
 class DriftWatch:
     """A test for each domain of requests and drafter version; a new version has a level of its own.
 
@@ -95,17 +113,20 @@ class DriftWatch:
 
     def __init__(self, fall: float, records: int) -> None:
         self._fall, self._records = fall, records
-        self._tests: OrderedDict[tuple[str, str, int], Cusum] = OrderedDict()
+        self._tests: OrderedDict[tuple[str, str, int], _Followed] = OrderedDict()
 
     def add(self, trace: Trace) -> Drift | None:
         """Take in a record as it arrives. After an alarm the level is estimated anew: a fall is reported once."""
         key = trace.domain, trace.drafter_domain, trace.drafter_version
-        test = self._tests.setdefault(key, Cusum(self._fall, self._records))
+        followed = self._tests.setdefault(key, _Followed(Cusum(self._fall, self._records)))
         self._tests.move_to_end(key)
         while len(self._tests) > _KNOWN:
             self._tests.popitem(last=False)
+        test = followed.test
+        if test.calm:
+            followed.since = trace.created
         now = test.add(*tested_tokens(trace), trace.weight)
         if now is None:
             return None
         del self._tests[key]
-        return Drift(trace.domain, trace.drafter_version, before=test.level, now=now)
+        return Drift(trace.domain, trace.drafter_version, test.level, now, followed.since)

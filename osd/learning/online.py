@@ -225,8 +225,12 @@ class Learner:
             self.next_candidate = min(self.next_candidate, self.distiller.steps)
 
     def drifted(self, drift: Drift) -> None:
-        """Acceptance fell: what is new is to be learned at once, and there is more to gain than before."""
+        """Acceptance fell: what is new is to be learned at once, and there is more to gain than before.
+
+        Records from before the fall judge no more: a drafter that is better for what is asked now may be worse there.
+        """
         self.trigger.drifted()
+        self.replay.retire(drift.since)
         self.value.drifted(drift.before, drift.now)
 
     @property

@@ -139,6 +139,11 @@ class Replay:
         """Drop every record, anchors and held-out ones too, that was made before ``created``; returns which."""
         return self._drop(lambda trace: trace.created < created)
 
+    def retire(self, created: float) -> None:
+        """Judge no more by held-out records that were made before ``created``."""
+        held = self._held_out
+        held.discard([key for key, trace in held.records.items() if trace.created < created])
+
     def purge(self, wanted: Callable[[str], bool]) -> list[Key]:
         """Drop every record, anchors and held-out ones too, whose request id is ``wanted``; returns which."""
         return self._drop(lambda trace: wanted(trace.request_id))

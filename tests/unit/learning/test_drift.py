@@ -101,3 +101,14 @@ def test_a_fall_is_told_once():
     rates = [0.8] * 80 + [0.5] * 300
     alarms = [n for n, rate in enumerate(rates) if watch.add(trace(rng, "general", 1, rate))]
     assert len(alarms) == 1
+
+
+def test_an_alarm_says_when_the_fall_began():
+    rng = np.random.default_rng(7)
+    watch = DriftWatch(0.1, 1000)
+    for made in range(200):
+        rate = 0.8 if made < 120 else 0.65
+        alarm = watch.add(msgspec.structs.replace(trace(rng, "general", 1, rate), created=float(made)))
+        if alarm is not None:
+            break
+    assert 115 <= alarm.since < made - 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -152,6 +153,23 @@ def test_the_first_candidate_is_due_after_thirty_cpu_seconds_and_one_after_each_
     assert not it.due
     it.worked(1.0)
     assert it.due
+
+
+def test_after_a_fall_records_from_before_it_judge_no_more_and_more_of_the_new_ones_do():
+    it = learner()
+    for n, name in enumerate(NAMES):
+        it.add(msgspec.structs.replace(make_trace(name, completion=COMPLETION, seed=n), created=float(n)))
+    before = it.replay.known("held_out")
+    trained = it.replay.known("train")
+    half = len(NAMES) // 2
+    it.drifted(Drift("general", 1, before=0.7, now=0.4, since=float(half)))
+    after = it.replay.known("held_out")
+    assert set(after) == {key for key in before if NAMES.index(key[0]) >= half}
+    assert 0 < len(after) < len(before)
+    assert it.replay.known("train") == trained
+    assert sum(len(batch.lengths) for batch in it.held_out()) == len(after)
+    it.drifted(Drift("general", 1, before=0.7, now=0.4))
+    assert it.replay.known("held_out") == after, "where no record began a fall all of them stay"
 
 
 def test_a_candidate_has_all_that_was_gathered():
