@@ -70,7 +70,7 @@ class Trainee:
         if now is not None:
             self.value.drifted(self._watch.level, now)
             self._new_watch()
-            self._improving = True
+            self._improving, self._held_out = True, 0.0  # what came before a fall judges no more
 
     @property
     def wanted(self) -> float:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import simpy
 
-from osd.config import DomainsAssumed, TrainerSettings
+from osd.config import DomainsAssumed, Settings, TrainersAssumed, TrainerSettings
+from osd.demand import Demand, Workload
 from osd.learning.online import PASSES
 from osd.learning.value import SLICE
 from osd.simulation.knowledge import Knowledge
 from osd.simulation.trainee import Trainee
+from osd.simulation.training_process import TrainingProcess
 
 ASSUMED = DomainsAssumed(gain=0.8, tokens=10_000, gate_error=0.0)
 
@@ -91,6 +96,11 @@ def test_a_fall_of_acceptance_begins_the_curve_anew_after_some_records():
     fed(one, 40, acceptance=0.2)
     assert one.value.horizon.alarms == alarms + 1
     assert one.value.seconds == 0
+    one = fed(trainee(), 100)
+    while not one.value.horizon.alarms:
+        fed(one, 1, acceptance=0.1)
+    one.learn(100, SLICE)
+    assert one.judge(3.0) is None, "what came before the fall judges no more"
 
 
 def test_parts_of_records_are_counted_when_they_make_a_whole_one():
@@ -125,6 +135,22 @@ def test_states_are_wanted_of_fewer_records_where_training_would_not_pay():
     assert one.wanted == 1
     one.pays = False
     assert one.wanted < 0.5
+
+
+@pytest.mark.parametrize(("price", "pays"), [(0.0, True), (1e9, False)])
+def test_whoever_trains_says_whether_that_pays(price, pays):
+    one, env = fed(trainee(), 20), simpy.Environment()
+    one.pays = not pays
+    work = Workload(1.0, Demand(((0, 1, 1.0),), 100.0, 0.0), ((0.01, 0.011, 0.012),))
+    service = SimpleNamespace(spare=lambda n: 1.0, beside_requests=lambda n: False, workload=lambda domain: work)
+    settings = Settings(trainer=TrainerSettings(price_idle=price))
+    training = TrainingProcess(
+        0, env, settings, TrainersAssumed(dedicated=False), {0: one}, service, 100.0, 1, lambda version: None
+    )  # fmt: skip
+    env.process(training.run(1.0))
+    env.run(until=1.5)
+    assert one.pays is pays
+    assert bool(training.trained.seconds) is pays
 
 
 def test_what_has_no_states_is_watched_and_gives_nothing_to_train_on():
