@@ -26,7 +26,7 @@ _LEAST = 4
 """Tokens of prompts that any round reads."""
 
 _CROWDED, _RECOVERS = 0.1, 2
-"""Of a forward's seconds, those of proposing after which caches have less of the target; rounds until that is over.
+"""Of a forward's seconds, those of proposing after which further rounds are dearer; rounds until that is over.
 
 On two cores a round of one stream without drafts took 8.1 ms after one for which EAGLE drafted, a second one 7.8 ms,
 and 7.5 ms where many follow each other.

@@ -213,7 +213,7 @@ def test_a_plain_round_after_a_drafter_that_computes_much_is_none_of_plain_decod
 
     for _ in range(50):
         decoded(0.017, drafted=7, proposing=0.004)
-        decoded(0.012)  # the target's weights have left the caches
+        decoded(0.012)
         decoded(0.012)
     assert costs.forward(1) == pytest.approx(0.010, rel=0.01)
     assert costs.unsure(1), "so that a further round without drafts follows"
