@@ -21,7 +21,9 @@ def put(redis_url, make_trace, eventually):
     writers = {}
 
     def put(replica, *names):
-        writer = writers.setdefault(replica, TraceWriter(redis_url, SETTINGS, replica))
+        if replica not in writers:
+            writers[replica] = TraceWriter(redis_url, SETTINGS, replica)
+        writer = writers[replica]
         goal = writer.counters()["written"] + len(names)
         for name in names:
             assert writer.offer(make_trace(name))
