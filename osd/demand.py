@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 QUEUE = 4
 """Requests that are told apart, for each that is decoded at once: beyond, a longer queue changes nothing."""
 
@@ -88,17 +86,23 @@ class Workload:
     rounds: tuple[tuple[float, ...], ...]
     uptake: float = 0.0
 
-    def busy(self, nodes: Sequence[float] | np.ndarray, lengths: Sequence[float] | np.ndarray) -> float:
+    def busy(self, nodes: Sequence[float], lengths: Sequence[float]) -> float:
         """Busy seconds a token where drafts of so many ``nodes`` for each stream give ``lengths`` tokens per round.
 
         Both are means over rounds, the first of them without drafts; streams draft as many as give the most. How
         probable a token is the drafter says when it is asked for one: a round with drafts takes what one token for each
         stream takes, at least.
         """
-        drafted = np.where(np.asarray(nodes) > 0, np.maximum(nodes, 1.0), 0.0)
         decoding = [
-            float((np.interp(drafted, np.arange(len(each)), each) / (streams * np.asarray(lengths))).min())
+            min(_between(each, drafted) / (streams * tokens) for drafted, tokens in zip(nodes, lengths, strict=True))
             for streams, each in enumerate(self.rounds, 1)
         ]
         decoding += decoding[-1:] * ((QUEUE - 1) * len(decoding))
         return self.demand.seconds_a_token(decoding)
+
+
+def _between(rounds: Sequence[float], drafted: float) -> float:
+    """Seconds of a round in which so many tokens are drafted on average, by those of 0, 1, 2, ... tokens."""
+    place = min(max(drafted, 1.0), len(rounds) - 1) if drafted else 0.0
+    below, part = int(place), place % 1
+    return rounds[below] + part * (rounds[below + 1] - rounds[below]) if part else rounds[below]

@@ -41,6 +41,7 @@ _START_SECONDS = 120.0
 _TOLD_SECONDS = 2.5  # after which the ledger has what was spent until now
 
 Report = Callable[[str], None]
+_Words = tuple[str | None, tuple[str, ...]]
 _T = TypeVar("_T")
 
 
@@ -73,18 +74,21 @@ class Traffic:
         Raises:
             TrafficError: there are not as many.
         """
-        came: set[tuple[str | None, tuple[str, ...]]] = set()
-        chosen: list[Prompt] = []
+        chosen: dict[_Words, Prompt] = {}
         for stream in streams:
-            distinct: dict[tuple[str | None, tuple[str, ...]], Prompt] = {}
+            distinct: dict[_Words, Prompt] = {}
             for prompt in stream:
-                if (prompt.system, prompt.turns) not in came:
-                    distinct.setdefault((prompt.system, prompt.turns), prompt)
-            _check(len(distinct), "distinct prompts", requests)
-            came |= distinct.keys()
-            chosen += list(distinct.values())[:requests]
+                distinct.setdefault((prompt.system, prompt.turns), prompt)
+            new = [words for words in distinct if words not in chosen]
+            _check(len(new), "distinct prompts", requests)
+            chosen |= {words: distinct[words] for words in new[:requests]}
         _check(len(arrivals), "arrivals", len(chosen))
-        return cls(chosen, arrivals[: len(chosen)], valley, len(streams))
+        return cls(list(chosen.values()), arrivals[: len(chosen)], valley, len(streams))
+
+    @property
+    def begins(self) -> list[int]:
+        """The number of the request that each stream begins with."""
+        return list(range(0, len(self.prompts), len(self.prompts) // self.streams))
 
     @property
     def longest(self) -> int:
@@ -229,8 +233,7 @@ def net(
     capacity = results.once("capacity", Capacity, burst)
     rate = load * capacity.requests_per_second
     report(f"{rate:.3f} requests a second are {load:.0%} of what it can take")
-    size = len(traffic.prompts) // traffic.streams
-    found = Found(capacity, rate, [], [number * size for number in range(traffic.streams)])
+    found = Found(capacity, rate, [], traffic.begins)
     for turn in range(turns):
         done: dict[str, Turn] = {}
         for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):

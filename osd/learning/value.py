@@ -87,12 +87,13 @@ class Traffic:
             self._busy[length] = [one.busy(nodes, lengths) for one in self.workloads]
         return self._busy[length]
 
-    def _drafts(self, length: float) -> tuple[np.ndarray, np.ndarray]:
+    def _drafts(self, length: float) -> tuple[list[float], list[float]]:
         """Tokens drafted and given in a round, by how probable a drafted one has to be, as deep as any round is."""
         deepest = max((len(seconds) for one in self.workloads for seconds in one.rounds), default=1) - 1
         if not deepest:
-            return np.zeros(1), np.ones(1)
-        return nodes_and_lengths(alike(length, self.depth), deepest, _CERTAINTY)
+            return [0.0], [1.0]
+        nodes, lengths = nodes_and_lengths(alike(length, self.depth), deepest, _CERTAINTY)
+        return nodes.tolist(), lengths.tolist()
 
 
 def alike(length: float, depth: int) -> float:

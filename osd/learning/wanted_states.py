@@ -10,8 +10,8 @@ LEAST, SELDOM = 0.1, 0.05
 """The share that is wanted whatever lies there, as traffic changes; the second where training does not pay."""
 
 HELD_OUT = 0.5
-"""The share of held-out records that is wanted at least, of as many as ``LEAST`` of the others: those that judge are
-best alike."""
+"""The share of held-out records that is wanted where ``LEAST`` of the others is, and as much less where less is: those
+that judge are best alike."""
 
 LOOK_SECONDS = 5.0
 """After which those who write look again what is wanted."""

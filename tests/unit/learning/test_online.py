@@ -155,7 +155,7 @@ def test_the_first_candidate_is_due_after_thirty_cpu_seconds_and_one_after_each_
     assert it.due
 
 
-def test_after_a_fall_records_from_before_it_judge_no_more_and_more_of_the_new_ones_do():
+def test_after_a_fall_records_from_before_it_judge_no_more():
     it = learner()
     for n, name in enumerate(NAMES):
         it.add(msgspec.structs.replace(make_trace(name, completion=COMPLETION, seed=n), created=float(n)))

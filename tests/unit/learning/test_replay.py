@@ -65,6 +65,19 @@ def test_later_pieces_go_where_the_first_one_went():
     assert replay.add(make_trace(band[41])).part == "held_out"
 
 
+def test_where_held_out_records_judge_no_more_a_third_is_held_out_again():
+    replay = Replay(100_000, 0.1, enough=20 * 8)
+    band = [f"r{n}" for n in range(400) if is_held_out(f"r{n}", 1 / 3) and not is_held_out(f"r{n}", 0.1)]
+    for made, name in enumerate(band[:21]):
+        replay.add(msgspec.structs.replace(make_trace(name), created=float(made)))
+    assert len(replay.known("held_out")) == 20
+    trained = replay.known("train")
+    replay.retire(15.0)
+    assert [name for name, _ in replay.known("held_out")] == band[15:20]
+    assert replay.known("train") == trained
+    assert [replay.add(make_trace(name)).part for name in band[21:37]] == ["held_out"] * 15 + ["train"]
+
+
 def test_a_record_delivered_twice_is_kept_once():
     replay = filled(3)
     tokens = replay.tokens

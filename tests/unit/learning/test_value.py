@@ -50,10 +50,13 @@ def test_an_acceptance_and_the_length_of_its_chains_are_each_others_inverse():
 
 
 def test_a_saving_rate_is_the_time_that_the_same_tokens_no_longer_need(monkeypatch):
-    monkeypatch.setattr(module, "_CERTAINTY", 1e6)  # all tokens are accepted alike
+    def alike_everywhere(acceptance, depth, certainty):
+        return np.arange(depth + 1.0), np.cumsum(acceptance ** np.arange(depth + 1.0))
+
+    monkeypatch.setattr(module, "nodes_and_lengths", alike_everywhere)
     # Two tokens per round, three drafted: 2 / 1.3 tokens a second; with 2.5 it is 2.5 / 1.3.
     found = Traffic(WORK, 3, 2.0).saving_rate(2.0, 2.5)
-    assert found == pytest.approx(0.5 * (1 - 2.0 / 2.5), rel=1e-3)
+    assert found == pytest.approx(0.5 * (1 - 2.0 / 2.5), rel=1e-6)
     assert Traffic(WORK, 3, 2.0).saving_rate(2.5, 2.0) == pytest.approx(-found)
     assert Traffic(WORK * 2, 3, 2.0).saving_rate(2.0, 2.5) == pytest.approx(2 * found)
 

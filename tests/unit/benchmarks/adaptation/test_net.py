@@ -167,9 +167,9 @@ def test_streams_follow_each_other_and_what_one_had_does_not_come_in_the_next():
     prompts, arrivals = made_up(6), [Arrival(float(n), 8) for n in range(6)]
     traffic = Traffic.of([prompts[:3], [prompts[1], *prompts[3:]]], arrivals, 2)
     assert traffic.prompts == [prompts[0], prompts[1], prompts[3], prompts[4]]
-    assert (traffic.arrivals, traffic.streams) == (arrivals[:4], 2)
+    assert (traffic.arrivals, traffic.streams, traffic.begins) == (arrivals[:4], 2, [0, 2])
     with pytest.raises(TrafficError, match="there are 2 distinct prompts for 3 requests"):
-        Traffic.of([prompts[:4], prompts[2:]], arrivals, 3)
+        Traffic.of([prompts[:3], prompts[1:5]], arrivals, 3)
     with pytest.raises(TrafficError, match="there are 5 arrivals for 6 requests"):
         Traffic.of([prompts[:3], prompts[3:]], arrivals[:5], 3)
 
