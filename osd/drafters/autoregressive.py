@@ -6,19 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from osd.drafters.base import DrafterError
 from osd.drafters.packed_head import PackedHead
-from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, Kept, Origin, Proposal, Session
+from osd.drafters.session import NOBODY, Asked, Chains, EarlyHeads, Exits, GrownTrees, Kept, Origin, Proposal, Session
 from osd.runtime.device import between, lists, mark, sent
 from osd.runtime.memory import recycled
 from osd.speculation.growth import Growth, Reach
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
-from osd.speculation.tree import TreeBuilder
-from osd.speculation.worth import Bill
+from osd.speculation.tree import DraftBatch, TreeBuilder
+from osd.speculation.worth import Bill, PayingTrees
 
 
 class AutoregressiveSession(Session, ABC):
@@ -56,7 +57,7 @@ class AutoregressiveSession(Session, ABC):
         if asked.worth is None:
             draft = growth.grow(expansion, asked.sampling, noise, allowed)
         else:
-            bill = Bill(asked.worth, expansion.seconds)
+            bill = Bill(asked.worth, expansion.seconds, expansion.grown)
             draft = growth.grow_paying(expansion, asked.sampling, noise, allowed, bill)
         return replace(Proposal.of(draft, self.source, expansion.logits), exits=self.take_exits(asked.slots))
 
@@ -97,6 +98,16 @@ class AutoregressiveSession(Session, ABC):
 
         Each draft has up to ``limits`` tokens, and ends after one of less probability than ``floor`` at temperature 1;
         that one is kept.
+        """
+        return None
+
+    def grown_trees(  # most ask the host between two levels
+        self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray
+    ) -> GrownTrees | None:
+        """Grow trees that pay, in one call; None where ``expand`` is the only way.
+
+        Asking about 0, 1, 2, ... nodes behind the first level takes ``calls`` seconds, and about more as long as about
+        the last of these.
         """
         return None
 
@@ -181,6 +192,10 @@ class WrappedSession(AutoregressiveSession):
         """See ``AutoregressiveSession.drawn_chains``."""
         return self._session.drawn_chains(slots, limits, floor, sampling, noise)
 
+    def grown_trees(self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray) -> GrownTrees | None:
+        """See ``AutoregressiveSession.grown_trees``."""
+        return self._session.grown_trees(slots, wanted, calls)
+
     def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
         """See ``AutoregressiveSession.take_exits``."""
         return self._session.take_exits(slots)
@@ -255,13 +270,32 @@ class _Expansion:
             return logits
         return asked.penalties.adjust(logits, rows, nodes, builder.tokens, builder.parents, self.support)
 
+    def grown(self, wanted: PayingTrees) -> DraftBatch | None:
+        """See ``Bill.grown``; what is not spent on a level by itself counts for the first."""
+        asked = self._asked
+        if asked.penalties is not None:
+            return None
+        costs, begun = wanted.worth.costs, mark(asked.device)
+        found = self._session.grown_trees(asked.slots, wanted, costs.proposals(self._kind(1), sum(wanted.room)))
+        if found is None:
+            return None
+        rest = between(begun, mark(asked.device)) - sum(found.seconds)
+        missed = sum(missed for missed, room in zip(asked.missed, wanted.room, strict=True) if room)
+        for depth, (count, took) in enumerate(zip(found.asked, found.seconds, strict=True)):
+            first = not depth
+            costs.observe_proposal(self._kind(depth), count, 1, took + first * rest, first * missed)
+        self.logits = found.logits
+        return DraftBatch.grown(found.tokens, found.parents, found.sizes, found.estimates, self.support)
+
     def _is_call(self, depth: int) -> bool:
         """Whether nodes of a depth are not answered from what was said about nodes above them."""
         return depth % self._session.block == 0 if self._session.levels is None else depth == 0
 
     def _kind(self, depth: int) -> str:
         """By which the costs of asking about nodes of a depth are known."""
-        return f"{'one call of' if self._is_call(depth) else 'another look at'} {self._session.source}"
+        if not depth:
+            return f"the first call of {self._session.source}"
+        return f"{'a further call of' if self._is_call(depth) else 'another look at'} {self._session.source}"
 
     def seconds(self, rows: Sequence[int], depth: int) -> float:
         """See ``Bill.call``; what is read once is shared by all rounds to come."""

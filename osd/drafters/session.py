@@ -132,6 +132,24 @@ class Chains:
 
 
 @dataclass(frozen=True)
+class GrownTrees:
+    """Trees of B sequences that were grown in one call, of up to N nodes each; see ``PayingTrees``.
+
+    ``tokens`` [B, N] target ids, -1 for padding, ``parents`` [B, N] nodes or ROOT, ``sizes`` [B]; ``estimates`` [B, N]
+    are the drafter's, and ``logits`` [B, 1 + N, draft vocabulary] those behind the root and each node that was asked
+    about. Of each level ``asked`` says about how many, and ``seconds`` how long that took.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    sizes: Tensor
+    estimates: Tensor
+    logits: Tensor
+    asked: Sequence[int]
+    seconds: Sequence[float]
+
+
+@dataclass(frozen=True)
 class Tree:
     """One sequence's draft on the host: token ids and parents of its nodes, ROOT or an earlier node.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 _STEP = 0.1  # of a measurement in a running mean
 _OUTLIER = 3.0  # times the running mean, or the deviation expected; a garbage collection must not change the plan
-_FRESH = 16  # forwards after which the costs of all rounds are looked up again
+_FRESH = 16  # forwards, or proposals, after which the costs of all sizes are looked up again
 
 # Kernels work on a few rows at a time, so costs rise in steps; the first sizes are told apart.
 _SIZES = (*range(1, 25), *(step << octave for octave in range(2, 10) for step in (5, 6, 7, 8) if step << octave > 24))
@@ -162,6 +162,8 @@ class CostModel:
         """Begin with measured seconds of forwards by their rows."""
         self._host, self._plain_host = Curve(), Curve()
         self._rounds, self._observed = np.empty(0), 0
+        self._each: dict[str, np.ndarray] = {}  # see ``proposals``
+        self._proposed = 0
         self._proposals: dict[str, dict[int, Curve]] = {}  # seconds a node, by the bucket of sequences
         self._readings: dict[str, Curve] = {}
         self.measure(forwards or {})
@@ -228,6 +230,13 @@ class CostModel:
         nearest = min(seen, key=lambda count: abs(count - bucket(sequences)))
         return seen[nearest].at(nodes) * nodes
 
+    def proposals(self, kind: str, most: int) -> np.ndarray:
+        """[most + 1] ``proposal`` of one node for 0, 1, 2, ... sequences, or for more; looked up again now and then."""
+        if len(self._each.get(kind, ())) <= most:
+            shared = {count: self.proposal(kind, count, 1) for count in {bucket(n) for n in range(1, most + 1)}}
+            self._each[kind] = np.array([0.0, *(shared[bucket(n)] for n in range(1, most + 1))])
+        return self._each[kind]
+
     def chains(self, kind: str, streams: int, depth: int) -> tuple[float, ...]:
         """Rounds in which each stream drafts a chain of 0, 1, 2, ... ``depth`` tokens."""
         drafting = (
@@ -274,3 +283,6 @@ class CostModel:
         else:
             curve = self._proposals.setdefault(kind, {}).setdefault(bucket(sequences), Curve())
             curve.observe(nodes, seconds / nodes)
+            self._proposed += 1
+            if self._proposed % _FRESH == 0:
+                self._each.clear()

@@ -89,18 +89,34 @@ class DraftBatch:
         padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens, _ in trees]
         above = [[*parents, *[ROOT] * (width - len(parents))] for _, parents in trees]
         ids = torch.tensor(padded, dtype=torch.int64, device=device).view(len(trees), width)
+        parents = torch.tensor(above, dtype=torch.int64, device=device).view(ids.shape)
+        return cls.grown(ids, parents, torch.tensor(sizes, dtype=torch.int64, device=device))
+
+    @classmethod
+    def grown(
+        cls,
+        tokens: Tensor,
+        parents: Tensor,
+        sizes: Tensor,
+        estimates: Tensor | None = None,
+        support: Tensor | None = None,
+    ) -> DraftBatch:
+        """The same of tensors, which may be wider than the largest tree."""
+        width = int(sizes.max()) if tokens.numel() else 0
+        ids = tokens[:, :width]
         nowhere = torch.full_like(ids, -1)
         return cls(
             tokens=ids,
             columns=nowhere,
-            parents=torch.tensor(above, dtype=torch.int64, device=device).view(ids.shape),
-            sizes=torch.tensor(sizes, dtype=torch.int64, device=device),
+            parents=parents[:, :width],
+            sizes=sizes,
             q=None,
             q_row=nowhere,
-            support=None,
+            support=support,
             draw=torch.full_like(ids, Draw.DETERMINISTIC.code, dtype=torch.int8),
             source=torch.zeros_like(ids, dtype=torch.int8),
             sources=("drafter",),
+            estimates=None if estimates is None else estimates[:, :width],
         )
 
     @classmethod

@@ -7,19 +7,49 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
+from torch import Tensor
 
 from osd.speculation.cost_model import CostModel
+from osd.speculation.tree import DraftBatch
 
 
 @dataclass(frozen=True)
 class Bill:
-    """What drafts have to bring, and ``call``, the seconds of asking a drafter about nodes of some sequences.
+    """What drafts have to bring, and what a drafter takes.
 
-    It is given their depth: asking about roots, of depth 0, also reads what the drafter has missed.
+    Attributes:
+        worth: of the round without them.
+        call: the seconds of asking about nodes of some sequences. It is given their depth: asking about roots, of
+            depth 0, also reads what the drafter has missed.
+        grown: trees, by a drafter that can grow them in one call; None where it has to be asked level by level.
     """
 
     worth: Worth
     call: Callable[[Sequence[int], int], float]
+    grown: Callable[[PayingTrees], DraftBatch | None]
+
+
+@dataclass(frozen=True)
+class PayingTrees:
+    """Trees to be grown level by level, as growth ``best_first`` grows them, of sequences that are drawn alike.
+
+    Attributes:
+        room: the nodes that each sequence may have; the roots of those with any are asked about.
+        levels: of the deepest trees.
+        children: of a node that are looked at.
+        chances: [depths, ranks, buckets] float64 that a candidate is kept if its parent is.
+        firsts: [depths] the same of first children whose estimates are not known yet.
+        edges: [buckets - 1] of the drafter's estimates, between two buckets.
+        worth: of the round without them.
+    """
+
+    room: Sequence[int]
+    levels: int
+    children: int
+    chances: Tensor
+    firsts: Tensor
+    edges: Tensor
+    worth: Worth
 
 
 @dataclass(frozen=True)

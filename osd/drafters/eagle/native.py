@@ -1,4 +1,4 @@
-"""EAGLE in our kernels: one step for the nodes of any trees, and whole greedy chains in one call."""
+"""EAGLE in our kernels: one step for the nodes of any trees, and whole greedy chains or trees that pay in one call."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from osd.drafters.eagle.shape import EagleShape
 from osd.drafters.graph_chains import NewTokens
-from osd.drafters.session import Chains
+from osd.drafters.session import Chains, GrownTrees
 from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
+from osd.runtime.memory import recycled
 from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
+from osd.speculation.worth import PayingTrees
 
 
 class NativeEagle:
@@ -107,22 +110,66 @@ class NativeEagle:
             floor: a chain ends after a token of less probability.
             judge: says when else it ends, None for not at all.
         """
-        library = kernels()
-        assert library is not None  # noqa: S101
         count, levels = len(limits), max(limits)
-        assert new.states is not None  # noqa: S101  the layers that it taps
-        narrow = torch.tensor([*zip(*new.places, strict=True), limits], dtype=torch.int32)
-        ids, hidden = torch.tensor(new.tokens), new.states.contiguous()
         drafted, sizes = torch.empty(count, levels, dtype=torch.int64), torch.empty(count, dtype=torch.int32)
         logits = torch.empty(count, levels, self._vocabulary)
-        self._shape.threads = torch.get_num_threads()
-        chains = structs.Chains(
-            *(part.data_ptr() for part in (*narrow, ids, hidden, drafted, sizes, logits)),
-            *(count, len(new.tokens), levels, judge and ctypes.addressof(judge), floor, DTYPES[hidden.dtype]),
+        drafts = _Drafts(new, limits)
+        given = structs.Chains(
+            drafts.native,
+            *(part.data_ptr() for part in (drafted, sizes, logits)),
+            *(levels, judge and ctypes.addressof(judge), floor),
         )
-        failed = library.osd_eagle_chains(
-            ctypes.byref(self._layer), ctypes.byref(self._shape), ctypes.byref(self._eagle), ctypes.byref(chains)
+        self._draft("osd_eagle_chains", given)
+        return Chains(drafted, sizes, logits)
+
+    def trees(self, new: NewTokens, wanted: PayingTrees, calls: np.ndarray) -> GrownTrees:
+        """Grow trees as long as they pay.
+
+        Args:
+            new: what was committed since the last draft, with the target's states before it.
+            wanted: the trees, and what they have to bring.
+            calls: seconds of asking about 0, 1, 2, ... nodes behind the first level.
+        """
+        count, most = len(wanted.room), max(wanted.room)
+        drafted, parents = torch.empty(2, count, most, dtype=torch.int64)
+        sizes, asked = torch.empty(count, dtype=torch.int64), torch.empty(wanted.levels, dtype=torch.int64)
+        estimates = torch.empty(count, most, dtype=torch.float64)
+        seconds = torch.empty(wanted.levels, dtype=torch.float64)
+        logits = recycled((count, 1 + most, self._vocabulary), torch.float32)
+        drafts, worth = _Drafts(new, wanted.room), wanted.worth
+        depths, ranks, buckets = wanted.chances.shape
+        paying = structs.Paying(
+            *(part.data_ptr() for part in (wanted.chances, wanted.firsts, wanted.edges)),
+            *(worth.seconds.ctypes.data, calls.ctypes.data),
+            *(depths, ranks, buckets, len(worth.seconds), len(calls)),
+            *(wanted.levels, min(wanted.children, self._vocabulary), worth.rows),
+            -1 if worth.usual is None else worth.usual,
+            worth.tokens,
+        )
+        parts = drafted, parents, sizes, estimates, logits, asked, seconds
+        self._draft("osd_eagle_trees", structs.Trees(drafts.native, paying, *(part.data_ptr() for part in parts), most))
+        levels = int(asked.count_nonzero())
+        told = asked[:levels].tolist(), seconds[:levels].tolist()
+        return GrownTrees(drafted, parents, sizes, estimates, logits, *told)
+
+    def _draft(self, function: str, given: ctypes.Structure) -> None:
+        library = kernels()
+        assert library is not None  # noqa: S101
+        self._shape.threads = torch.get_num_threads()
+        failed = getattr(library, function)(
+            ctypes.byref(self._layer), ctypes.byref(self._shape), ctypes.byref(self._eagle), ctypes.byref(given)
         )
         if failed:
             raise MemoryError("no memory for a draft's scratch space")
-        return Chains(drafted, sizes, logits)
+
+
+class _Drafts:
+    """What kernels are told of drafts of up to ``limits`` tokens; it keeps alive what the addresses are of."""
+
+    def __init__(self, new: NewTokens, limits: Sequence[int]) -> None:
+        assert new.states is not None  # noqa: S101  the layers that it taps
+        narrow = torch.tensor([*zip(*new.places, strict=True), limits], dtype=torch.int32)
+        ids, hidden = torch.tensor(new.tokens), new.states.contiguous()
+        self._alive = (*narrow, ids, hidden)
+        addresses = [part.data_ptr() for part in self._alive]
+        self.native = structs.Drafts(*addresses, len(limits), len(new.tokens), DTYPES[hidden.dtype])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,7 +18,7 @@ from osd.drafters.graph_chains import GraphChains, NewTokens
 from osd.drafters.packed_head import PackedHead
 from osd.drafters.rotary import rotate
 from osd.drafters.rows import TreeRows
-from osd.drafters.session import NOBODY, Chains, Kept, Origin, Runtime
+from osd.drafters.session import NOBODY, Chains, GrownTrees, Kept, Origin, Runtime
 from osd.runtime import attention
 from osd.runtime.batch import PackedRows, laid_out, padded
 from osd.runtime.device import aside, copied, sent
@@ -26,6 +27,7 @@ from osd.runtime.linear import PackedLinear, PlainLinear, Stacked, fused_dtype, 
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import TreeBuilder
+from osd.speculation.worth import PayingTrees
 
 
 class EagleSession(AutoregressiveSession):
@@ -145,6 +147,13 @@ class EagleSession(AutoregressiveSession):
         if self._native is None or head is None:
             return None
         return self._native.chains(self._taken(slots, limits), limits, judge=head.until(most))
+
+    @torch.inference_mode()
+    def grown_trees(self, slots: Sequence[int], wanted: PayingTrees, calls: np.ndarray) -> GrownTrees | None:
+        """See ``AutoregressiveSession.grown_trees``."""
+        if self._native is None:
+            return None
+        return self._native.trees(self._taken(slots, wanted.room), wanted, calls)
 
     @torch.inference_mode()
     def drawn_chains(

@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, tuple[list[type], type]] = {
     "osd_fill": ([_POINTER] * 4 + [_INT64] * 2, _INT),
     "osd_eagle": ([_POINTER] * 7 + [_INT64, _POINTER], _INT),
     "osd_eagle_chains": ([_POINTER] * 4, _INT),
+    "osd_eagle_trees": ([_POINTER] * 4, _INT),
     "osd_recall_drop": ([_POINTER, _UINT32, _UINT32], _INT64),
     "osd_recall_used": ([_POINTER], _INT64),
     "osd_recall_copy": ([_POINTER] * 4 + [_INT], _NONE),

@@ -72,6 +72,9 @@ void osd_linear_chunk(const Linear *layer, const Input *x, void *y, int64_t rows
 void osd_gated_chunk(const Linear *gate, const Linear *up, const Input *x, float *y, int64_t rows, int64_t chunk,
                      const char *next);
 
+/* The k most probable tokens of a distribution, see top.c. */
+void osd_few(const float *row, int64_t vocabulary, int k, int64_t *ids, float *logp);
+
 typedef struct Selection Selection; /* see selection.h */
 
 /* The new tokens of a forward: their places in the KV slots and what each sees, see attention.c. */

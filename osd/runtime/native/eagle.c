@@ -1,9 +1,10 @@
-/* The EAGLE drafter: one step for the nodes of any trees, or whole greedy chains in one call.
+/* The EAGLE drafter: one step for the nodes of any trees, or whole greedy chains or trees that pay in one call.
  *
  * Its layer's attention reads [norm(embedded), norm(features)]; the input_norm of the layer is that of the features.
  */
 #include <float.h>
 
+#include "best_first.h"
 #include "layer.h"
 
 #define JUDGE_BLOCKS 3
@@ -27,20 +28,38 @@ typedef struct {
   float bias, most;
 } Judge;
 
-/* `count` sequences that draft greedily. Sequence b continues from its fresh[b] pending pairs (its next tokens and the
- * hidden states before them), which go to the places behind lengths[b]. */
+/* `count` sequences that draft. Sequence b continues from its fresh[b] pending pairs (its next tokens and the hidden states
+ * before them), which go to the places behind lengths[b]. */
 typedef struct {
   const int32_t *slots, *lengths, *fresh, *limits; /* [count]; without a limit, no pairs and no draft */
   const int64_t *tokens;                           /* [pairs] */
   const void *hidden;                              /* [pairs, taps * hidden] of hidden_dtype */
-  int64_t *drafted;                                /* [count, levels] target ids */
-  int32_t *sizes;                                  /* [count] */
-  float *logits;                                   /* [count, levels, vocabulary] */
-  int64_t count, pairs, levels;
+  int64_t count, pairs, hidden_dtype;
+} Drafts;
+
+/* Those that draft the most probable tokens, one after the other. */
+typedef struct {
+  Drafts drafts;
+  int64_t *drafted; /* [count, levels] target ids */
+  int32_t *sizes;   /* [count] */
+  float *logits;    /* [count, levels, vocabulary] */
+  int64_t levels;
   const Judge *judge; /* or null */
   float floor;        /* a chain ends after a token of less probability */
-  int32_t hidden_dtype;
 } Chains;
+
+/* Those that draft trees, of up to `most` nodes each: node i of sequence b goes to the place i behind its committed ones. */
+typedef struct {
+  Drafts drafts;
+  Paying paying;
+  int64_t *drafted, *parents; /* [count, most] target ids, and nodes, -1 for the root */
+  int64_t *sizes;             /* [count] */
+  double *estimates;          /* [count, most] the drafter's probability of each node */
+  float *logits;              /* [count, 1 + most, vocabulary] of those that were asked about: the root, then the nodes */
+  int64_t *asked;             /* [levels] how many were asked about, none behind the last level */
+  double *seconds;            /* [levels] that it took */
+  int64_t most;
+} Trees;
 
 /* x [rows, 2 * hidden] = [norm(embedded), norm(features)]. */
 static void join(const Layer *layer, const Shape *shape, const Eagle *e, const float *embedded, const float *features,
@@ -83,20 +102,20 @@ typedef struct {
   Rows rows;
 } Level;
 
-static int make_level(Level *l, const Shape *shape, const Eagle *e, const Chains *c) {
-  const int64_t h = shape->hidden, rows = c->pairs > c->count ? c->pairs : c->count;
-  const int64_t judged = c->judge ? c->count * (h + 1) : 0;
-  const int64_t floats = rows * 2 * h + c->count * e->vocabulary + judged;
-  if (posix_memalign((void **)&l->all, 64, (size_t)(24 * c->count + 4 * floats + 24 * rows))) return 1;
+/* Room for `rows` rows, of which `most` are asked about, and judged by a head if `judges`. */
+static int make_level(Level *l, const Shape *shape, const Eagle *e, int64_t rows, int64_t most, int judges) {
+  const int64_t h = shape->hidden, judged = judges ? most * (h + 1) : 0;
+  const int64_t floats = rows * 2 * h + most * e->vocabulary + judged;
+  if (posix_memalign((void **)&l->all, 64, (size_t)(24 * most + 4 * floats + 24 * rows))) return 1;
   l->last = (int64_t *)l->all;
-  l->owners = l->last + c->count;
-  l->positions = l->owners + c->count;
+  l->owners = l->last + most;
+  l->positions = l->owners + most;
   l->unbroken = (double *)(l->positions + rows);
-  l->embedded = (float *)(l->unbroken + c->count);
+  l->embedded = (float *)(l->unbroken + most);
   l->features = l->embedded + rows * h;
   l->logits = l->features + rows * h;
-  l->judged = l->logits + c->count * e->vocabulary;
-  l->odds = l->judged + (judged ? c->count * h : 0);
+  l->judged = l->logits + most * e->vocabulary;
+  l->odds = l->judged + (judged ? most * h : 0);
   l->slots = (int32_t *)(l->judged + judged);
   l->stores = l->slots + rows;
   l->from = l->stores + rows;
@@ -116,16 +135,14 @@ static void add_row(Level *l, const Shape *shape, const Eagle *e, int32_t slot, 
     l->embedded[r * h + i] = read_element(e->embedding, token * h + i, e->embedding_dtype);
 }
 
-/* The pending pairs of all chains, whose features come from the target. */
-static void first_level(Level *l, const Shape *shape, const Eagle *e, const Chains *c) {
+/* The pending pairs of all drafts, whose features come from the target. */
+static void first_level(Level *l, const Shape *shape, const Eagle *e, const Drafts *d) {
   int64_t pair = 0;
   l->asked = 0;
-  for (int64_t b = 0; b < c->count; b++) {
-    c->sizes[b] = 0;
-    l->unbroken[b] = 1;
-    if (!c->limits[b]) continue;
-    for (int32_t i = 0; i < c->fresh[b]; i++, pair++)
-      add_row(l, shape, e, c->slots[b], c->lengths[b] + i, c->tokens[pair]);
+  for (int64_t b = 0; b < d->count; b++) {
+    if (!d->limits[b]) continue;
+    for (int32_t i = 0; i < d->fresh[b]; i++, pair++)
+      add_row(l, shape, e, d->slots[b], d->lengths[b] + i, d->tokens[pair]);
     l->last[l->asked] = l->rows.count - 1;
     l->owners[l->asked++] = b;
   }
@@ -134,13 +151,14 @@ static void first_level(Level *l, const Shape *shape, const Eagle *e, const Chai
 /* The tokens just drafted by the chains that go on, whose features are the layer's own output. */
 static void next_level(Level *l, const Shape *shape, const Eagle *e, const Chains *c, const uint8_t *doubts) {
   const int64_t h = shape->hidden, before = l->asked;
+  const Drafts *d = &c->drafts;
   l->asked = l->rows.count = 0;
   for (int64_t i = 0; i < before; i++) {
     const int64_t b = l->owners[i], size = c->sizes[b], from = l->last[i];
-    if (doubts[i] || size >= c->limits[b]) continue;
+    if (doubts[i] || size >= d->limits[b]) continue;
     /* rows only move forward, so nothing is overwritten that is still to be read */
     memmove(l->features + l->asked * h, l->features + from * h, (size_t)h * 4);
-    add_row(l, shape, e, c->slots[b], c->lengths[b] + c->fresh[b] + (int32_t)size - 1,
+    add_row(l, shape, e, d->slots[b], d->lengths[b] + d->fresh[b] + (int32_t)size - 1,
             c->drafted[b * c->levels + size - 1]);
     l->last[l->asked] = l->asked;
     l->owners[l->asked++] = b;
@@ -148,19 +166,19 @@ static void next_level(Level *l, const Shape *shape, const Eagle *e, const Chain
 }
 
 /* features [pairs, hidden] = fuse(norm of each tap * tap_norm). */
-static void fuse_taps(const Member *m, const Shape *shape, const Eagle *e, const Chains *c, Own own, float *features) {
+static void fuse_taps(const Member *m, const Shape *shape, const Eagle *e, const Drafts *d, Own own, float *features) {
   const int64_t h = shape->hidden, width = e->taps * h;
   float *normed = own.normed;
   const Linear fuse = {e->fuse, NULL, width, h, shape->weight_dtype};
-  for (int64_t i = 0; i < c->pairs * width; i++) normed[i] = read_element(c->hidden, i, c->hidden_dtype);
-  for (int64_t i = 0; i < c->pairs; i++)
+  for (int64_t i = 0; i < d->pairs * width; i++) normed[i] = read_element(d->hidden, i, (int)d->hidden_dtype);
+  for (int64_t i = 0; i < d->pairs; i++)
     for (int64_t t = 0; t < e->taps; t++)
       rms_norm(normed + i * width + t * h, e->tap_norm + t * h, normed + i * width + t * h, 1, h, h, shape->eps,
                FLOAT32);
-  const Input in = osd_input(normed, c->pairs, width, fuse.dtype, own.narrow);
-  const Step step = step_of(&fuse, NULL, NULL, c->pairs);
+  const Input in = osd_input(normed, d->pairs, width, fuse.dtype, own.narrow);
+  const Step step = step_of(&fuse, NULL, NULL, d->pairs);
   for (int64_t item; (item = take(m, step.count)) >= 0;)
-    osd_linear_chunk(&fuse, &in, features, c->pairs, item, REPLACE, FLOAT32, reads_on(m, &step, NULL, c->pairs, item));
+    osd_linear_chunk(&fuse, &in, features, d->pairs, item, REPLACE, FLOAT32, reads_on(m, &step, NULL, d->pairs, item));
   meet(m);
 }
 
@@ -216,21 +234,37 @@ static int64_t most_probable(const float *logits, int64_t count, float floor, ui
   return best;
 }
 
+/* Logits behind the rows of a level that are asked about; those of the first one, given its drafts, have none of their features yet. */
+static void ask_level(const Member *m, const Layer *layer, const Shape *shape, const Eagle *e, Level *l, Space *s, Own own,
+                      const Drafts *first) {
+  const int64_t h = shape->hidden;
+  const Linear head = {e->head, NULL, h, e->vocabulary, shape->weight_dtype};
+  const Step then = step_of(&head, NULL, NULL, l->asked);
+  if (first) fuse_taps(m, shape, e, first, own, l->features);
+  join(layer, shape, e, l->embedded, l->features, own.normed, l->rows.count);
+  run_layer(m, layer, 0, shape, &l->rows, s, l->features, own, 2 * h, &then);
+  to_logits(m, shape, e->final_norm, &head, l->features, l->last, l->asked, own, l->logits);
+}
+
 /* Draft every chain to its limit, or until it doubts. 1 when there is no memory. */
 int osd_eagle_chains(const Layer *layer, const Shape *shape, const Eagle *e, const Chains *c) {
-  const int64_t rows = c->pairs > c->count ? c->pairs : c->count;
+  const Drafts *d = &c->drafts;
+  const int64_t rows = d->pairs > d->count ? d->pairs : d->count;
   const int64_t h = shape->hidden, widest = (e->taps > 2 ? e->taps : 2) * h;
-  const Linear head = {e->head, NULL, h, e->vocabulary, shape->weight_dtype};
   Level l;
   int failed = 0;
-  if (!c->count) return 0;
-  if (make_level(&l, shape, e, c)) return 1;
-  uint8_t *doubts = malloc((size_t)c->count);
+  if (!d->count) return 0;
+  if (make_level(&l, shape, e, rows, d->count, c->judge != NULL)) return 1;
+  uint8_t *doubts = malloc((size_t)d->count);
   if (!doubts) {
     free(l.all);
     return 1;
   }
-  first_level(&l, shape, e, c);
+  for (int64_t b = 0; b < d->count; b++) {
+    c->sizes[b] = 0;
+    l.unbroken[b] = 1;
+  }
+  first_level(&l, shape, e, d);
   for (int64_t level = 0; l.asked && !failed; level++) {
     Space s;
     failed = make_space(&s, shape, &l.rows, rows, widest);
@@ -240,12 +274,8 @@ int osd_eagle_chains(const Layer *layer, const Shape *shape, const Eagle *e, con
     {
       const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
       const Own own = own_space(&m, &s);
-      if (!level) fuse_taps(&m, shape, e, c, own, l.features);
-      join(layer, shape, e, l.embedded, l.features, own.normed, l.rows.count);
-      const Step then = step_of(&head, NULL, NULL, l.asked);
-      run_layer(&m, layer, 0, shape, &l.rows, &s, l.features, own, 2 * h, &then);
+      ask_level(&m, layer, shape, e, &l, &s, own, level ? NULL : d);
       if (c->judge && level) judge_rows(&m, c->judge, l.features, l.last, l.asked, own, l.judged, l.odds);
-      to_logits(&m, shape, e->final_norm, &head, l.features, l.last, l.asked, own, l.logits);
       for (int64_t i; (i = take(&m, l.asked)) >= 0;) {
         const int64_t b = l.owners[i], at = b * c->levels + level;
         const float *logits = l.logits + i * e->vocabulary;
@@ -259,6 +289,122 @@ int osd_eagle_chains(const Layer *layer, const Shape *shape, const Eagle *e, con
     next_level(&l, shape, e, c, doubts);
   }
   free(doubts);
+  free(l.all);
+  return failed;
+}
+
+/* A tree's nodes from `level` on are asked about next: their features are what came of their parents, `states`
+ * [count, 1 + most, hidden]. `base` and `mask` [rows, most] are space. */
+static void node_level(Level *l, const Shape *shape, const Eagle *e, const Trees *t, const Candidate *level, int64_t count,
+                       const float *states, int32_t *base, uint8_t *mask) {
+  const Drafts *d = &t->drafts;
+  const int64_t h = shape->hidden, most = t->most;
+  l->asked = l->rows.count = l->rows.mask_width = 0;
+  l->rows.base = NULL;
+  l->rows.mask = NULL;
+  memset(base, 0, (size_t)count * sizeof *base);
+  memset(mask, 0, (size_t)(count * most));
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t b = level[i].row, node = level[i].node, *parents = t->parents + b * most;
+    const int32_t begin = d->lengths[b] + d->fresh[b];
+    int64_t seen = 0;
+    memcpy(l->features + i * h, states + (b * (1 + most) + 1 + level[i].parent) * h, (size_t)h * 4);
+    add_row(l, shape, e, d->slots[b], begin + (int32_t)node, t->drafted[b * most + node]);
+    l->positions[i] = begin + level[i].depth;
+    for (int64_t above = node; above >= 0; above = parents[above], seen++) mask[i * most + above] = 1;
+    if (seen == node + 1) { /* all nodes before it */
+      memset(mask + i * most, 0, (size_t)most);
+    } else {
+      base[i] = l->visible[i] = begin;
+      l->rows.base = base;
+      l->rows.mask = mask;
+      l->rows.mask_width = most;
+    }
+    l->last[l->asked] = i;
+    l->owners[l->asked++] = b;
+  }
+}
+
+/* Write down what has become a node. */
+static void keep_nodes(const Trees *t, const Eagle *e, const Pool *pool) {
+  for (const Candidate *one = pool->all; one < pool->all + pool->count; one++) {
+    const int64_t at = one->row * t->most + one->node;
+    if (one->node < 0) continue;
+    t->drafted[at] = e->draft_ids[one->column];
+    t->parents[at] = one->parent;
+    t->estimates[at] = one->estimate;
+  }
+}
+
+/* Grow every tree as long as a further level pays, see best_first.h; all roots of drafts with a limit are asked about. 1
+ * when there is no memory. */
+int osd_eagle_trees(const Layer *layer, const Shape *shape, const Eagle *e, const Trees *t) {
+  const Drafts *d = &t->drafts;
+  const Paying *p = &t->paying;
+  const int64_t h = shape->hidden, widest = (e->taps > 2 ? e->taps : 2) * h, children = p->children;
+  int64_t nodes = d->count, rows = d->pairs;
+  for (int64_t b = 0; b < d->count; b++) nodes += d->limits[b];
+  if (rows < nodes) rows = nodes;
+  const int64_t candidates = nodes * children;
+  Level l;
+  char *space;
+  if (!d->count) return 0;
+  if (make_level(&l, shape, e, rows, nodes, 0)) return 1;
+  const size_t sizes[] = {(size_t)candidates * sizeof(Candidate), (size_t)nodes * sizeof(Candidate), (size_t)candidates * 8,
+                          (size_t)(d->count * (1 + t->most) * h) * 4, (size_t)candidates * 4, (size_t)nodes * 4};
+  size_t bytes = (size_t)(nodes * t->most);
+  for (int i = 0; i < 6; i++) bytes += sizes[i];
+  if (posix_memalign((void **)&space, 64, bytes)) {
+    free(l.all);
+    return 1;
+  }
+  Pool pool = {(Candidate *)space, 0, 0};
+  Candidate *const level = (Candidate *)(space += sizes[0]);
+  int64_t *const ids = (int64_t *)(space += sizes[1]);
+  float *const states = (float *)(space += sizes[2]), *const logp = (float *)(space += sizes[3]);
+  int32_t *const base = (int32_t *)(space += sizes[4]);
+  uint8_t *const mask = (uint8_t *)(space += sizes[5]);
+  int failed = 0;
+
+  first_level(&l, shape, e, d);
+  for (int64_t i = 0; i < l.asked; i++) level[i] = (Candidate){1, 1, 0, (int32_t)l.owners[i], -1, -1, -1};
+  for (int64_t b = 0; b < d->count; b++) t->sizes[b] = 0;
+  for (int64_t i = 0; i < d->count * t->most; i++) t->drafted[i] = t->parents[i] = -1, t->estimates[i] = 0;
+  for (int64_t depth = 0; depth < p->levels; depth++) t->asked[depth] = 0;
+  for (int64_t depth = 0; depth < p->levels && l.asked; depth++) {
+    const double begun = omp_get_wtime();
+    Space s;
+    failed = make_space(&s, shape, &l.rows, rows, widest);
+    if (failed) break;
+    Team team = {0};
+#pragma omp parallel num_threads(shape->threads)
+    {
+      const Member m = {&team, omp_get_thread_num(), omp_get_num_threads()};
+      const Own own = own_space(&m, &s);
+      ask_level(&m, layer, shape, e, &l, &s, own, depth ? NULL : d);
+      for (int64_t i; (i = take(&m, l.asked)) >= 0;) {
+        const int64_t at = level[i].row * (1 + t->most) + 1 + level[i].node;
+        const float *logits = l.logits + i * e->vocabulary;
+        osd_few(logits, e->vocabulary, (int)children, ids + i * children, logp + i * children);
+        memcpy(t->logits + at * e->vocabulary, logits, (size_t)e->vocabulary * 4);
+        memcpy(states + at * h, l.features + l.last[i] * h, (size_t)h * 4);
+      }
+    }
+    free_space(&s);
+    for (int64_t i = 0; i < l.asked * children; i++) {
+      const Candidate above = level[i / children];
+      const double estimate = exp((double)logp[i]);
+      const double chance = above.chance * chance_of(p, depth, i % children, estimate);
+      add_candidate(&pool, (Candidate){chance, estimate, ids[i], above.row, above.node, (int32_t)depth, -1});
+    }
+    t->asked[depth] = l.asked;
+    int64_t count = take_nodes(p, &pool, d->limits, t->sizes, d->count, depth, level);
+    keep_nodes(t, e, &pool);
+    count = depth + 1 < p->levels ? worth_asking(p, &pool, level, count, depth + 1) : 0;
+    node_level(&l, shape, e, t, level, count, states, base, mask);
+    t->seconds[depth] = omp_get_wtime() - begun;
+  }
+  free(pool.all);
   free(l.all);
   return failed;
 }

@@ -135,14 +135,45 @@ class Judge(ctypes.Structure):
     _fields_ = [("blocks", Linear * 3), ("odds", ctypes.c_void_p), ("bias", ctypes.c_float), ("most", ctypes.c_float)]
 
 
-class Chains(ctypes.Structure):
-    """Sequences that draft greedily, and room for their drafts."""
+class Drafts(ctypes.Structure):
+    """Sequences that draft, and what was committed to them since their last draft."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("slots", "lengths", "fresh", "limits", "tokens", "hidden")),
+        *((name, ctypes.c_int64) for name in ("count", "pairs", "hidden_dtype")),
+    ]
+
+
+class Chains(ctypes.Structure):
+    """Those that draft greedily, and room for their drafts."""
+
+    _fields_ = [
+        ("drafts", Drafts),
         *((name, ctypes.c_void_p) for name in ("drafted", "sizes", "logits")),
-        *((name, ctypes.c_int64) for name in ("count", "pairs", "levels")),
+        ("levels", ctypes.c_int64),
         ("judge", ctypes.c_void_p),
         ("floor", ctypes.c_float),
-        ("hidden_dtype", ctypes.c_int32),
+    ]
+
+
+class Paying(ctypes.Structure):
+    """What decides how trees grow, see ``osd.speculation.worth.PayingTrees``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("chances", "firsts", "edges", "rounds", "calls")),
+        *((name, ctypes.c_int64) for name in ("depths", "ranks", "buckets", "known", "priced")),
+        *((name, ctypes.c_int64) for name in ("levels", "children", "rows", "usual")),
+        ("tokens", ctypes.c_double),
+    ]
+
+
+class Trees(ctypes.Structure):
+    """Those that draft trees that pay, and room for these."""
+
+    _fields_ = [
+        ("drafts", Drafts),
+        ("paying", Paying),
+        *((name, ctypes.c_void_p) for name in ("drafted", "parents", "sizes", "estimates", "logits")),
+        *((name, ctypes.c_void_p) for name in ("asked", "seconds")),
+        ("most", ctypes.c_int64),
     ]

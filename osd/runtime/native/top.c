@@ -112,6 +112,13 @@ static void top(const float *x, int64_t vocabulary, int k, Entry *lanes, Entry *
   *tail = (float)log(told < 1 - 1e-12 ? 1 - told : 1e-12);
 }
 
+/* The k most probable tokens of one row, at most KEPT. */
+void osd_few(const float *row, int64_t vocabulary, int k, int64_t *ids, float *logp) {
+  Entry lanes[KEPT], heap[KEPT];
+  float tail;
+  top(row, vocabulary, k, lanes, heap, ids, logp, &tail);
+}
+
 /* Of `count` rows of logits [.., vocabulary], by their numbers: ids and logp [count, k] from the most probable on, and
  * the log-mass of the others tail [count]. k is at most the vocabulary. */
 int osd_top(const float *logits, const int64_t *rows, int64_t count, int64_t vocabulary, int64_t k, int64_t *ids,

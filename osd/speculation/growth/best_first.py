@@ -15,7 +15,7 @@ from osd.speculation.growth.chance_table import CountingGrowth
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
 from osd.speculation.tree import ROOT, DraftBatch, Draw, TreeBuilder
-from osd.speculation.worth import Bill
+from osd.speculation.worth import Bill, PayingTrees
 
 _CHILDREN = 4
 _DEPTH = 8
@@ -39,8 +39,9 @@ class BestFirst(CountingGrowth):
 
     A drafter that has calibrated chances of its own, such as recall, proposes by these. Of a drafter that gives
     distributions the most probable children of the nodes that pay are looked at, level by level, and it is asked again
-    as long as what it is expected to add is worth the call. How probably a candidate is kept is counted by depth, rank
-    and the drafter's probability.
+    as long as what it is expected to add is worth the call; where it can, it does all of that in one call itself
+    (``osd/runtime/native/best_first.h``). How probably a candidate is kept is counted by depth, rank and the drafter's
+    probability.
     """
 
     name: ClassVar[str] = "best_first"
@@ -73,6 +74,12 @@ class BestFirst(CountingGrowth):
         frontier = self._worth_asking(roots, 0, drawn, pool, bill)
         if not frontier:
             return DraftBatch.empty(len(room), limits.device)
+        if bill is not None:
+            asked = {row for row, _, _ in frontier}
+            mine = [most if row in asked else 0 for row, most in enumerate(room)]
+            wanted = PayingTrees(mine, max(reach), _CHILDREN, *self.table.read(drawn[0]), bill.worth)
+            if (grown := bill.grown(wanted)) is not None:
+                return grown
         builder = TreeBuilder(len(room), max(room), expand.support, limits.device)
         for depth in range(max(reach)):
             pool += self._children(builder, expand, frontier, depth, drawn)

@@ -62,6 +62,10 @@ class ChanceTable:
         """``first`` of one place, on the host."""
         return self._firsts_on_host[drawn][min(depth, _DEPTHS - 1)]
 
+    def read(self, drawn: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """``chances`` [depths, ranks, buckets] and ``first`` [depths] of all there is, and the edges of the buckets."""
+        return self._chances[int(drawn)], self._firsts[int(drawn)], self._edges
+
     def observe(self, draft: DraftOutcome) -> None:
         """Count one draft."""
         buckets = torch.bucketize(torch.tensor(draft.estimates, dtype=torch.float64), self._edges, right=True).tolist()

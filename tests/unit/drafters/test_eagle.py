@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,12 +14,20 @@ from torch import Tensor
 from osd.config import EagleSettings
 from osd.drafters import DrafterError, from_config, initial
 from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.session import Kept, Runtime, Session
+from osd.drafters.session import GrownTrees, Kept, Runtime, Session
+from osd.engine.request import SamplingParams
 from osd.runtime.native import kernels
+from osd.speculation.cost_model import CostModel
+from osd.speculation.growth.best_first import BestFirst
+from osd.speculation.noise import Noise
+from osd.speculation.sampling import SamplingBatch
+from osd.speculation.tree import DraftBatch, TreeBuilder
+from osd.speculation.worth import Bill, PayingTrees, Worth
 from tests.tiny import make_tiny
 from tests.unit.drafters.sequences import at_places, expand_chain, expand_tree
 
 VOCABULARY, LENGTH, HIDDEN = 150, 30, 64
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -76,7 +85,7 @@ def test_serving_and_training_see_the_same_inputs(eagle: Eagle, native: bool, mo
 def drafting(eagle: Eagle, slots: list[int], int8: bool = False) -> tuple[Session, Tensor]:
     """A session with a few rounds behind it, in ``slots``."""
     tokens, hidden = sequences(eagle, len(slots))
-    session = eagle.session(Runtime(5, LENGTH, 8, int8=int8))
+    session = eagle.session(Runtime(5, LENGTH, 17, int8=int8))
     for row, slot in enumerate(slots):
         session.open(slot, int(tokens[row, 0]))
         session.commit(slot, Kept(tokens[row, 1 : 6 + row].tolist(), hidden[row, : 5 + row]))
@@ -132,6 +141,73 @@ def test_chains_end_after_the_first_token_of_too_little_probability(eagle: Eagle
         below = [level for level in range(6) if best[row, level] < floor]
         assert tokens == far.tokens[row][: below[0] + 1 if below else 6]
     assert {len(tokens) for tokens in near.tokens} != {6}
+
+
+class Replay:
+    """Says again what a session said behind the nodes of trees that it has grown."""
+
+    levels, reach, block = None, None, 1
+
+    def __init__(self, logits: Tensor, support: Tensor) -> None:
+        self.logits, self.support = logits, support
+
+    def __call__(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
+        return self.logits[rows, 1 + nodes]
+
+
+@native
+@pytest.mark.parametrize("usual", [None, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("row_costs", [0.002, 0.02, 0.1])
+@pytest.mark.parametrize("call_costs", [0.0, 0.05, 0.3])
+def test_trees_grown_in_one_call_are_those_that_pay_level_by_level(
+    eagle: Eagle, usual: int | None, temperature: float, row_costs: float, call_costs: float
+) -> None:
+    slots, limits = [3, 0, 4, 1], torch.tensor([16, 0, 2, 5])
+    random = torch.Generator().manual_seed(int(1000 * row_costs + 100 * call_costs))
+    growth = BestFirst(16)
+    growth.table._chances = torch.rand(2, 5, 4, 14, generator=random, dtype=torch.float64).sort(-1).values
+    growth.table._firsts = torch.rand(2, 5, generator=random, dtype=torch.float64)
+    growth.table._firsts[:, 0] = 1.0  # all roots are asked about
+    growth.table._chances_on_host = growth.table._chances.tolist()
+    growth.table._firsts_on_host = growth.table._firsts.tolist()
+    worth = Worth(4.0, 4, 1 + row_costs * np.arange(40) ** 1.2, usual, CostModel())
+    calls = call_costs * np.arange(24) ** 0.5
+    session, _ = drafting(eagle, slots)
+    grown: list[tuple[PayingTrees, GrownTrees]] = []
+
+    def call(rows: Sequence[int], depth: int) -> float:
+        return float(calls[min(len(rows), 23)]) if depth else 0.0
+
+    def in_one_call(wanted: PayingTrees) -> DraftBatch:
+        found = session.grown_trees(slots, wanted, calls)
+        assert found is not None
+        grown.append((wanted, found))
+        return DraftBatch.grown(found.tokens, found.parents, found.sizes, found.estimates, session.support)
+
+    sampling, noise = (
+        SamplingBatch.of([SamplingParams(temperature=temperature)] * 4),
+        Noise.of_seeds([1] * 4, [0] * 4, CPU),
+    )
+    nobody = Replay(torch.empty(0), session.support)
+    mine = growth.grow_paying(nobody, sampling, noise, limits, Bill(worth, call, in_one_call))
+    ((wanted, found),) = grown
+    replay = Replay(found.logits, session.support)
+    theirs = growth.grow_paying(replay, sampling, noise, limits, Bill(worth, call, lambda wanted: None))
+    for name in ("tokens", "parents", "sizes", "columns", "draw"):
+        assert getattr(mine, name).equal(getattr(theirs, name)), name
+    torch.testing.assert_close(mine.estimates, theirs.estimates, rtol=1e-12, atol=0)
+    assert wanted.room == [16, 0, 2, 5]
+    assert found.asked[0] == 3
+    assert mine.sizes[1] == 0
+    assert (mine.sizes <= limits).all()
+    # What was said of each node is what it says when it is asked about that node alone.
+    stepwise, _ = drafting(eagle, slots)
+    row = int(mine.sizes.argmax())
+    size = int(mine.sizes[row])
+    alone = expand_tree(stepwise, slots[row], mine.tokens[row, :size].tolist(), mine.parents[row, :size].tolist())
+    asked = [0, *(1 + node for node in range(size) if (mine.parents[row] == node).any())]
+    close(found.logits[row, asked], alone[asked])
 
 
 @native

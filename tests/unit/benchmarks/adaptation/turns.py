@@ -1,0 +1,58 @@
+"""A made-up pass of traffic, for what is told of passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.adaptation.net import FROZEN, WAYS
+from benchmarks.adaptation.service_sampler import Sample, ServiceSampler
+from benchmarks.adaptation.turn import Point, Turn, turn_of
+from osd.config import EngineSettings, Settings
+
+CLIENTS = {
+    "finished": 40, "tokens": 400, "seconds": 100.0, "tokens_per_second": 4.0, "gaps_p50": 0.01, "gaps_p99": 0.05,
+    "per_token_p50": 0.008, "per_token_p99": 0.02, "first_token_p50": 0.1, "first_token_p99": 0.3,
+}  # fmt: skip
+
+DASHBOARD = {
+    "ledger": {
+        "versions": [{"version": "older", "saved": 9.0}, {"version": 1, "saved": 4.0}, {"version": 3, "saved": 6.0}]
+    },
+    "versions": [
+        {"number": 1, "manifest": {}},
+        {"number": 3, "manifest": {"worth": {"saving_rate": 0.25, "horizon": 600.0}}},
+    ],
+}
+
+
+def look(seconds, requests=0.0, tokens=0.0, busy=0.0, drafted=0.0, accepted=0.0, training=0.0, cpu=0.0, version=1):
+    counters = {
+        "osd_requests": requests,
+        "osd_completion_tokens": tokens,
+        "osd_busy_seconds": busy,
+        "vllm:spec_decode_num_draft_tokens": drafted,
+        "vllm:spec_decode_num_accepted_tokens": accepted,
+        "osd_training_cpu_seconds": training,
+        "osd_swaps": version - 1.0,
+        "osd_traces_bytes": 1000 * requests,
+        "osd_prompt_tokens": 60 * requests,
+        "vllm:prefix_cache_hits": 20 * requests,
+    }
+    return Sample(seconds, counters, {"general": version, "code": 9}, cpu)
+
+
+def looked(*samples) -> ServiceSampler:
+    return ServiceSampler("http://nowhere", samples=list(samples), dashboard=DASHBOARD)
+
+
+def turn(way=FROZEN, **changes) -> Turn:
+    """A pass of 40 requests in 100 s; ``changes`` of its last point or of itself."""
+    seen = looked(look(0.0, 5, 50, 5, 60, 20, 3, 30), look(100.0, 45, 450, 55, 260, 120, 23, 130, 3))
+    made = turn_of(way, CLIENTS, seen, Settings(engine=EngineSettings(threads=2)), {})
+    last = {name: value for name, value in changes.items() if name in Point.__dataclass_fields__}
+    more = {name: value for name, value in changes.items() if name not in last}
+    return replace(made, curve=[*made.curve[:-1], replace(made.curve[-1], **last)], **more)
+
+
+def of_ways(**changes):
+    return {way: turn(way, **changes.get(way.replace(" + ", "_"), {})) for way in WAYS}
