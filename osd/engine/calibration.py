@@ -12,6 +12,7 @@ import torch
 from osd.runtime.batch import following
 from osd.runtime.interface import Target
 
+_BEFORE = 256  # tokens that each row sees beside the others
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _AT_ONCE = 3  # sweeps over them before anything is decoded
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further one
@@ -25,7 +26,8 @@ def calibrate(
 
     What starts together with an engine is often at work on the same cores, for some seconds. So the least of several
     measurements of each size counts, sweep after sweep. A forward of fewer rows is taken for no slower than one of
-    more: one that was disturbed would make all sizes beyond it look free.
+    more: one that was disturbed would make all sizes beyond it look free. Rows stand behind some text, as those of
+    requests do: what each has to read there is what makes many of them dearer than one.
 
     Must run on the thread that decodes, while no slot is in use.
 
@@ -61,7 +63,8 @@ def _rising(least: Mapping[int, float]) -> dict[int, float]:
 
 
 def _run(target: Target, count: int) -> float:
-    rows, wanted = following(0, 0, [0] * count), torch.arange(count)
+    before = min(_BEFORE, target.context - count)
+    rows, wanted = following(0, before, [0] * count), torch.arange(count)
     start = time.perf_counter()
     target.forward(rows, wanted).logits[0, 0].item()  # waits for the device
     return time.perf_counter() - start
