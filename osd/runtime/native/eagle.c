@@ -234,7 +234,7 @@ static int64_t most_probable(const float *logits, int64_t count, float floor, ui
   return best;
 }
 
-/* Logits behind the rows of a level that are asked about; those of the first one, given its drafts, have none of their features yet. */
+/* Logits behind the rows of a level that are asked about. Given the drafts of a `first` level, its features are made. */
 static void ask_level(const Member *m, const Layer *layer, const Shape *shape, const Eagle *e, Level *l, Space *s, Own own,
                       const Drafts *first) {
   const int64_t h = shape->hidden;
