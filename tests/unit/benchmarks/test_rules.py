@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -36,10 +37,11 @@ def pair_on(directory: Path, draft: str, **drafter: int) -> Pair:
 def test_no_rule_is_above_its_bound_and_formulas_agree_with_what_is_measured(
     tiny_target: Path, draft: str, drafter: dict[str, int]
 ) -> None:
+    plan = replace(PLAN, contexts=144)  # of 48, chance alone had block 3.3 errors below chain on one kind of CPU
     pair = pair_on(tiny_target, draft, **drafter)
-    table = measure(pair, encode(pair.tokenizer, TEXTS, 100), SamplingParams(temperature=1.0), PLAN)
+    table = measure(pair, encode(pair.tokenizer, TEXTS, 100), SamplingParams(temperature=1.0), plan)
     assert table.broken == []
-    assert table.contexts == PLAN.contexts
+    assert table.contexts == plan.contexts
     assert {row.rule for row in table.rows if row.draw == "iid"} == {"siblings", "traversal", "naive", "k_seq"}
     for row in table.rows:
         print(f"{row.draw} {row.rule}: {row.first}, formula {row.exact}, bound {row.bound:.4f}")

@@ -25,6 +25,7 @@ class Machine:
 
     def __init__(self, disturbed: Mapping[int, float]) -> None:
         self.now, self.rows, self._disturbed = 0.0, [], disturbed
+        self.begins: set[tuple[int, int]] = set()  # rows, and the place of the first
 
     def perf_counter(self) -> float:
         return self.now
@@ -33,6 +34,7 @@ class Machine:
         count = len(rows.token_ids)
         self.now += (10 + count) * 0.001 * self._disturbed.get(len(self.rows), 1.0)
         self.rows.append(count)
+        self.begins.add((count, int(rows.positions[0])))
         return SimpleNamespace(logits=torch.zeros(len(wanted), 1))
 
 
@@ -88,3 +90,11 @@ def test_nobody_waits_for_more_than_one_short_forward(monkeypatch: pytest.Monkey
     assert len(again) == 12
     assert max(again) == 8, "of 10 and more rows each takes 20 ms and more"
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("context", [1024, 64])
+def test_rows_stand_behind_some_text_as_far_as_there_is_room(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({})
+    machine.context = context
+    told(machine, 1, monkeypatch)
+    assert machine.begins == {(count, min(256, context - count)) for count in ROWS}

@@ -131,3 +131,17 @@ def test_a_size_that_was_not_seen_for_long_wants_to_be_seen_again() -> None:
         gaps.append(gap)
         costs.observe_forward(8, 12.0)
     assert all(100 < gap < 500 for gap in gaps), "a round in some hundreds is what knowing it may cost"
+
+
+def test_what_a_call_takes_is_known_for_each_number_of_nodes_and_looked_up_again() -> None:
+    model = CostModel({1: 0.01})
+    assert model.proposals("a call", 3).tolist() == [0.0] * 4
+    for sequences, seconds in ((1, 0.001), (4, 0.002), (20, 0.004)):
+        for _ in range(16):
+            model.observe_proposal("a call", sequences, 1, seconds)
+    known = model.proposals("a call", 24).tolist()
+    assert known == [0.0, *(model.proposal("a call", nodes, 1) for nodes in range(1, 25))]
+    assert (known[1], known[4], known[20]) == pytest.approx((0.001, 0.002, 0.004))
+    for _ in range(64):
+        model.observe_proposal("a call", 1, 1, 0.003)
+    assert model.proposals("a call", 24)[1] == pytest.approx(0.003, rel=0.02)
