@@ -182,28 +182,36 @@ class Forgetting:
         self._intake, self._learnt = intake, learnt
         self._follower = PurgeFollower(purges, Member("trainer", domain), self._forget)
         self._looked_at = self._alive_at = -_LOOK_SECONDS
+        self._wanted = False
+
+    def wanted(self) -> bool:
+        """Say that this trainer will answer; whether there is something to forget, looked at twice a second at most."""
+        self._alive()
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at, self._wanted = now, self._follower.wanted()
+        return self._wanted
 
     def look(self) -> None:
         """Forget what is asked for since the last look, twice a second at most; not during an evaluation."""
-        self.alive()
+        self._alive()
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_SECONDS:
+        if not self._wanted and now - self._looked_at < _LOOK_SECONDS:
             return
-        self._looked_at = now
+        self._looked_at, self._wanted = now, False
         self._follower.look()
         self._intake.purged &= self._follower.asked.keys()
 
-    def alive(self) -> None:
-        """Say that this trainer will answer."""
+    def close(self) -> None:
+        """Close the connection."""
+        self._follower.close()
+
+    def _alive(self) -> None:
         now = time.monotonic()
         if now - self._alive_at < _LOOK_SECONDS:
             return
         self._alive_at = now
         self._follower.alive()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._follower.close()
 
     def _forget(self, request: str, at: float) -> Removed:
         removed = Removed(self._intake.purge(request), self._learnt.knows(request))

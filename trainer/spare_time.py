@@ -57,7 +57,7 @@ class SpareTime:
         while not self.paused and (left := until - time.monotonic()) > 0 and not self.over.wait(min(left, _GLANCE)):
             pass
 
-    def wait(self, idle: Callable[[], None], patience: float = math.inf) -> bool:
+    def wait(self, idle: Callable[[], object], patience: float = math.inf) -> bool:
         """Wait until a micro-step may run; False when it is over, or other domains had the turn for so long.
 
         ``idle`` is called at first, and now and then while serving leaves no room.
@@ -76,20 +76,23 @@ class SpareTime:
         return False
 
     @contextmanager
-    def step(self, idle: Callable[[], None]) -> Generator[None]:
+    def step(self, idle: Callable[[], bool]) -> Generator[None]:
         """Do one micro-step inside, see ``give_way``."""
         with self._capacity.working(), yielding(partial(self.give_way, idle)):
             yield
 
-    def give_way(self, idle: Callable[[], None]) -> None:
+    def give_way(self, idle: Callable[[], bool]) -> None:
         """Within a micro-step: stand still while serving leaves no room, and call ``idle`` now and then meanwhile.
 
-        Where the worker is to rest, or to end, the micro-step goes on to its end at once.
+        Where the worker is to rest, or to end, or ``idle`` says that it is wanted, the micro-step goes on to its end at
+        once.
         """
+        wanted = False
 
         def look(share: float) -> None:
+            nonlocal wanted
             if not share:
                 self._say("yielding", "")
-            idle()
+            wanted = idle()
 
-        self._capacity.give_way(lambda: self.paused or self.over.is_set(), look)
+        self._capacity.give_way(lambda: wanted or self.paused or self.over.is_set(), look)

@@ -233,7 +233,7 @@ class Worker:
             self._told_at = now
             self._service.tell("train_step", None, **self._accounts.figures(learner))
 
-    def _spare(self, idle: Callable[[], None], patience: float = math.inf) -> bool:
+    def _spare(self, idle: Callable[[], object], patience: float = math.inf) -> bool:
         """Wait for spare time, see ``SpareTime.wait``."""
         self._tell()
         return self._spare_time.wait(idle, patience)
@@ -241,14 +241,14 @@ class Worker:
     def _tell(self) -> None:
         self._telling.tell(self.learner, self._investor.decided)
 
-    def _alive(self) -> None:
-        """Say that this trainer goes on."""
+    def _alive(self) -> bool:
+        """Say that this trainer goes on; whether it is to forget something."""
         self.lease.alive()
-        self._forgetting.alive()
+        return self._forgetting.wanted()
 
     def _look(self) -> None:
-        """The same, and forget what is asked for."""
-        self._alive()
+        """Say that this trainer goes on, and forget what is asked for."""
+        self.lease.alive()
         self._forgetting.look()
 
     def _say(self, state: str, detail: str) -> None:

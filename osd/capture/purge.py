@@ -120,6 +120,14 @@ class PurgeFollower:
         except RedisError as error:
             logger.debug("Redis does not answer: %s", error)
 
+    def wanted(self) -> bool:
+        """Whether something is asked for since the last look; not while that cannot be read."""
+        try:
+            return bool(self._purges.asked().items() - self.asked.items())
+        except RedisError as error:
+            logger.debug("the list of purged requests cannot be read: %s", error)
+            return False
+
     def look(self) -> None:
         """Forget what is asked for since the last look, and answer."""
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from osd.cli.app import app
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.unit.learning.toys import make_trace
 from trainer import checkpoint
+from trainer.spare_time import SpareTime
 
 
 def purge(loop, request):
@@ -22,6 +24,25 @@ def purge(loop, request):
 
 def memory(worker):
     return {request for request, _ in worker.replay.known()}
+
+
+@contextmanager
+def serving(loop):
+    """Requests wait in a replica all the time."""
+    loads, stop = ReplicaLoads(loop.url), threading.Event()
+
+    def serve():
+        while not stop.wait(0.05):
+            loads.report("replica", ReplicaLoad(3, 5, 4, 100.0, 20.0))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        loads.close()
 
 
 def test_a_request_is_removed_from_stream_memory_and_what_still_comes_and_its_versions_are_named(
@@ -80,15 +101,7 @@ def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventuall
     loop.send(40)
     worker = loop.start()
     eventually(lambda: worker.status()["steps"] > 3)
-    loads, stop = ReplicaLoads(loop.url), threading.Event()
-
-    def serve():
-        while not stop.wait(0.05):
-            loads.report("replica", ReplicaLoad(3, 5, 4, 100.0, 20.0))
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
+    with serving(loop):
         eventually(lambda: worker.status()["state"] == "yielding")
         time.sleep(1.8)  # longer than a sign of life holds
         for _ in range(2):
@@ -97,10 +110,27 @@ def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventuall
             assert result.exit_code == 0, result.output
             assert name not in memory(worker)
             assert worker.pause()
-    finally:
-        stop.set()
-        thread.join()
-        loads.close()
+
+
+def test_a_trainer_that_stands_back_in_the_midst_of_a_micro_step_ends_it_to_forget(make_loop, eventually, monkeypatch):
+    """It begins micro-steps whatever is served, so that it stands back within one."""
+
+    def begin(spare, idle, patience=0.0):
+        idle()
+        return not spare.over.is_set()
+
+    monkeypatch.setattr(SpareTime, "wait", begin)
+    loop = make_loop(steps_per_candidate=10_000)
+    loop.first_version()
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["steps"] > 3)
+    with serving(loop):
+        eventually(lambda: worker.status()["state"] == "yielding")
+        name = next(iter(worker.replay.known("train")))[0]
+        result = purge(loop, name)
+        assert result.exit_code == 0, result.output
+        assert name not in memory(worker)
 
 
 def test_what_was_purged_while_no_trainer_ran_is_never_learnt_from(make_loop, eventually):

@@ -96,6 +96,7 @@ def test_within_a_micro_step_it_keeps_its_turn_and_looks_around_while_serving_le
         looks.append(scheduler.has("a"))
         if len(looks) == 3:
             room.room.set()
+        return False
 
     spare.give_way(look)
     assert looks == [True] * 3, "nobody else could compute either"
@@ -119,8 +120,18 @@ def test_sleep_is_as_long_as_it_is_said_and_a_pause_or_the_end_cut_it_short(scen
 @pytest.mark.parametrize("ends", [lambda spare: spare.pause(0.0), lambda spare: spare.over.set()])
 def test_a_pause_or_the_end_waits_for_no_more_than_the_rest_of_a_micro_step(scene, ends):
     spare, *_ = scene
-    worker = threading.Thread(target=spare.give_way, args=(lambda: None,), daemon=True)
+    worker = threading.Thread(target=spare.give_way, args=(lambda: False,), daemon=True)
     worker.start()
     ends(spare)
     worker.join(5)
     assert not worker.is_alive()
+
+
+def test_who_is_wanted_elsewhere_stands_still_no_longer(scene):
+    spare, *_ = scene
+    wanted = iter([False, False, True])
+    worker = threading.Thread(target=spare.give_way, args=(lambda: next(wanted),), daemon=True)
+    worker.start()
+    worker.join(5)
+    assert not worker.is_alive()
+    assert next(wanted, None) is None
