@@ -14,7 +14,7 @@ from torch import Tensor
 from osd.config import EagleSettings
 from osd.drafters import DrafterError, from_config, initial
 from osd.drafters.eagle.drafter import Eagle
-from osd.drafters.session import GrownTrees, Kept, Runtime, Session
+from osd.drafters.session import Asked, GrownTrees, Kept, Runtime, Session
 from osd.engine.request import SamplingParams
 from osd.runtime.native import kernels
 from osd.speculation.cost_model import CostModel
@@ -185,10 +185,8 @@ def test_trees_grown_in_one_call_are_those_that_pay_level_by_level(
         grown.append((wanted, found))
         return DraftBatch.grown(found.tokens, found.parents, found.sizes, found.estimates, session.support)
 
-    sampling, noise = (
-        SamplingBatch.of([SamplingParams(temperature=temperature)] * 4),
-        Noise.of_seeds([1] * 4, [0] * 4, CPU),
-    )
+    sampling = SamplingBatch.of([SamplingParams(temperature=temperature)] * 4)
+    noise = Noise.of_seeds([1] * 4, [0] * 4, CPU)
     nobody = Replay(torch.empty(0), session.support)
     mine = growth.grow_paying(nobody, sampling, noise, limits, Bill(worth, call, in_one_call))
     ((wanted, found),) = grown
@@ -208,6 +206,27 @@ def test_trees_grown_in_one_call_are_those_that_pay_level_by_level(
     alone = expand_tree(stepwise, slots[row], mine.tokens[row, :size].tolist(), mine.parents[row, :size].tolist())
     asked = [0, *(1 + node for node in range(size) if (mine.parents[row] == node).any())]
     close(found.logits[row, asked], alone[asked])
+
+
+@native
+def test_what_pays_is_proposed_in_one_call_and_told_what_its_levels_took(
+    eagle: Eagle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, costs, noise = [3, 0], CostModel(), Noise.of_seeds([1] * 2, [0] * 2, CPU)
+    # Rounds take so long that what a call took a moment ago decides nothing.
+    worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs)
+    asked = Asked(slots, [5, 7], [SamplingParams(temperature=0)] * 2, worth=worth, left=[50, 50], missed=[0, 0])
+    session, _ = drafting(eagle, slots)
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "expand", None)
+        proposal = session.propose(asked, BestFirst(16), noise)
+    stepwise, _ = drafting(eagle, slots)
+    monkeypatch.setattr(stepwise, "grown_trees", lambda slots, wanted, calls: None)
+    expected = stepwise.propose(asked, BestFirst(16), noise)
+    for mine, theirs in zip(proposal.trees, expected.trees, strict=True):
+        assert mine.tokens
+        assert (mine.tokens, mine.parents) == (theirs.tokens, theirs.parents)
+    assert set(costs.table().proposals) == {"the first call of eagle", "a further call of eagle"}
 
 
 @native
