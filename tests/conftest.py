@@ -14,6 +14,8 @@ pytest_plugins = ["tests.fault_table"]
 # The suite runs beside Ray workers and servers of its own: more threads than cores only make it slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+if os.environ.get("OSD_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU; it is read when Triton is imported
 
 
 @pytest.fixture(autouse=True)

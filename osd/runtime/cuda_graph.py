@@ -7,8 +7,10 @@ what changes from call to call has to be copied into a ``StaticBuffer`` first.
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -57,16 +59,29 @@ class GraphRecorder:
                 run()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
+        pool, self._pool = self._pool, None  # one in which a recording failed takes no further one
         # Other threads may stage weights meanwhile: only what this one calls can break the recording.
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+        with _nothing_collected(), torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
             result = run()
-        self._pool = self._pool or graph.pool()
+        self._pool = pool or graph.pool()
 
         def play() -> Result:
             graph.replay()
             return result
 
         return play
+
+
+@contextmanager
+def _nothing_collected() -> Generator[None]:
+    """Collect no garbage: among it may be graphs of others, and a recording fails where one is freed meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class GraphCache(Generic[Key, Kept]):
@@ -120,10 +135,12 @@ class BucketedForward:
         if shape is None:
             return self._decoder.forward(*laid_out(rows, wanted, self._cache), layers, states)
 
+        decoder = self._decoder  # what is recorded must not keep its recorder alive
+
         def made() -> _Graph:
             buffer = RowBuffer(shape, self._cache)
             given = None if states is None else states.new_zeros(shape.rows, states.shape[-1])
-            graph = _Graph(buffer, given, lambda: self._decoder.forward(buffer.rows, buffer.wanted, layers, given))
+            graph = _Graph(buffer, given, lambda: decoder.forward(buffer.rows, buffer.wanted, layers, given))
             graph.fill(rows, wanted, states)  # before it is recorded: recording runs it
             return replace(graph, play=self._recorder.record(graph.play))
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from osd.runtime import attention, eight_bits
 from osd.runtime.batch import PackedRows
 from osd.runtime.causal_lm import decoder_of, ends_of
 from osd.runtime.decoder import Forward, joined, window_of
+from osd.runtime.gpu.elementwise import Rotation, add_norm, gate
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.linear import Stacked
 
@@ -38,7 +38,7 @@ class LeanDecoder:
         self._norm = decoder.norm
         self._embedding, self._head = ends_of(model)
         self._cache, self._taps, self._window = cache, taps, window_of(config)
-        self._eps, self._hidden = float(config.rms_norm_eps), int(config.hidden_size)
+        self._eps = float(config.rms_norm_eps)
         self._heads, self._kv_heads, self._dim = config.num_attention_heads, cache.keys.shape[2], cache.keys.shape[-1]
         self._layers: list[tuple[Any, Stacked, Stacked]] = []
         for layer in decoder.layers:
@@ -61,35 +61,32 @@ class LeanDecoder:
         backend = attention.prepare(rows, self._cache)
         # [R, hidden]
         x = self._embedding(rows.token_ids) if states is None else states.to(self._embedding.weight.dtype)
-        cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)  # [R, 1, dim]
+        rotation = Rotation(self._cos, self._sin, rows.positions)
         turned = self._heads + self._kv_heads
         tapped: dict[int, Tensor] = {}
+        _, normed = add_norm(x, None, self._layers[layers.start][0].input_layernorm.weight, self._eps)
         for index in layers:
             layer, read, widen = self._layers[index]
-            parts = read(self._normed(x, layer.input_layernorm)).unflatten(-1, (-1, self._dim))  # [R, q + k + v, dim]
-            turn, value = parts[:, :turned], parts[:, turned:]
-            # The two halves of dim are the planes' axes: one half goes to the other's place.
-            turn = torch.addcmul(turn * cos, turn.roll(self._dim // 2, -1), sin)
+            parts = read(normed).unflatten(-1, (-1, self._dim))  # [R, q + k + v, dim]
+            turn, value = rotation.turn(parts[:, :turned]), parts[:, turned:]
             query, key = turn[:, : self._heads], turn[:, self._heads :]
             mixed = backend.attend(index, query, key, value, scale=self._dim**-0.5, window=self._window, softcap=0.0)
-            x = x + layer.self_attn.o_proj(mixed.flatten(-2))
-            gate, up = widen(self._normed(x, layer.post_attention_layernorm)).chunk(2, -1)
-            x = x + layer.mlp.down_proj(F.silu(gate) * up)
+            mixed = layer.self_attn.o_proj(mixed.flatten(-2))
+            x, normed = add_norm(x, mixed, layer.post_attention_layernorm.weight, self._eps)
+            following = self._norm if index + 1 == layers.stop else self._layers[index + 1][0].input_layernorm
+            x, normed = add_norm(x, layer.mlp.down_proj(gate(widen(normed))), following.weight, self._eps)
             if index in self._taps:
                 tapped[index] = x
-        logits = self._head(self._normed(x[wanted], self._norm)).float()
+        logits = self._head(normed[wanted]).float()
         return Forward(logits, joined(tapped, self._taps, layers), x if layers.stop < len(self._layers) else None)
 
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
         """See ``Decoder.fill``."""
         x = states.to(self._embedding.weight.dtype)
-        cos, sin = self._cos[rows.positions].unsqueeze(1), self._sin[rows.positions].unsqueeze(1)  # [R, 1, dim]
+        rotation = Rotation(self._cos, self._sin, rows.positions)
         for index in layers:
             layer, read, _ = self._layers[index]
-            parts = read(self._normed(x, layer.input_layernorm)).unflatten(-1, (-1, self._dim))  # [R, q + k + v, dim]
+            _, normed = add_norm(x, None, layer.input_layernorm.weight, self._eps)
+            parts = read(normed).unflatten(-1, (-1, self._dim))  # [R, q + k + v, dim]
             key, value = parts[:, self._heads :].split(self._kv_heads, 1)
-            key = torch.addcmul(key * cos, key.roll(self._dim // 2, -1), sin)
-            self._cache.store(index, rows.slots, rows.stores, key, value)
-
-    def _normed(self, x: Tensor, norm: Any) -> Tensor:
-        return F.rms_norm(x, (self._hidden,), norm.weight, self._eps)
+            self._cache.store(index, rows.slots, rows.stores, rotation.turn(key), value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -73,7 +75,8 @@ class EagleSession(AutoregressiveSession):
         self._native = self._point() if self._fits() else None
         self._graphs: GraphChains | None = None
         if bucketed:
-            self._graphs = GraphChains(self.graph_step, self.cache, scratch, self.support, recordable=True)
+            step = partial(type(self).graph_step, proxy(self))  # else its memory would wait for the garbage collector
+            self._graphs = GraphChains(step, self.cache, scratch, self.support, recordable=True)
         self._spare: dict[str, Tensor] = {}  # weights before the last swap, which the decode thread must not free
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +74,8 @@ class LanguageModelSession(AutoregressiveSession):
         self._graphs: GraphChains | None = None
         if self.model.bucketed is not None:
             plays = recordable(self.model.config)
-            self._graphs = GraphChains(self.graph_step, self.model.cache, runtime.scratch, self.support, plays)
+            step = partial(type(self).graph_step, proxy(self))  # else its memory would wait for the garbage collector
+            self._graphs = GraphChains(step, self.model.cache, runtime.scratch, self.support, plays)
         self._states = torch.empty(0)  # [M, hidden] of the nodes that were asked about last
         self._texts: dict[int, list[int]] = {}  # the model's own tokens; those behind the cache's length are unread
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from osd.runtime.attention.base import AttentionBackend
+from osd.runtime.attention.flash_decoding import FlashDecoding
 from osd.runtime.attention.grid import GridAttention
 from osd.runtime.attention.native import NativeAttention
 from osd.runtime.attention.reference import ReferenceAttention
@@ -10,6 +11,7 @@ from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
+    "flash_decoding": FlashDecoding,
     "grid": GridAttention,
     "native": NativeAttention,
     "reference": ReferenceAttention,

@@ -56,13 +56,14 @@ def test_requests_on_either_version_have_the_targets_output_and_traces_that_say_
     assert counters.swaps == 0
 
 
+@pytest.mark.parametrize(("kind", "bucketed"), [("eagle", False), ("eagle", True), ("language_model", True)])
 def test_a_request_keeps_its_drafter_while_the_canary_is_promoted_and_the_session_goes_with_the_last(
-    target_dir: Path, oracle: Oracle
+    kind: str, bucketed: bool, target_dir: Path, oracle: Oracle
 ) -> None:
     traces: list[Trace] = []
     first, second = prompts([9, 14], seed=4)
-    weights = weights_of("eagle", target_dir, noise=0.01)
-    with running(target_dir, "eagle", traces=traces) as client:
+    weights = weights_of(kind, target_dir, noise=0.01)
+    with running(target_dir, kind, traces=traces, bucketed=bucketed) as client:
         client.engine.drafters("general").try_canary(ALL, weights)
         client.submit("first", first, 100, ignore_eos=True, capture=True)
         while client.results["first"].updates < 3:

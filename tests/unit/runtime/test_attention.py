@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.runtime.attention import BACKENDS, AttentionBackend
+from osd.runtime.attention import AttentionBackend
+from osd.runtime.attention.flash_decoding import FlashDecoding
 from osd.runtime.attention.grid import GridAttention
 from osd.runtime.attention.native import NativeAttention
 from osd.runtime.attention.reference import ReferenceAttention
@@ -18,11 +19,14 @@ from osd.runtime.batch import GridShape, PackedRows, RowBuffer, laid_out
 from osd.runtime.generic import slot_attention
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.native import libraries, load
+from tests.device import DEVICE
+from tests.unit.runtime import on_gpu
 from tests.unit.runtime.rows import rows_of
 
 PARTS = [(2, 5, list(range(7))), (0, 0, list(range(4))), (1, 30, [9]), (3, 11, list(range(6)))]
 TREES = {0: [-1, -1, 0, 0, 1], 3: [-1, 0, 1, 0, -1]}
-PLAIN = [backend for backend in BACKENDS.values() if backend is not NativeAttention]
+PLAIN = [FlashDecoding, GridAttention, ReferenceAttention]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 def kernels_of(path: str, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
@@ -45,6 +49,11 @@ def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
     return request.param if request.param in PLAIN else kernels_of(request.param, monkeypatch)
 
 
+def device_of(backend: type[AttentionBackend]) -> torch.device:
+    """Where a backend is tested."""
+    return DEVICE if backend is FlashDecoding else torch.device("cpu")
+
+
 @dataclass
 class Case:
     rows: PackedRows
@@ -60,16 +69,16 @@ class Case:
     def run(self, backend: type[AttentionBackend] = ReferenceAttention) -> tuple[Tensor, Tensor, Tensor]:
         """Attend in the second of two layers; the first stays as it is."""
         slots, kv_heads, places, dim = self.keys.shape
-        cache = KVCache(2, slots, kv_heads, places, dim, self.keys.dtype, self.keys.device)
+        where = device_of(backend)
+        cache = KVCache(2, slots, kv_heads, places, dim, self.keys.dtype, where)
         cache.keys[1], cache.values[1] = self.keys, self.values
         rows, wanted = self.rows, torch.arange(len(self.rows.slots))
-        if backend is GridAttention:
+        if backend in (FlashDecoding, GridAttention):
             rows, _ = laid_out(rows, wanted, cache)
-        out = backend(rows, cache).attend(
-            1, self.query, self.key, self.value, scale=self.scale, window=self.window, softcap=self.softcap
-        )
+        new = (one.to(where) for one in (self.query, self.key, self.value))
+        out = backend(rows, cache).attend(1, *new, scale=self.scale, window=self.window, softcap=self.softcap)
         assert not cache.keys[0].any()
-        return out, cache.keys[1], cache.values[1]
+        return out.cpu(), cache.keys[1].cpu(), cache.values[1].cpu()
 
     def part(self, chosen: Tensor) -> Case:
         r = self.rows
@@ -130,11 +139,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_kernel_attends_as_written_down_naively(
     name: str, dtype: torch.dtype, rule: type[AttentionBackend]
 ) -> None:
+    if rule is FlashDecoding and (name == "head of 8" or on_gpu.cannot_multiply(dtype)):
+        pytest.skip("a GPU leaves heads of 8 to the grid, and the interpreter multiplies no bfloat16")
     case = make(**CASES[name], dtype=dtype)
     out = case.run(rule)[0].double()
     tolerance = 2e-5 if dtype == torch.float32 else 1e-2
@@ -197,15 +208,7 @@ def test_a_padded_grid_of_all_slots_reads_them_where_they_are(
     slots: list[int], in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three sequences are padded to four, which is one for every slot."""
-    case = make(TREES)
-    case = case.part(torch.isin(case.rows.slots, torch.tensor(slots)).nonzero().squeeze(-1))
-    cache = KVCache(2, 4, 2, 48, 16, torch.float32, torch.device("cpu"))
-    cache.keys[1], cache.values[1] = case.keys, case.values
-    count = len(case.rows.slots)
-    shape = GridShape.of(case.rows, count).bucket(cache, scratch=8)
-    assert shape is not None
-    buffer = RowBuffer(shape, cache)
-    buffer.fill(case.rows, torch.arange(count))
+    case = of_slots(slots)
     attend, read = torch.nn.functional.scaled_dot_product_attention, []
 
     def attending(query: Tensor, key: Tensor, value: Tensor, **more: object) -> Tensor:
@@ -213,10 +216,51 @@ def test_a_padded_grid_of_all_slots_reads_them_where_they_are(
         return attend(query, key, value, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr("osd.runtime.attention.grid.F.scaled_dot_product_attention", attending)
-    new = (
-        torch.nn.functional.pad(one, (0, 0, 0, 0, 0, shape.rows - count)) for one in (case.query, case.key, case.value)
-    )
-    out = GridAttention(buffer.rows, cache).attend(1, *new, scale=0.3, window=None, softcap=0.0)
+    out, cache = padded(case, GridAttention)
     held = [one.untyped_storage().data_ptr() for one in (cache.keys, cache.values)]
     assert (read == [held]) is in_place
-    torch.testing.assert_close(out[:count].double(), naive(case), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out[: len(case.query)].double(), naive(case), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [0, 1, 3], [1, 3], [2]], ids=str)
+def test_on_a_gpu_any_slots_are_read_where_they_are_and_rows_of_padding_end_at_zero(slots: list[int]) -> None:
+    """Three sequences are padded to four: what is behind the last one's rows must reach no row's products."""
+    case = of_slots(slots)
+    out, _ = padded(case, FlashDecoding)
+    torch.testing.assert_close(out[: len(case.query)].double(), naive(case), rtol=2e-5, atol=2e-5)
+    assert len(out) > len(case.query)
+    assert not out[len(case.query) :].any()
+
+
+def test_on_a_gpu_places_are_divided_among_programs_whatever_each_of_them_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many parts as there are blocks in a slot: most of them see nothing of short sequences."""
+    found = []
+    for splits in (1, 2, 32):
+        monkeypatch.setattr("osd.runtime.attention.flash_decoding._SPLITS", splits)
+        case = make(TREES)
+        case.keys, case.values = torch.randn(2, 4, 2, 400, 16, generator=torch.Generator().manual_seed(1))
+        case.rows = rows_of(
+            [(2, 380, list(range(7))), (0, 0, list(range(4))), (1, 30, [9]), (3, 200, list(range(6)))], TREES
+        )
+        found.append(case.run(FlashDecoding)[0].double())
+        torch.testing.assert_close(found[-1], naive(case), rtol=2e-5, atol=2e-5)
+
+
+def of_slots(slots: list[int]) -> Case:
+    """Only the rows of some slots."""
+    case = make(TREES)
+    return case.part(torch.isin(case.rows.slots, torch.tensor(slots)).nonzero().squeeze(-1))
+
+
+def padded(case: Case, backend: type[AttentionBackend]) -> tuple[Tensor, KVCache]:
+    """What a backend makes of the rows in a bucket of a CUDA graph, and the cache that it reads."""
+    where, count = device_of(backend), len(case.rows.slots)
+    cache = KVCache(2, 4, 2, 48, 16, torch.float32, where)
+    cache.keys[1], cache.values[1] = case.keys, case.values
+    shape = GridShape.of(case.rows, count).bucket(cache, scratch=8)
+    assert shape is not None
+    buffer = RowBuffer(shape, cache)
+    buffer.fill(case.rows, torch.arange(count))
+    more = (0, 0, 0, 0, 0, shape.rows - count)
+    new = (torch.nn.functional.pad(one, more).to(where) for one in (case.query, case.key, case.value))
+    return backend(buffer.rows, cache).attend(1, *new, scale=0.3, window=None, softcap=0.0).cpu(), cache

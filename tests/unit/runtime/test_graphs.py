@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from osd.runtime.decoder import Forward, recordable
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
 from tests.device import DEVICE
+from tests.unit.runtime.on_gpu import with_kernels
 from tests.unit.runtime.rows import rows_of
 from tests.unit.runtime.test_model import FAMILIES, NAME, build, everything, prompt, slotted
 
@@ -135,7 +137,8 @@ def test_tokens_that_only_the_device_knows_reach_their_rows(padded: bool) -> Non
     tokens = prompt(6)
     goal = plain.forward(rows_of([(1, 0, tokens)]), everything(6)).logits
     rows = rows_of([(1, 0, [tokens[0], 0, 0, tokens[3], 0, tokens[5]])])
-    unread = DeviceTokens(torch.tensor([tokens[4], tokens[1], 99, tokens[2]]), torch.tensor([-1, 1, 3, -1, 0, -1]))
+    drafted = torch.tensor([tokens[4], tokens[1], 99, tokens[2]], device=DEVICE)
+    unread = DeviceTokens(drafted, torch.tensor([-1, 1, 3, -1, 0, -1]))
     equal(model.forward(replace(rows, unread=unread), everything(6)).logits, goal)
 
 
@@ -190,7 +193,7 @@ def test_a_buffer_is_filled_anew_and_padded_each_time() -> None:
     assert [view.tolist() for view in views] == [[4, 9, 9], [2, 3], [False] * 4]
 
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU, and OSD_TEST_DEVICE=cuda")
 
 
 @cuda
@@ -223,6 +226,17 @@ def test_on_a_gpu_rows_as_they_come_wait_for_nothing_either() -> None:
     assert rows.stores.tolist() == list(range(3, 33))
 
 
+@cuda
+def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
+    """A graph that is freed meanwhile ends the recording, with an error that names nothing."""
+    collects: list[bool] = []
+    recorder = GraphRecorder(DEVICE)
+    recorder.record(lambda: collects.append(gc.isenabled()))
+    assert collects[0]
+    assert not collects[-1]
+    assert gc.isenabled()
+
+
 class Launches(TorchDispatchMode):
     """Counts operators that a GPU launches kernels for: those that do more than look at memory in another way."""
 
@@ -247,6 +261,27 @@ def test_a_layer_of_a_llama_shaped_model_launches_few_kernels() -> None:
             slots.compute(buffer.rows, buffer.wanted)
         counts[layers] = launches.count
     assert (counts[3] - counts[1]) / 2 <= 22
+
+
+def test_a_model_says_the_same_with_the_kernels_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = "llama with heads that they read"
+    monkeypatch.setitem(FAMILIES, family, {"head_dim": 16})
+    rows, goals = rows_of([(1, 0, prompt(9)), (3, 0, prompt(5, 1))], {1: [-1, -1, 0]}), []
+    for _ in range(2):
+        model = bucketed(family, (0, -1))
+        first = model.forward(rows, everything(14), range(2)).states
+        goals.append((model.forward(rows, everything(14)), first, model))
+        with_kernels(monkeypatch)
+    (goal, goal_states, plain), (got, states, model) = goals
+    assert got.hidden is not None
+    assert goal.hidden is not None
+    for one, other in (
+        (got.logits, goal.logits), (got.hidden, goal.hidden), (states, goal_states),
+        (model.cache.keys, plain.cache.keys), (model.cache.values, plain.cache.values),
+    ):  # fmt: skip
+        assert one is not None
+        assert other is not None
+        equal(one, other)
 
 
 def test_only_the_recordings_used_last_are_kept() -> None:
