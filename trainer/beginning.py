@@ -15,6 +15,7 @@ from osd.learning.recalled import Recalled
 from osd.learning.replay import Replay
 from osd.registry.lease import Lease
 from osd.registry.versions import Version
+from osd.speculation.growth import make_growth
 from trainer.executor import TargetContext
 from trainer.rollout import Publisher, Service
 
@@ -51,7 +52,8 @@ def learner_of(
     drafter.load_weights(version.weights)
     distiller = context.executor.distiller(settings.domain, drafter, settings.trainer)
     gate = Gate(settings.growth.lookahead, settings.trainer.divergence)
-    return Learner(distiller, settings.trainer, gate, context.vocabulary, replay, recalled)
+    trees = make_growth(settings.growth).by_worth
+    return Learner(distiller, settings.trainer, gate, context.vocabulary, replay, recalled, trees)
 
 
 def lacking(learner: Learner, least: int, refused: int, fresh: int) -> str:

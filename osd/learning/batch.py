@@ -47,6 +47,7 @@ class DistillBatch:
         drafted: [N] the token that was drafted there, -1 for none.
         verdict: [N] NOT_DRAFTED, ACCEPTED or REJECTED.
         completes: [B] bool, the sequences whose prompt is the text that the completion goes on with, and no chat.
+        greedy: [B] bool, the sequences that took the target's most probable token at each place.
         own: what the drafter's own tokens would have led to, None when no trace says.
         weight: [N] how much of each position counts when a drafter is judged, None for all of it.
         stands_for: [N] float64 how many positions of the traffic each stands for, where not all of it was kept.
@@ -65,6 +66,7 @@ class DistillBatch:
     drafted: Tensor
     verdict: Tensor
     completes: Tensor
+    greedy: Tensor
     own: OwnSamples | None = None
     weight: Tensor | None = None
     stands_for: Tensor | None = None
@@ -252,6 +254,7 @@ def collate(traces: list[Trace], device: torch.device | str = "cpu") -> DistillB
         drafted=torch.from_numpy(drafted).to(device),
         verdict=torch.from_numpy(verdict).to(device),
         completes=torch.tensor([trace.completes for trace in traces], device=device),
+        greedy=torch.tensor([trace.temperature == 0 for trace in traces], device=device),
         records=[_record(trace) for trace in traces],
     )
     if any(trace.weight != 1 for trace in traces):

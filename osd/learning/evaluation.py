@@ -33,6 +33,9 @@ class GateFigures:
         weight: the mean of the positions' weights: beside recall, the share that it leaves open.
         stands_for: [positions] how many positions of the traffic each stands for, by which all means are taken; None
             where all of the traffic was kept.
+        kept_per_depth: what ``per_depth`` is, of what the requests themselves keep, see ``Scores.kept``; as long as no
+            greedy request is among them, that is the same.
+        keeps: [positions] what ``overlaps`` is, of that.
     """
 
     positions: int
@@ -40,8 +43,10 @@ class GateFigures:
     divergence: float
     overlaps: Tensor
     groups: Tensor
-    weight: float = 1.0
-    stands_for: Tensor | None = None
+    weight: float
+    stands_for: Tensor | None
+    kept_per_depth: tuple[float, ...]
+    keeps: Tensor
 
     @property
     def accepted(self) -> float:
@@ -60,8 +65,11 @@ class GateFigures:
 
     @property
     def length_beside_recall(self) -> float:
-        """The same where recall drafts what it knows: at each depth its share of the positions is right already."""
-        known = (1 - self.weight + self.weight * alpha for alpha in self.per_depth)
+        """What the requests themselves are given in a round, where recall drafts what it knows.
+
+        At each depth its share of the positions is right already.
+        """
+        known = (1 - self.weight + self.weight * alpha for alpha in self.kept_per_depth)
         return mean_acceptance_length(sum(accumulate(known, mul)), rounds=1)
 
     def summary(self) -> dict[str, Any]:
@@ -71,6 +79,7 @@ class GateFigures:
             "acceptance": round(self.acceptance, 4),
             "expected_length": round(self.expected_length, 4),
             "per_depth": [round(alpha, 4) for alpha in self.per_depth],
+            "kept_per_depth": [round(alpha, 4) for alpha in self.kept_per_depth],
             "divergence": round(self.divergence, 4),
             "weight": round(self.weight, 4),
         }
@@ -122,9 +131,10 @@ class Evaluation:
     def __init__(self, scorer: Scorer) -> None:
         """Begin with nothing; ``scorer`` is the drafter's."""
         self._scorer, self._depth = scorer, scorer.depth
-        self._expected = ExpectedAcceptance(self._depth)
+        self._expected, self._kept = ExpectedAcceptance(self._depth), ExpectedAcceptance(self._depth)
         self._divergences: list[Tensor] = []
         self._overlaps: list[Tensor] = []
+        self._keeps: list[Tensor] = []
         self._groups: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._stands_for: list[Tensor] = []
@@ -143,12 +153,14 @@ class Evaluation:
         weight = every if batch.weight is None else batch.weight
         stands_for = every if batch.stands_for is None else batch.stands_for
         self._sampled |= batch.stands_for is not None
-        self._expected.update(scores.accepted, valid, weight * stands_for)
-        accepted = torch.where(valid, scores.accepted, 0.0)
         seen = valid[:, 0]  # a position that depth 0 cannot predict has nothing to show
-        overlaps = (accepted.sum(1) / valid.sum(1).clamp(min=1) * weight)[seen]
-        sequence = batch.sequence.cpu()[seen]
-        self._overlaps.append(overlaps)
+        for expected, each, all_of_them in (
+            (self._expected, scores.accepted, self._overlaps), (self._kept, scores.kept, self._keeps)
+        ):  # fmt: skip
+            expected.update(each, valid, weight * stands_for)
+            mean = torch.where(valid, each, 0.0).sum(1) / valid.sum(1).clamp(min=1)
+            all_of_them.append((mean * weight)[seen])
+        overlaps, sequence = self._overlaps[-1], batch.sequence.cpu()[seen]
         self._divergences.append(scores.divergence[seen])
         self._weights.append(weight[seen])
         self._stands_for.append(stands_for[seen])
@@ -168,9 +180,8 @@ class Evaluation:
     def figures(self) -> GateFigures:
         """The figures of all batches so far."""
         if not self._overlaps:
-            return GateFigures(
-                0, (0.0,) * self._depth, 0.0, torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
-            )
+            nothing, none = (0.0,) * self._depth, torch.empty(0, dtype=torch.float64)
+            return GateFigures(0, nothing, 0.0, none, none.long(), 1.0, None, nothing, none)
         stands_for = torch.cat(self._stands_for) if self._sampled else None
         return GateFigures(
             positions=self.positions,
@@ -180,6 +191,8 @@ class Evaluation:
             groups=torch.cat(self._groups),
             weight=weighted_mean(torch.cat(self._weights), stands_for) if self.positions else 1.0,
             stands_for=stands_for,
+            kept_per_depth=tuple(self._kept.compute().view(self._depth).tolist()),
+            keeps=torch.cat(self._keeps),
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from osd.drafters.trainable import Trainable
 from osd.learning.batch import DistillBatch
@@ -27,7 +28,7 @@ class GateDecision:
     """What the gate decided, with a ``reason`` of one line for people; figures are None where nothing was evaluated.
 
     ``waits`` says that the candidate was not judged, because too little was held out to judge by. ``error`` is one
-    standard error of the difference in acceptance per position.
+    standard error of the difference in acceptance per position, ``kept_error`` of that in what requests keep.
     """
 
     passed: bool
@@ -36,6 +37,7 @@ class GateDecision:
     candidate: GateFigures | None = None
     baseline: GateFigures | None = None
     error: float = 0.0
+    kept_error: float = 0.0
 
     def figures(self) -> dict[str, Any]:
         """Both sets of figures as JSON: the candidate's, and the baseline's named ``baseline_...``."""
@@ -96,28 +98,34 @@ class Gate:
 
     def decide(self, candidate: GateFigures, baseline: GateFigures) -> GateDecision:
         """Compare figures of the same positions."""
-        error = _standard_error(candidate, baseline)
+        error, kept_error = (
+            _standard_error(difference, candidate)
+            for difference in (candidate.overlaps - baseline.overlaps, candidate.keeps - baseline.keeps)
+        )
         tolerance = min(error, TOLERANCE)
         difference = weighted_mean(candidate.overlaps - baseline.overlaps, candidate.stands_for)
         # Written so that a comparison with NaN fails.
         if not difference >= -tolerance:
             reason = f"held-out acceptance per position fell by {-difference:.4f}"
-            return GateDecision(False, False, reason, candidate, baseline, error)
+            return GateDecision(False, False, reason, candidate, baseline, error, kept_error)
         if not candidate.expected_length >= baseline.expected_length - self.depth * tolerance:
             reason = (
                 f"expected tokens per round fell from {baseline.expected_length:.3f} to {candidate.expected_length:.3f}"
             )
-            return GateDecision(False, False, reason, candidate, baseline, error)
+            return GateDecision(False, False, reason, candidate, baseline, error, kept_error)
         reason = f"expected tokens per round {baseline.expected_length:.3f} -> {candidate.expected_length:.3f}"
-        return GateDecision(True, False, reason, candidate, baseline, error)
+        return GateDecision(True, False, reason, candidate, baseline, error, kept_error)
 
 
-def _standard_error(candidate: GateFigures, baseline: GateFigures) -> float:
-    """Of the mean difference per position, with positions of one sequence as one draw (they are not independent)."""
-    difference, stands_for = candidate.overlaps - baseline.overlaps, candidate.stands_for
+def _standard_error(difference: Tensor, figures: GateFigures) -> float:
+    """Of the mean ``difference`` per position of some figures.
+
+    Positions of one sequence are one draw: they are not independent.
+    """
+    stands_for = figures.stands_for
     spread = difference - weighted_mean(difference, stands_for)
     if stands_for is not None:
         spread = spread * stands_for
-    sequences = int(candidate.groups.max()) + 1
-    per_sequence = torch.zeros(sequences, dtype=torch.float64).index_add_(0, candidate.groups, spread)
+    sequences = int(figures.groups.max()) + 1
+    per_sequence = torch.zeros(sequences, dtype=torch.float64).index_add_(0, figures.groups, spread)
     return float(per_sequence.square().sum().sqrt() / (len(difference) if stands_for is None else stands_for.sum()))

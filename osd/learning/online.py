@@ -20,7 +20,7 @@ from osd.learning.drift import Drift
 from osd.learning.gate import MIN_POSITIONS, Gate, GateDecision
 from osd.learning.recalled import Recalled
 from osd.learning.replay import Added, Replay, Sample
-from osd.learning.value import SLICE, Value
+from osd.learning.value import SECOND, SLICE, Value
 
 ENOUGH_TOKENS = 2 * MIN_POSITIONS
 """Completion tokens until which more is held out than ``trainer.held_out`` says."""
@@ -168,16 +168,17 @@ class Learner:
         vocabulary: int,
         replay: Replay,
         recalled: Recalled | None = None,
+        trees: bool = False,
     ) -> None:
         """Start with what ``replay`` holds; ``vocabulary`` is the number of the target's ids.
 
-        Where recall drafts beside the drafter, ``recalled`` learns the same records: the gate then judges by what a
-        drafter adds to it.
+        The drafter's drafts are chains, or ``trees`` of the tokens that pay. Where recall drafts beside the drafter,
+        ``recalled`` learns the same records: the gate then judges by what a drafter adds to it, and drafts are chains.
         """
         self.distiller, self.replay, self.gate = distiller, replay, gate
         self.trigger = TrainingTrigger(settings)
         self.counters = Counters()
-        self.value = Value(gate.depth, settings.drift_records)
+        self.value = Value(gate.depth, settings.drift_records, SECOND if trees and recalled is None else 0.0)
         self.next_candidate = settings.steps_per_candidate
         self._settings, self._vocabulary, self._recalled = settings, vocabulary, recalled
 

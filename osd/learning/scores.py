@@ -11,25 +11,30 @@ from torch import Tensor
 from osd.drafters.trainable import Trainable
 from osd.learning import DIVERGENCES
 from osd.learning.batch import DistillBatch, Record
-from osd.learning.divergences import draft_index, overlap
+from osd.learning.divergences import draft_index, overlap, places
 
 _RECORDS = 1024  # whose scores are kept
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of N positions sum_v min(p, q) at each depth, ``accepted`` [N, depth], and the ``divergence`` [N] at the first.
+    """How N positions are predicted.
 
-    Both are float64 on the host. Where a batch's ``rows_at`` says that a depth cannot predict a position they mean
+    ``accepted`` [N, depth] is sum_v min(p, q) at each depth. ``kept`` [N, depth] is what the request itself keeps of
+    the drafter's first choice: where it is greedy, 1 if that is the target's most probable token and else 0; the same
+    as ``accepted`` where it draws. ``divergence`` [N] is that at the first depth.
+
+    All are float64 on the host. Where a batch's ``rows_at`` says that a depth cannot predict a position they mean
     nothing.
     """
 
     accepted: Tensor
+    kept: Tensor
     divergence: Tensor
 
     def of(self, rows: Tensor) -> Scores:
         """Those of some positions, [N] bool."""
-        return Scores(self.accepted[rows], self.divergence[rows])
+        return Scores(self.accepted[rows], self.kept[rows], self.divergence[rows])
 
 
 class Scorer:
@@ -49,13 +54,15 @@ class Scorer:
         finally:
             self._drafter.train(training)
         accepted = torch.zeros(batch.positions, self.depth, dtype=torch.float64, device=batch.place.device)
-        divergence = accepted.new_zeros(batch.positions)
+        kept, divergence = accepted.clone(), accepted.new_zeros(batch.positions)
+        greedy, wanted = batch.greedy[batch.sequence], places(batch.target_ids[:, 0], self._index)
         for d, level in enumerate(logits):
             events = overlap(level, batch.target_ids, batch.target_logp, batch.target_tail, self._index)
             if d == 0:
                 divergence = self._divergence(events).double()
             accepted[:, d] = events.accepted().double()
-        return Scores(accepted.cpu(), divergence.cpu())
+            kept[:, d] = torch.where(greedy, (level.argmax(-1) == wanted).double(), accepted[:, d])
+        return Scores(accepted.cpu(), kept.cpu(), divergence.cpu())
 
 
 class KnownScores(Scorer):
@@ -73,7 +80,7 @@ class KnownScores(Scorer):
             for record in batch.records:
                 self._known.move_to_end(record)
             return Scores(
-                *(torch.cat(parts) for parts in zip(*((s.accepted, s.divergence) for s in known), strict=True))
+                *(torch.cat(parts) for parts in zip(*((s.accepted, s.kept, s.divergence) for s in known), strict=True))
             )
         scores, sequence = super().score(batch), batch.sequence.cpu()
         for row, record in enumerate(batch.records):

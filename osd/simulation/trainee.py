@@ -33,7 +33,7 @@ class Trainee:
     ) -> None:
         self._settings, self._assumed, self._chance = settings, assumed, chance
         self.knowledge = knowledge
-        self.value = Value(assumed.depth, settings.drift_records)
+        self.value = Value(assumed.depth, settings.drift_records, assumed.second)
         self.value.length = assumed.length
         self.published: SimulatedVersion = knowledge.version(1)
         self.records = self.gates = 0

@@ -48,11 +48,13 @@ class DraftCurve:
         self.surplus = np.maximum(squares / self.lengths - 1, 0.0) / 2
 
 
-def nodes_and_lengths(acceptance: float, depth: int, certainty: float) -> tuple[np.ndarray, np.ndarray]:
+def nodes_and_lengths(
+    acceptance: float, depth: int, certainty: float, second: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """``nodes`` and ``lengths`` of a curve, between those of two hundredths: smooth in the acceptance."""
     below = min(int(100 * acceptance), 99)
     part = 100 * acceptance - below
-    low, high = (draft_curve(hundredths, depth, certainty) for hundredths in (below, below + 1))
+    low, high = (draft_curve(hundredths, depth, certainty, second) for hundredths in (below, below + 1))
     return (1 - part) * low.nodes + part * high.nodes, (1 - part) * low.lengths + part * high.lengths
 
 

@@ -368,7 +368,7 @@ def batch_of(target: Any, tokens: Tensor) -> DistillBatch:
     return DistillBatch(
         tokens, torch.full((count,), length), None, torch.arange(count).repeat_interleave(length - 4), places,
         *true, torch.where(places == 8, drafted[0, 8], -1), torch.where(places == 8, REJECTED, NOT_DRAFTED),
-        torch.zeros(count, dtype=torch.bool),
+        *torch.zeros(2, count, dtype=torch.bool),
         OwnSamples(drafted, *mixed, since),
     )  # fmt: skip
 

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
 from osd.learning.batch import collate
-from osd.learning.evaluation import ExpectedAcceptance, GateFigures, evaluate
-from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
+from osd.learning.evaluation import ExpectedAcceptance, evaluate
+from tests.unit.learning.toys import VOCABULARY, Toy, gate_figures, make_trace, target_logits
 
 
 class Known(Toy):
@@ -46,12 +47,39 @@ def test_expected_acceptance_is_how_often_the_chain_rule_accepts_where_a_depth_i
 
 
 def test_expected_length_is_the_sum_of_the_products_of_acceptances_and_the_bonus():
-    none = torch.empty(0)
-    figures = GateFigures(1, (0.8, 0.5, 0.5), 0.0, none, none)
+    figures = gate_figures((0.8, 0.5, 0.5))
     assert figures.accepted == pytest.approx(0.8 + 0.4 + 0.2)
     assert figures.acceptance == pytest.approx(1.4 / 3)
     assert figures.expected_length == pytest.approx(2.4)
     assert figures.summary()["per_depth"] == [0.8, 0.5, 0.5]
+
+
+def test_a_greedy_request_keeps_the_first_choice_or_nothing_and_one_that_draws_what_both_share():
+    traces = [make_trace(f"{n}", completion=20, seed=n) for n in range(4)]
+    greedy = [msgspec.structs.replace(trace, temperature=0.0) for trace in traces]
+    drafter = Uncertain()
+    drawn, mixed, taken = (
+        evaluate(drafter, [collate(part)], 1, "forward_kl") for part in (traces, greedy[:2] + traces[2:], greedy)
+    )
+    assert drawn.kept_per_depth == drawn.per_depth == taken.per_depth
+    assert torch.equal(drawn.keeps, drawn.overlaps)
+    batch = collate(greedy)
+    first = target_logits().argmax(1)[batch.token_ids[batch.sequence, batch.place - 1]]
+    right = drafter.unroll(batch, 1)[0].argmax(-1).numpy() == first
+    assert 0.2 < right.mean() < 0.9
+    assert taken.kept_per_depth == pytest.approx((right.mean(),))
+    assert taken.keeps.tolist() == right.tolist()
+    assert mixed.keeps[:40].tolist() == right[:40].tolist()
+    assert torch.equal(mixed.keeps[40:], drawn.overlaps[40:])
+
+
+class Uncertain(Toy):
+    """The target in a fog, which is sure of its first choice and often wrong."""
+
+    def unroll(self, batch, depth, drafted=None):
+        fog = torch.randn(target_logits().shape, generator=torch.Generator().manual_seed(3))
+        logits = torch.tensor(target_logits()).float() + 2 * fog
+        return [4 * logits[batch.token_ids[batch.sequence, batch.place - 1]]] * depth
 
 
 def test_the_tail_counts_as_no_overlap():

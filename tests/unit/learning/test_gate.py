@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from osd.learning.batch import collate
-from osd.learning.evaluation import GateFigures
 from osd.learning.gate import Gate
-from tests.unit.learning.toys import VOCABULARY, Toy, make_trace, target_logits
+from tests.unit.learning.toys import VOCABULARY, Toy, gate_figures, make_trace, target_logits
 
 GATE = Gate(depth=2, divergence="forward_kl", min_positions=100)
 
@@ -99,8 +98,7 @@ def test_exactly_as_many_positions_as_are_needed_are_judged():
 
 def figures(overlaps, per_depth, groups=None):
     overlaps = torch.tensor(overlaps, dtype=torch.float64)
-    groups = torch.arange(len(overlaps)) if groups is None else groups
-    return GateFigures(len(overlaps), per_depth, 0.0, overlaps, groups)
+    return gate_figures(per_depth, len(overlaps), overlaps=overlaps, groups=groups)
 
 
 def test_noise_is_tolerated_up_to_one_standard_error_but_never_beyond_the_limit():

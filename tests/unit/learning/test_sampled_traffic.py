@@ -144,7 +144,7 @@ class Known(Scorer):
         right = (
             (batch.verdict == ACCEPTED).double() if self._even is None else torch.full((batch.positions,), self._even)
         )
-        return Scores(right.double()[:, None], 1 - right.double())
+        return Scores(right.double()[:, None], right.double()[:, None], 1 - right.double())
 
 
 def judged(traces: list[Trace], scorer: Scorer):

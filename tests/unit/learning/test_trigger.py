@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import torch
-
 from osd.config import TrainerSettings
-from osd.learning.evaluation import GateFigures
 from osd.learning.gate import GateDecision
 from osd.learning.online import PASSES, TrainingTrigger
+from tests.unit.learning.toys import gate_figures
 
 
 def verdict(candidate, baseline, passed=True):
-    none = torch.empty(0)
-    first, second = (GateFigures(1, (0.5,), value, none, none) for value in (candidate, baseline))
+    first, second = (gate_figures((0.5,), divergence=value) for value in (candidate, baseline))
     return GateDecision(passed, False, "", first, second)
 
 

@@ -7,13 +7,12 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from osd.demand import Demand, Workload
 from osd.learning import value as module
-from osd.learning.evaluation import GateFigures
 from osd.learning.gate import GateDecision
-from osd.learning.value import SLICE, Horizon, LearningCurve, Point, Traffic, Value, alike, chain_length
+from osd.learning.value import SECOND, SLICE, Horizon, LearningCurve, Point, Traffic, Value, alike, chain_length
+from tests.unit.learning.toys import gate_figures
 
 
 def workload(share, seconds, streams=1):
@@ -24,12 +23,31 @@ def workload(share, seconds, streams=1):
 
 # A round takes a second, each drafted token a tenth of one more.
 WORK = [workload(0.5, (1.0, 1.1, 1.2, 1.3))]
-EMPTY = torch.empty(0)
 
 
 def decision(before, after, passed=True, weight=1.0, error=0.0):
-    sides = [GateFigures(300, (alike(length, 3),) * 3, 0.0, EMPTY, EMPTY, weight) for length in (after, before)]
-    return GateDecision(passed, False, "", sides[0], sides[1], error)
+    sides = [
+        gate_figures((0.0,) * 3, weight=weight, kept_per_depth=(alike(length, 3),) * 3) for length in (after, before)
+    ]
+    return GateDecision(passed, False, "", sides[0], sides[1], kept_error=error)
+
+
+def test_a_length_is_what_the_requests_themselves_are_given():
+    """Greedy ones keep more of the same drafter than its distributions share with the target's."""
+    it = Value(depth=2, stale=1000)
+    before, after = (
+        gate_figures((0.2, 0.2), kept_per_depth=kept) for kept in ((0.5, 0.4), (0.6, 0.5))
+    )  # fmt: skip
+    it.judged(GateDecision(True, False, "", after, before, error=0.0, kept_error=0.01))
+    assert it.length == pytest.approx(1 + 0.6 + 0.6 * 0.5)
+    assert it.curve.points[0].gained == pytest.approx(0.9 - 0.7)
+    assert it.curve.points[0].error == pytest.approx(2 * 0.01)
+
+
+def test_second_choices_save_where_they_are_drafted():
+    cheap = [workload(0.5, (1.0, *(1.0 + 0.01 * n for n in range(1, 17))))]
+    chains, trees = (Value(5, 1000, second).traffic(cheap) for second in (0.0, SECOND))
+    assert trees.saving_rate(1.0, 1.3) > 1.1 * chains.saving_rate(1.0, 1.3) > 0
 
 
 def taught(most, time, gates=4, each=60.0):
@@ -50,7 +68,7 @@ def test_an_acceptance_and_the_length_of_its_chains_are_each_others_inverse():
 
 
 def test_a_saving_rate_is_the_time_that_the_same_tokens_no_longer_need(monkeypatch):
-    def alike_everywhere(acceptance, depth, certainty):
+    def alike_everywhere(acceptance, depth, certainty, second):
         return np.arange(depth + 1.0), np.cumsum(acceptance ** np.arange(depth + 1.0))
 
     monkeypatch.setattr(module, "nodes_and_lengths", alike_everywhere)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from osd.capture.trace import NOT_DRAFTED, REJECTED, Array, Trace
 from osd.drafters.base import Needs
 from osd.drafters.trainable import Trainable
+from osd.learning.evaluation import GateFigures
 from osd.target.identity import Identity
 
 VOCABULARY, HIDDEN = 12, 12
@@ -144,3 +145,16 @@ def make_trace(
         source=Array.of(np.full(completion, -1, np.int8)),
         hidden=Array.of(states.view(torch.uint16).numpy(), "bfloat16") if hidden else None,
     )
+
+
+def gate_figures(
+    per_depth: tuple[float, ...], positions: int = 1, *, overlaps: Tensor | None = None, groups: Tensor | None = None,
+    divergence: float = 0.0, weight: float = 1.0, kept_per_depth: tuple[float, ...] | None = None,
+    keeps: Tensor | None = None,
+) -> GateFigures:  # fmt: skip
+    """Figures as a gate has them, of requests that keep what both models share where nothing else is said."""
+    overlaps = torch.empty(0) if overlaps is None else overlaps
+    groups = torch.arange(len(overlaps)) if groups is None else groups
+    kept = per_depth if kept_per_depth is None else kept_per_depth
+    keeps = overlaps if keeps is None else keeps
+    return GateFigures(positions, per_depth, divergence, overlaps, groups, weight, None, kept, keeps)
