@@ -249,9 +249,9 @@ def profile(run: Run, shape: str, sampled: bool = False) -> dict[str, Any]:
         over.wait()
     profiler.export_chrome_trace(str(run.folder / f"profile-{name}.json.gz"))
     averages, count = profiler.key_averages(), rounds[0]
+    sides = ("cuda", "cpu") if run.device.type == "cuda" else ("cpu",)
     tables = [
-        averages.table(sort_by=f"self_{side}_time_total", row_limit=40, max_name_column_width=90)
-        for side in (run.device.type, "cpu")[: 2 if run.device.type == "cuda" else 1]
+        averages.table(sort_by=f"self_{side}_time_total", row_limit=40, max_name_column_width=90) for side in sides
     ]
     (run.folder / f"profile-{name}.txt").write_text("\n".join(tables), encoding="utf-8")
     on_device = sum(one.self_device_time_total for one in averages) / 1e6

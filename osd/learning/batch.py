@@ -47,7 +47,7 @@ class DistillBatch:
         drafted: [N] the token that was drafted there, -1 for none.
         verdict: [N] NOT_DRAFTED, ACCEPTED or REJECTED.
         completes: [B] bool, the sequences whose prompt is the text that the completion goes on with, and no chat.
-        greedy: [B] bool, the sequences that took the target's most probable token at each place.
+        greedy: [B] bool, the sequences of greedy requests.
         own: what the drafter's own tokens would have led to, None when no trace says.
         weight: [N] how much of each position counts when a drafter is judged, None for all of it.
         stands_for: [N] float64 how many positions of the traffic each stands for, where not all of it was kept.

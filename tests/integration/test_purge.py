@@ -80,12 +80,18 @@ def test_a_held_out_request_is_forgotten_and_no_version_has_learnt_from_it(make_
     assert name not in memory(worker)
 
 
-def test_a_paused_trainer_forgets_too(make_loop, eventually):
+def training(make_loop, eventually):
+    """A loop whose trainer is at work, and that trainer."""
     loop = make_loop(steps_per_candidate=10_000)
     loop.first_version()
     loop.send(40)
     worker = loop.start()
     eventually(lambda: worker.status()["steps"] > 3)
+    return loop, worker
+
+
+def test_a_paused_trainer_forgets_too(make_loop, eventually):
+    loop, worker = training(make_loop, eventually)
     assert worker.pause()
     name = next(iter(worker.replay.known("train")))[0]
     result = purge(loop, name)
@@ -96,11 +102,7 @@ def test_a_paused_trainer_forgets_too(make_loop, eventually):
 
 def test_a_trainer_that_stands_back_for_serving_forgets_too(make_loop, eventually, monkeypatch):
     monkeypatch.setattr(purges, "_ALIVE_MS", 1500)
-    loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    loop.send(40)
-    worker = loop.start()
-    eventually(lambda: worker.status()["steps"] > 3)
+    loop, worker = training(make_loop, eventually)
     with serving(loop):
         eventually(lambda: worker.status()["state"] == "yielding")
         time.sleep(1.8)  # longer than a sign of life holds
@@ -120,11 +122,7 @@ def test_a_trainer_that_stands_back_in_the_midst_of_a_micro_step_ends_it_to_forg
         return not spare.over.is_set()
 
     monkeypatch.setattr(SpareTime, "wait", begin)
-    loop = make_loop(steps_per_candidate=10_000)
-    loop.first_version()
-    loop.send(40)
-    worker = loop.start()
-    eventually(lambda: worker.status()["steps"] > 3)
+    loop, worker = training(make_loop, eventually)
     with serving(loop):
         eventually(lambda: worker.status()["state"] == "yielding")
         name = next(iter(worker.replay.known("train")))[0]

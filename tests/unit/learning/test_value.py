@@ -35,9 +35,7 @@ def decision(before, after, passed=True, weight=1.0, error=0.0):
 def test_a_length_is_what_the_requests_themselves_are_given():
     """Greedy ones keep more of the same drafter than its distributions share with the target's."""
     it = Value(depth=2, stale=1000)
-    before, after = (
-        gate_figures((0.2, 0.2), kept_per_depth=kept) for kept in ((0.5, 0.4), (0.6, 0.5))
-    )  # fmt: skip
+    before, after = (gate_figures((0.2, 0.2), kept_per_depth=kept) for kept in ((0.5, 0.4), (0.6, 0.5)))
     it.judged(GateDecision(True, False, "", after, before, error=0.0, kept_error=0.01))
     assert it.length == pytest.approx(1 + 0.6 + 0.6 * 0.5)
     assert it.curve.points[0].gained == pytest.approx(0.9 - 0.7)

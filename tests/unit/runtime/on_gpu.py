@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 
+from osd.runtime.gpu import launch
 from tests.device import DEVICE
 
 pytest.importorskip("triton")
@@ -15,7 +19,15 @@ def cannot_multiply(dtype: torch.dtype) -> bool:
     return DEVICE.type == "cpu" and dtype == torch.bfloat16
 
 
-def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have them run wherever they could on a GPU."""
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Have them run wherever they could on a GPU; counts how often each does."""
+    launched: Counter[str] = Counter()
+
+    def counted(name: str, *given: Any, **options: int) -> None:
+        launched[name] += 1
+        launch(name, *given, **options)
+
     for user in ("osd.runtime.gpu.elementwise", "osd.runtime.attention.flash_decoding"):
         monkeypatch.setattr(f"{user}.has_kernels", lambda device: True)
+        monkeypatch.setattr(f"{user}.launch", counted)
+    return launched

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.runtime.attention import AttentionBackend
+from osd.runtime.attention import BACKENDS, AttentionBackend, prepare
 from osd.runtime.attention.flash_decoding import FlashDecoding
 from osd.runtime.attention.grid import GridAttention
 from osd.runtime.attention.native import NativeAttention
@@ -25,8 +25,7 @@ from tests.unit.runtime.rows import rows_of
 
 PARTS = [(2, 5, list(range(7))), (0, 0, list(range(4))), (1, 30, [9]), (3, 11, list(range(6)))]
 TREES = {0: [-1, -1, 0, 0, 1], 3: [-1, 0, 1, 0, -1]}
-PLAIN = [FlashDecoding, GridAttention, ReferenceAttention]
-DTYPES = [torch.float32, torch.bfloat16]
+PLAIN = [backend for backend in BACKENDS.values() if backend is not NativeAttention]
 
 
 def kernels_of(path: str, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
@@ -139,7 +138,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_every_kernel_attends_as_written_down_naively(
     name: str, dtype: torch.dtype, rule: type[AttentionBackend]
@@ -244,6 +243,17 @@ def test_on_a_gpu_places_are_divided_among_programs_whatever_each_of_them_sees(m
         )
         found.append(case.run(FlashDecoding)[0].double())
         torch.testing.assert_close(found[-1], naive(case), rtol=2e-5, atol=2e-5)
+
+
+def test_on_a_gpu_places_are_divided_where_a_kernel_has_heads_of_that_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(dim: int) -> type[AttentionBackend]:
+        cache = KVCache(1, 4, 2, 48, dim, torch.float32, torch.device("cpu"))
+        rows, _ = laid_out(rows_of(PARTS, TREES), torch.arange(1), cache)
+        return type(prepare(rows, cache))
+
+    assert chosen(16) is GridAttention
+    on_gpu.with_kernels(monkeypatch)
+    assert [chosen(dim) for dim in (8, 16, 48, 128)] == [GridAttention, FlashDecoding, GridAttention, FlashDecoding]
 
 
 def of_slots(slots: list[int]) -> Case:

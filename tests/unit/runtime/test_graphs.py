@@ -266,13 +266,21 @@ def test_a_layer_of_a_llama_shaped_model_launches_few_kernels() -> None:
 def test_a_model_says_the_same_with_the_kernels_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     family = "llama with heads that they read"
     monkeypatch.setitem(FAMILIES, family, {"head_dim": 16})
-    rows, goals = rows_of([(1, 0, prompt(9)), (3, 0, prompt(5, 1))], {1: [-1, -1, 0]}), []
-    for _ in range(2):
+    rows = rows_of([(1, 0, prompt(9)), (3, 0, prompt(5, 1))], {1: [-1, -1, 0]})
+
+    def said() -> tuple[Forward, Tensor | None, SlotModel]:
         model = bucketed(family, (0, -1))
         first = model.forward(rows, everything(14), range(2)).states
-        goals.append((model.forward(rows, everything(14)), first, model))
-        with_kernels(monkeypatch)
-    (goal, goal_states, plain), (got, states, model) = goals
+        return model.forward(rows, everything(14)), first, model
+
+    goal, goal_states, plain = said()
+    launched = with_kernels(monkeypatch)
+    got, states, model = said()
+    layers = 2 + 3
+    assert launched == {
+        "add_norm": 2 + 2 * layers,
+        **dict.fromkeys(("rotate", "store", "attend", "combine", "gate"), layers),
+    }
     assert got.hidden is not None
     assert goal.hidden is not None
     for one, other in (
