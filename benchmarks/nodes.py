@@ -114,7 +114,9 @@ class WatchedMixed(Mixed):
 
     def session(self, runtime: Runtime) -> MixedSession:
         """See ``Drafter.session``."""
-        return MixedSession(_Watched(runtime, self.drafts), self.trained.session(runtime), self.trained.kind)
+        return MixedSession(
+            _Watched(runtime, self.drafts), self.trained.session(runtime), self.trained.kind, self.calls
+        )
 
 
 @dataclass(frozen=True)

@@ -79,23 +79,28 @@ class Workload:
             as many decode at once as are listed.
         uptake: seconds of a core that a new version of a drafter took on average: to read, check and stage it, and
             while rounds waited for the swap.
+        calls: seconds of a call of the drafter in a round of 1, 2, ... streams, where it drafts beside recall: rounds
+            are those of both, with calls as often as they were made lately. Empty where it drafts alone.
     """
 
     share: float
     demand: Demand
     rounds: tuple[tuple[float, ...], ...]
     uptake: float = 0.0
+    calls: tuple[float, ...] = ()
 
-    def busy(self, nodes: Sequence[float], lengths: Sequence[float]) -> float:
+    def busy(self, nodes: Sequence[float], lengths: Sequence[float], called: Sequence[float] = ()) -> float:
         """Busy seconds a token where drafts of so many ``nodes`` for each stream give ``lengths`` tokens per round.
 
-        Both are means over rounds, the first of them without drafts; streams draft as many as give the most. How
+        These are means over rounds, the first of them without drafts; streams draft as many as give the most. How
         probable a token is the drafter says when it is asked for one: a round with drafts takes what one token for each
-        stream takes, at least.
+        stream takes, at least. Beside recall it is ``called`` in such a share of the rounds, in none if that is empty.
         """
+        calls = self.calls or (0.0,) * len(self.rounds)
+        drafts = list(zip(nodes, lengths, called or (0.0,) * len(nodes), strict=True))
         decoding = [
-            min(_between(each, drafted) / (streams * tokens) for drafted, tokens in zip(nodes, lengths, strict=True))
-            for streams, each in enumerate(self.rounds, 1)
+            min((_between(each, drafted) + share * call) / (streams * tokens) for drafted, tokens, share in drafts)
+            for streams, (each, call) in enumerate(zip(self.rounds, calls, strict=True), 1)
         ]
         decoding += decoding[-1:] * ((QUEUE - 1) * len(decoding))
         return self.demand.seconds_a_token(decoding)

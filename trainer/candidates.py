@@ -143,7 +143,7 @@ class Candidates:
         now = learner.gate.look(self._scores(learner.gate, baseline), self._held_out(learner))
         if now is None:
             return revision is None
-        learner.value.length = now.length_beside_recall
+        learner.value.looked(now)
         if revision is None:
             return True
         self.revision = None

@@ -47,6 +47,11 @@ class Drafter(ABC):
         """What it needs from the engine."""
         return Needs()
 
+    @property
+    def calls(self) -> str | None:
+        """The kind by which a cost model knows calls of what is trained, where that drafts beside something else."""
+        return None
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """What ``config.json`` of a version says: all that is needed to build the same drafter."""

@@ -61,7 +61,7 @@ class DemandMeter:
         self._seen = _Seen(now)
         self._ended, self._looked = now, now
         self._there = self._requests = 0
-        self._drafters: dict[str, str] = {}
+        self._drafters: dict[str, tuple[str, str | None]] = {}  # their kinds, and those of their calls
         self.stretch = 1.0
         """Seconds that plain decoding of the same requests, coming as they do, would take, for each that it would take
         with as many of them there as are."""
@@ -99,7 +99,7 @@ class DemandMeter:
         for one in outcome.sequences:
             if (drafter := one.sequence.drafter) is not None:
                 _count(seen.by_domain, drafter.domain, seconds / streams)
-                self._drafters[drafter.domain] = drafter.kind
+                self._drafters[drafter.domain] = drafter.kind, drafter.make.calls
         self._there, self._ended = left, began + seconds
 
     def look(self, now: float, costs: CostModel) -> None:
@@ -127,15 +127,14 @@ class DemandMeter:
         demand = self._demand(now)
         if demand is None:
             return {}
-        passed = sum(self._time(now).values())
-        return {
-            domain: Workload(
-                min(spent / passed, 1.0),
-                demand,
-                tuple(costs.chains(self._drafters[domain], streams, depth) for streams in range(1, self._slots + 1)),
-            )
-            for domain, spent in sorted(self._seen.by_domain.items())
-        }
+        passed, streams = sum(self._time(now).values()), range(1, self._slots + 1)
+        found = {}
+        for domain, spent in sorted(self._seen.by_domain.items()):
+            kind, calls = self._drafters[domain]
+            rounds = tuple(costs.chains(kind, count, depth) for count in streams)
+            each = () if calls is None else tuple(costs.proposal(calls, count, depth) for count in streams)
+            found[domain] = Workload(min(spent / passed, 1.0), demand, rounds, calls=each)
+        return found
 
     def _demand(self, now: float) -> Demand | None:
         """What is asked for; None before the first answer."""

@@ -69,7 +69,15 @@ class GateFigures:
 
         At each depth its share of the positions is right already.
         """
-        known = (1 - self.weight + self.weight * alpha for alpha in self.kept_per_depth)
+        return self._beside_recall(self.kept_per_depth)
+
+    @property
+    def length_of_recall(self) -> float:
+        """What recall gives without the drafter, 1 where there is none."""
+        return self._beside_recall((0.0,) * len(self.kept_per_depth))
+
+    def _beside_recall(self, kept: Iterable[float]) -> float:
+        known = (1 - self.weight + self.weight * alpha for alpha in kept)
         return mean_acceptance_length(sum(accumulate(known, mul)), rounds=1)
 
     def summary(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from osd.learning.drift import Drift
 from osd.learning.gate import MIN_POSITIONS, Gate, GateDecision
 from osd.learning.recalled import Recalled
 from osd.learning.replay import Added, Replay, Sample
-from osd.learning.value import SECOND, SLICE, Value
+from osd.learning.value import GAIN, GAIN_BESIDE_RECALL, SECOND, SLICE, Value
 
 ENOUGH_TOKENS = 2 * MIN_POSITIONS
 """Completion tokens until which more is held out than ``trainer.held_out`` says."""
@@ -178,7 +178,8 @@ class Learner:
         self.distiller, self.replay, self.gate = distiller, replay, gate
         self.trigger = TrainingTrigger(settings)
         self.counters = Counters()
-        self.value = Value(gate.depth, settings.drift_records, SECOND if trees and recalled is None else 0.0)
+        second, gain = (SECOND if trees else 0.0, GAIN) if recalled is None else (0.0, GAIN_BESIDE_RECALL)
+        self.value = Value(gate.depth, settings.drift_records, second, gain)
         self.next_candidate = settings.steps_per_candidate
         self._settings, self._vocabulary, self._recalled = settings, vocabulary, recalled
 

@@ -69,8 +69,17 @@ def test_a_part_of_a_token_takes_a_part_of_its_round_and_to_ask_for_one_takes_wh
     assert work.busy([0.0, 5.0], [1.0, 3.0]) == pytest.approx(1.6 / 3.0)  # no more than the rounds have
 
 
+def test_beside_recall_a_draft_is_worth_its_calls_or_is_made_without_them():
+    for seconds in (0.1, 0.2, 0.9):
+        work = Workload(1.0, ALONE, ((1.0, 1.0, 1.0),), calls=(seconds,))
+        # Without calls a round gives 2 tokens, with them in half of the rounds 2.2.
+        found = work.busy([0.0, 2.0, 2.0], [1.0, 2.0, 2.2], [0.0, 0.0, 0.5])
+        assert found == pytest.approx(min((1 + 0.5 * seconds) / 2.2, 1 / 2.0))
+    assert work.busy([0.0, 2.0], [1.0, 2.0]) == pytest.approx(1 / 2.0)
+
+
 def test_a_workload_goes_through_redis_as_it_is():
-    work = Workload(0.5, Demand(((0, 1, 1.5), (1, 3, 0.25)), 90.5, 0.001), ((1.0, 1.5), (2.0, 2.5)))
+    work = Workload(0.5, Demand(((0, 1, 1.5), (1, 3, 0.25)), 90.5, 0.001), ((1.0, 1.5), (2.0, 2.5)), 3.0, (0.1, 0.2))
     assert msgspec.json.decode(msgspec.json.encode(work), type=Workload) == work
 
 

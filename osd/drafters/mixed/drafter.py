@@ -30,6 +30,11 @@ class Mixed(Drafter):
         needs = self.trained.needs
         return replace(needs, target_rows=True)
 
+    @property
+    def calls(self) -> str:
+        """See ``Drafter.calls``."""
+        return f"chains of {self.trained.kind}"
+
     def config(self) -> dict[str, Any]:
         """See ``Drafter.config``: the trained drafter's."""
         return self.trained.config()
@@ -51,4 +56,4 @@ class Mixed(Drafter):
         if runtime.memories is None:
             raise DrafterError("a mixed drafter needs the memories of its domain")
         recall = RecallSession(runtime.memories, runtime)
-        return MixedSession(recall, self.trained.session(runtime), self.trained.kind)
+        return MixedSession(recall, self.trained.session(runtime), self.trained.kind, self.calls)

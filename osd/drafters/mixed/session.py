@@ -45,10 +45,9 @@ class MixedSession(Session):
     Where it hardly ever is, most sequences do without it from their beginning to their end.
     """
 
-    def __init__(self, recall: RecallSession, trained: Session, kind: str) -> None:
-        """Join two sessions of the same slots; ``kind`` is that of the trained drafter."""
-        self._recall, self._trained, self._kind = recall, trained, kind
-        self._calls = f"chains of {kind}"  # by which their costs are known, apart from those of whole rounds
+    def __init__(self, recall: RecallSession, trained: Session, kind: str, calls: str) -> None:
+        """Join two sessions of the same slots; ``kind`` is that of the trained drafter, see ``Drafter.calls``."""
+        self._recall, self._trained, self._kind, self._calls = recall, trained, kind, calls
         self._consulting = Consulting(_LEVELS)
         self._chains = [Chain(levels) for levels in range(1, _LEVELS + 1)]
         self._unread: dict[int, _Unread] = {}  # of those for whom the trained drafter may be asked

@@ -76,9 +76,10 @@ def serve(how, arrivals, users=0, seed=0):
     return it
 
 
-def a_round(tokens, ended, domains=()):
+def a_round(tokens, ended, domains=(), calls=None):
     domains = domains or ["general"] * len(tokens)
-    drafters = [None if name is None else SimpleNamespace(domain=name, kind="eagle") for name in domains]
+    make = SimpleNamespace(calls=calls)
+    drafters = [None if name is None else SimpleNamespace(domain=name, kind="eagle", make=make) for name in domains]
     sequences = [
         SimpleNamespace(sequence=SimpleNamespace(drafter=drafter, finish="stop" if end else None), tokens=mine)
         for drafter, end, mine in zip(drafters, ended, tokens, strict=True)
@@ -163,3 +164,13 @@ def test_each_number_of_streams_says_what_its_rounds_cost_with_chains_of_each_le
         pytest.approx((0.010, 0.011 + 0.002, 0.012 + 0.004)),
         pytest.approx((0.011, 0.013 + 0.002, 0.015 + 0.004)),
     )
+
+
+def test_beside_recall_it_says_what_calls_of_the_trained_drafter_cost():
+    costs = CostModel({1: 0.010, 2: 0.011, 4: 0.013})
+    costs.observe_proposal("chains of eagle", 1, 3, 0.003)
+    costs.observe_proposal("chains of eagle", 2, 3, 0.004)
+    for calls, expected in ((None, ()), ("chains of eagle", (0.003, 0.004))):
+        it = DemandMeter(0.0, 2)
+        it.observe(a_round([1], [True], calls=calls), 0.0, 0.1, PlainRound([0.1], 0.0), 1, 0, 1)
+        assert it.workloads(1.0, costs, 3)["general"].calls == pytest.approx(expected)

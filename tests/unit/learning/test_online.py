@@ -17,7 +17,7 @@ from osd.learning.gate import Gate
 from osd.learning.online import PASSES, Learner, Local, empty_replay
 from osd.learning.recalled import Recalled
 from osd.learning.replay import is_held_out
-from osd.learning.value import SECOND
+from osd.learning.value import GAIN, GAIN_BESIDE_RECALL, SECOND
 from tests.unit.learning.toys import VOCABULARY, Toy, make_trace
 
 TOKENS, COMPLETION = 64, 30
@@ -58,6 +58,15 @@ def test_second_choices_count_where_drafts_are_trees_which_they_are_not_beside_r
     beside = Recalled(RecallSettings(megabytes=1))
     found = [learner(recalled=recalled, trees=trees).value for recalled in (None, beside) for trees in (False, True)]
     assert [value.traffic([]).second for value in found] == [0.0, SECOND, 0.0, 0.0]
+
+
+def test_beside_recall_less_is_expected_to_be_gained_from_the_first_record_on():
+    for recalled, gain in ((None, GAIN), (Recalled(RecallSettings(megabytes=1)), GAIN_BESIDE_RECALL)):
+        value = learner(recalled=recalled).value
+        assert value.curve.expected_gain == gain
+        before = value.curve.most
+        value.arrived(1e6)
+        assert value.curve.expected_gain == (before + gain) / 2, "all that was known is stale"
 
 
 def fed(names=NAMES, drafter=None, **changes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -219,6 +220,39 @@ def test_beside_recall_a_drafter_is_worth_what_it_adds_to_it():
     right, gained = 0.8 + 0.2 * alike(1.2, 3), 0.8 + 0.2 * alike(1.6, 3)
     assert beside.length == pytest.approx(chain_length(gained, 3))
     assert beside.curve.points[0].gained == pytest.approx(chain_length(gained, 3) - chain_length(right, 3))
+
+
+def test_beside_recall_a_drafter_saves_nothing_where_its_calls_take_as_long_as_what_it_adds():
+    figures = gate_figures((0.0,) * 3, weight=0.4, kept_per_depth=(0.2,) * 3)
+    recall, now = chain_length(0.6, 3), chain_length(0.68, 3)
+    it = Value(3, 1000)
+    it.looked(figures)
+    assert it.length == pytest.approx(now)
+    assert figures.length_of_recall == pytest.approx(recall)
+    saved = []
+    for call in (0.0, 0.1, 2.0):
+        work = [replace(one, calls=(call,) * len(one.rounds)) for one in (workload(0.5, (1.0, 1.0, 1.0, 1.0)),)]
+        # Before, it adds 12 of 100 tokens to what recall gives, after it 24: of the rounds four in ten call it.
+        saved.append(it.traffic(work).saving_rate(now, chain_length(0.76, 3)))
+    free, cheap, dear = saved
+    assert free > cheap > 0.5 * free
+    assert dear == 0
+    for before, after in ((1.0, recall), (recall, recall), (1.2, 1.4)):
+        assert it.traffic([workload(0.5, (1.0, 1.1, 1.2))]).saving_rate(before, after) == 0, "recall gives as much"
+
+
+def test_what_recall_gives_is_known_after_a_checkpoint_and_falls_with_acceptance():
+    it = Value(3, 1000)
+    it.judged(decision(1.2, 1.6, weight=0.2))
+    recall = it.traffic(WORK).recalled
+    assert recall == pytest.approx(chain_length(0.8, 3))
+    other = Value(3, 1000)
+    other.resume(json.loads(json.dumps(it.state())))
+    assert other.traffic(WORK).recalled == recall
+    other.resume({name: value for name, value in it.state().items() if name != "recalled"})
+    assert other.traffic(WORK).recalled == 1, "a checkpoint from before knows nothing of it"
+    it.drifted(0.8, 0.3)
+    assert it.traffic(WORK).recalled == it.length < recall
 
 
 def test_a_candidate_that_is_not_put_in_service_is_a_point_of_the_curve_and_nothing_else():
