@@ -106,10 +106,13 @@ class Traffic:
         """Busy seconds a token of each workload; what was reckoned before is not reckoned again."""
         if length not in self._busy:
             nodes, lengths = self._drafts(length)
-            called = [1 - alike(self.recalled, self.depth) if drafted else 0.0 for drafted in nodes]
-            without = self._drafts(self.recalled)
-            drafts = nodes + without[0], lengths + without[1], called + [0.0] * len(without[0])
-            self._busy[length] = [one.busy(*drafts) for one in self.workloads]
+            called: list[float] = []
+            if any(one.calls for one in self.workloads):
+                left_open = 1 - alike(self.recalled, self.depth)
+                without, recalled = self._drafts(self.recalled)
+                called = [left_open if drafted else 0.0 for drafted in nodes] + [0.0] * len(without)
+                nodes, lengths = nodes + without, lengths + recalled
+            self._busy[length] = [one.busy(nodes, lengths, called) for one in self.workloads]
         return self._busy[length]
 
     def _drafts(self, length: float) -> tuple[list[float], list[float]]:

@@ -237,8 +237,8 @@ def test_beside_recall_a_drafter_saves_nothing_where_its_calls_take_as_long_as_w
     free, cheap, dear = saved
     assert free > cheap > 0.5 * free
     assert dear == 0
-    for before, after in ((1.0, recall), (recall, recall), (1.2, 1.4)):
-        assert it.traffic([workload(0.5, (1.0, 1.1, 1.2))]).saving_rate(before, after) == 0, "recall gives as much"
+    for before, after in ((1.0, recall), (1.2, 1.4)):
+        assert it.traffic(work).saving_rate(before, after) == 0, "recall gives as much"
 
 
 def test_what_recall_gives_is_known_after_a_checkpoint_and_falls_with_acceptance():
