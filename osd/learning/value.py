@@ -6,8 +6,9 @@
 
 C is the busy seconds of a token at the length in service and the present demand, where each number of streams drafts
 tokens down to the chance that gives the most: some of a weak drafter's tokens are sure, and it is these that pay. A
-token counts as the requests themselves take it: of a greedy one the drafter's first choice is right or wrong. H is
-the seconds for which the traffic is expected to stay as it is. Several L are looked at, and one that pays is enough: a
+token counts as the requests themselves take it: of a greedy one the drafter's first choice is right or wrong. Beside
+recall rounds in which the drafter is called take its calls too, and recall drafts alone where that is cheaper. H is the
+seconds for which the traffic is expected to stay as it is. Several L are looked at, and one that pays is enough: a
 drafter too weak to be asked at all brings nothing at first. As the curve is concave, this is the rule
 ``H dG/dx > price / threads`` wherever the first seconds count as well. What was learned since the last gate is paid for
 and brings nothing before the next one: L is what is left until then, so that a slice that was begun ends unless much

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.streams import settled
 from osd.config import BestFirstSettings, ChainSettings, GrowthSettings
-from osd.drafters.mixed.consulting import Consulted, Consulting
+from osd.drafters.mixed.consulting import Candidate, Consulted, Consulting
 from osd.drafters.mixed.drafter import Mixed
 from osd.drafters.recall.session import RecallSession
 from osd.drafters.session import Asked
@@ -68,6 +69,23 @@ def test_sequences_that_do_without_the_trained_drafter_go_on_beside_those_that_a
     assert [results[str(index)].tokens for index in range(len(LENGTHS))] == goals
     asked = {index for index, one in results.items() if one.counts is not None and kind in one.counts.by_source}
     assert asked == {"0", "2", "4"}
+
+
+def test_what_is_asked_of_an_engine_says_what_calls_of_the_trained_drafter_cost(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def everybody(it: Consulting, candidates: Sequence[Candidate], *_: Any) -> Consulted:
+        return Consulted(list(range(len(candidates))), 3 if candidates else 0)
+
+    monkeypatch.setattr(Consulting, "decide", everybody)
+    for drafter, called in ((mixed("eagle", target_dir), True), (make_drafter("eagle", target_dir), False)):
+        with running(target_dir, drafter=drafter, growth=BestFirstSettings()) as client:
+            client.submit("0", prompts([5])[0], 24, ignore_eos=True)
+            client.wait()
+            settled(client.engine)
+            calls = client.engine.workloads()["general"].calls
+        assert len(calls) == (client.engine.settings.engine.slots if called else 0)
+        assert all(seconds > 0 for seconds in calls)
 
 
 @pytest.mark.parametrize(("kind", "silent"), [("eagle", False), ("prompt_tokens", True)])
