@@ -99,7 +99,7 @@ class DemandMeter:
         for one in outcome.sequences:
             if (drafter := one.sequence.drafter) is not None:
                 _count(seen.by_domain, drafter.domain, seconds / streams)
-                self._drafters[drafter.domain] = drafter.kind, drafter.make.calls
+                self._drafters[drafter.domain] = drafter.kind, drafter.calls
         self._there, self._ended = left, began + seconds
 
     def look(self, now: float, costs: CostModel) -> None:

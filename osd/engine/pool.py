@@ -41,7 +41,7 @@ class ActiveDrafter:
 
     def __post_init__(self) -> None:
         """Read once what every round asks for."""
-        self.kind, self.needs = self.make.kind, self.make.needs
+        self.kind, self.calls, self.needs = self.make.kind, self.make.calls, self.make.needs
 
     def open(self, slot: int, token: int, origin: Origin) -> None:
         """Give a slot to a sequence that starts with ``token``."""

@@ -78,8 +78,7 @@ def serve(how, arrivals, users=0, seed=0):
 
 def a_round(tokens, ended, domains=(), calls=None):
     domains = domains or ["general"] * len(tokens)
-    make = SimpleNamespace(calls=calls)
-    drafters = [None if name is None else SimpleNamespace(domain=name, kind="eagle", make=make) for name in domains]
+    drafters = [None if name is None else SimpleNamespace(domain=name, kind="eagle", calls=calls) for name in domains]
     sequences = [
         SimpleNamespace(sequence=SimpleNamespace(drafter=drafter, finish="stop" if end else None), tokens=mine)
         for drafter, end, mine in zip(drafters, ended, tokens, strict=True)
