@@ -1,46 +1,50 @@
-"""Run the list in its order: each step in a process of its own, its figures written as soon as it has them.
+"""Run the list in its order: all steps in one process, and the figures of each written as soon as it has them.
 
-Steps whose figures are there are left out, so that the same command goes on where an earlier one ended.
+Where a step fails or takes too long, the next begins in a new process, as a GPU that refused one call refuses all that
+follow. Steps whose figures are there are left out, so that the same command goes on where an earlier one ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
-LONGEST = 540.0
-"""Seconds of a step at most."""
+SECONDS = 540.0
+"""Of all steps together, where nothing else is asked for."""
 
 LEAST = 20.0
-"""Seconds without which none is begun."""
+"""Seconds without which no process is begun."""
 
 
 def main() -> int:
     """Run what is asked for; 1 where a step failed, 3 where time was over before the last one."""
     asked = _asked()
     asked.out.mkdir(parents=True, exist_ok=True)
-    if asked.one:
-        return _alone(asked)
+    if asked.here:
+        return _here(asked)
     from benchmarks.gpu.steps import STEPS
 
     unknown = [name for name in asked.steps if name not in STEPS]
     if unknown:
         print(f"no step {unknown[0]}; there are {', '.join(STEPS)}", file=sys.stderr)
         return 2
-    end, failed, left = time.monotonic() + asked.seconds, [], []
-    for name in asked.steps or STEPS:
-        if (asked.out / f"{name}.json").is_file():
-            print(f"{name}: is there", flush=True)
-            continue
-        seconds = min(LONGEST, end - time.monotonic())
-        if seconds < LEAST:
-            left.append(name)
-        elif not _run(asked, name, seconds):
-            failed.append(name)
+    end, failed = time.monotonic() + asked.seconds, []
+    left = [name for name in asked.steps or STEPS if not _figures(asked, name).is_file()]
+    while left and (seconds := end - time.monotonic()) >= LEAST:
+        _in_a_process(asked, left, seconds)
+        ended = next((at for at, name in enumerate(left) if not _figures(asked, name).is_file()), len(left))
+        failed += left[ended : ended + 1]
+        left = left[ended + 1 :]
+    if failed:
+        print(f"failed: {', '.join(failed)}; see *.failed.txt in {asked.out}")
     if left:
         print(f"no time was left for {', '.join(left)}; the same command goes on with them")
     return 1 if failed else 3 if left else 0
@@ -51,50 +55,62 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small shapes and few turns, to try all of it on a CPU")
     parser.add_argument("--out", type=Path, default=Path("gpu-figures"), help="folder of the figures")
-    parser.add_argument("--seconds", type=float, default=LONGEST, help="of all steps together; none begins after that")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of all steps together")
     parser.add_argument("--steps", type=lambda text: text.split(","), default=[], help="names with commas, else all")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _run(asked: argparse.Namespace, name: str, seconds: float) -> bool:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--one", name, "--device", asked.device, "--out", str(asked.out)]
-    begun = time.monotonic()
-    problem = asked.out / f"{name}.failed.txt"
+def _figures(asked: argparse.Namespace, name: str) -> Path:
+    return asked.out / f"{name}.json"
+
+
+def _problem(asked: argparse.Namespace, name: str) -> Path:
+    return asked.out / f"{name}.failed.txt"
+
+
+def _in_a_process(asked: argparse.Namespace, names: list[str], seconds: float) -> None:
+    """Run steps one after another in a new process, until one fails or time is over."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--here", "--device", asked.device, "--out", str(asked.out)]
+    command += ["--steps", ",".join(names), *(["--small"] if asked.small else [])]
+    for name in names:
+        _problem(asked, name).unlink(missing_ok=True)
+    process = subprocess.Popen(command, start_new_session=True)
     try:
-        done = subprocess.run(
-            [*command, *(["--small"] if asked.small else [])],
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-        why = (done.stdout + done.stderr)[-8000:] if done.returncode else ""
-    except subprocess.TimeoutExpired as error:
-        why = f"it took more than {seconds:.0f} s\n{error.stderr or ''}"
-    took = time.monotonic() - begun
-    if why:
-        problem.write_text(why, encoding="utf-8")
-        print(f"{name}: FAILED after {took:.0f} s, see {problem}", flush=True)
-        return False
-    problem.unlink(missing_ok=True)
-    print(f"{name}: {took:.0f} s", flush=True)
-    return True
+        why = f"the process ended with {process.wait(seconds)}"
+    except subprocess.TimeoutExpired:
+        why = "time was over"
+        os.killpg(process.pid, signal.SIGKILL)  # with what the step has started itself
+        process.wait()
+    at = next((name for name in names if not _figures(asked, name).is_file()), None)
+    if at is not None and not _problem(asked, at).is_file():
+        _problem(asked, at).write_text(why, encoding="utf-8")
 
 
-def _alone(asked: argparse.Namespace) -> int:
-    """One step, in this process."""
+def _here(asked: argparse.Namespace) -> int:
+    """The steps, in this process."""
     import torch
 
     from benchmarks.gpu.steps import STEPS, Run, about
 
     run = Run(torch.device(asked.device), asked.small, asked.out)
-    begun = time.monotonic()
-    figures = STEPS[asked.one](run)
-    whole = {"step": asked.one, **about(run), "seconds": round(time.monotonic() - begun, 1), **figures}
-    part = asked.out / f".{asked.one}.part"
-    part.write_text(json.dumps(whole, indent=1, default=str), encoding="utf-8")
-    part.replace(asked.out / f"{asked.one}.json")
+    for name in asked.steps:
+        begun = time.monotonic()
+        try:
+            figures = STEPS[name](run)
+        except Exception:
+            _problem(asked, name).write_text(traceback.format_exc(), encoding="utf-8")
+            print(f"{name}: FAILED after {time.monotonic() - begun:.0f} s", flush=True)
+            return 1
+        took = time.monotonic() - begun
+        whole = {"step": name, **about(run), "seconds": round(took, 1), **figures}
+        part = asked.out / f".{name}.part"
+        part.write_text(json.dumps(whole, indent=1, default=str), encoding="utf-8")
+        part.replace(_figures(asked, name))
+        print(f"{name}: {took:.0f} s", flush=True)
+        gc.collect()  # a step's model is gone before the next one's is made
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
     return 0
 
 

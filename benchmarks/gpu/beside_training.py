@@ -39,7 +39,7 @@ def beside_training(
     Returns the gaps between tokens of both ways, at the median and the 99th percentile, and positions a second.
     """
     tokens, turns = (24, 1) if small else (192, 3)
-    _gaps(engine, prompts, tokens)  # warms up, and fills the traces
+    _middle_and_late(engine, prompts, tokens)  # warms up, and fills the traces
     context = multiprocessing.get_context("spawn")
     going, ready, over = context.Event(), context.Event(), context.Event()
     trained = context.Value("q", 0)
@@ -54,10 +54,10 @@ def beside_training(
             if not process.is_alive() or time.monotonic() > end:
                 raise RuntimeError(f"the training process did not begin, its code is {process.exitcode}")
         for _ in range(turns):
-            alone.append(_gaps(engine, prompts, tokens))
+            alone.append(_middle_and_late(engine, prompts, tokens))
             before, begun = trained.value, time.monotonic()
             going.set()
-            beside.append(_gaps(engine, prompts, tokens))
+            beside.append(_middle_and_late(engine, prompts, tokens))
             going.clear()
             rates.append((trained.value - before) / (time.monotonic() - begun))
     finally:
@@ -77,8 +77,14 @@ def beside_training(
     }
 
 
-def _gaps(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> tuple[float, float]:
-    """The median and the 99th percentile of the gaps between updates of requests that decode together."""
+def _middle_and_late(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> tuple[float, float]:
+    """The median and the 99th percentile of the gaps."""
+    found = gaps(engine, prompts, tokens)
+    return found[len(found) // 2], found[min(len(found) - 1, int(0.99 * len(found)))]
+
+
+def gaps(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[float]:
+    """Seconds between updates of greedy requests that decode together, the shortest first."""
     greedy = SamplingParams(temperature=0.0)
     requests = [
         Request(f"r{n}", prompt, tokens, greedy, ignore_eos=True, capture=True) for n, prompt in enumerate(prompts)
@@ -87,8 +93,7 @@ def _gaps(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> tu
     for moment, update in updates_of(engine, requests):
         if update.token_ids:
             moments[update.request_id].append(moment)
-    gaps = sorted(b - a for times in moments.values() for a, b in pairwise(times))
-    return gaps[len(gaps) // 2], gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]
+    return sorted(b - a for times in moments.values() for a, b in pairwise(times))
 
 
 def _train(

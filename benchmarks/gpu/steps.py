@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from torch import nn
 from benchmarks import decode as decoding
 from benchmarks import forward as forwards
 from benchmarks.figures import Spread
-from benchmarks.gpu.beside_training import beside_training
+from benchmarks.gpu.beside_training import beside_training, gaps
 from benchmarks.gpu.random_targets import make_drafter, make_target, make_tokenizer
 from benchmarks.isolated import COMMITTED, DRAFT_CONTEXT, bandwidth, forward_seconds, on_several_cores, packed
 from benchmarks.lossless import compare, slots
@@ -135,8 +136,15 @@ def tests(run: Run) -> dict[str, Any]:
     }
 
 
-def equality(run: Run) -> dict[str, Any]:
-    """Greedy text in float32: the device's beside the CPU's; every drafter, growth and rule beside plain decoding."""
+KINDS: dict[str, Any] = {**TRAINED_SETTINGS, "recall": RecallDrafterSettings}
+"""Of drafters that need no weights of somebody else's."""
+
+
+def equality(run: Run, kind: str) -> dict[str, Any]:
+    """Greedy text in float32: the device's beside the CPU's, and one kind of drafter beside plain decoding.
+
+    With eagle and recall some prompts are decoded in every growth and rule that there is.
+    """
     count, tokens = (1, 4) if run.small else (50, 32)
     folder = run.folder / "equality-target"
     make_target("small", torch.float32, torch.device("cpu"), sharpness=4.0).save_pretrained(folder)  # type: ignore[operator]
@@ -145,23 +153,23 @@ def equality(run: Run) -> dict[str, Any]:
     asked = prompts(count, vocabulary, 48)
     with _engine(folder, torch.device("cpu"), None, 8) as engine:
         expected = _said(engine, asked, tokens)
-    same: dict[str, int] = {}
-    different: dict[str, int] = {}
-    kinds: dict[str, Any] = {**TRAINED_SETTINGS, "recall": RecallDrafterSettings}
-    for kind, settings in kinds.items():
-        fields = {"vocabulary": 256} if "vocabulary" in settings.model_fields else {}
-        drafter = initial(settings(**fields), folder, run.folder)
-        ways = kind in ("eagle", "recall")  # some prompts in every way that there is, the others with chains
-        with _engine(folder, run.device, drafter, slots() if ways else 8) as engine:
-            plain = _said(engine, asked, tokens)
-            same[kind] = sum(a == b for a, b in zip(expected, plain, strict=True))
-            if ways:
-                tallies = compare(engine, asked[:EVERY_WAY], tokens)
-                different[kind] = sum(tally.total - tally.identical for tally in tallies)
-            else:
-                drafted = _said(engine, asked, tokens, speculate=True)
-                different[kind] = sum(a != b for a, b in zip(plain, drafted, strict=True))
-    return {"prompts": count, "tokens": tokens, "plain_same_as_cpu": same, "speculative_different": different}
+    settings = KINDS[kind]
+    drafter = initial(
+        settings(**({"vocabulary": 256} if "vocabulary" in settings.model_fields else {})), folder, run.folder
+    )
+    ways = kind in ("eagle", "recall")
+    with _engine(folder, run.device, drafter, slots() if ways else 8) as engine:
+        plain = _said(engine, asked, tokens)
+        drafted = _said(engine, asked, tokens, speculate=True)
+        tallies = compare(engine, asked[:EVERY_WAY], tokens) if ways else []
+    return {
+        "prompts": count,
+        "tokens": tokens,
+        "plain_different_from_cpu": sum(a != b for a, b in zip(expected, plain, strict=True)),
+        "speculative_different": sum(a != b for a, b in zip(plain, drafted, strict=True)),
+        "requests_of_every_way": sum(tally.total for tally in tallies),
+        "of_them_different": sum(tally.total - tally.identical for tally in tallies),
+    }
 
 
 @contextmanager
@@ -298,12 +306,10 @@ def recall(run: Run, shape: str) -> dict[str, Any]:
                 if turn:
                     figures[way].append(wave[0])
                     lengths += [wave[1].mean_acceptance_length] if way == "again" else []
-        counted = engine.counters()
     return {
         "streams": many,
         "tokens_per_second": {way: asdict(Spread.of(values)) for way, values in figures.items()},
         "length_again": asdict(Spread.of(lengths)),
-        "swap_stall_seconds": counted.swap_stall_seconds_max,
     }
 
 
@@ -319,6 +325,40 @@ def training(run: Run, shape: str) -> dict[str, Any]:
         engine.stop()
 
 
+def swap(run: Run, shape: str) -> dict[str, Any]:
+    """Gaps between tokens of eight streams while versions are swapped in, twenty a second, and without, in turns."""
+    target, drafter = _pair(run, shape, 8)
+    given = {name: weight.cpu() for name, weight in drafter.weights().items()}
+    other = {name: weight * 0.99 if weight.is_floating_point() else weight for name, weight in given.items()}
+    asked, tokens, turns = prompts(8, target.vocab_size), 24 if run.small else 192, 1 if run.small else 3
+    gone: dict[str, list[list[float]]] = {"alone": [], "swapping": []}
+    over = threading.Event()
+
+    def versions_come() -> None:
+        while not over.wait(0.05):
+            number = engine.drafter_version + 1
+            engine.stage(number, other if number % 2 else given)
+
+    with running(target, drafter, settings_of(8)) as engine, ThreadPoolExecutor(1) as pool:
+        gaps(engine, asked, tokens)  # warms up
+        for _ in range(turns):
+            gone["alone"].append(gaps(engine, asked, tokens))
+            over.clear()
+            coming = pool.submit(versions_come)
+            gone["swapping"].append(gaps(engine, asked, tokens))
+            over.set()
+            coming.result()
+        counted = engine.counters()
+    return {
+        "streams": 8,
+        "swaps": counted.swaps,
+        "stall_seconds": counted.swap_stall_seconds / counted.swaps,
+        "longest_stall_seconds": counted.swap_stall_seconds_max,
+        "median_gap_seconds": {way: [turn[len(turn) // 2] for turn in found] for way, found in gone.items()},
+        "longest_gap_seconds": {way: [turn[-1] for turn in found] for way, found in gone.items()},
+    }
+
+
 def _pair(run: Run, shape: str, many: int) -> tuple[SlotModel, Any]:
     model = run.model(shape)
     drafter = make_drafter(model)
@@ -330,7 +370,7 @@ def _waves(run: Run, shape: str, acceptance: float, many: int, waves: int) -> di
     settings = settings_of(many)
     policy = forced(Policy.of(settings.growth, None), acceptance)
     calls = decoding.Calls.of(drafter)
-    tokens = 12 if run.small else 96
+    tokens = 12 if run.small else 96 + 3 * many  # all decode together once the last prompt has been read
     with running(target, drafter, settings) as engine:
         asked = prompts(4 * many, target.vocab_size, 24 if run.small else COMMITTED)
         found = list(decoding.decode(engine, asked, waves, many, tokens, GREEDY, policy, calls))
@@ -344,7 +384,7 @@ Step = Callable[[Run], dict[str, Any]]
 
 STEPS: dict[str, Step] = {
     "tests": tests,
-    "equality": equality,
+    **{f"equality-{kind}": partial(equality, kind=kind) for kind in KINDS},
     "forward-1b": partial(forward, shape="1b"),
     "forward-8b": partial(forward, shape="8b"),
     "profile-1b": partial(profile, shape="1b"),
@@ -359,6 +399,8 @@ STEPS: dict[str, Step] = {
     "streams-8b": partial(streams, shape="8b"),
     "recall-1b": partial(recall, shape="1b"),
     "recall-8b": partial(recall, shape="8b"),
+    "swap-1b": partial(swap, shape="1b"),
+    "swap-8b": partial(swap, shape="8b"),
     "training-1b": partial(training, shape="1b"),
     "training-8b": partial(training, shape="8b"),
     "weights-1b": partial(weights, shape="1b"),

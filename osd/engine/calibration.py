@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
 
-from osd.runtime.batch import following
+from osd.runtime.batch import RowBuilder
 from osd.runtime.interface import Target
+from osd.speculation.tree import ROOT
 
 _BEFORE = 256  # tokens that each row sees beside the others
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -40,6 +41,10 @@ def calibrate(
     counts = [count for count in _COUNTS if count <= min(target.context, 2 * most)]
     for count in counts if target.bucketed else counts[:1]:
         _run(target, count)  # the first one touches memory, or records a CUDA graph
+        if target.bucketed:
+            _run(
+                target, count, [ROOT] * (count - 1)
+            )  # trees are other kernels, which are compiled when they first come
     least = dict.fromkeys(counts, math.inf)
     for _ in range(_AT_ONCE):
         for count in counts:
@@ -62,9 +67,12 @@ def _rising(least: Mapping[int, float]) -> dict[int, float]:
     return dict(zip(counts, accumulate((least[count] for count in counts), min), strict=True))
 
 
-def _run(target: Target, count: int) -> float:
-    before = min(_BEFORE, target.context - count)
-    rows, wanted = following(0, before, [0] * count), torch.arange(count)
+def _run(target: Target, count: int, parents: Sequence[int] | None = None) -> float:
+    """Seconds of a forward of so many rows: a token and a draft, which is a chain unless its ``parents`` are given."""
+    before, builder = min(_BEFORE, target.context - count), RowBuilder()
+    builder.tokens(0, before, [0])
+    builder.draft(0, before + 1, [0] * (count - 1), range(-1, count - 2) if parents is None else parents)
+    rows, wanted = builder.build(), torch.arange(count)
     start = time.perf_counter()
     target.forward(rows, wanted).logits[0, 0].item()  # waits for the device
     return time.perf_counter() - start

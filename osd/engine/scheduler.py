@@ -120,7 +120,8 @@ class Scheduler:
         prompt too.
         """
         decoding = sum(s.decoding for s in self.running)
-        budget = self._planner.chunk(decoding, len(self.running) - decoding, self._settings.prefill_chunk)
+        reading_on = len(self.running) - decoding
+        budget = self._planner.chunk(decoding, reading_on, self._settings.prefill_chunk) if reading_on else 0
         scheduled: list[ScheduledSequence] = []
         reading: list[ScheduledSequence] = []
         for s in self.running:

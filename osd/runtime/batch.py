@@ -379,16 +379,21 @@ class RowBuffer:
 
 
 class StaticBuffer:
-    """Integers and flags of one call at addresses that stay, filled from the host with one copy that nobody awaits."""
+    """Integers and flags of one call at addresses that stay, filled from the host with one copy that nobody awaits.
+
+    Those of each name begin at a multiple of 16 bytes. Triton makes a kernel of its own for each combination of
+    addresses that are and are not, and a request would wait seconds for it.
+    """
 
     def __init__(self, integers: Mapping[str, int], flags: int, device: torch.device) -> None:
         """Make room for [count] int64 by name, and for ``flags`` bytes."""
         self._device = device
         self._sizes = dict(integers)
-        self._words = sum(integers.values())
+        room = [size + size % 2 for size in integers.values()]
+        self._words = sum(room)
         self._bytes = torch.zeros(8 * self._words + flags, dtype=torch.uint8, device=device)
-        words = self._bytes[: 8 * self._words].view(torch.int64)
-        self._views = dict(zip(integers, words.split([*integers.values()]), strict=True))
+        parts = self._bytes[: 8 * self._words].view(torch.int64).split(room)
+        self._views = {name: part[:size] for (name, size), part in zip(integers.items(), parts, strict=True)}
         self.flags = self._bytes[8 * self._words :].view(torch.bool)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -405,7 +410,7 @@ class StaticBuffer:
             values, padding = integers[name]
             words[at : at + len(values)] = values
             words[at + len(values) : at + size] = padding
-            at += size
+            at += size + size % 2
         rest = raw[8 * self._words :]
         rest[:] = 0
         if flags is not None:

@@ -50,6 +50,14 @@ class Curve:
         """What is known, by the mean count of each bucket."""
         return {round(count): seconds for count, seconds in zip(self._counts, self._seconds, strict=True)}
 
+    def along(self, counts: np.ndarray) -> np.ndarray:
+        """What ``at`` says of each of ``counts``."""
+        if not self._counts:
+            return np.zeros(len(counts))
+        rises = max(0.0, self._rise(len(self._counts) - 1)) if len(self._counts) > 1 else 0.0
+        beyond = np.maximum(counts - self._counts[-1], 0.0)
+        return np.interp(counts, self._counts, self._seconds) + rises * beyond
+
     def at(self, count: int) -> float:
         """The seconds expected, 0 when nothing was seen; below the smallest count that was seen, those of that one.
 
@@ -60,13 +68,13 @@ class Curve:
         place = bisect_left(self._counts, count)
         if place == 0 or len(self._counts) == 1:
             return self._seconds[0]
-        beyond = place == len(self._counts)
-        place = min(place, len(self._counts) - 1)
-        below, above = self._counts[place - 1 : place + 1]
-        rise = (self._seconds[place] - self._seconds[place - 1]) / (above - below)
-        if beyond:
-            return self._seconds[place] + max(0.0, rise) * (count - above)
-        return self._seconds[place - 1] + rise * (count - below)
+        if place == len(self._counts):
+            return self._seconds[-1] + max(0.0, self._rise(place - 1)) * (count - self._counts[-1])
+        return self._seconds[place - 1] + self._rise(place) * (count - self._counts[place - 1])
+
+    def _rise(self, place: int) -> float:
+        """Seconds by which one more costs, between the count at ``place`` and the one before."""
+        return (self._seconds[place] - self._seconds[place - 1]) / (self._counts[place] - self._counts[place - 1])
 
 
 def bucket(count: int) -> int:
@@ -98,6 +106,11 @@ class LiveCurve:
         return self._rest.at(count) * math.exp(
             self._level + sum(share * self._now(size)[0] for size, share in _near(count))
         )
+
+    def along(self, counts: np.ndarray) -> np.ndarray:
+        """What ``at`` says of each of ``counts``."""
+        shapes = [self._now(size)[0] for size in range(len(_SIZES))]
+        return self._rest.along(counts) * np.exp(self._level + np.interp(counts, _SIZES, shapes))
 
     def at_rest(self, count: int) -> float:
         """The seconds that were measured at rest, 0 when none were."""
@@ -218,7 +231,8 @@ class CostModel:
         """[most + 1] what ``round`` says of 0, 1, 2, ... rows, looked up again now and then; it never falls."""
         if len(self._rounds) <= most or self._observed >= _FRESH:
             self._observed = 0
-            seconds = [self.round(max(rows, 1)) for rows in range(most + 1)]
+            rows = np.maximum(np.arange(most + 1), 1)
+            seconds = self._forward.along(rows) + self._host.along(rows)
             self._rounds = np.maximum.accumulate(np.maximum(seconds, 1e-9))
         return self._rounds
 

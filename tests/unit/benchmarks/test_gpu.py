@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -50,21 +53,65 @@ def test_a_step_that_has_its_figures_is_left_out_and_an_unknown_one_is_named(
 ) -> None:
     (tmp_path / "forward-1b.json").write_text("{}")
     assert run(monkeypatch, "--out", str(tmp_path), "--steps", "forward-1b") == 0
-    assert capsys.readouterr().out == "forward-1b: is there\n"
+    assert capsys.readouterr().out == ""
     assert run(monkeypatch, "--out", str(tmp_path), "--steps", "backward") == 2
-    assert "no step backward; there are tests, equality, forward-1b" in capsys.readouterr().err
-    assert run(monkeypatch, "--out", str(tmp_path), "--steps", "tests", "--seconds", "1") == 3
-    assert "no time was left for tests" in capsys.readouterr().out
+    assert "no step backward; there are tests, equality-eagle" in capsys.readouterr().err
+    assert run(monkeypatch, "--out", str(tmp_path), "--steps", "forward-1b,tests", "--seconds", "1") == 3
+    assert capsys.readouterr().out == "no time was left for tests; the same command goes on with them\n"
 
 
 def test_figures_are_written_whole_with_the_machine_that_they_are_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    def fails(run: Run) -> dict[str, Any]:
+        raise ValueError("no luck")
+
     monkeypatch.setitem(steps.STEPS, "forward-1b", lambda run: {"shape": run.shape("1b")})
-    assert run(monkeypatch, "--out", str(tmp_path), "--one", "forward-1b") == 0
+    monkeypatch.setitem(steps.STEPS, "swap-1b", fails)
+    assert run(monkeypatch, "--out", str(tmp_path), "--here", "--steps", "forward-1b,swap-1b,forward-8b") == 1
     found = json.loads((tmp_path / "forward-1b.json").read_text())
     assert (found["step"], found["device"], found["gpu"], found["shape"]) == ("forward-1b", "cpu", None, "small")
-    assert [path.name for path in tmp_path.iterdir()] == ["forward-1b.json"]
+    assert "no luck" in (tmp_path / "swap-1b.failed.txt").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"forward-1b.json", "swap-1b.failed.txt"}
+
+
+def test_where_a_step_fails_the_next_has_a_process_of_its_own_and_what_took_too_long_leaves_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The processes are small ones: of the two first steps one fails and one waits, as does what it has started."""
+    alone = """import subprocess, sys, time
+from pathlib import Path
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+out, names = Path(given["--out"]), given["--steps"].split(",")
+(out / f"{names[0]}.asked").write_text(given["--steps"])
+if names[0] == "forward-1b":
+    (out / "forward-1b.json").write_text("{}")
+    (out / "forward-8b.failed.txt").write_text("no luck")
+    sys.exit(1)
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+(out / "other").write_text(str(other.pid))
+time.sleep(600)
+"""
+    start = subprocess.Popen
+
+    def small(command: list[str], **options: Any) -> Any:
+        return start([sys.executable, "-c", alone, *command[command.index("--device") :]], **options)
+
+    monkeypatch.setattr(command.subprocess, "Popen", small)
+    monkeypatch.setattr(command, "LEAST", 0.0)
+    asked = "forward-1b,forward-8b,swap-1b,swap-8b"
+    assert run(monkeypatch, "--out", str(tmp_path), "--steps", asked, "--seconds", "3") == 1
+    assert {path.stem: path.read_text() for path in tmp_path.glob("*.asked")} == {
+        "forward-1b": asked,
+        "swap-1b": "swap-1b,swap-8b",
+    }
+    assert (tmp_path / "forward-8b.failed.txt").read_text() == "no luck"
+    assert (tmp_path / "swap-1b.failed.txt").read_text() == "time was over"
+    said = capsys.readouterr().out
+    assert "failed: forward-8b, swap-1b" in said
+    assert "no time was left for swap-8b" in said
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int((tmp_path / "other").read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.soak

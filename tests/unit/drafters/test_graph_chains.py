@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from osd.runtime.cuda_graph import GraphRecorder
 from osd.speculation.growth.chain import Chain, Confidence
 from osd.speculation.noise import Noise
 from osd.speculation.sampling import SamplingBatch
+from tests.device import nothing_may_wait
 from tests.unit.drafters.sequences import expand_chain
 
 VOCABULARY, LENGTH, HIDDEN, SCRATCH = 150, 40, 64, 7
@@ -267,12 +269,8 @@ def test_on_a_gpu_a_draft_waits_for_nothing_and_has_the_tokens_of_the_cpu(drafte
     session = opened(drafter, torch.device("cuda"))
     for times in range(2):
         begin(session, slots)
-        if times:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_may_wait() if times else nullcontext():
             chains = session.chains(slots, limits, 0.0)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert chains is not None
         assert goal is not None
         assert chains.tokens == goal.tokens

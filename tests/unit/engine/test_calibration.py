@@ -21,10 +21,12 @@ class Machine:
     The ``disturbed`` forwards by their number, the first one 0, take so many times as long.
     """
 
-    context, bucketed = 64, None
+    context = 64
 
     def __init__(self, disturbed: Mapping[int, float]) -> None:
         self.now, self.rows, self._disturbed = 0.0, [], disturbed
+        self.bucketed: object | None = None
+        self.trees: set[int] = set()
         self.begins: set[tuple[int, int]] = set()  # rows, and the place of the first
 
     def perf_counter(self) -> float:
@@ -34,6 +36,7 @@ class Machine:
         count = len(rows.token_ids)
         self.now += (10 + count) * 0.001 * self._disturbed.get(len(self.rows), 1.0)
         self.rows.append(count)
+        self.trees |= {count} if rows.mask is not None else set()
         self.begins.add((count, int(rows.positions[0])))
         return SimpleNamespace(logits=torch.zeros(len(wanted), 1))
 
@@ -61,6 +64,14 @@ def test_one_forward_that_was_disturbed_says_nothing(monkeypatch: pytest.MonkeyP
     machine = Machine({5: 4.0, second + 9: 3.0} | dict.fromkeys((3, second + 2, third + 2), 2.0))
     (found,) = told(machine, 0, monkeypatch)
     assert found == {rows: right(4 if rows == 3 else rows) for rows in ROWS}
+
+
+def test_what_a_gpu_needs_for_trees_is_made_before_any_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({})
+    machine.bucketed = object()
+    told(machine, 0, monkeypatch)
+    assert machine.trees == {rows for rows in ROWS if rows > 2}, "and a tree of two rows is a chain"
+    assert machine.rows[2 * len(ROWS) :] == [*ROWS] * 3, "nor are any measured"
 
 
 def test_who_starts_on_the_same_cores_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

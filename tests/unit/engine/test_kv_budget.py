@@ -21,6 +21,7 @@ from osd.runtime.attention.selection import SelectionSizes, TokenSelection
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.native import libraries
 from osd.runtime.pages import PAGE, Pages
+from tests.device import only_on_a_cpu
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
 KINDS = ["none", "eagle", "language_model", "recall"]
@@ -150,6 +151,7 @@ class Squeezed:
         budget.take = watched
 
 
+@only_on_a_cpu("slots of a GPU have all of their memory from the start")
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_that_gave_way_go_on_as_if_they_had_not(

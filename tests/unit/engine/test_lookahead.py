@@ -36,6 +36,7 @@ from osd.learning.evaluation import evaluate
 from osd.runtime.model import SlotModel
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.tree import DraftBatch
+from tests.device import only_on_a_cpu
 from tests.unit.engine import test_law
 from tests.unit.engine.harness import Client, Oracle, prompts, running
 from tests.unit.engine.rounds import Rounds, as_drawn, conditioned, three_words
@@ -154,6 +155,7 @@ def test_beside_recall_the_text_stays_the_same(target_dir: Path, oracle: Oracle)
     assert counts.by_source["recall"].accepted > 0
 
 
+@only_on_a_cpu("calls that are one graph are not seen")
 def test_the_same_number_of_tokens_is_drafted_in_fewer_calls(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, forward = [0], SlotModel.forward
 

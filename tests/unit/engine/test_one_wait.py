@@ -22,8 +22,11 @@ from osd.runtime.model import SlotModel
 from osd.speculation import sampling as sampling_module
 from osd.speculation import tree as tree_module
 from osd.target.model import load_model
+from tests.device import only_on_a_cpu
 from tests.other_device import WAITS, Away, OtherDevice
 from tests.unit.engine.harness import make_drafter, prompts, settings, tokenizer
+
+pytestmark = only_on_a_cpu("the device is simulated")
 
 SAMPLED = [SamplingParams(0.9, seed=1), SamplingParams(1.0, top_p=0.9, top_k=40, min_p=0.01, seed=2)]
 REPEATABLE = [SamplingParams(0.9, seed=1, repeatable=True), SamplingParams(0.7, seed=2)]

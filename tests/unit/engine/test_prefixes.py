@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from torch import Tensor
@@ -22,6 +23,7 @@ from osd.runtime.batch import PackedRows
 from osd.runtime.decoder import Forward
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
+from tests.device import DEVICE
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 
 OTHER, PROMPT = prompts([3, 40], seed=8)
@@ -60,9 +62,10 @@ class Watched:
 
 
 def same_states(one: Trace, other: Trace, kind: str) -> None:
-    assert (one.hidden is not None) == (other.hidden is not None) == (kind == "eagle")
-    if one.hidden is not None and other.hidden is not None:
-        assert (one.hidden.numpy() == other.hidden.numpy()).all()
+    assert (one.states is not None) == (other.states is not None) == (kind == "eagle")
+    if one.states is not None and other.states is not None:
+        near = 0.0 if DEVICE.type == "cpu" else 0.02  # a GPU may add up another number of rows in another order
+        np.testing.assert_allclose(one.states, other.states, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -42,6 +42,7 @@ from osd.runtime.batch import following
 from osd.runtime.model import SlotModel
 from osd.speculation.growth import GROWTHS, Growth
 from osd.speculation.tree import DraftBatch
+from tests.device import only_on_a_cpu
 from tests.unit.engine import test_law
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 from tests.unit.engine.rounds import Rounds, as_drawn, conditioned, three_words
@@ -229,6 +230,7 @@ def test_beside_recall_both_draft_and_the_output_is_that_of_transformers(
     assert sources["recall"].accepted > 0
 
 
+@only_on_a_cpu("a GPU's places are padded, and there is room")
 def test_what_there_is_no_room_for_or_what_is_not_this_drafters_is_refused_by_name(
     target_dir: Path, goals: list[list[int]]
 ) -> None:

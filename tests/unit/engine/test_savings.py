@@ -20,6 +20,7 @@ from osd.engine.savings import PlainRound, plain_round, savings
 from osd.runtime.native import kernels
 from osd.runtime.top import Top, top
 from osd.speculation.cost_model import CostModel
+from tests.device import only_on_a_cpu
 from tests.unit.engine.harness import prompts, running
 
 MEASURED = {1: 0.010, 2: 0.011, 4: 0.013, 8: 0.017, 16: 0.025}
@@ -147,6 +148,7 @@ def test_without_a_measurement_nothing_is_claimed():
     assert a_round(CostModel(), [(1, 3)], rows=4, seconds=0.02)[1].plain == 0.0
 
 
+@only_on_a_cpu("rounds that record a graph are not counted, and on a GPU most of these few do")
 def test_the_engine_counts_the_seconds_of_its_rounds_and_of_each_token(target_dir: Path) -> None:
     with running(target_dir, "eagle") as client:
         for name, prompt in enumerate(prompts([5, 9])):
@@ -172,6 +174,7 @@ def test_the_engine_counts_the_seconds_of_its_rounds_and_of_each_token(target_di
         assert settled(client.engine).token_seconds > counters.token_seconds
 
 
+@only_on_a_cpu("PyTorch looks twice")
 @pytest.mark.skipif(kernels() is None, reason="PyTorch looks twice")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_look_at_the_target_that_plain_decoding_needs_too_is_nobodys_upkeep(

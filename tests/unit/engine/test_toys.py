@@ -14,6 +14,7 @@ from osd.drafters import Drafter, DrafterError
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
 from osd.registry.pointer import Rollout
+from tests.device import only_on_a_cpu
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running
 from tests.unit.engine.toys import Lookup, Rider, Skip
 
@@ -152,6 +153,7 @@ def test_a_version_of_another_kind_is_tried_and_swapped_in_while_requests_run(
     assert counts.swaps == 1
 
 
+@only_on_a_cpu("a GPU's places are padded, and there is room")
 def test_a_drafter_that_wants_more_than_the_engine_gives_is_refused_by_name(target_dir: Path) -> None:
     with running(target_dir, drafter=Lookup()) as client:
         pool, eagle = client.engine.pool, make_drafter("eagle", target_dir)

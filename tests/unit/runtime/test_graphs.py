@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from osd.runtime.cuda_graph import BucketedForward, GraphCache, GraphRecorder
 from osd.runtime.decoder import Forward, recordable
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.model import SlotModel
-from tests.device import DEVICE
+from tests.device import DEVICE, nothing_may_wait
 from tests.unit.runtime.on_gpu import with_kernels
 from tests.unit.runtime.rows import rows_of
 from tests.unit.runtime.test_model import FAMILIES, NAME, build, everything, prompt, slotted
@@ -191,6 +192,7 @@ def test_a_buffer_is_filled_anew_and_padded_each_time() -> None:
     assert [view.tolist() for view in views] == [[5, 6, 7], [1, -1], [True] * 4]
     buffer.fill({"a": (np.array([4]), 9), "b": (np.array([2, 3]), -1)})
     assert [view.tolist() for view in views] == [[4, 9, 9], [2, 3], [False] * 4]
+    assert [(view.data_ptr() - views[0].data_ptr()) % 16 for view in views] == [0, 0, 0], "or kernels are made anew"
 
 
 cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU, and OSD_TEST_DEVICE=cuda")
@@ -204,12 +206,8 @@ def test_on_a_gpu_a_recorded_forward_waits_for_nothing_and_gives_what_the_cpu_gi
     assert fast.bucketed is not None
     for start, count in ((0, 5), (5, 7), (12, 2)):
         rows, wanted = rows_of([(1, start, prompt(count))]), everything(count)
-        if start == 5:
-            torch.cuda.set_sync_debug_mode("error")  # the recording is there: from here on nothing may wait
-        try:
+        with nothing_may_wait() if start == 5 else nullcontext():  # the recording is there
             got = fast.forward(rows, wanted).logits if count != 2 else None
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         if got is not None:
             torch.testing.assert_close(got.cpu(), plain.forward(rows, wanted).logits.cpu(), rtol=1e-3, atol=1e-3)
     assert len(fast.bucketed) == 1
@@ -218,11 +216,8 @@ def test_on_a_gpu_a_recorded_forward_waits_for_nothing_and_gives_what_the_cpu_gi
 @cuda
 def test_on_a_gpu_rows_as_they_come_wait_for_nothing_either() -> None:
     cache = KVCache(1, SLOTS, 2, 128, 16, torch.float32, torch.device("cuda"))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_may_wait():
         rows, _ = laid_out(rows_of([(1, 3, prompt(30))]), everything(1), cache)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert rows.stores.tolist() == list(range(3, 33))
 
 
@@ -230,8 +225,13 @@ def test_on_a_gpu_rows_as_they_come_wait_for_nothing_either() -> None:
 def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
     """A graph that is freed meanwhile ends the recording, with an error that names nothing."""
     collects: list[bool] = []
-    recorder = GraphRecorder(DEVICE)
-    recorder.record(lambda: collects.append(gc.isenabled()))
+    somewhere = torch.zeros(1, device=DEVICE)
+
+    def work() -> None:
+        collects.append(gc.isenabled())
+        somewhere.add_(1)
+
+    GraphRecorder(DEVICE).record(work)
     assert collects[0]
     assert not collects[-1]
     assert gc.isenabled()

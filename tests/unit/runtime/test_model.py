@@ -74,7 +74,7 @@ def prompt(count: int, seed: int = 0) -> list[int]:
 
 
 def close(got: Tensor, goal: Tensor) -> None:
-    torch.testing.assert_close(got.cpu(), goal, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(got.cpu(), goal.cpu(), rtol=2e-4, atol=2e-4)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -8,6 +8,7 @@ import torch
 from osd.runtime import top as module
 from osd.runtime.native import kernels
 from osd.runtime.top import top
+from tests.device import nothing_may_wait
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="the kernels were not built, or this CPU has no AVX2")
 
@@ -95,10 +96,7 @@ def test_what_is_on_its_way_to_the_host_is_what_was_sent():
 def test_on_a_gpu_nothing_waits_until_they_are_asked_for():
     logits = random(4, 65).cuda()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_may_wait():
         arriving = top(logits, range(4), 7).arriving()
         logits.zero_()  # what follows does not change what was sent
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(arriving.here().ids, top(random(4, 65), range(4), 7).ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 
@@ -145,3 +146,14 @@ def test_what_a_call_takes_is_known_for_each_number_of_nodes_and_looked_up_again
     for _ in range(64):
         model.observe_proposal("a call", 1, 1, 0.003)
     assert model.proposals("a call", 24)[1] == pytest.approx(0.003, rel=0.02)
+
+
+@pytest.mark.parametrize("hosts", [[], [3], [1, 5, 30]])
+def test_many_sizes_at_once_cost_what_each_does(hosts: list[int]) -> None:
+    costs, generator = CostModel({1: 0.010, 8: 0.011, 20: 0.015, 64: 0.030}), random.Random(4)  # noqa: S311
+    for _ in range(40):
+        costs.observe_forward(generator.randrange(1, 50), generator.uniform(0.01, 0.02))
+    for rows in hosts:
+        costs.observe_host(rows, 0.001 * rows)
+    each = [costs.round(max(rows, 1)) for rows in range(600)]
+    assert costs.rounds(599).tolist() == pytest.approx(list(accumulate(each, max)))
