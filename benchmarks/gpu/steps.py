@@ -46,11 +46,13 @@ COUNTS, STREAMS = (1, 8, 64), (1, 8, 32, 64)
 EVERY_WAY = 5
 """Prompts that are decoded in every growth and rule, each of them by some fifty requests."""
 
-TESTS = (
-    "tests/unit/runtime/test_graphs.py", "tests/unit/drafters/test_graph_chains.py",
-    "tests/unit/runtime/test_attention.py", "tests/unit/engine/test_bucketed.py", "tests/unit/engine/test_canary.py",
-    "tests/unit/runtime",
-)  # fmt: skip
+TESTS = ("tests/unit/runtime", "tests/unit/drafters", "tests/unit/engine")
+FEW_TESTS = (
+    "tests/unit/runtime/test_graphs.py",
+    "tests/unit/drafters/test_graph_chains.py",
+    "tests/unit/runtime/test_attention.py",
+    "tests/unit/engine/test_bucketed.py",
+)
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,12 @@ def about(run: Run) -> dict[str, Any]:
 
 
 def tests(run: Run) -> dict[str, Any]:
-    """The unit tests of what a GPU runs, then those of its room, with their models on the device."""
-    chosen = TESTS[:4] if run.small else TESTS
+    """The unit tests of what a GPU runs, in four processes, with their models on the device."""
+    chosen = FEW_TESTS if run.small else TESTS
     # What pyproject.toml asks of pytest, but for limits of time and other plugins, which need not be there.
     options = ["-o", "addopts=--import-mode=importlib", "-W", "ignore::pytest.PytestConfigWarning"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=40", "-rf", *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "4", "-p", "no:cacheprovider", "-p", "no:benchmark", "-rf"]
+    command += ["--continue-on-collection-errors", *options]  # some test has packages that need not be there
     command += ["-m", "not soak and not cluster", *chosen]
     environ = os.environ | {"OSD_TEST_DEVICE": run.device.type}
     said = run.folder / "tests.txt"  # written as it comes: what ran is there where time is over before the last one
