@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 SECONDS = 540.0
@@ -76,11 +77,13 @@ def _in_a_process(asked: argparse.Namespace, names: list[str], seconds: float) -
     for name in names:
         _problem(asked, name).unlink(missing_ok=True)
     process = subprocess.Popen(command, start_new_session=True)
+    why = "time was over"
     try:
-        why = f"the process ended with {process.wait(seconds)}"
-    except subprocess.TimeoutExpired:
-        why = "time was over"
-        os.killpg(process.pid, signal.SIGKILL)  # with what the step has started itself
+        with suppress(subprocess.TimeoutExpired):
+            why = f"the process ended with {process.wait(seconds)}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with what a step has started itself
         process.wait()
     at = next((name for name in names if not _figures(asked, name).is_file()), None)
     if at is not None and not _problem(asked, at).is_file():
@@ -115,4 +118,5 @@ def _here(asked: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not before its process has ended
     raise SystemExit(main())
