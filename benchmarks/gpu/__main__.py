@@ -38,12 +38,10 @@ def main() -> int:
         print(f"no step {unknown[0]}; there are {', '.join(STEPS)}", file=sys.stderr)
         return 2
     end, failed = time.monotonic() + asked.seconds, []
-    left = [name for name in asked.steps or STEPS if not _figures(asked, name).is_file()]
+    left = _without_figures(asked, asked.steps or list(STEPS))
     while left and (seconds := end - time.monotonic()) >= LEAST:
-        _in_a_process(asked, left, seconds)
-        ended = next((at for at, name in enumerate(left) if not _figures(asked, name).is_file()), len(left))
-        failed += left[ended : ended + 1]
-        left = left[ended + 1 :]
+        rest = _in_a_process(asked, left, seconds)
+        failed, left = [*failed, *rest[:1]], rest[1:]
     if failed:
         print(f"failed: {', '.join(failed)}; see *.failed.txt in {asked.out}")
     if left:
@@ -66,12 +64,16 @@ def _figures(asked: argparse.Namespace, name: str) -> Path:
     return asked.out / f"{name}.json"
 
 
+def _without_figures(asked: argparse.Namespace, names: list[str]) -> list[str]:
+    return [name for name in names if not _figures(asked, name).is_file()]
+
+
 def _problem(asked: argparse.Namespace, name: str) -> Path:
     return asked.out / f"{name}.failed.txt"
 
 
-def _in_a_process(asked: argparse.Namespace, names: list[str], seconds: float) -> None:
-    """Run steps one after another in a new process, until one fails or time is over."""
+def _in_a_process(asked: argparse.Namespace, names: list[str], seconds: float) -> list[str]:
+    """Run steps one after another in a new process, until one fails or time is over; that one and those behind it."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--here", "--device", asked.device, "--out", str(asked.out)]
     command += ["--steps", ",".join(names), *(["--small"] if asked.small else [])]
     for name in names:
@@ -85,9 +87,10 @@ def _in_a_process(asked: argparse.Namespace, names: list[str], seconds: float) -
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with what a step has started itself
         process.wait()
-    at = next((name for name in names if not _figures(asked, name).is_file()), None)
-    if at is not None and not _problem(asked, at).is_file():
-        _problem(asked, at).write_text(why, encoding="utf-8")
+    rest = _without_figures(asked, names)
+    if rest and not _problem(asked, rest[0]).is_file():
+        _problem(asked, rest[0]).write_text(why, encoding="utf-8")
+    return rest
 
 
 def _here(asked: argparse.Namespace) -> int:

@@ -140,7 +140,7 @@ def tests(run: Run) -> dict[str, Any]:
 
 
 KINDS: dict[str, Any] = {**TRAINED_SETTINGS, "recall": RecallDrafterSettings}
-"""Of drafters that need no weights of somebody else's."""
+"""Settings of the drafters that need nobody else's weights, by kind."""
 
 
 def equality(run: Run, kind: str) -> dict[str, Any]:
@@ -157,9 +157,8 @@ def equality(run: Run, kind: str) -> dict[str, Any]:
     with _engine(folder, torch.device("cpu"), None, 8) as engine:
         expected = _said(engine, asked, tokens)
     settings = KINDS[kind]
-    drafter = initial(
-        settings(**({"vocabulary": 256} if "vocabulary" in settings.model_fields else {})), folder, run.folder
-    )
+    fields = {"vocabulary": 256} if "vocabulary" in settings.model_fields else {}
+    drafter = initial(settings(**fields), folder, run.folder)
     ways = kind in ("eagle", "recall")
     with _engine(folder, run.device, drafter, slots() if ways else 8) as engine:
         plain = _said(engine, asked, tokens)

@@ -41,10 +41,8 @@ def calibrate(
     counts = [count for count in _COUNTS if count <= min(target.context, 2 * most)]
     for count in counts if target.bucketed else counts[:1]:
         _run(target, count)  # the first one touches memory, or records a CUDA graph
-        if target.bucketed:
-            _run(
-                target, count, [ROOT] * (count - 1)
-            )  # trees are other kernels, which are compiled when they first come
+        if target.bucketed:  # a tree runs other kernels, which are compiled when they first come
+            _run(target, count, [ROOT] * (count - 1))
     least = dict.fromkeys(counts, math.inf)
     for _ in range(_AT_ONCE):
         for count in counts:

@@ -120,8 +120,8 @@ class Scheduler:
         prompt too.
         """
         decoding = sum(s.decoding for s in self.running)
-        reading_on = len(self.running) - decoding
-        budget = self._planner.chunk(decoding, reading_on, self._settings.prefill_chunk) if reading_on else 0
+        readers = len(self.running) - decoding
+        budget = self._planner.chunk(decoding, readers, self._settings.prefill_chunk) if readers else 0
         scheduled: list[ScheduledSequence] = []
         reading: list[ScheduledSequence] = []
         for s in self.running:

@@ -388,12 +388,14 @@ class StaticBuffer:
     def __init__(self, integers: Mapping[str, int], flags: int, device: torch.device) -> None:
         """Make room for [count] int64 by name, and for ``flags`` bytes."""
         self._device = device
-        self._sizes = dict(integers)
-        room = [size + size % 2 for size in integers.values()]
-        self._words = sum(room)
+        self._spans: dict[str, slice] = {}
+        self._words = 0
+        for name, size in integers.items():
+            self._spans[name] = slice(self._words, self._words + size)
+            self._words += size + size % 2
         self._bytes = torch.zeros(8 * self._words + flags, dtype=torch.uint8, device=device)
-        parts = self._bytes[: 8 * self._words].view(torch.int64).split(room)
-        self._views = {name: part[:size] for (name, size), part in zip(integers.items(), parts, strict=True)}
+        words = self._bytes[: 8 * self._words].view(torch.int64)
+        self._views = {name: words[span] for name, span in self._spans.items()}
         self.flags = self._bytes[8 * self._words :].view(torch.bool)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -405,12 +407,11 @@ class StaticBuffer:
         # PyTorch keeps pinned memory from being used again until the copies from it are done.
         host = torch.empty(self._bytes.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         raw = host.numpy()
-        words, at = raw[: 8 * self._words].view(np.int64), 0
-        for name, size in self._sizes.items():
+        words = raw[: 8 * self._words].view(np.int64)
+        for name, span in self._spans.items():
             values, padding = integers[name]
-            words[at : at + len(values)] = values
-            words[at + len(values) : at + size] = padding
-            at += size + size % 2
+            words[span][: len(values)] = values
+            words[span][len(values) :] = padding
         rest = raw[8 * self._words :]
         rest[:] = 0
         if flags is not None:
