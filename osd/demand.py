@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 QUEUE = 4
 """Requests that are told apart, for each that is decoded at once: beyond, a longer queue changes nothing."""
@@ -96,18 +99,19 @@ class Workload:
         probable a token is the drafter says when it is asked for one: a round with drafts takes what one token for each
         stream takes, at least. Beside recall it is ``called`` in such a share of the rounds, in none if that is empty.
         """
-        calls = self.calls or (0.0,) * len(self.rounds)
-        drafts = list(zip(nodes, lengths, called or (0.0,) * len(nodes), strict=True))
-        decoding = [
-            min((_between(each, drafted) + share * call) / (streams * tokens) for drafted, tokens, share in drafts)
-            for streams, (each, call) in enumerate(zip(self.rounds, calls, strict=True), 1)
-        ]
+        calls = np.array(self.calls or (0.0,) * len(self.rounds))
+        rounds, drafted = self._rounds, np.asarray(nodes, dtype=float)
+        last = rounds.shape[1] - 1
+        place = np.where(drafted > 0, np.minimum(np.maximum(drafted, 1.0), last), 0.0)
+        below = place.astype(int)
+        low, high = rounds[:, below], rounds[:, np.minimum(below + 1, last)]
+        seconds = low + (place - below) * (high - low) + calls[:, None] * (np.asarray(called) if len(called) else 0.0)
+        streams = np.arange(1, len(rounds) + 1)
+        decoding: list[float] = ((seconds / np.asarray(lengths)).min(1) / streams).tolist()
         decoding += decoding[-1:] * ((QUEUE - 1) * len(decoding))
         return self.demand.seconds_a_token(decoding)
 
-
-def _between(rounds: Sequence[float], drafted: float) -> float:
-    """Seconds of a round in which so many tokens are drafted on average, by those of 0, 1, 2, ... tokens."""
-    place = min(max(drafted, 1.0), len(rounds) - 1) if drafted else 0.0
-    below, part = int(place), place % 1
-    return rounds[below] + part * (rounds[below + 1] - rounds[below]) if part else rounds[below]
+    @cached_property
+    def _rounds(self) -> np.ndarray:
+        """[streams, 1 + depth]."""
+        return np.array(self.rounds)

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 _GATHER_SECONDS = 1.0
-_SELDOM_SECONDS = 3.0  # where training costs more than it saves: a look takes some 10 ms of a core
+_SELDOM_SECONDS = 3.0  # where training costs more than it saves: a look takes some 8 ms of a core
+_RARE_SECONDS = 8.0  # where it would not be cheaper in a moment without requests either
 
 Tell = Callable[[Investment], None]
 
@@ -110,10 +111,12 @@ class Investor:
         """The last decision, None before the first."""
         return None if self._decided is None else self._decided[1]
 
-    @property
-    def patience(self) -> float:
-        """Seconds from one look at the stream to the next, where nothing is trained on."""
-        return _GATHER_SECONDS if self.decided is None or self.decided.pays else _SELDOM_SECONDS
+    def patience(self, awaited: bool) -> float:
+        """Seconds from one look at the stream to the next where nothing is trained on; less if it is ``awaited``."""
+        if awaited or self.decided is None or self.decided.pays:
+            return _GATHER_SECONDS
+        trainer = self._settings.trainer
+        return _SELDOM_SECONDS if trainer.price_idle < trainer.price else _RARE_SECONDS
 
     def worth(self, learner: Learner, decision: GateDecision) -> Worth | None:
         """What a candidate is expected to save and to take; None while the traffic is not known."""

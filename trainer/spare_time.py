@@ -13,13 +13,13 @@ from trainer.capacity import Capacity
 from trainer.domain_scheduler import DomainScheduler
 from trainer.yielding import yielding
 
-_GLANCE = 0.25  # seconds after which a worker that sleeps sees that it is to pause
+_GLANCE = 2.0  # seconds of sleep between two calls of who has to say that it is there
 
 
 class SpareTime:
     """A worker's time: in its turn among the domains, where serving leaves room, and neither paused nor over.
 
-    ``over`` is set when the worker shall end. ``say`` hears of the worker's state, and what is missing.
+    ``over`` is set when the worker shall end, by ``end``. ``say`` hears of the worker's state, and what is missing.
     """
 
     def __init__(
@@ -27,16 +27,26 @@ class SpareTime:
     ) -> None:
         self._domain, self._scheduler, self._capacity, self._say = domain, scheduler, capacity, say
         self.over, self._paused, self._resting = threading.Event(), threading.Event(), threading.Event()
+        self._woken = threading.Event()  # while it is paused or over
+
+    def end(self) -> None:
+        """Leave none of it from now on."""
+        self.over.set()
+        self._woken.set()
 
     def pause(self, timeout: float) -> bool:
         """Leave no more of it; True as soon as the worker rests, False when it does not within ``timeout`` seconds."""
         self._resting.clear()
         self._paused.set()
+        self._woken.set()
         return self._resting.wait(timeout)
 
     def resume(self) -> None:
         """Undo ``pause``."""
         self._paused.clear()
+        self._woken.clear()
+        if self.over.is_set():
+            self._woken.set()
 
     @property
     def paused(self) -> bool:
@@ -51,11 +61,11 @@ class SpareTime:
             self._resting.set()
             self.over.wait(0.02)
 
-    def sleep(self, seconds: float) -> None:
-        """Do nothing for so long, or until it is to pause or over."""
+    def sleep(self, seconds: float, idle: Callable[[], object]) -> None:
+        """Do nothing for so long, or until it is to pause or over, but call ``idle`` now and then."""
         until = time.monotonic() + seconds
-        while not self.paused and (left := until - time.monotonic()) > 0 and not self.over.wait(min(left, _GLANCE)):
-            pass
+        while (left := until - time.monotonic()) > 0 and not self._woken.wait(min(left, _GLANCE)):
+            idle()
 
     def wait(self, idle: Callable[[], object], patience: float = math.inf) -> bool:
         """Wait until a micro-step may run; False when it is over, or other domains had the turn for so long.

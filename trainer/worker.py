@@ -132,7 +132,7 @@ class Worker:
 
     def stop(self) -> None:
         """End ``run`` after the micro-step that is under way."""
-        self._spare_time.over.set()
+        self._spare_time.end()
 
     def pause(self, timeout: float = 5.0) -> bool:
         """Train no more; True as soon as the loop is at rest, False when it is not within ``timeout`` seconds."""
@@ -188,12 +188,12 @@ class Worker:
         self._tell()
         self._look()
         self._capacity.spare(glance=True)  # whether requests run says what training costs
-        if not (ready := self._ready(learner)):
-            self._scheduler.give(self._domain)
-        if ready:
+        if self._ready(learner):
             self.intake.read(learner)
         else:
-            self.intake.gather(learner, self._investor.patience, self._spare_time.sleep)
+            self._scheduler.give(self._domain)
+            patience = self._investor.patience(awaited=self._publisher.canary is not None)
+            self.intake.gather(learner, patience, partial(self._spare_time.sleep, idle=self._look))
         if self._ready(learner):
             self._train(learner)
         self._candidates.decide()

@@ -128,7 +128,7 @@ class StreamReader(Generic[Kind]):
         """
         if not self._backoff.remaining:
             try:
-                self._waiting = waiting(self._client, self._streams(), self._group)
+                self._waiting = waiting(self._client, self._joined or self._streams(), self._group)
             except RedisError as error:
                 self._failed(error)
         return self._waiting

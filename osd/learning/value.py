@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -109,12 +110,16 @@ class Traffic:
             nodes, lengths = self._drafts(length)
             called: list[float] = []
             if any(one.calls for one in self.workloads):
-                left_open = 1 - alike(self.recalled, self.depth)
-                without, recalled = self._drafts(self.recalled)
+                left_open, without, recalled = self._recall_alone
                 called = [left_open if drafted else 0.0 for drafted in nodes] + [0.0] * len(without)
                 nodes, lengths = nodes + without, lengths + recalled
             self._busy[length] = [one.busy(nodes, lengths, called) for one in self.workloads]
         return self._busy[length]
+
+    @cached_property
+    def _recall_alone(self) -> tuple[float, list[float], list[float]]:
+        """The share of positions that recall leaves open, and its ``_drafts``."""
+        return 1 - alike(self.recalled, self.depth), *self._drafts(self.recalled)
 
     def _drafts(self, length: float) -> tuple[list[float], list[float]]:
         """Tokens drafted and given in a round, by how probable a drafted one has to be, as deep as any round is."""
@@ -136,7 +141,10 @@ def alike(length: float, depth: int) -> float:
 
 def chain_length(acceptance: float, depth: int) -> float:
     """Tokens per round, the bonus token included, of chains that are accepted alike at each of ``depth`` places."""
-    return sum(acceptance**place for place in range(depth + 1))
+    length = 1.0
+    for _ in range(depth):
+        length = 1 + acceptance * length
+    return length
 
 
 @dataclass(frozen=True)

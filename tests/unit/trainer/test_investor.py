@@ -61,6 +61,17 @@ def test_what_its_rounds_lose_is_part_of_the_price(monkeypatch):
     assert scene.pays(), "training that is free beside requests too, as on a machine of its own"
 
 
+def test_who_has_nothing_to_train_looks_at_the_stream_the_less_often_the_less_may_come_of_it(monkeypatch):
+    def patience(said, awaited=False, **trainer):
+        scene = Scene(monkeypatch, said, **trainer)
+        scene.pays()
+        return scene.it.patience(awaited)
+
+    assert patience(None) == patience(DEAR) == patience(WORTHLESS, awaited=True, price_idle=1) == 1.0
+    assert patience(WORTHLESS) == patience(WORTHLESS, price_idle=0.5) == 3.0, "a moment without requests is cheaper"
+    assert patience(WORTHLESS, price_idle=1) == 8.0
+
+
 def test_until_a_replica_says_what_is_asked_of_it_training_goes_on(monkeypatch):
     for nothing in (None, {}):
         scene = Scene(monkeypatch, nothing)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from trainer import spare_time
 from trainer.domain_scheduler import DomainScheduler
 from trainer.spare_time import SpareTime
 
@@ -81,7 +82,7 @@ def test_a_pause_waits_until_the_worker_rests_and_the_end_ends_everything(scene)
     spare.resume()
     worker.join(5)
     assert results == [True]
-    spare.over.set()
+    spare.end()
     assert not spare.wait(lambda: None)
 
 
@@ -103,21 +104,29 @@ def test_within_a_micro_step_it_keeps_its_turn_and_looks_around_while_serving_le
     assert set(said) == {("yielding", "")}
 
 
-@pytest.mark.parametrize("ends", [lambda spare: spare.pause(0.0), lambda spare: spare.over.set()])
+@pytest.mark.parametrize("ends", [lambda spare: spare.pause(0.0), lambda spare: spare.end()])
 def test_sleep_is_as_long_as_it_is_said_and_a_pause_or_the_end_cut_it_short(scene, ends):
     spare, *_ = scene
     began = time.monotonic()
-    spare.sleep(0.3)
-    spare.sleep(-1.0)
+    spare.sleep(0.3, lambda: None)
+    spare.sleep(-1.0, pytest.fail)
     assert 0.3 <= time.monotonic() - began < 5
-    worker = threading.Thread(target=spare.sleep, args=(60.0,), daemon=True)
+    worker = threading.Thread(target=spare.sleep, args=(60.0, lambda: None), daemon=True)
     worker.start()
     ends(spare)
     worker.join(5)
     assert not worker.is_alive()
 
 
-@pytest.mark.parametrize("ends", [lambda spare: spare.pause(0.0), lambda spare: spare.over.set()])
+def test_who_sleeps_long_is_heard_of_now_and_then(scene, monkeypatch):
+    spare, *_ = scene
+    monkeypatch.setattr(spare_time, "_GLANCE", 0.02)
+    heard = []
+    spare.sleep(0.3, lambda: heard.append(time.monotonic()))
+    assert 2 <= len(heard) <= 15
+
+
+@pytest.mark.parametrize("ends", [lambda spare: spare.pause(0.0), lambda spare: spare.end()])
 def test_a_pause_or_the_end_waits_for_no_more_than_the_rest_of_a_micro_step(scene, ends):
     spare, *_ = scene
     worker = threading.Thread(target=spare.give_way, args=(lambda: False,), daemon=True)
