@@ -64,6 +64,7 @@ class Worth:
             where this is such a round. What a second is worth is then taken from that round: a draft beside a prompt
             must earn no less, and one behind forced tokens no more.
         costs: of everything else, for drafters that have calls to decide on.
+        pace: tokens that a second is worth, None where these are the round's own.
     """
 
     tokens: float
@@ -71,6 +72,7 @@ class Worth:
     seconds: np.ndarray
     usual: int | None
     costs: CostModel
+    pace: float | None = None
 
     @property
     def room(self) -> int:
@@ -80,6 +82,8 @@ class Worth:
     @property
     def speed(self) -> float:
         """Tokens that a second is worth, if nothing more is drafted."""
+        if self.pace is not None:
+            return self.pace
         if self.usual is not None:
             return float(self.usual / self.seconds[self.usual])
         return float(self.tokens / self.seconds[self.rows])
@@ -119,6 +123,10 @@ class Worth:
         )
         values = [given - speed * taken for given, taken in zip(tokens, seconds, strict=True)]
         return values.index(max(values))
+
+    def at(self, pace: float) -> Worth:
+        """The same where a second is worth so many tokens."""
+        return replace(self, pace=pace)
 
     def after(self, nodes: int, expected: float) -> Worth:
         """The same with a draft of so many ``nodes``, of which ``expected`` are kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ _SHARE_OF_PROBES = 0.005  # of the time, for calls that are not expected to pay
 _PATIENCE = 50  # such calls, after which half of that has to do
 _SELDOM = 0.02  # of the rounds of a sequence: where fewer ask, most sequences do without
 _SAMPLE = 8  # sequences, of which one may still ask
-_HABIT = 0.01  # of a round in the running share of those that ask
+_HABIT = 0.01  # of a round in running means of rounds
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Consulting:
     What a call brought is known at once: the tokens that are expected of the best draft with what it said, less those
     of the best draft without, each less the worth of its rows. Chances are calibrated, so that these are tokens.
 
+    A token that a call brings is one that a later round need not give, and that is seldom a round like this one: where
+    recall knows nothing now, it may know all of the next line. So a second is worth what lies between the tokens of
+    this round and those of the usual ones, their geometric mean. By the round's own speed alone, one stream of Spider
+    asked an EAGLE that knew other texts in 0.46 of the rounds, and answers took 1.025 +- 0.01 times as long as without.
+
     What has to be read first is paid for by the calls to come: by the tokens that are left, and by the share of rounds
     that it was asked in, of sequences that it had read.
 
@@ -66,6 +72,7 @@ class Consulting:
         self._begun = 0
         self._debt = 0.0
         self._probes = 0
+        self._tokens = self._seconds = 1.0  # of rounds, in those of plain decoding
         self.renew()
 
     def renew(self) -> None:
@@ -87,12 +94,21 @@ class Consulting:
         """What drafts of 0, 1, 2, ... tokens are expected to bring in the next round, where they are at hand."""
         return [self._use * gain for gain in self._usual]
 
+    def pace(self, worth: Worth, sequences: int) -> float:
+        """Tokens that a second is worth in a round of so many ``sequences`` with what recall drafts."""
+        if worth.usual is not None:
+            return worth.speed
+        plain = sequences / float(worth.seconds[sequences])
+        self._tokens += _HABIT * (worth.tokens / sequences - self._tokens)
+        self._seconds += _HABIT * (plain * float(worth.seconds[worth.rows]) / sequences - self._seconds)
+        return math.sqrt(worth.speed * plain * self._tokens / self._seconds)
+
     def decide(self, candidates: Sequence[Candidate], worth: Worth, kind: str, silent: int = 0) -> Consulted:
         """For whom the trained drafter is asked in this round.
 
         Args:
             candidates: whoever may draft.
-            worth: of the round with what recall drafts.
+            worth: of the round with what recall drafts, at its ``pace``.
             kind: by which the costs of the calls are known.
             silent: further sequences that the drafter follows, and has nothing to say of.
         """

@@ -83,6 +83,7 @@ class MixedSession(Session):
             return replace(proposal, exits=exits)
         count = worth.best(found.chances, several)
         present = worth.after(count, sum(found.chances[:count]))
+        present = present.at(self._consulting.pace(present, several))
         sure = _first(found, several)
         unread = [self._unread[asked.slots[b]] for b in may]
         candidates = [
@@ -100,7 +101,7 @@ class MixedSession(Session):
         seconds = between(begun, mark(asked.device))  # the second draft is made because the drafter was asked
         worth.costs.observe_proposal(self._calls, len(members), consulted.levels, seconds, missed)
         more = worth.best(better.chances, several)
-        price = worth.price(max(count, more))
+        price = worth.at(present.speed).price(max(count, more))
         before, after = _value(found, count, several, price), _value(better, more, several, price)
         gains = [after[b] - before[b] for b in members]
         self._consulting.observe([sure[b] for b in members], gains, [len(said[b].path) for b in members])

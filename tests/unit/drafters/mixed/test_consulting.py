@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,31 @@ def test_a_prompt_is_not_read_where_hardly_any_round_asks() -> None:
     for _ in range(200):
         consulting.decide(of(0.3), worth(model), "eagle")
     assert consulting.decide(prompt, worth(model), "eagle").members == [0]
+
+
+def test_a_second_is_worth_what_lies_between_this_round_and_the_usual_ones() -> None:
+    model, consulting = costs(0.0005), Consulting(3)
+    plain, long = worth(model), worth(model).after(4, 3.0)
+    for _ in range(1000):
+        consulting.pace(long, 1)
+    assert consulting.pace(long, 1) == pytest.approx(long.speed, rel=0.01)
+    assert consulting.pace(plain, 1) == pytest.approx((plain.speed * long.speed) ** 0.5, rel=0.02)
+    for streams in (2, 4):
+        many = worth(model, streams)
+        assert consulting.pace(many, streams) == pytest.approx((many.speed * streams * long.speed) ** 0.5, rel=0.1)
+    prompts = replace(plain, usual=2)
+    assert consulting.pace(prompts, 1) == prompts.speed, "what rounds beside prompts are worth is known"
+
+
+def test_a_call_that_pays_by_the_tokens_of_its_round_alone_is_not_made_where_others_give_many() -> None:
+    model, consulting = costs(0.0005), Consulting(3)  # three tokens take .15 of a forward
+    for _ in range(100):
+        for levels in (1, 2, 3):
+            consulting.observe([0.05], [0.2 * levels / 3], [levels])
+    dear = worth(model).at(2 * worth(model).speed)
+    assert consulting.decide(of(0.05), dear, "eagle").members == [0], "a probe"
+    assert consulting.decide(of(0.05), dear, "eagle").members == []
+    assert consulting.decide(of(0.05), worth(model), "eagle").members == [0]
 
 
 def test_new_weights_are_tried_again() -> None:
