@@ -107,7 +107,7 @@ class Planner:
         rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
         most = max(rows + min(sum(limits.values()), MOST_NODES), running)
         usual = running if rows > ends else None
-        return Worth(float(ends), rows, self.costs.rounds(most)[: most + 1], usual, self.costs)
+        return Worth(float(ends), rows, self.costs.rounds(most)[: most + 1], usual, self.costs, ends)
 
     def observe(self, outcome: Outcome, seconds: float) -> None:
         """Take in what a round of so many seconds cost and gave."""

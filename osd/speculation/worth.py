@@ -64,6 +64,7 @@ class Worth:
             where this is such a round. What a second is worth is then taken from that round: a draft beside a prompt
             must earn no less, and one behind forced tokens no more.
         costs: of everything else, for drafters that have calls to decide on.
+        streams: sequences that draw a token in this round.
         pace: tokens that a second is worth, None where these are the round's own.
     """
 
@@ -72,6 +73,7 @@ class Worth:
     seconds: np.ndarray
     usual: int | None
     costs: CostModel
+    streams: int
     pace: float | None = None
 
     @property

@@ -94,13 +94,14 @@ class Consulting:
         """What drafts of 0, 1, 2, ... tokens are expected to bring in the next round, where they are at hand."""
         return [self._use * gain for gain in self._usual]
 
-    def pace(self, worth: Worth, sequences: int) -> float:
-        """Tokens that a second is worth in a round of so many ``sequences`` with what recall drafts."""
+    def pace(self, worth: Worth) -> float:
+        """Tokens that a second is worth in a round with what recall drafts."""
         if worth.usual is not None:
             return worth.speed
-        plain = sequences / float(worth.seconds[sequences])
-        self._tokens += _HABIT * (worth.tokens / sequences - self._tokens)
-        self._seconds += _HABIT * (plain * float(worth.seconds[worth.rows]) / sequences - self._seconds)
+        streams = worth.streams
+        plain = streams / float(worth.seconds[streams])
+        self._tokens += _HABIT * (worth.tokens / streams - self._tokens)
+        self._seconds += _HABIT * (plain * float(worth.seconds[worth.rows]) / streams - self._seconds)
         return math.sqrt(worth.speed * plain * self._tokens / self._seconds)
 
     def decide(self, candidates: Sequence[Candidate], worth: Worth, kind: str, silent: int = 0) -> Consulted:

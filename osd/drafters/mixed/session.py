@@ -83,7 +83,7 @@ class MixedSession(Session):
             return replace(proposal, exits=exits)
         count = worth.best(found.chances, several)
         present = worth.after(count, sum(found.chances[:count]))
-        present = present.at(self._consulting.pace(present, several))
+        present = present.at(self._consulting.pace(present))
         sure = _first(found, several)
         unread = [self._unread[asked.slots[b]] for b in may]
         candidates = [

@@ -171,7 +171,7 @@ def test_trees_grown_in_one_call_are_those_that_pay_level_by_level(
     growth.table._firsts[:, 0] = 1.0  # all roots are asked about
     growth.table._chances_on_host = growth.table._chances.tolist()
     growth.table._firsts_on_host = growth.table._firsts.tolist()
-    worth = Worth(4.0, 4, 1 + row_costs * np.arange(40) ** 1.2, usual, CostModel())
+    worth = Worth(4.0, 4, 1 + row_costs * np.arange(40) ** 1.2, usual, CostModel(), 4)
     calls = call_costs * np.arange(24) ** 0.5
     session, _ = drafting(eagle, slots)
     grown: list[tuple[PayingTrees, GrownTrees]] = []
@@ -214,7 +214,7 @@ def test_what_pays_is_proposed_in_one_call_and_told_what_its_levels_took(
 ) -> None:
     slots, costs, noise = [3, 0], CostModel(), Noise.of_seeds([1] * 2, [0] * 2, CPU)
     # Rounds take so long that what a call took a moment ago decides nothing.
-    worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs)
+    worth = Worth(2.0, 2, 1e4 * np.array([0.0, *np.linspace(1, 1.05, 40)]), None, costs, 2)
     asked = Asked(slots, [5, 7], [SamplingParams(temperature=0)] * 2, worth=worth, left=[50, 50], missed=[0, 0])
     session, _ = drafting(eagle, slots)
     with monkeypatch.context() as patched:

@@ -69,7 +69,7 @@ PLACES, GAINS = [[0.5, 0.3, 0.02], [0.9]], [0.0, 1.0, 1.5, 1.6]
 
 def worth(seconds: Sequence[float]) -> Worth:
     """Of a round of two rows, of which a second is worth a token."""
-    return Worth(seconds[2], 2, np.array(seconds), None, CostModel())
+    return Worth(seconds[2], 2, np.array(seconds), None, CostModel(), 2)
 
 
 def test_what_is_not_worth_its_price_does_not_ride() -> None:

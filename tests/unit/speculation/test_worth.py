@@ -10,7 +10,7 @@ from osd.speculation.worth import Worth
 
 
 def worth(seconds: list[float], *, tokens: float = 1.0, rows: int = 1, usual: int | None = None) -> Worth:
-    return Worth(tokens, rows, np.array(seconds), usual, CostModel())
+    return Worth(tokens, rows, np.array(seconds), usual, CostModel(), rows)
 
 
 def test_as_many_nodes_as_make_the_most_tokens_a_second() -> None:
@@ -59,3 +59,10 @@ def test_a_draft_that_was_made_changes_what_the_next_is_worth() -> None:
     assert before.best([0.6], 1) == 1
     assert after.best([0.6], 1) == 0  # its row would cost nine times as much
     assert before.after(99, 0.0).rows == 4
+
+
+def test_at_a_pace_seconds_are_worth_the_same_whatever_the_round_gives():
+    own = worth([0.0, 1.0, 1.5, 2.0, 2.5])
+    paced = own.at(4.0)
+    assert paced.speed == paced.after(2, 1.0).speed == 4.0
+    assert paced.price(2) == pytest.approx(own.price(2) * 4.0 / own.speed)

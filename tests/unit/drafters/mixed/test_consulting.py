@@ -24,7 +24,7 @@ def costs(call: float) -> CostModel:
 
 
 def worth(model: CostModel, sequences: int = 1) -> Worth:
-    return Worth(float(sequences), sequences, np.full(40, FORWARD), None, model)
+    return Worth(float(sequences), sequences, np.full(40, FORWARD), None, model, sequences)
 
 
 def of(sure: float, missed: int = 0, left: int = 200, asked: bool = True) -> list[Candidate]:
@@ -97,14 +97,14 @@ def test_a_second_is_worth_what_lies_between_this_round_and_the_usual_ones() -> 
     model, consulting = costs(0.0005), Consulting(3)
     plain, long = worth(model), worth(model).after(4, 3.0)
     for _ in range(1000):
-        consulting.pace(long, 1)
-    assert consulting.pace(long, 1) == pytest.approx(long.speed, rel=0.01)
-    assert consulting.pace(plain, 1) == pytest.approx((plain.speed * long.speed) ** 0.5, rel=0.02)
+        consulting.pace(long)
+    assert consulting.pace(long) == pytest.approx(long.speed, rel=0.01)
+    assert consulting.pace(plain) == pytest.approx((plain.speed * long.speed) ** 0.5, rel=0.02)
     for streams in (2, 4):
         many = worth(model, streams)
-        assert consulting.pace(many, streams) == pytest.approx((many.speed * streams * long.speed) ** 0.5, rel=0.1)
+        assert consulting.pace(many) == pytest.approx((many.speed * streams * long.speed) ** 0.5, rel=0.1)
     prompts = replace(plain, usual=2)
-    assert consulting.pace(prompts, 1) == prompts.speed, "what rounds beside prompts are worth is known"
+    assert consulting.pace(prompts) == prompts.speed, "what rounds beside prompts are worth is known"
 
 
 def test_a_call_that_pays_by_the_tokens_of_its_round_alone_is_not_made_where_others_give_many() -> None:
