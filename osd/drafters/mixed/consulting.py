@@ -18,6 +18,8 @@ _PATIENCE = 50  # such calls, after which half of that has to do
 _SELDOM = 0.02  # of the rounds of a sequence: where fewer ask, most sequences do without
 _SAMPLE = 8  # sequences, of which one may still ask
 _HABIT = 0.01  # of a round in running means of rounds
+_SLOWLY = 0.002  # of what came of drafts with calls: some hundred of them tell little
+_TRUST = 20.0  # tokens of drafts with calls, for which these are taken to come as often as promised
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Consulting:
     """Learns what asking a trained drafter brings, by how sure recall is, and decides by that.
 
     What a call brought is known at once: the tokens that are expected of the best draft with what it said, less those
-    of the best draft without, each less the worth of its rows. Chances are calibrated, so that these are tokens.
+    of the best draft without, each less the worth of its rows. Chances are calibrated, so that these are tokens; but
+    the best of many guesses is more often one that is too high, the more so the less there is to choose: how many
+    tokens came of those that drafts with calls promised is counted.
 
     A token that a call brings is one that a later round need not give, and that is seldom a round like this one: where
     recall knows nothing now, it may know all of the next line. So a second is worth what lies between the tokens of
@@ -83,6 +87,7 @@ class Consulting:
         self._seen = [[0] * len(shares) for _ in unsure]
         self._usual = [_HOPE * share for share in shares]
         self._use, self._pays, self._probes = 1.0, 1.0, 0
+        self._promised = self._came = _TRUST
 
     def may_ask(self) -> bool:
         """Whether the drafter may be asked for a sequence that begins now."""
@@ -144,6 +149,16 @@ class Consulting:
             self._probes += 1
             return Consulted([likely], self._levels)
         return chosen
+
+    @property
+    def kept(self) -> float:
+        """The share of the tokens promised by drafts with calls that came."""
+        return self._came / self._promised
+
+    def outcome(self, promised: float, came: int) -> None:
+        """Take in how many tokens came of a draft with a call, and how many were expected."""
+        self._promised += promised - _SLOWLY * self._promised
+        self._came += came - _SLOWLY * self._came
 
     def observe(self, sure: Sequence[float], gains: Sequence[float], levels: Sequence[int]) -> None:
         """Take in what a call brought to each of its sequences, in tokens, with drafts of so many ``levels``."""

@@ -52,6 +52,7 @@ class MixedSession(Session):
         self._chains = [Chain(levels) for levels in range(1, _LEVELS + 1)]
         self._unread: dict[int, _Unread] = {}  # of those for whom the trained drafter may be asked
         self._said: dict[int, Other] = {}  # in this round, by slot
+        self._promised: dict[int, list[float]] = {}  # of the drafts with calls, the chances of their nodes
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
@@ -102,8 +103,10 @@ class MixedSession(Session):
         worth.costs.observe_proposal(self._calls, len(members), consulted.levels, seconds, missed)
         more = worth.best(better.chances, several)
         price = worth.at(present.speed).price(max(count, more))
-        before, after = _value(found, count, several, price), _value(better, more, several, price)
-        gains = [after[b] - before[b] for b in members]
+        before, after = found.kept(count, several), better.kept(more, several)
+        kept = self._consulting.kept
+        gains = [_value(after[b], price, kept) - _value(before[b], price) for b in members]
+        self._promised |= {asked.slots[b]: after[b] for b in members}
         self._consulting.observe([sure[b] for b in members], gains, [len(said[b].path) for b in members])
         return replace(self._recall.proposal(both, better, asked, self._kind), exits=exits)
 
@@ -149,7 +152,9 @@ class MixedSession(Session):
         if slot not in self._unread:
             self._recall.commit(slot, kept)
             return
-        said, rows = self._said.pop(slot, None), kept.rows
+        said, rows, promised = self._said.pop(slot, None), kept.rows, self._promised.pop(slot, None)
+        if promised and rows is not None and len(promised) == len(rows.tree.tokens):  # it was not cut
+            self._consulting.outcome(sum(promised), len(rows.path))
         others = None if said is None or rows is None else _beside(rows.tree, said)
         self._recall.remember(slot, kept, others)
         self._trained.commit(slot, kept)
@@ -162,6 +167,7 @@ class MixedSession(Session):
         if self._unread.pop(slot, None) is not None:
             self._trained.close(slot)
             self._said.pop(slot, None)
+            self._promised.pop(slot, None)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Any]:
         """See ``Session.stage``."""
@@ -182,9 +188,9 @@ def _first(found: Found, sequences: int) -> list[float]:
     return sure
 
 
-def _value(found: Found, count: int, sequences: int, price: float) -> list[float]:
-    """The tokens expected of each sequence's part of the first ``count`` nodes, less the worth of its rows."""
-    return [sum(chances) - price * len(chances) for chances in found.kept(count, sequences)]
+def _value(chances: Sequence[float], price: float, kept: float = 1.0) -> float:
+    """The tokens expected of nodes with these chances, of which so many are ``kept``, less the worth of their rows."""
+    return kept * sum(chances) - price * len(chances)
 
 
 def _along(proposal: Proposal, paths: Sequence[list[int]], levels: int) -> list[Other]:

@@ -90,6 +90,23 @@ def test_what_is_asked_of_an_engine_says_what_calls_of_the_trained_drafter_cost(
         assert all(seconds > 0 for seconds in calls)
 
 
+def test_what_came_of_drafts_with_calls_is_told_with_what_they_promised(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[float, int]] = []
+    monkeypatch.setattr(
+        Consulting, "decide", lambda consulting, candidates, *_: Consulted([*range(len(candidates))], 2)
+    )
+    monkeypatch.setattr(Consulting, "outcome", lambda consulting, promised, came: told.append((promised, came)))
+    with running(target_dir, drafter=mixed("eagle", target_dir), growth=BestFirstSettings()) as client:
+        for name in ("first", "again"):
+            client.submit(name, prompts((16,))[0], 24, ignore_eos=True, capture=True)
+            client.wait()
+        counts = client.engine.counters().speculation()
+    assert sum(came for _, came in told) == counts.accepted > 0
+    assert 0 < sum(promised for promised, _ in told) <= counts.drafted
+
+
 @pytest.mark.parametrize(("kind", "silent"), [("eagle", False), ("prompt_tokens", True)])
 def test_rounds_without_a_word_of_the_trained_drafter_count_as_such(
     target_dir: Path, kind: str, silent: bool, monkeypatch: pytest.MonkeyPatch

@@ -118,6 +118,16 @@ def test_a_call_that_pays_by_the_tokens_of_its_round_alone_is_not_made_where_oth
     assert consulting.decide(of(0.05), worth(model), "eagle").members == [0]
 
 
+def test_it_is_counted_how_many_of_the_promised_tokens_come_until_the_weights_change() -> None:
+    consulting = Consulting(3)
+    assert consulting.kept == 1
+    for came in [0, 1, 0, 0] * 1000:
+        consulting.outcome(0.5, came)
+    assert consulting.kept == pytest.approx(0.5, rel=0.01)
+    consulting.renew()
+    assert consulting.kept == 1
+
+
 def test_new_weights_are_tried_again() -> None:
     model, consulting = costs(0.0005), Consulting(3)
     asked(consulting, 200, 0.0, model)
