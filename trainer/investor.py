@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 _GATHER_SECONDS = 1.0
-_SELDOM_SECONDS = 3.0  # where training costs more than it saves: a look takes some 8 ms of a core
+_SELDOM_SECONDS = 3.0  # where training costs more than it saves: a look takes some 10 ms of a core
 _RARE_SECONDS = 8.0  # where it would not be cheaper in a moment without requests either
 
 Tell = Callable[[Investment], None]

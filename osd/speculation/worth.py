@@ -65,7 +65,6 @@ class Worth:
             must earn no less, and one behind forced tokens no more.
         costs: of everything else, for drafters that have calls to decide on.
         streams: sequences that draw a token in this round.
-        pace: tokens that a second is worth, None where these are the round's own.
     """
 
     tokens: float
@@ -74,7 +73,6 @@ class Worth:
     usual: int | None
     costs: CostModel
     streams: int
-    pace: float | None = None
 
     @property
     def room(self) -> int:
@@ -84,16 +82,14 @@ class Worth:
     @property
     def speed(self) -> float:
         """Tokens that a second is worth, if nothing more is drafted."""
-        if self.pace is not None:
-            return self.pace
         if self.usual is not None:
             return float(self.usual / self.seconds[self.usual])
         return float(self.tokens / self.seconds[self.rows])
 
-    def price(self, nodes: int) -> float:
-        """What each of so many nodes costs, in tokens."""
+    def price(self, nodes: int, speed: float) -> float:
+        """What each of so many nodes costs, in tokens, where a second is worth ``speed`` of them."""
         end = min(self.rows + max(nodes, 1), len(self.seconds) - 1)
-        return self.speed * float(self.seconds[end] - self.seconds[self.rows]) / max(end - self.rows, 1)
+        return speed * float(self.seconds[end] - self.seconds[self.rows]) / max(end - self.rows, 1)
 
     def floor(self) -> float:
         """A chance to be kept below which no node pays, whatever else is drafted."""
@@ -125,10 +121,6 @@ class Worth:
         )
         values = [given - speed * taken for given, taken in zip(tokens, seconds, strict=True)]
         return values.index(max(values))
-
-    def at(self, pace: float) -> Worth:
-        """The same where a second is worth so many tokens."""
-        return replace(self, pace=pace)
 
     def after(self, nodes: int, expected: float) -> Worth:
         """The same with a draft of so many ``nodes``, of which ``expected`` are kept."""

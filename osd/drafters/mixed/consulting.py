@@ -38,10 +38,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Consulted:
-    """The sequences, by their numbers, for which the trained drafter is asked, and how many tokens it drafts."""
+    """The sequences, by their numbers, for which the trained drafter is asked, and how many tokens it drafts.
+
+    It was decided by a second being worth ``pace`` tokens.
+    """
 
     members: list[int]
     levels: int
+    pace: float
 
 
 class Consulting:
@@ -49,8 +53,8 @@ class Consulting:
 
     What a call brought is known at once: the tokens that are expected of the best draft with what it said, less those
     of the best draft without, each less the worth of its rows. Chances are calibrated, so that these are tokens; but
-    the best of many guesses is more often one that is too high, the more so the less there is to choose: how many
-    tokens came of those that drafts with calls promised is counted.
+    the best of many guesses is more often too high than too low, so that it is counted how many tokens came of those
+    that drafts with calls promised.
 
     A token that a call brings is one that a later round need not give, and that is seldom a round like this one: where
     recall knows nothing now, it may know all of the next line. So a second is worth what lies between the tokens of
@@ -99,36 +103,26 @@ class Consulting:
         """What drafts of 0, 1, 2, ... tokens are expected to bring in the next round, where they are at hand."""
         return [self._use * gain for gain in self._usual]
 
-    def pace(self, worth: Worth) -> float:
-        """Tokens that a second is worth in a round with what recall drafts."""
-        if worth.usual is not None:
-            return worth.speed
-        streams = worth.streams
-        plain = streams / float(worth.seconds[streams])
-        self._tokens += _HABIT * (worth.tokens / streams - self._tokens)
-        self._seconds += _HABIT * (plain * float(worth.seconds[worth.rows]) / streams - self._seconds)
-        return math.sqrt(worth.speed * plain * self._tokens / self._seconds)
-
     def decide(self, candidates: Sequence[Candidate], worth: Worth, kind: str, silent: int = 0) -> Consulted:
         """For whom the trained drafter is asked in this round.
 
         Args:
             candidates: whoever may draft.
-            worth: of the round with what recall drafts, at its ``pace``.
+            worth: of the round with what recall drafts.
             kind: by which the costs of the calls are known.
             silent: further sequences that the drafter follows, and has nothing to say of.
         """
         self._pays *= (1 - _HABIT) ** silent
+        speed, costs = self._pace(worth), worth.costs
         if not candidates:
-            return Consulted([], 0)
-        speed, costs = worth.speed, worth.costs
+            return Consulted([], 0, speed)
         gains = [self._gains[_bucket(one.sure)] for one in candidates]
         reading = [costs.reading(kind, one.missed) for one in candidates]
         calls = [max(self._use * one.left / _LENGTH, 1) for one in candidates]
         dues = [speed * seconds / count for seconds, count in zip(reading, calls, strict=True)]
         share = _SHARE_OF_PROBES / (1 + self._probes / _PATIENCE)
         self._debt = max(0.0, self._debt - share * float(worth.seconds[worth.rows]))
-        best, chosen = 0.0, Consulted([], 0)
+        best, chosen = 0.0, Consulted([], 0, speed)
         for levels in range(1, self._levels + 1):
             net = [gain[levels] - due for gain, due in zip(gains, dues, strict=True)]
             paying = sorted((b for b, value in enumerate(net) if value > 0), key=lambda b: -net[b])
@@ -137,7 +131,7 @@ class Consulting:
                 total += net[b]
                 value = total - speed * costs.proposal(kind, count, levels)
                 if value > best:
-                    best, chosen = value, Consulted(sorted(paying[:count]), levels)
+                    best, chosen = value, Consulted(sorted(paying[:count]), levels, speed)
         for number, one in enumerate(candidates):
             pays = number in chosen.members
             self._pays += _HABIT * (pays - self._pays)
@@ -147,8 +141,18 @@ class Consulting:
             likely = min(range(len(candidates)), key=lambda b: reading[b])
             self._debt = reading[likely] + costs.proposal(kind, 1, self._levels)
             self._probes += 1
-            return Consulted([likely], self._levels)
+            return Consulted([likely], self._levels, speed)
         return chosen
+
+    def _pace(self, worth: Worth) -> float:
+        """Tokens that a second is worth in a round with what recall drafts, which is one more of the usual ones."""
+        if worth.usual is not None:
+            return worth.speed
+        streams = worth.streams
+        plain = streams / float(worth.seconds[streams])
+        self._tokens += _HABIT * (worth.tokens / streams - self._tokens)
+        self._seconds += _HABIT * (plain * float(worth.seconds[worth.rows]) / streams - self._seconds)
+        return math.sqrt(worth.speed * plain * self._tokens / self._seconds)
 
     @property
     def kept(self) -> float:

@@ -52,7 +52,7 @@ class MixedSession(Session):
         self._chains = [Chain(levels) for levels in range(1, _LEVELS + 1)]
         self._unread: dict[int, _Unread] = {}  # of those for whom the trained drafter may be asked
         self._said: dict[int, Other] = {}  # in this round, by slot
-        self._promised: dict[int, list[float]] = {}  # of the drafts with calls, the chances of their nodes
+        self._promised: dict[int, Sequence[float]] = {}  # the chances of what was drafted with a call, as above
 
     def open(self, slot: int, token: int, origin: Origin = NOBODY) -> None:
         """See ``Session.open``."""
@@ -84,7 +84,6 @@ class MixedSession(Session):
             return replace(proposal, exits=exits)
         count = worth.best(found.chances, several)
         present = worth.after(count, sum(found.chances[:count]))
-        present = present.at(self._consulting.pace(present))
         sure = _first(found, several)
         unread = [self._unread[asked.slots[b]] for b in may]
         candidates = [
@@ -102,13 +101,14 @@ class MixedSession(Session):
         seconds = between(begun, mark(asked.device))  # the second draft is made because the drafter was asked
         worth.costs.observe_proposal(self._calls, len(members), consulted.levels, seconds, missed)
         more = worth.best(better.chances, several)
-        price = worth.at(present.speed).price(max(count, more))
+        price = worth.price(max(count, more), consulted.pace)
         before, after = found.kept(count, several), better.kept(more, several)
         kept = self._consulting.kept
         gains = [_value(after[b], price, kept) - _value(before[b], price) for b in members]
-        self._promised |= {asked.slots[b]: after[b] for b in members}
         self._consulting.observe([sure[b] for b in members], gains, [len(said[b].path) for b in members])
-        return replace(self._recall.proposal(both, better, asked, self._kind), exits=exits)
+        proposal = self._recall.proposal(both, better, asked, self._kind)
+        self._promised |= {asked.slots[b]: proposal.chances[b] for b in members}
+        return replace(proposal, exits=exits)
 
     def _askable(self, asked: Asked) -> tuple[list[int], int]:
         """Of those that may draft, whom the trained drafter may have something to say of, and how many it follows."""

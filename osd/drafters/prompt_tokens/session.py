@@ -113,7 +113,7 @@ class PromptTokensSession(AutoregressiveSession):
         else:
             worth = asked.worth.after(sum(map(len, shares)), sum(map(sum, shares)))
             if added is None:
-                gains = expected_accepted(table, growth.max_nodes, worth.price(self._tokens))
+                gains = expected_accepted(table, growth.max_nodes, worth.price(self._tokens, worth.speed))
             else:
                 gains = list(added[: 1 + self._tokens])
             counts = paying(places, gains, rooms, self._copies, worth)

@@ -113,7 +113,8 @@ class BestFirst(CountingGrowth):
         expected.sort(key=lambda pair: -pair[0])
         taken = [one.chance for one in pool if one.node >= 0]
         present = bill.worth.after(len(taken), sum(taken))
-        speed, price = present.speed, present.price(1)
+        speed = present.speed
+        price = present.price(1, speed)
         gain, best, asked = 0.0, 0.0, 0
         for count, (chance, _) in enumerate(expected, 1):
             gain += max(0.0, chance - price)

@@ -77,7 +77,7 @@ def test_what_is_asked_of_an_engine_says_what_calls_of_the_trained_drafter_cost(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def everybody(it: Consulting, candidates: Sequence[Candidate], *_: Any) -> Consulted:
-        return Consulted(list(range(len(candidates))), 3 if candidates else 0)
+        return Consulted(list(range(len(candidates))), 3 if candidates else 0, 1.0)
 
     monkeypatch.setattr(Consulting, "decide", everybody)
     for drafter, called in ((mixed("eagle", target_dir), True), (make_drafter("eagle", target_dir), False)):
@@ -95,7 +95,7 @@ def test_what_came_of_drafts_with_calls_is_told_with_what_they_promised(
 ) -> None:
     told: list[tuple[float, int]] = []
     monkeypatch.setattr(
-        Consulting, "decide", lambda consulting, candidates, *_: Consulted([*range(len(candidates))], 2)
+        Consulting, "decide", lambda consulting, candidates, *_: Consulted([*range(len(candidates))], 2, 1.0)
     )
     monkeypatch.setattr(Consulting, "outcome", lambda consulting, promised, came: told.append((promised, came)))
     with running(target_dir, drafter=mixed("eagle", target_dir), growth=BestFirstSettings()) as client:
@@ -105,6 +105,26 @@ def test_what_came_of_drafts_with_calls_is_told_with_what_they_promised(
         counts = client.engine.counters().speculation()
     assert sum(came for _, came in told) == counts.accepted > 0
     assert 0 < sum(promised for promised, _ in told) <= counts.drafted
+
+
+def test_what_a_call_brought_is_less_where_fewer_of_its_tokens_come_and_where_a_second_is_worth_more(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gains(kept: float, pace: float) -> list[float]:
+        found: list[float] = []
+        monkeypatch.setattr(
+            Consulting, "decide", lambda consulting, candidates, *_: Consulted([*range(len(candidates))], 2, pace)
+        )
+        monkeypatch.setattr(Consulting, "kept", kept)
+        monkeypatch.setattr(Consulting, "observe", lambda consulting, sure, brought, levels: found.extend(brought))
+        with running(target_dir, drafter=mixed("eagle", target_dir), growth=BestFirstSettings()) as client:
+            client.submit("one", prompts((16,))[0], 24, ignore_eos=True)
+            client.wait()
+        return found
+
+    assert max(gains(kept=1.0, pace=1e-9)) > 0.01
+    assert max(gains(kept=0.0, pace=1e-9)) < 1e-6
+    assert min(gains(kept=1.0, pace=1e9)) < -1
 
 
 @pytest.mark.parametrize(("kind", "silent"), [("eagle", False), ("prompt_tokens", True)])
@@ -139,7 +159,7 @@ def test_what_asking_takes_has_the_second_draft_of_recall_in_it(
 
     monkeypatch.setattr(RecallSession, "draft", slower)
     monkeypatch.setattr(
-        Consulting, "decide", lambda consulting, candidates, *_: Consulted([*range(len(candidates))], 2)
+        Consulting, "decide", lambda consulting, candidates, *_: Consulted([*range(len(candidates))], 2, 1.0)
     )
     with running(target_dir, drafter=mixed("eagle", target_dir), growth=BestFirstSettings()) as client:
         client.submit("one", prompts((16,))[0], 12, ignore_eos=True)

@@ -61,8 +61,7 @@ def test_a_draft_that_was_made_changes_what_the_next_is_worth() -> None:
     assert before.after(99, 0.0).rows == 4
 
 
-def test_at_a_pace_seconds_are_worth_the_same_whatever_the_round_gives():
+def test_a_node_costs_what_the_seconds_of_its_row_are_worth() -> None:
     own = worth([0.0, 1.0, 1.5, 2.0, 2.5])
-    paced = own.at(4.0)
-    assert paced.speed == paced.after(2, 1.0).speed == 4.0
-    assert paced.price(2) == pytest.approx(own.price(2) * 4.0 / own.speed)
+    assert own.price(2, 4.0) == pytest.approx(2.0)
+    assert own.price(2, own.speed) == pytest.approx(0.5)

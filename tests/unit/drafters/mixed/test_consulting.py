@@ -93,29 +93,38 @@ def test_a_prompt_is_not_read_where_hardly_any_round_asks() -> None:
     assert consulting.decide(prompt, worth(model), "eagle").members == [0]
 
 
-def test_a_second_is_worth_what_lies_between_this_round_and_the_usual_ones() -> None:
-    model, consulting = costs(0.0005), Consulting(3)
-    plain, long = worth(model), worth(model).after(4, 3.0)
+def usually(worth: Worth) -> Consulting:
+    """One that has seen many rounds like this one."""
+    consulting = Consulting(3)
     for _ in range(1000):
-        consulting.pace(long)
-    assert consulting.pace(long) == pytest.approx(long.speed, rel=0.01)
-    assert consulting.pace(plain) == pytest.approx((plain.speed * long.speed) ** 0.5, rel=0.02)
+        consulting.decide([], worth, "eagle")
+    return consulting
+
+
+def test_a_second_is_worth_what_lies_between_this_round_and_the_usual_ones() -> None:
+    model = costs(0.0005)
+    plain, long = worth(model), worth(model).after(4, 3.0)
+    consulting = usually(long)
+    assert consulting.decide([], long, "eagle").pace == pytest.approx(long.speed, rel=0.01)
+    assert consulting.decide([], plain, "eagle").pace == pytest.approx((plain.speed * long.speed) ** 0.5, rel=0.02)
     for streams in (2, 4):
         many = worth(model, streams)
-        assert consulting.pace(many) == pytest.approx((many.speed * streams * long.speed) ** 0.5, rel=0.1)
+        usual = streams * long.speed
+        assert consulting.decide([], many, "eagle").pace == pytest.approx((many.speed * usual) ** 0.5, rel=0.1)
     prompts = replace(plain, usual=2)
-    assert consulting.pace(prompts) == prompts.speed, "what rounds beside prompts are worth is known"
+    assert consulting.decide([], prompts, "eagle").pace == prompts.speed, "what these rounds are worth is known"
 
 
 def test_a_call_that_pays_by_the_tokens_of_its_round_alone_is_not_made_where_others_give_many() -> None:
-    model, consulting = costs(0.0005), Consulting(3)  # three tokens take .15 of a forward
-    for _ in range(100):
-        for levels in (1, 2, 3):
-            consulting.observe([0.05], [0.2 * levels / 3], [levels])
-    dear = worth(model).at(2 * worth(model).speed)
-    assert consulting.decide(of(0.05), dear, "eagle").members == [0], "a probe"
-    assert consulting.decide(of(0.05), dear, "eagle").members == []
-    assert consulting.decide(of(0.05), worth(model), "eagle").members == [0]
+    model = costs(0.0005)  # three tokens take .15 of a forward
+    plain, long = worth(model), worth(model).after(4, 3.0)
+    for usual, members in ((plain, [0]), (long, [])):
+        consulting = usually(usual)
+        for _ in range(100):
+            for levels in (1, 2, 3):
+                consulting.observe([0.05], [0.2 * levels / 3], [levels])
+        consulting.decide(of(0.05), plain, "eagle")  # may be a probe
+        assert consulting.decide(of(0.05), plain, "eagle").members == members
 
 
 def test_it_is_counted_how_many_of_the_promised_tokens_come_until_the_weights_change() -> None:
