@@ -6,18 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from osd.cli.common import (
-    ConfigFile,
-    MaxTokens,
-    Overrides,
-    Temperature,
-    Url,
-    address_of,
-    fail,
-    key_of,
-    settings_of,
-    stop_signals,
-)
+from osd.cli.common import ConfigFile, MaxTokens, Overrides, Temperature, Url, address_of, fail, key_of, settings_of
+from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
     import httpx2

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
-import signal
-import sys
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from osd.cli.signals import end_at_once
 from osd.config import ConfigError, Settings, load_settings
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.", metavar="FILE")]
@@ -28,10 +23,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Completion tokens of one answer at most.")]
 Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")]
 
-BROKEN, FAILED, INTERRUPTED = 1, 2, 130
-"""Exit codes: what the service needs died, something to be changed by the user, and stopped by the user."""
-
-_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
+BROKEN, FAILED = 1, 2
+"""Exit codes: what the service needs died, and something to be changed by the user."""
 
 
 def fail(reason: object) -> NoReturn:
@@ -46,7 +39,7 @@ def broken(reason: object) -> NoReturn:
     Nothing else that the interpreter would do at its end: what died may never answer.
     """
     typer.echo(f"osd: {reason}", err=True)
-    _end_at_once(BROKEN)
+    end_at_once(BROKEN)
 
 
 def settings_of(config: Path | None, overrides: list[str] | None) -> Settings:
@@ -92,68 +85,3 @@ def address_of(settings: Settings, url: str | None) -> str:
 def key_of(settings: Settings) -> str | None:
     """What the service asks for, if anything."""
     return settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
-
-
-@contextmanager
-def stop_signals() -> Generator[None]:
-    """Make the first Ctrl-C or SIGTERM unwind the command, and the second end every process of it at once."""
-
-    def first(number: int, frame: object) -> None:
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, second)
-        raise KeyboardInterrupt
-
-    def second(number: int, frame: object) -> None:
-        _end_at_once(INTERRUPTED)
-
-    _adopt_orphans(True)
-    before = {name: signal.signal(name, first) for name in (signal.SIGINT, signal.SIGTERM)}
-    # Taking itself down, Python gives signals their default meaning back, and would die of one that comes late.
-    atexit.register(_ignore)
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None  # the second signal keeps its meaning while the process ends
-    except BaseException:
-        _restore(before)
-        raise
-    _restore(before)
-
-
-def _adopt_orphans(adopt: bool) -> None:
-    """Whether to stay the ancestor of all that is started, also of processes whose parent ends first (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(adopt))
-
-
-def _end_at_once(code: int) -> NoReturn:
-    import os
-
-    while _kill_descendants():
-        pass  # what was started while the others were killed
-    os._exit(code)
-
-
-def _kill_descendants() -> bool:
-    """Whether any was alive."""
-    import psutil
-
-    alive = False
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                alive = True
-                process.kill()
-    return alive
-
-
-def _ignore() -> None:
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)
-
-
-def _restore(handlers: dict[signal.Signals, Any]) -> None:
-    """Give signals and orphans back to whom they belonged."""
-    for name, handler in handlers.items():
-        signal.signal(name, handler)
-    _adopt_orphans(False)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.common import ConfigFile, Overrides, broken, fail, settings_of, stop_signals
+from osd.cli.common import ConfigFile, Overrides, broken, fail, settings_of
+from osd.cli.signals import stop_signals
 
 
 def demo(

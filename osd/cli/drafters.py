@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from osd.cli.common import AsJson, ConfigFile, Overrides, broken, fail, redis_url, settings_of, stop_signals
+from osd.cli.common import AsJson, ConfigFile, Overrides, broken, fail, redis_url, settings_of
+from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
     from osd.admin.audit import Actor

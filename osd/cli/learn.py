@@ -6,7 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signals
+from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,18 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from osd.cli.common import (
-    ConfigFile,
-    MaxTokens,
-    Overrides,
-    Temperature,
-    Url,
-    address_of,
-    fail,
-    key_of,
-    settings_of,
-    stop_signals,
-)
+from osd.cli.common import ConfigFile, MaxTokens, Overrides, Temperature, Url, address_of, fail, key_of, settings_of
+from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
     from osd.traffic.open_loop import Tally

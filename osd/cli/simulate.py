@@ -9,7 +9,8 @@ import typer
 
 from osd.cli.bench.options import Json, Plot, say
 from osd.cli.bench.recorded import Markdown, check_files, conclude
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signals
+from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.signals import stop_signals
 from osd.config import ConfigError, load_scenario
 
 

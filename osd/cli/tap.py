@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.common import INTERRUPTED, ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.signals import INTERRUPTED
 
 
 def tap(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from osd.cli.common import ConfigFile, Overrides, Url, address_of, fail, key_of, settings_of, stop_signals
+from osd.cli.common import ConfigFile, Overrides, Url, address_of, fail, key_of, settings_of
+from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
     import httpx2

@@ -8,7 +8,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from osd.cli.common import ConfigFile, Overrides, broken, fail, settings_of, stop_signals
+from osd.cli.common import ConfigFile, Overrides, broken, fail, settings_of
+from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
     from rich.console import Console

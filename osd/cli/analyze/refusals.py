@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from osd.cli.bench.options import Json, check_draft, check_output, loading, say, show
-from osd.cli.common import ConfigFile, Overrides, fail, key_of, settings_of, stop_signals
+from osd.cli.common import ConfigFile, Overrides, fail, key_of, settings_of
+from osd.cli.signals import stop_signals
 from osd.config import ConfigError, Settings
 from osd.config.secrets import secret
 

@@ -23,7 +23,8 @@ from osd.cli.bench.options import (
     show,
     write,
 )
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of, stop_signals
+from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.signals import stop_signals
 from osd.config import NoDrafterSettings
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from osd.cli.common import fail, stop_signals
+from osd.cli.common import fail
+from osd.cli.signals import stop_signals
 from osd.config import TRAINED_SETTINGS
 
 if TYPE_CHECKING:

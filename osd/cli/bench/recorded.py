@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from osd.cli.bench.options import TRAINED, check_output, loading, say, write
-from osd.cli.common import fail, stop_signals
+from osd.cli.common import fail
+from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
     from benchmarks.adaptation.experiment import Experiment, Stream

@@ -28,7 +28,8 @@ from osd.cli.bench.options import (
     show,
     write,
 )
-from osd.cli.common import ConfigFile, Overrides, settings_of, stop_signals
+from osd.cli.common import ConfigFile, Overrides, settings_of
+from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
     from benchmarks.figures import Table

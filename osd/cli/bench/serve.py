@@ -9,18 +9,8 @@ from typing import Annotated
 import typer
 
 from osd.cli.bench.options import Json, Prompts, Tokens, Turns, check_output, loading, say, show, write
-from osd.cli.common import (
-    ConfigFile,
-    MaxTokens,
-    Overrides,
-    Temperature,
-    Url,
-    address_of,
-    fail,
-    key_of,
-    settings_of,
-    stop_signals,
-)
+from osd.cli.common import ConfigFile, MaxTokens, Overrides, Temperature, Url, address_of, fail, key_of, settings_of
+from osd.cli.signals import stop_signals
 
 _PLAIN = ["drafter.kind=none", "trainer.enabled=false", "engine.threads=1"]
 
