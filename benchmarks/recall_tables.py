@@ -26,6 +26,9 @@ def tables(found: Found) -> RenderableType:
         parts.append(_curve(f"{name}, up to request", learner.curve))
     if MIXED in found.learners:
         parts.append(f"the trained drafter was asked for {found.learners[MIXED].unseen.asked:.3f} of the unseen drafts")
+    if (both := found.added) is not None:
+        mean = f"{both.geometric_mean:.3f} (standard error {both.factor - 1:.3f}, median {both.median:.3f})"
+        parts.append(f"with it {both.waves} waves of unseen prompts took {mean} of their time with recall alone")
     return Group(*parts, *_costs(found))
 
 

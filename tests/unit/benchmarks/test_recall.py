@@ -12,7 +12,22 @@ from typer.testing import CliRunner, Result
 from benchmarks.figures import Quartiles
 from benchmarks.nodes import Calibration, Draft, Node, Tally, tallies
 from benchmarks.pair import BenchError
-from benchmarks.recall import LOOKUP, PLAIN, RECALL, STREAM, UNSEEN, Plan, Setup, Wave, curve, gains, serve, timed
+from benchmarks.recall import (
+    LOOKUP,
+    MIXED,
+    PLAIN,
+    RECALL,
+    STREAM,
+    UNSEEN,
+    Plan,
+    Setup,
+    Wave,
+    added,
+    curve,
+    gains,
+    serve,
+    timed,
+)
 from osd.cli.app import app
 from osd.config import BestFirstSettings, EngineSettings, Settings, TargetSettings
 from osd.drafters.session import Tree
@@ -106,6 +121,20 @@ def test_gains_are_ratios_to_plain_decoding_of_the_same_prompts():
     assert found["mixed"].speedup == Quartiles.of([1.5, 0.5, 1.0])
 
 
+def test_what_a_drafter_adds_is_the_mean_ratio_of_time_a_token_where_both_answered():
+    alone = [wave(RECALL, first, 1.0, busy=1.0) for first in range(2)]
+    both = [wave(MIXED, 0, 1.0, busy=0.5), wave(MIXED, 1, 1.0, busy=2.0), wave(MIXED, 2, 1.0, busy=9.0)]
+    found = added([*alone, *both])
+    assert found is not None
+    assert (found.waves, found.geometric_mean, found.median) == (2, pytest.approx(1.0), pytest.approx(1.0))
+    assert found.factor == pytest.approx(2.0)  # by which each is off
+    longer = replace(both[1], tokens=40)
+    halved = added([*alone, both[0], longer])
+    assert halved is not None
+    assert (halved.geometric_mean, halved.factor) == (pytest.approx(0.5), pytest.approx(1.0))
+    assert added([*alone, both[0]]) is None, "one alone says nothing of its error"
+
+
 def test_the_curve_divides_the_stream_evenly():
     blocks = curve([wave(RECALL, first, 1.0, drafted=10, accepted=first) for first in range(20)])
     assert [block.until for block in blocks] == [3, 6, 9, 12, 15, 18, 20]
@@ -173,6 +202,8 @@ def test_the_command_serves_the_stream_and_measures_every_way_on_unseen_prompts(
             assert sum(one["tested"] for one in by_source.values()) == learner[phase]["calibration"]["tested"]
     assert json.loads((tmp_path / "all.json").read_text()) == {**figures, "waves": waves}
     assert "x plain" in result.stderr
+    assert figures["added"]["waves"] == 2
+    assert "2 waves of unseen prompts took" in " ".join(result.stderr.split())
 
 
 def test_the_stream_is_remembered_and_unseen_prompts_are_not(tiny_target: Path):
