@@ -59,12 +59,14 @@ class Recalled:
         self._waiting = deque(filter(wanted, self._waiting), maxlen=_WAITING)
 
     def leaves(self, batch: DistillBatch) -> Tensor:
-        """[N] float64 of each position ``1 - sum_v min(p, q)``, q being what recall says there: what it gets wrong.
+        """[N] float64 of each position what it gets wrong, by what the request itself would keep, see ``Scores.kept``.
 
-        It knows the tokens before the position, and nothing is learnt from asking.
+        Where that is greedy, 0 if what is most probable by recall is so by the target too, else 1; where it draws,
+        ``1 - sum_v min(p, q)``, q being what recall says. It knows the tokens before the position, and nothing is
+        learnt from asking.
         """
         open_ = torch.ones(batch.positions, dtype=torch.float64)
-        p, target = batch.target_logp.double().exp(), batch.target_ids.tolist()
+        p, target, greedy = batch.target_logp.double().exp(), batch.target_ids.tolist(), batch.greedy.tolist()
         rows, places = batch.sequence.tolist(), batch.place.tolist()
         text, row, known = self._backend.text(batch.token_ids.shape[1]), -1, 0
         for n, (sequence, place) in enumerate(zip(rows, places, strict=True)):
@@ -73,6 +75,10 @@ class Recalled:
                 row, known = sequence, 0
             text.append(batch.token_ids[row, known:place].tolist(), certain=True)
             known = place
-            said = dict(zip(*self._memory.says(text, KEPT), strict=True))
-            open_[n] -= sum(min(float(p[n, k]), said[token]) for k, token in enumerate(target[n]) if token in said)
+            ids, chances = self._memory.says(text, KEPT)
+            if greedy[row]:
+                open_[n] -= float(ids[:1] == target[n][:1])
+            else:
+                said = dict(zip(ids, chances, strict=True))
+                open_[n] -= sum(min(float(p[n, k]), said[token]) for k, token in enumerate(target[n]) if token in said)
         return open_.clamp(0, 1)

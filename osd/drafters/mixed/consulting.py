@@ -58,8 +58,8 @@ class Consulting:
 
     A token that a call brings is one that a later round need not give, and that is seldom a round like this one: where
     recall knows nothing now, it may know all of the next line. So a second is worth what lies between the tokens of
-    this round and those of the usual ones, their geometric mean. By the round's own speed alone, one stream of Spider of
-    which nothing was remembered asked an EAGLE that knew other texts in 0.46 of the rounds, and answers took
+    this round and those of the usual ones, their geometric mean. By the round's own speed alone, one stream of Spider,
+    of which nothing was remembered, asked an EAGLE that knew other texts in 0.46 of the rounds, and answers took
     1.025 +- 0.01 times as long as without.
 
     What has to be read first is paid for by the calls to come: by the tokens that are left, and by the share of rounds

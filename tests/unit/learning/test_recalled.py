@@ -33,6 +33,23 @@ def test_what_was_said_before_is_not_left_open_and_what_was_not_is() -> None:
     assert torch.allclose(together, torch.cat([elsewhere, after]))
 
 
+def test_where_a_request_is_greedy_a_place_is_known_or_not_and_where_it_draws_in_part() -> None:
+    recalled = Recalled(SMALL)
+    drawn = [make_trace(name, completion=COMPLETION, seed=seed) for name, seed in (("a", 1), ("b", 77))]
+    greedy = [msgspec.structs.replace(trace, temperature=0.0) for trace in drawn]
+    for _ in range(40):
+        recalled.learn(drawn[0])
+    while recalled.catch_up():
+        pass
+    shares, whole = recalled.leaves(collate(drawn)), recalled.leaves(collate(greedy))
+    assert set(whole.tolist()) == {0.0, 1.0}
+    known, other = whole.view(2, -1).mean(1).tolist()
+    assert known < 0.1 < other
+    assert ((shares > 0) & (shares < 1) & (whole == 0)).any(), "what is most probable need not be certain"
+    mixed = recalled.leaves(collate([greedy[0], drawn[1]]))
+    assert torch.equal(mixed, torch.cat([whole[:COMPLETION], shares[COMPLETION:]]))
+
+
 def test_positions_count_by_their_weights() -> None:
     torch.manual_seed(0)
     drafter, batch = Toy(), collate([make_trace("a", completion=COMPLETION, seed=1)])
