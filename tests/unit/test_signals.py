@@ -79,10 +79,11 @@ def test_what_was_there_before_is_there_again_afterwards():
     told, fd = os.pipe()
     os.set_blocking(fd, False)
     before, wakes = [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)], signal.set_wakeup_fd(fd)
+    others = threading.enumerate()
     try:
         with stop_signals():
             assert signal.getsignal(signal.SIGINT) != before[0]
-            counting = next(thread for thread in threading.enumerate() if thread.name == "signals")
+            (counting,) = [one for one in threading.enumerate() if one.name == "signals" and one not in others]
         counting.join(10)
         assert not counting.is_alive()
         assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)] == before
