@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table as Grid
 
 from benchmarks.nodes import BINS, Calibration, Tally
-from benchmarks.recall import MIXED, STREAM, UNSEEN, Block, Found, Gain
+from benchmarks.recall import MIXED, STREAM, UNSEEN
+from benchmarks.recall_figures import Block, Found, Gain
 from benchmarks.report import columns
 from osd.recall.backends import ENTRY_BYTES
 
@@ -27,7 +28,7 @@ def tables(found: Found) -> RenderableType:
     if MIXED in found.learners:
         parts.append(f"the trained drafter was asked for {found.learners[MIXED].unseen.asked:.3f} of the unseen drafts")
     if (both := found.added) is not None:
-        mean = f"{both.geometric_mean:.3f} (standard error {both.factor - 1:.3f}, median {both.median:.3f})"
+        mean = f"{both.geometric_mean:.3f} (standard error {both.error:.3f}, median {both.median:.3f})"
         parts.append(f"with it {both.waves} waves of unseen prompts took {mean} of their time with recall alone")
     return Group(*parts, *_costs(found))
 

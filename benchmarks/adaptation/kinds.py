@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import recall
+from benchmarks import recall, recall_figures
 from benchmarks.adaptation.adapt import WAYS, StreamTraining, TrainedDrafter
 from benchmarks.adaptation.experiment import Experiment, Stream
 from benchmarks.adaptation.learner import Recipe, Work
@@ -305,8 +305,8 @@ def _say(report: Callable[[str], None], of: str, step: str) -> None:
 def _concluded(
     waves: Sequence[tuple[recall.Wave, Calls]], places: dict[str, tuple[str | None, bool]], temperature: float
 ) -> list[Decoded]:
-    gains = {gain.way: gain for gain in recall.gains([wave for wave, _ in waves])}
-    of_recall = {gain.way: gain.speedup for gain in recall.gains([wave for wave, _ in waves], recall.RECALL)}
+    gains = {gain.way: gain for gain in recall_figures.gains([wave for wave, _ in waves])}
+    of_recall = {gain.way: gain.speedup for gain in recall_figures.gains([wave for wave, _ in waves], recall.RECALL)}
     found = []
     for way, place in places.items():
         mine = [(wave, calls) for wave, calls in waves if wave.way == way]

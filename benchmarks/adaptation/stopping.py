@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from benchmarks import recall
+from benchmarks import recall, recall_figures
 from benchmarks.adaptation.experiment import Experiment, Stream
 from benchmarks.adaptation.report import Table
 from benchmarks.decode import Calls
@@ -181,7 +181,7 @@ def stopping(
 
 
 def _concluded(waves: Sequence[tuple[recall.Wave, Calls]]) -> list[Stopped]:
-    gains = {gain.way: gain for gain in recall.gains([wave for wave, _ in waves])}
+    gains = {gain.way: gain for gain in recall_figures.gains([wave for wave, _ in waves])}
     by_way: dict[str, list[tuple[recall.Wave, Calls]]] = defaultdict(list)
     for wave, calls in waves:
         by_way[wave.way].append((wave, calls))

@@ -47,9 +47,9 @@ def stop_signals() -> Generator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None  # the second signal keeps its meaning while the process ends
     except BaseException:
-        _restore(before, fd)
+        _restore(before, fd, told)
         raise
-    _restore(before, fd)
+    _restore(before, fd, told)
 
 
 def end_at_once(code: int) -> NoReturn:
@@ -97,9 +97,10 @@ def _ignore() -> None:
         signal.signal(name, signal.SIG_IGN)
 
 
-def _restore(handlers: dict[signal.Signals, Any], fd: int) -> None:
-    """Give signals and orphans back to whom they belonged."""
+def _restore(handlers: dict[signal.Signals, Any], fd: int, told: int) -> None:
+    """Give signals and orphans back to whom they belonged, and close the pipe ``told``."""
     for name, handler in handlers.items():
         signal.signal(name, handler)
-    os.close(signal.set_wakeup_fd(fd))
+    signal.set_wakeup_fd(fd)
+    os.close(told)
     _adopt_orphans(False)

@@ -38,6 +38,7 @@ def recall(
         check_draft(draft)
     from benchmarks import recall as bench
     from benchmarks.pair import BenchError, encode, find_drafter
+    from benchmarks.recall_figures import conclude
     from benchmarks.recall_tables import tables
     from osd.engine.request import SamplingParams
     from osd.target.load import target_directory
@@ -68,7 +69,7 @@ def recall(
             for wave in bench.serve(setup, asked, plan, say):
                 typer.echo(json.dumps(wave.figures()))
                 waves.append(wave)
-        found = bench.conclude(setup, waves, asked[after:])
+        found = conclude(setup, waves, asked[after:])
     except BenchError as error:
         fail(error)
     about = {"target": settings.target.source, "stream": stream, "draft": name, "streams": streams, "after": after}

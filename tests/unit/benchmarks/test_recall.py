@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -12,22 +13,8 @@ from typer.testing import CliRunner, Result
 from benchmarks.figures import Quartiles
 from benchmarks.nodes import Calibration, Draft, Node, Tally, tallies
 from benchmarks.pair import BenchError
-from benchmarks.recall import (
-    LOOKUP,
-    MIXED,
-    PLAIN,
-    RECALL,
-    STREAM,
-    UNSEEN,
-    Plan,
-    Setup,
-    Wave,
-    added,
-    curve,
-    gains,
-    serve,
-    timed,
-)
+from benchmarks.recall import LOOKUP, MIXED, PLAIN, RECALL, STREAM, UNSEEN, Plan, Setup, Wave, serve
+from benchmarks.recall_figures import added, curve, gains, timed
 from osd.cli.app import app
 from osd.config import BestFirstSettings, EngineSettings, Settings, TargetSettings
 from osd.drafters.session import Tree
@@ -126,12 +113,13 @@ def test_what_a_drafter_adds_is_the_mean_ratio_of_time_a_token_where_both_answer
     both = [wave(MIXED, 0, 1.0, busy=0.5), wave(MIXED, 1, 1.0, busy=2.0), wave(MIXED, 2, 1.0, busy=9.0)]
     found = added([*alone, *both])
     assert found is not None
-    assert (found.waves, found.geometric_mean, found.median) == (2, pytest.approx(1.0), pytest.approx(1.0))
-    assert found.factor == pytest.approx(2.0)  # by which each is off
+    # One took half the time, the other twice as long.
+    assert (found.waves, found.geometric_mean, found.median) == (2, pytest.approx(1.0), pytest.approx(1.25))
+    assert found.error == pytest.approx(math.log(2.0)), "by which each is off"
     longer = replace(both[1], tokens=40)
     halved = added([*alone, both[0], longer])
     assert halved is not None
-    assert (halved.geometric_mean, halved.factor) == (pytest.approx(0.5), pytest.approx(1.0))
+    assert (halved.geometric_mean, halved.error) == (pytest.approx(0.5), pytest.approx(0.0, abs=1e-6))
     assert added([*alone, both[0]]) is None, "one alone says nothing of its error"
 
 
