@@ -20,8 +20,8 @@ import hashlib, subprocess, sys, time
 from osd.cli.signals import stop_signals
 with stop_signals():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], stdout=subprocess.DEVNULL)
-    print(child.pid, flush=True)
     try:
+        print(child.pid, flush=True)
         {doing}
     finally:
         child.kill()
@@ -66,6 +66,7 @@ def test_the_first_signal_unwinds_the_command(command, number):
 @pytest.mark.parametrize("command", [_IN_A_LIBRARY], indirect=True)
 def test_the_second_signal_ends_everything_at_once_also_while_a_library_computes(command, second):
     process, child = command
+    _until_it_computes(process)
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     assert process.poll() is None
@@ -73,6 +74,15 @@ def test_the_second_signal_ends_everything_at_once_also_while_a_library_computes
     assert process.wait(30) == INTERRUPTED
     assert process.stdout.read() == ""
     assert not psutil.wait_procs([child], 10)[1]
+
+
+def _until_it_computes(process: subprocess.Popen[str]) -> None:
+    """Wait until the library has taken a tenth of a second of the CPU: on the way there it would unwind."""
+    taken = psutil.Process(process.pid).cpu_times
+    before = taken().user
+    while taken().user < before + 0.1:
+        assert process.poll() is None
+        time.sleep(0.01)
 
 
 def test_what_was_there_before_is_there_again_afterwards():
